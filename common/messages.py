@@ -1,0 +1,243 @@
+"""Every message of the control plane, in the order in which a node and then a request meet them.
+
+A ZMQ message is two frames: a ``Header`` and one of the structs below, both MessagePack, both decoded strictly. Nothing
+here is interpreted; what a message means is told where it is handled. Times are durations in seconds: clocks of two
+machines have nothing in common.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import ErrorCode
+from common.sampling import SamplingParams, TokenLogprobs
+
+PROTOCOL_VERSION = 1
+
+Count = Annotated[int, Meta(ge=0)]
+Text = Annotated[str, Meta(max_length=4096)]
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
+Role = Literal["prefill", "decode"]
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """First frame of every message: who speaks, and to which start of whom (empty: whoever listens there)."""
+
+    version: int
+    sender: Incarnation
+    target: Annotated[str, Meta(max_length=32)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of all messages."""
+
+
+# ---- a node joins -------------------------------------------------------------------------------------------------
+
+
+class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of a KV page, as ``kv_transfer.geometry.PageGeometry`` knows it."""
+
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_kv_heads: Annotated[int, Meta(ge=1, le=65536)]
+    head_dim: Annotated[int, Meta(ge=1, le=65536)]
+    page_size: Annotated[int, Meta(ge=1, le=65536)]
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+
+class Register(Message, frozen=True, tag="register"):
+    """node -> gateway: here I am. Sent again after every reconnect; the same incarnation keeps its start counter."""
+
+    role: Role
+    name: Id
+    model: Id
+    digest: Id  # of configuration and weights' index: nodes that differ cannot share KV
+    vocab_size: Annotated[int, Meta(ge=1)]
+    context_length: Annotated[int, Meta(ge=1)]
+    eos_token_ids: tuple[int, ...]
+    generation: dict[str, float]  # the model's own sampling defaults: temperature, top_k, top_p, min_p
+    geometry: Geometry
+    num_pages: Annotated[int, Meta(ge=1)]
+    max_running: Annotated[int, Meta(ge=1)]
+    max_queued: Count
+    transports: tuple[str, ...]
+    address: Text  # where decode nodes reach a prefill node's control socket, "host:port"; empty for decode nodes
+    pid: Count
+    device: Id
+
+
+class Registered(Message, frozen=True, tag="registered"):
+    """gateway -> node: you are in the table; requests may come."""
+
+    starts: Annotated[int, Meta(ge=1)]  # how many starts of a node of this name the gateway has seen
+    heartbeat_s: Annotated[float, Meta(gt=0)]
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """gateway -> node, or prefill -> decode: you cannot join, and why. Final for this start of the process."""
+
+    reason: Text
+
+
+class Unknown(Message, frozen=True, tag="unknown"):
+    """gateway -> node: I do not know you (I am new, or I took you for lost). Register again."""
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Anyone -> anyone, to find out whether the other end is still there. No answer is needed."""
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """node -> gateway, every ``heartbeat_s`` and when idle turns to busy: what I hold now and what I have done so far."""
+
+    num_waiting: Count
+    num_running: Count
+    num_free_pages: Count
+    num_cached_pages: Count
+    num_quarantined_pages: Count
+    counters: dict[str, float]  # monotonic totals, by metric name; see common/node/stats.py
+
+
+class Leave(Message, frozen=True, tag="leave"):
+    """node -> gateway: I am stopping on purpose; send me nothing more."""
+
+
+# ---- a request, at both nodes ---------------------------------------------------------------------------------------
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The other node of a pair, this start of it and no other."""
+
+    name: Id
+    incarnation: Incarnation
+    address: Text
+
+
+class Generate(Message, frozen=True, tag="generate"):
+    """gateway -> both nodes of the pair: one request (one attempt at it)."""
+
+    rid: Id
+    attempt: Count
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    prefill: Peer
+    decode: Peer
+    timeout_s: Annotated[float, Meta(gt=0)]  # the request's own deadline, from now
+    cache_salt: Text = ""
+    priority: int = 0
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """gateway -> both nodes: the client has gone, has what it wanted, or the other leg failed. Idempotent."""
+
+    rid: Id
+    attempt: Count
+
+
+class Tokens(Message, frozen=True, tag="tokens"):
+    """node -> gateway: output tokens ``index .. index + len(tokens)``. The first comes from prefill, the rest from decode."""
+
+    rid: Id
+    attempt: Count
+    index: Count
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish: Literal["", "stop", "length"] = ""  # non-empty: the last of these tokens ended the output
+    cached_tokens: Count = 0  # with index 0: prompt tokens that prefill found in its cache
+    timings: dict[str, float] = {}  # noqa: RUF012 - msgspec copies; with the first and last tokens: seconds by stage
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """node -> gateway: this request ends here, with this error."""
+
+    rid: Id
+    attempt: Count
+    code: ErrorCode
+    message: Text
+    retry_after_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
+# ---- a decode node and a prefill node form a pair -------------------------------------------------------------------
+
+
+class Connect(Message, frozen=True, tag="connect"):
+    """decode -> prefill: my pool, and how to reach it. Opens a new epoch between the two."""
+
+    name: Id
+    digest: Id
+    epoch: Count
+    geometry: Geometry
+    num_pages: Annotated[int, Meta(ge=1)]
+    transport: Id
+    endpoint: Text  # understood by the transport alone
+
+
+class Connected(Message, frozen=True, tag="connected"):
+    """prefill -> decode: attached; grants of this epoch are welcome."""
+
+    epoch: Count
+    transport: Id
+
+
+# ---- a transfer -----------------------------------------------------------------------------------------------------
+
+
+class Grant(Message, frozen=True, tag="grant"):
+    """decode -> prefill: write page ``first + i`` of this prompt into my page ``pages[i]``. What is never granted is not needed."""
+
+    rid: Id
+    attempt: Count
+    epoch: Count
+    first: Count
+    pages: tuple[Count, ...]
+
+
+class Delivered(Message, frozen=True, tag="delivered"):
+    """prefill -> decode: these pages of the prompt (by index) are wholly written, as far as this part goes."""
+
+    rid: Id
+    attempt: Count
+    epoch: Count
+    indices: tuple[Count, ...]
+    part: Count = 0
+
+
+class Handoff(Message, frozen=True, tag="handoff"):
+    """prefill -> decode: the prompt is computed; carry on from here. May overtake the last pages."""
+
+    rid: Id
+    attempt: Count
+    num_tokens: Annotated[int, Meta(ge=1)]  # prompt tokens whose KV is, or is being, delivered
+    token: Count  # the first output token
+    logprobs: TokenLogprobs | None = None
+
+
+class Received(Message, frozen=True, tag="received"):
+    """decode -> prefill: I have every page; let go of the source."""
+
+    rid: Id
+    attempt: Count
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """decode -> prefill: write no more for this transfer, and tell me when that is sure."""
+
+    rid: Id
+    attempt: Count
+
+
+class Closed(Message, frozen=True, tag="closed"):
+    """prefill -> decode: no write for this transfer is under way or will ever start. This is the writer's fence."""
+
+    rid: Id
+    attempt: Count
+    reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
+    message: Text = ""
+
+
+FromNode = Register | Heartbeat | Leave | Tokens | Failed | Ping
+FromGateway = Registered | Refused | Unknown | Generate | Abort | Ping
+FromDecode = Connect | Grant | Received | Cancel | Ping
+FromPrefill = Connected | Refused | Delivered | Handoff | Closed | Ping

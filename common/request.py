@@ -1,0 +1,67 @@
+"""One request as a node's scheduler sees it: its tokens, its pages, and how far it has come."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from common.radix import Node
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request on one node. Changed only by that node's scheduler and ``PrefillAdder``.
+
+    Attributes:
+        rid, attempt: who it is; an attempt is one try on one pair of nodes.
+        prompt: token ids as the user sent them.
+        sampling: validated parameters.
+        salt: requests with different salts never share cached pages.
+        arrived_at, deadline_at: instants in seconds of the node's clock.
+        output: tokens sampled so far, on any node.
+        pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
+        own: those of ``pages`` that belong to the request (``Owner.REQUEST``), not to the radix cache.
+        node: the radix node whose path is locked for this request.
+        num_computed: tokens whose KV is in ``pages``.
+        num_cached: prompt tokens that were found in this node's cache when it was admitted first.
+        slot: row of the executor's request table; -1 while it has none.
+    """
+
+    rid: str
+    attempt: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    salt: str = ""
+    priority: int = 0
+    arrived_at: float = 0.0
+    deadline_at: float = float("inf")
+    output: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    node: "Node | None" = None
+    num_computed: int = 0
+    num_cached: int = 0
+    slot: int = -1
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.rid, self.attempt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens it may still produce."""
+        return self.sampling.max_new_tokens - len(self.output)
+
+    def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
+        """Prompt and output tokens at positions ``start .. end``."""
+        end = self.num_tokens if end is None else end
+        num_prompt = len(self.prompt)
+        if end <= num_prompt:
+            return self.prompt[start:end]
+        tail = tuple(self.output[max(0, start - num_prompt) : end - num_prompt])
+        return self.prompt[start:] + tail if start < num_prompt else tail
