@@ -1,0 +1,58 @@
+"""Which tests run: all but the deep ones; of those marked ``deep(sample=share)`` a share of the cases, drawn by a fixed seed.
+
+Imports nothing but pytest at load time, so that a bare CUDA machine can run the engine's tests with it.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deep", action="store_true", help="run every long test, not a sample of them")
+    parser.addoption("--deep-seed", type=int, default=0, help="which sample of the long tests runs without --deep")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--deep"):
+        _skip_deep(items, config.getoption("--deep-seed"))
+    cuda_items = [item for item in items if item.get_closest_marker("cuda")]
+    if cuda_items and not _has_cuda():
+        for item in cuda_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _skip_deep(items: list[pytest.Item], seed: int) -> None:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("deep"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for group in cases.values():
+        mark = group[0].get_closest_marker("deep")
+        assert mark is not None
+        num_kept = math.ceil(mark.kwargs.get("sample", 0.0) * len(group))
+        for item in _shuffled(group, seed)[num_kept:]:
+            item.add_marker(pytest.mark.skip(reason="deep: runs with --deep"))
+
+
+def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    return sorted(items, key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A developer's own BATON_* variables must not change what a test sees."""
+    for name in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+    yield
