@@ -1,0 +1,97 @@
+"""One step's rows as arrays: computed once per step, read by every layer.
+
+A row extends one slot by ``num_new`` tokens over ``starts`` tokens that are already cached. The new tokens of all rows
+lie packed one after another. Everything is worked out on the host, where plans live, and copied over in one go.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowArrays:
+    """Rows on the host. R rows, N new tokens in all, page tables W entries wide.
+
+    Attributes:
+        starts: ``[R]`` cached tokens before the row's first new one.
+        num_new: ``[R]`` new tokens, at least 1.
+        page_table: ``[R, W]`` int32; entries beyond a row's pages are not to be read as pages.
+        page_size: tokens per page.
+    """
+
+    starts: Ints
+    num_new: Ints
+    page_table: NDArray[np.int32]
+    page_size: int
+
+    @property
+    def lengths(self) -> Ints:
+        """``[R]`` tokens per row once the step is done."""
+        return self.starts + self.num_new
+
+    @property
+    def first_new(self) -> Ints:
+        """``[R + 1]`` where each row's tokens begin among the packed ones; the last entry is N."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.num_new)])
+
+    @property
+    def num_pages(self) -> Ints:
+        """``[R]`` pages each row's tokens reach into."""
+        return -(-self.lengths // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What the model and the attention backends read during one step.
+
+    Attributes:
+        rows: the rows on the host.
+        lengths, first_new: of the rows, worked out once.
+        positions: ``[N]`` int64 on the device, position of each new token in its own text.
+        token_pages, token_offsets: ``[N]`` int64 on the device, where each new token's KV is to be written.
+        page_table: ``[R, W]`` int32 on the device.
+        max_pages: longest row in pages, at most W.
+    """
+
+    rows: RowArrays
+    lengths: Ints
+    first_new: Ints
+    positions: torch.Tensor
+    token_pages: torch.Tensor
+    token_offsets: torch.Tensor
+    page_table: torch.Tensor
+    max_pages: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.first_new[-1])
+
+
+def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
+    """Work out positions and KV places of all new tokens and put them on the device."""
+    first_new = rows.first_new
+    row_of_token = np.repeat(np.arange(len(rows.starts)), rows.num_new)
+    positions = np.arange(first_new[-1]) - np.repeat(first_new[:-1] - rows.starts, rows.num_new)
+    token_pages = rows.page_table[row_of_token, positions // rows.page_size].astype(np.int64)
+    placed = np.stack([positions, token_pages, positions % rows.page_size])
+    on_device = torch.from_numpy(placed).to(device, non_blocking=True)
+    max_pages = int(rows.num_pages.max())
+    return StepBatch(
+        rows=rows,
+        lengths=rows.lengths,
+        first_new=first_new,
+        positions=on_device[0],
+        token_pages=on_device[1],
+        token_offsets=on_device[2],
+        page_table=torch.from_numpy(np.ascontiguousarray(rows.page_table[:, :max_pages])).to(device),
+        max_pages=max_pages,
+    )

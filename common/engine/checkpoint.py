@@ -1,0 +1,114 @@
+"""A checkpoint on disk: where it lies, what its files say before a single tensor is read.
+
+A model is named by a local folder or by a hub id; the latter is fetched once by ``huggingface_hub`` and then found in
+its cache, with or without a network. Only JSON and safetensors are ever read: no remote code, no pickles.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import ConfigError, UnsupportedModelError
+
+FETCHED_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+MAX_HEADER_BYTES = 100 << 20
+
+
+class StoredTensor(NamedTuple):
+    """What a safetensors header says of one tensor."""
+
+    file: Path
+    dtype: str  # as safetensors writes it: F32, BF16, F16, ...
+    shape: tuple[int, ...]
+
+
+def locate(path_or_hub_id: str, revision: str | None = None) -> Path:
+    """The folder that holds the checkpoint, fetched from the hub if it is not a local folder.
+
+    Raises:
+        ConfigError: there is no such folder, and no such model on the hub or in its cache.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"--model {path_or_hub_id}: not a folder; give the folder that holds config.json")
+    if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") > 1 or not path_or_hub_id:
+        raise ConfigError(f"--model {path_or_hub_id}: no such folder")
+    return _fetch(path_or_hub_id, revision)
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=FETCHED_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"--model {hub_id}: neither a local folder nor to be had from the hub or its local cache ({reason})"
+        ) from error
+
+
+def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object from a file; empty when the file is missing and not required.
+
+    Raises:
+        ConfigError: missing, unreadable, not JSON, or not an object.
+    """
+    if not required and not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: missing; is this the folder of a model?") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: not readable as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint by name, from the safetensors headers alone, in order of name.
+
+    Raises:
+        ConfigError: an index names a file that is missing, or a header is damaged.
+        UnsupportedModelError: there are no safetensors files at all.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedModelError(f"{folder}: no *.safetensors files; other formats are not read")
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _read_header(file).items():
+            if name in found:
+                raise ConfigError(f"{file}: tensor {name} is also in {found[name].file.name}")
+            found[name] = tensor
+    return dict(sorted(found.items()))
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """The header of one safetensors file: eight bytes of length, then JSON (safetensors' format document)."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+        return {
+            name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: named by the index, but missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"{file}: damaged safetensors header ({error})") from error

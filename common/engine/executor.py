@@ -1,0 +1,207 @@
+"""The executor: takes a step plan of integers, returns sampled tokens. Tensors live here and below, nowhere above.
+
+It keeps a request table: for each slot its page table, its sampling parameters and the token sampled last, so that a plan
+carries only what changed. It decides nothing: a plan that breaks the rules is a bug of ours, and asserts say so.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.attention import make_attention
+from common.engine.attention.protocol import AttentionBackend
+from common.engine.batch import RowArrays, make_batch
+from common.engine.decoder import Decoder
+from common.engine.kv_pool import KVPool
+from common.engine.model_config import ModelConfig
+from common.engine.sampler import Draw, sample
+from common.engine.weights import load_weights
+from common.errors import ConfigError
+from common.sampling import SamplingParams
+from common.step import Admit, PageDelta, Row, StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Whatever can run steps: this one, a remote one, a fake."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class TorchExecutor:
+    """Runs plans on one device.
+
+    Args:
+        model: the decoder, its weights in place.
+        pool: the KV pool its attention reads and writes.
+        attention: a backend over that pool.
+        num_slots: rows of the request table.
+    """
+
+    def __init__(self, model: Decoder, pool: KVPool, attention: AttentionBackend, *, num_slots: int) -> None:
+        config = model.config
+        self.model = model
+        self.pool = pool
+        self.num_slots = num_slots
+        self._attention = attention
+        self._page_size = pool.geometry.page_size
+        width = pool.geometry.num_pages(config.context_length)
+        # Zeroed lazily by the kernel: rows and columns never used cost nothing.
+        self._page_table: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
+        self._num_table_pages = [0] * num_slots
+        self._admitted: list[Admit | None] = [None] * num_slots
+        self._end_ids: list[tuple[int, ...]] = [()] * num_slots
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Apply admits, then page deltas, then rows; one sampled token per row with ``sample``, in row order."""
+        with torch.inference_mode():
+            for admit in plan.admits:
+                self._admit(admit)
+            for delta in plan.pages:
+                self._append_pages(delta)
+            if not plan.rows:
+                return StepResult(plan.step, ())
+            return self._extend(plan)
+
+    def warm_up(self, num_tokens: int = 64) -> None:
+        """Run throw-away steps, so that the first request meets nothing for the first time. Writes KV of page 0 on.
+
+        Call it before anything is in the pool; slot 0 is as good as new afterwards.
+        """
+        num_tokens = min(num_tokens, self.pool.num_pages * self._page_size - 1, self.model.config.context_length - 1)
+        if num_tokens < 1:
+            return
+        pages = tuple(range(self.pool.geometry.num_pages(num_tokens + 1)))
+        for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=20, top_p=0.95)):
+            admit = Admit(0, params, num_tokens, None)
+            self.run(StepPlan(0, (admit,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
+            self.run(StepPlan(0, (), (), (Row(0, num_tokens, None, True),)))
+        self._admitted[0] = None
+        self._num_table_pages[0] = 0
+
+    def close(self) -> None:
+        """Release the pool; the executor cannot run afterwards."""
+        self.pool.close()
+
+    def _admit(self, admit: Admit) -> None:
+        assert 0 <= admit.slot < self.num_slots, f"slot {admit.slot} of {self.num_slots}"
+        params = admit.sampling
+        self._admitted[admit.slot] = admit
+        self._num_table_pages[admit.slot] = 0
+        end_ids = params.stop_token_ids + (() if params.ignore_eos else self.model.config.eos_token_ids)
+        vocab_size = self.model.config.vocab_size
+        self._end_ids[admit.slot] = tuple(token for token in dict.fromkeys(end_ids) if 0 <= token < vocab_size)
+        if admit.last_token is not None:
+            assert 0 <= admit.last_token < vocab_size
+            self._last_tokens[admit.slot] = admit.last_token
+
+    def _append_pages(self, delta: PageDelta) -> None:
+        end = delta.first + len(delta.pages)
+        assert self._admitted[delta.slot] is not None, f"pages for slot {delta.slot}, which nobody has"
+        assert 0 <= delta.first <= self._num_table_pages[delta.slot], f"a gap in the page table of slot {delta.slot}"
+        assert end <= self._page_table.shape[1], f"slot {delta.slot} grows beyond the context length"
+        assert all(0 <= page < self.pool.num_pages for page in delta.pages), "a page outside the pool"
+        self._page_table[delta.slot, delta.first : end] = delta.pages
+        self._num_table_pages[delta.slot] = max(end, self._num_table_pages[delta.slot])
+
+    def _extend(self, plan: StepPlan) -> StepResult:
+        rows = plan.rows
+        self._check(rows)
+        slots = np.array([row.slot for row in rows])
+        arrays = RowArrays(
+            starts=np.array([row.start for row in rows], np.int64),
+            num_new=np.array([row.num_tokens for row in rows], np.int64),
+            page_table=self._page_table[slots],
+            page_size=self._page_size,
+        )
+        batch = make_batch(arrays, self.pool.device)
+        tokens = self._tokens(rows, batch.first_new)
+        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch))
+        sampled = [index for index, row in enumerate(rows) if row.sample]
+        if not sampled:
+            return StepResult(plan.step, ())
+        lasts = torch.from_numpy(batch.first_new[1:][sampled] - 1).to(self.pool.device)
+        draws = [self._draw(rows[index]) for index in sampled]
+        chosen, logprobs = sample(self.model.logits(hidden[lasts]), draws)
+        self._last_tokens[torch.from_numpy(slots[sampled]).to(self.pool.device)] = chosen
+        return StepResult(plan.step, tuple(chosen.tolist()), logprobs)
+
+    def _check(self, rows: tuple[Row, ...]) -> None:
+        assert len({row.slot for row in rows}) == len(rows), "a slot has two rows in one step"
+        for row in rows:
+            assert self._admitted[row.slot] is not None, f"a row for slot {row.slot}, which nobody has"
+            assert row.start >= 0 and row.num_tokens > 0
+            room = self._num_table_pages[row.slot] * self._page_size
+            assert row.start + row.num_tokens <= room, f"slot {row.slot} has no page for its last token"
+
+    def _tokens(self, rows: tuple[Row, ...], first_new: NDArray[np.int64]) -> Tensor:
+        """``[N]`` int64 on the device: tokens the plan names, and those sampled last, which never left the device."""
+        named = np.zeros(first_new[-1], np.int64)
+        unnamed = []
+        for index, row in enumerate(rows):
+            if row.tokens is None:
+                unnamed.append(index)
+            else:
+                named[first_new[index] : first_new[index + 1]] = row.tokens
+        assert named.min() >= 0 and named.max() < self.model.config.vocab_size, "a token outside the vocabulary"
+        tokens = torch.from_numpy(named).to(self.pool.device)
+        if unnamed:
+            slots = torch.tensor([rows[index].slot for index in unnamed], device=self.pool.device)
+            tokens[torch.from_numpy(first_new[unnamed]).to(self.pool.device)] = self._last_tokens[slots]
+        return tokens
+
+    def _draw(self, row: Row) -> Draw:
+        admit = self._admitted[row.slot]
+        assert admit is not None
+        return Draw(admit.sampling, row.start + row.num_tokens, admit.prompt_len, self._end_ids[row.slot])
+
+
+def load_executor(
+    config: ModelConfig,
+    folder: Path | None = None,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    attention: str = "auto",
+    num_threads: int | None = None,
+) -> TorchExecutor:
+    """Everything from a checkpoint to a machine that runs plans.
+
+    Args:
+        config: from ``ModelConfig.load``.
+        folder: where the safetensors are, if not where ``config`` was read.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``; of weights, activations and KV.
+        attention: ``auto``, ``reference``, ``torch`` or ``cpu``.
+        num_threads: of torch's OpenMP team, which is the process's; left alone if None.
+    Raises:
+        ConfigError: unknown dtype, device or attention backend; weights that do not fit the configuration.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    place = _device(device)
+    dtype = config.resolve_dtype(dtype)
+    pool = KVPool(config.geometry(page_size, dtype), num_pages, place)
+    backend = make_attention(attention, pool)
+    weights = load_weights(config, folder or config.folder, dtype, place)
+    weights.pack()
+    return TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: not a device; give cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: torch finds no CUDA device here")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: not served; give cpu, cuda or cuda:N")
+    return device

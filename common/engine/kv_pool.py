@@ -1,0 +1,75 @@
+"""The KV pool: all pages of one node in one piece of memory, page-major, so that a page ships as one contiguous run.
+
+On the CPU the pool *is* anonymous shared memory (a memfd): another process on the host that holds the descriptor writes
+pages straight into place, and nothing survives the death of both. On CUDA the pool lives on the device, and a memfd of
+the same size, touched only where pages land, takes what others write until ``landed`` copies it up.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+from common.engine.dtypes import TORCH_DTYPES
+from common.geometry import PageGeometry
+
+
+class KVPool:
+    """``num_pages`` pages of one geometry on one device.
+
+    Attributes:
+        fd: memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing ground.
+        memory: that memfd, mapped.
+        tensor: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]`` on the device.
+    """
+
+    def __init__(self, geometry: PageGeometry, num_pages: int, device: str | torch.device = "cpu") -> None:
+        assert num_pages > 0
+        self.geometry = geometry
+        self.num_pages = num_pages
+        self.device = torch.device(device)
+        num_bytes = geometry.pool_bytes(num_pages)
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_bytes)
+        self.memory = mmap.mmap(self.fd, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)  # a hint: taken where the kernel allows it for shared memory
+        shape = (num_pages, *geometry.shape)
+        dtype = TORCH_DTYPES[geometry.dtype]
+        self._landing: torch.Tensor | None = torch.frombuffer(self.memory, dtype=dtype).view(shape)
+        on_cpu = self.device.type == "cpu"
+        self.tensor = self._landing if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
+        self._is_open = True
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
+        return self.tensor[:, index, 0], self.tensor[:, index, 1]
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        """Copy one page's bytes out; ``into`` is writable, ``geometry.page_bytes`` long."""
+        assert 0 <= page < self.num_pages and into.nbytes == self.geometry.page_bytes
+        target = torch.frombuffer(into, dtype=self.tensor.dtype).view(self.geometry.shape)
+        target.copy_(self.tensor[page])
+
+    def landed(self, pages: Sequence[int]) -> None:
+        """The bytes of these pages have arrived in ``memory``: make them part of the pool."""
+        assert self._landing is not None
+        if self.tensor is self._landing:
+            return
+        for page in pages:
+            assert 0 <= page < self.num_pages
+            self.tensor[page].copy_(self._landing[page])
+
+    def close(self) -> None:
+        """Let go of the memory. Views handed out earlier keep the mapping alive, never the descriptor. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._landing = None
+        self.tensor = torch.empty(0)
+        os.close(self.fd)
+        try:
+            self.memory.close()
+        except BufferError:
+            pass  # somebody still reads a view; the mapping goes with it

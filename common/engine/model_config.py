@@ -1,0 +1,235 @@
+"""What a model is, read from its ``config.json`` and ``generation_config.json``, or refused by name.
+
+Two families are known, and they differ by values, not by code: Qwen3 normalises queries and keys per head, Llama 3.x
+scales its rotary frequencies and may have biases. Anything that would change the numbers and is not understood here is
+refused, with the list of what is. No torch: the numbers alone.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.engine.checkpoint import StoredTensor, locate, read_json, stored_tensors
+from common.errors import ConfigError, UnsupportedModelError
+from common.geometry import ITEM_BYTES, PageGeometry
+
+#: architecture in config.json -> (family, queries and keys are normalised per head)
+ARCHITECTURES = {"Qwen3ForCausalLM": ("qwen3", True), "LlamaForCausalLM": ("llama", False)}
+ROPE_TYPES = ("default", "llama3")
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+DTYPES = tuple(ITEM_BYTES)
+_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864), with Llama 3.1's frequency scaling where ``type`` says so."""
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only model of a known family.
+
+    Attributes:
+        folder: where config.json and the safetensors files lie.
+        family: ``qwen3`` or ``llama``.
+        dtype: what ``auto`` stands for: the type most of the checkpoint's tensors are stored in.
+        context_length: tokens, prompt and output together, that the model was made for.
+        eos_token_ids: ids that end an output, from generation_config.json and config.json, each once.
+        generation: the model's own sampling defaults, those of temperature, top_k, top_p, min_p that it names.
+        digest: sha256 over configuration and the names, types and shapes of all tensors; nodes that differ in it cannot
+            share KV. The tensors' bytes are not read.
+    """
+
+    folder: Path
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    has_qk_norm: bool
+    has_attention_bias: bool
+    has_mlp_bias: bool
+    is_tied: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    generation: dict[str, float]
+    digest: str
+
+    @classmethod
+    def load(cls, path_or_hub_id: str, *, revision: str | None = None) -> "ModelConfig":
+        """Read a model's configuration from a local folder or a hub id.
+
+        Raises:
+            ConfigError: no such folder or model, or a damaged file.
+            UnsupportedModelError: a model that Baton does not serve, with the list of what it does.
+        """
+        folder = locate(path_or_hub_id, revision)
+        config = read_json(folder / "config.json")
+        generation = read_json(folder / "generation_config.json", required=False)
+        return parse_config(config, generation, stored_tensors(folder), folder)
+
+    def geometry(self, page_size: int, dtype: str) -> PageGeometry:
+        """Pages of this model, ``page_size`` tokens each, in ``float32``, ``bfloat16`` or ``float16``."""
+        return PageGeometry(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
+
+    def resolve_dtype(self, dtype: str) -> str:
+        """``auto`` becomes the checkpoint's own type; anything unknown is a ConfigError."""
+        resolved = self.dtype if dtype == "auto" else dtype
+        if resolved not in DTYPES:
+            raise ConfigError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPES)}")
+        return resolved
+
+
+def parse_config(
+    config: dict[str, Any], generation: dict[str, Any], tensors: dict[str, StoredTensor], folder: Path
+) -> ModelConfig:
+    """``ModelConfig`` from the parsed files; see ``ModelConfig.load`` for what it raises."""
+    family, has_qk_norm = _known_architecture(config, folder)
+    _refuse_what_is_not_served(config, folder)
+    number = _Numbers(config, folder)
+    num_heads = number.positive("num_attention_heads")
+    num_kv_heads = number.positive("num_key_value_heads", num_heads)
+    hidden_size = number.positive("hidden_size")
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"{folder}/config.json: {num_heads} heads do not divide among {num_kv_heads} KV heads")
+    head_dim = number.positive("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding turns pairs")
+    context_length = number.positive("max_position_embeddings")
+    has_attention_bias = bool(config.get("attention_bias", False))
+    return ModelConfig(
+        folder=folder,
+        family=family,
+        num_layers=number.positive("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=number.positive("intermediate_size"),
+        vocab_size=number.positive("vocab_size"),
+        context_length=context_length,
+        rms_norm_eps=number.real("rms_norm_eps", 1e-6),
+        rope=_rope(config, context_length, folder),
+        has_qk_norm=has_qk_norm,
+        has_attention_bias=has_attention_bias,
+        has_mlp_bias=bool(config.get("mlp_bias", False)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        dtype=_main_dtype(tensors, folder),
+        eos_token_ids=_eos_token_ids(generation, config),
+        generation=_generation_defaults(generation),
+        digest=_digest(config, tensors),
+    )
+
+
+class _Numbers:
+    """Typed look-ups in config.json that fail with the key's name."""
+
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive integer, not {value!r}")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive number, not {value!r}")
+        return float(value)
+
+
+def _known_architecture(config: dict[str, Any], folder: Path) -> tuple[str, bool]:
+    named = config.get("architectures") or []
+    for architecture in named:
+        if architecture in ARCHITECTURES:
+            return ARCHITECTURES[architecture]
+    names = ", ".join(map(str, named)) or f"model_type {config.get('model_type')!r}"
+    raise UnsupportedModelError(f"{folder}: architecture {names} is not served; known are {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_what_is_not_served(config: dict[str, Any], folder: Path) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unnamed")
+        known = ", ".join(DTYPES)
+        raise UnsupportedModelError(f"{folder}: quantized checkpoint ({method}) is not served; known are plain {known}")
+    layer_types = set(config.get("layer_types") or ())
+    if config.get("use_sliding_window") or layer_types - {"full_attention"}:
+        raise UnsupportedModelError(f"{folder}: sliding windows are not served; known is full attention in every layer")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(f"{folder}: hidden_act {config['hidden_act']} is not served; known is silu")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"{folder}: partial_rotary_factor is not served; known is the whole head")
+
+
+def _rope(config: dict[str, Any], context_length: int, folder: Path) -> RopeConfig:
+    """RoPE from either spelling: transformers 5 writes ``rope_parameters``, earlier ones theta and ``rope_scaling``."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModelError(f"{folder}: rope type {kind} is not served; known are {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"{folder}: partial_rotary_factor is not served; known is the whole head")
+    number = _Numbers(rope, folder)
+    if kind == "default":
+        return RopeConfig(number.real("rope_theta"))
+    return RopeConfig(
+        theta=number.real("rope_theta"),
+        type=kind,
+        factor=number.real("factor"),
+        low_freq_factor=number.real("low_freq_factor"),
+        high_freq_factor=number.real("high_freq_factor"),
+        original_context=number.positive("original_max_position_embeddings", context_length),
+    )
+
+
+def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
+    """The type that most tensors are stored in; any type outside the known three is a quantized or foreign checkpoint."""
+    counts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _STORED_DTYPES:
+            known = ", ".join(_STORED_DTYPES)
+            raise UnsupportedModelError(f"{folder}: {name} is stored as {tensor.dtype}; known are {known}")
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
+    return _STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
+
+
+def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+    """Ids from every source, in order, each once. ``eos_token_id`` is an integer, a list, or absent."""
+    ids: list[int] = []
+    for source in sources:
+        found = source.get("eos_token_id")
+        ids += found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """Values that generation_config.json names, whatever its ``do_sample`` says: as vLLM and SGLang take them."""
+    return {key: float(generation[key]) for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+
+
+def _digest(config: dict[str, Any], tensors: dict[str, StoredTensor]) -> str:
+    shapes = {name: [tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items()}
+    canonical = json.dumps([config, shapes], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

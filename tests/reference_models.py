@@ -1,0 +1,117 @@
+"""Random tiny models and what ``transformers`` makes of them: the yardstick for greedy float32 tokens.
+
+Prompts at which the reference has two top logits closer than ``CLOSE`` are redrawn before anybody sees them, so that
+a test which fails later has no such excuse.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+CLOSE = 1e-4
+VOCAB_SIZE = 211
+
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
+    """Save a random float32 model of ``qwen3`` or ``llama`` into ``folder`` as ``transformers`` writes it.
+
+    Weights are drawn wide enough that greedy outputs wander instead of repeating one token.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config_class, model_class = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**_TINY, **overrides}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            else:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+    folder = Path(folder)
+    model.save_pretrained(folder)
+    assert (folder / "config.json").exists() and json.loads((folder / "config.json").read_text())
+    return folder
+
+
+def load_reference(folder: str | Path, device: str = "cpu") -> Any:
+    """The folder's model in ``transformers``, float32, eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    return (
+        AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+        .to(device)
+        .eval()
+    )
+
+
+def draw_prompts(
+    model: Any, lengths: list[int], max_new: int, seed: int = 0
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """One (prompt, greedy output of ``max_new`` tokens) per length; ``model`` is ``load_reference``'s, or a folder."""
+    if isinstance(model, str | Path):
+        model = load_reference(model)
+    random = np.random.default_rng(seed)
+    return [_draw_prompt(model, length, max_new, random) for length in lengths]
+
+
+def _draw_prompt(
+    model: Any, length: int, max_new: int, random: np.random.Generator
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    for _ in range(100):
+        prompt = tuple(random.integers(0, model.config.vocab_size, length).tolist())
+        expected = generate(model, prompt, max_new)
+        if expected is not None:
+            return prompt, expected
+    raise AssertionError(f"no prompt of {length} tokens whose top logits are clearly apart")
+
+
+def generate(model: Any, prompt: tuple[int, ...], max_new: int) -> tuple[int, ...] | None:
+    """Greedy tokens by ``generate``; None if two top logits came closer than ``CLOSE`` on the way."""
+    ids = torch.tensor([prompt], device=model.device)
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_new,
+        min_new_tokens=max_new,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    for logits in made.logits:
+        best = logits[0].topk(2).values
+        if best[0] - best[1] < CLOSE:
+            return None
+    return tuple(made.sequences[0, len(prompt) :].tolist())
