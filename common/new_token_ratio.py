@@ -1,0 +1,101 @@
+"""How much of its allowed output a running request is expected to produce, when nothing else is known.
+
+Requests rarely use all of ``max_new_tokens``; reserving all of it would leave memory idle, reserving too little makes
+requests be retracted. So the ratio starts high, falls step by step while all goes well, and jumps up after a retraction
+to what the retracted batch has shown it needs. Rule and constants are those of SGLang's scheduler.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RatioConstants:
+    """Constants of the rule.
+
+    Attributes:
+        initial: ratio at the start, before conservativeness.
+        lowest_factor: the ratio falls to this share of where it started.
+        decay_steps: over so many decode steps.
+        retract_steps: after a retraction, room for so many more tokens of each request.
+        clip: output tokens expected of one request at most.
+    """
+
+    initial: float = 0.7
+    lowest_factor: float = 0.14
+    decay_steps: int = 600
+    retract_steps: int = 20
+    clip: int = 4096
+
+
+def constants_from(environ: Mapping[str, str]) -> RatioConstants:
+    """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for a value that cannot be."""
+    default = RatioConstants()
+    return RatioConstants(
+        initial=_number(environ, "BATON_INIT_NEW_TOKEN_RATIO", default.initial, 0.0, 1.0),
+        lowest_factor=_number(environ, "BATON_MIN_NEW_TOKEN_RATIO_FACTOR", default.lowest_factor, 0.0, 1.0),
+        decay_steps=_count(environ, "BATON_NEW_TOKEN_RATIO_DECAY_STEPS", default.decay_steps, 1),
+        retract_steps=_count(environ, "BATON_RETRACT_DECODE_STEPS", default.retract_steps, 0),
+        clip=_count(environ, "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION", default.clip, 1),
+    )
+
+
+class NewTokenRatio:
+    """The ratio of one node, as it changes from step to step.
+
+    Args:
+        constants: of the rule.
+        conservativeness: ``--schedule-conservativeness``; above 1 reserves more and retracts less.
+    """
+
+    def __init__(self, constants: RatioConstants, conservativeness: float = 1.0) -> None:
+        assert conservativeness >= 0
+        self._constants = constants
+        self._highest = min(1.0, constants.initial * conservativeness)
+        self._lowest = self._highest * constants.lowest_factor
+        self._decay = (self._highest - self._lowest) / constants.decay_steps
+        self.value = self._highest
+
+    def decoded(self) -> None:
+        """A decode step went by without a retraction."""
+        self.value = max(self._lowest, self.value - self._decay)
+
+    def retracted(self, running: Sequence[Request]) -> None:
+        """Requests were retracted; ``running`` are those that stay."""
+        num_decoded = sum(len(request.output) for request in running)
+        num_allowed = sum(request.sampling.max_new_tokens for request in running)
+        room = self._constants.retract_steps * len(running)
+        self.value = min(1.0, (num_decoded + room) / (num_allowed + 1))
+
+    def reset(self) -> None:
+        """The node fell idle: what was learnt about the last batch says nothing about the next."""
+        self.value = self._highest
+
+
+def expected_tokens(requests: Iterable[Request], ratio: float, clip: int) -> int:
+    """Output tokens that these requests are still expected to need, under ignore-EOS all they may produce (clipped)."""
+    total = 0.0
+    for request in requests:
+        total += min(request.num_left, clip) * (1.0 if request.sampling.ignore_eos else ratio)
+    return math.ceil(total)
+
+
+def _number(environ: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    try:
+        value = float(environ.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={environ[name]} must be a number from {low:g} to {high:g}")
+    return value
+
+
+def _count(environ: Mapping[str, str], name: str, default: int, low: int) -> int:
+    text = environ.get(name, str(default)).strip()
+    if not text.isascii() or not text.isdigit() or int(text) < low:
+        raise ConfigError(f"{name}={text} must be a whole number of at least {low}")
+    return int(text)

@@ -1,0 +1,432 @@
+"""The prefix cache: a tree of token runs and the pages that hold their KV. Whole pages only.
+
+A node carries a run of tokens (packed as little-endian int32, so that runs are compared as bytes and never token by
+token) and one page for each ``page_size`` of them; a child is found by the bytes of its first page. Requests with
+different salts live under different roots, which exist only while something is below them.
+
+- ``match`` finds the longest cached prefix, cutting a node in two where the tokens leave it in the middle. The cut-off
+  upper part is a new node; the lower part stays the object it was, so whoever has it locked still holds the whole path.
+- ``lock`` keeps a node and everything above it from eviction. A node nobody has locked has nothing locked below it, so
+  what can be evicted is counted, not searched.
+- ``evict`` takes the least recently used leaves, cutting the last one so that no more goes than was asked for. Leaves
+  wait in a heap under the time at which they entered; a leaf used since then is put back under its newer time when it
+  comes up, so no call looks at the whole tree.
+- *Pending* nodes stand for pages that a transfer is still writing: they are found by ``match`` (so that a second
+  request can wait for them) but never used, locked, evicted or built upon until ``make_ready``.
+
+Pages in ready nodes belong to ``Owner.RADIX``, those in pending nodes to ``Owner.GRANT``. Time is a counter of calls.
+The idea of a radix tree over KV is from SGLang (Zheng et al., arXiv:2312.07104).
+"""
+
+import heapq
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.pages import Owner, PageBooks
+
+TOKEN_BYTES = 4
+
+#: Tokens in packed form: int32, little endian.
+TokenKey = bytes
+
+
+def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:
+    """Token ids as bytes; what is packed already passes through. Raises ``struct.error`` for ids outside of int32."""
+    if isinstance(tokens, bytes):
+        return tokens
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+class Node:
+    """A run of tokens and their pages. Roots have neither, no parent, and a salt.
+
+    Attributes:
+        key: packed tokens, a multiple of a page; ``pages``: where their KV lies.
+        children: by the bytes of their first page.
+        locks: how many locks lie on this node or below it.
+        last_used: time of the last match or insert that came through here.
+        pending: the transfer that still writes these pages; None when they are ready.
+        in_heap: whether the eviction heap has an entry for it.
+        serial: order of creation, so that equal times are decided the same way in every run.
+    """
+
+    __slots__ = ("children", "in_heap", "key", "last_used", "locks", "pages", "parent", "pending", "salt", "serial")
+
+    def __init__(
+        self, parent: "Node | None", key: TokenKey, pages: list[int], *, serial: int = 0, salt: str = ""
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.salt = salt
+        self.serial = serial
+        self.children: dict[TokenKey, Node] = {}
+        self.locks = 0
+        self.last_used = 0
+        self.pending: Pending | None = None
+        self.in_heap = False
+
+    @property
+    def is_pending(self) -> bool:
+        return self.pending is not None
+
+    def path(self) -> "list[Node]":
+        """The nodes from below the root down to this one."""
+        nodes: list[Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """Handle of what one transfer is going to fill: ``node`` and those above it with the same handle."""
+
+    node: Node
+    is_over: bool = False
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Top to bottom; one, unless matches have cut it."""
+        return [node for node in self.node.path() if node.pending is self]
+
+    @property
+    def pages(self) -> list[int]:
+        return [page for node in self.nodes for page in node.pages]
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest ready prefix: its pages, its length, its deepest node (or the root, if it is empty).
+
+    ``pending`` is the pending node that the tokens go on into, if any: all of its tokens are tokens of the caller.
+    """
+
+    pages: list[int]
+    num_tokens: int
+    node: Node
+    pending: Node | None = None
+
+
+@dataclass(slots=True)
+class Inserted:
+    """``pages[first_adopted:]`` of an insert belong to the tree now; what is before stays as it was.
+
+    ``node`` is the deepest ready node along the tokens. If nothing was adopted, ``first_adopted`` is ``len(pages)``.
+    """
+
+    node: Node
+    first_adopted: int
+    num_adopted: int
+
+
+class RadixCache:
+    """The tree over one page pool.
+
+    Args:
+        books: who owns the pages.
+        page_size: tokens per page.
+        is_enabled: if not, nothing is ever kept and nothing matches.
+    """
+
+    def __init__(self, books: PageBooks, page_size: int, *, is_enabled: bool = True) -> None:
+        assert page_size > 0
+        self.page_size = page_size
+        self.is_enabled = is_enabled
+        self.num_evictable_pages = 0
+        self.num_pages = 0  # in ready nodes
+        self._books = books
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[str, Node] = {}
+        self._heap: list[tuple[int, int, Node]] = []
+        self._time = 0
+        self._num_nodes = 0
+
+    # ---- finding ----------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> Match:
+        """The longest cached prefix of ``tokens``, in whole pages. Counts as a use of it."""
+        root = self._roots.get(salt)
+        if root is None:
+            return Match([], 0, Node(None, b"", [], salt=salt))
+        node, offset, pending = self._walk(root, pack(tokens))
+        pages: list[int] = []
+        for part in node.path():
+            pages += part.pages
+        return Match(pages, offset // TOKEN_BYTES, node, pending)
+
+    def _walk(self, root: Node, key: TokenKey) -> tuple[Node, int, Node | None]:
+        """Down along ``key``, cutting the node in which it ends: deepest ready node, bytes matched, pending next."""
+        self._time += 1
+        node, offset = root, 0
+        while child := node.children.get(key[offset : offset + self._page_bytes]):
+            if not key.startswith(child.key, offset):
+                child = self._split(child, self._common_pages(child.key, key, offset))
+            if child.pending is not None:
+                return node, offset, child
+            child.last_used = self._time
+            node = child
+            offset += len(child.key)
+        return node, offset, None
+
+    def _common_pages(self, run: TokenKey, key: TokenKey, offset: int) -> int:
+        """Whole pages at the start of ``run`` that ``key`` repeats from ``offset`` on; fewer than all of them."""
+        num_bytes = min(len(run), len(key) - offset)
+        left = np.frombuffer(run, np.uint8, num_bytes)
+        right = np.frombuffer(key, np.uint8, num_bytes, offset)
+        differs = left != right
+        first = int(differs.argmax())
+        num_common = first if differs[first] else num_bytes
+        return num_common // self._page_bytes
+
+    def _split(self, lower: Node, num_pages: int) -> Node:
+        """Cut a node after so many pages. Returns the upper part, a new node; ``lower`` stays who it was."""
+        assert 0 < num_pages < len(lower.pages)
+        parent = lower.parent
+        assert parent is not None
+        cut = num_pages * self._page_bytes
+        upper = self._new_node(parent, lower.key[:cut], lower.pages[:num_pages])
+        upper.locks = lower.locks
+        upper.last_used = lower.last_used
+        upper.pending = lower.pending
+        parent.children[lower.key[: self._page_bytes]] = upper
+        lower.key = lower.key[cut:]
+        del lower.pages[:num_pages]
+        lower.parent = upper
+        upper.children[lower.key[: self._page_bytes]] = lower
+        return upper
+
+    def _new_node(self, parent: Node, key: TokenKey, pages: list[int]) -> Node:
+        self._num_nodes += 1
+        node = Node(parent, key, pages, serial=self._num_nodes)
+        node.last_used = self._time
+        return node
+
+    # ---- adding -----------------------------------------------------------------------------------------------------
+
+    def insert(self, tokens: Sequence[int] | TokenKey, pages: Sequence[int], salt: str = "") -> Inserted:
+        """Keep the KV of ``tokens`` (``len(pages)`` whole pages of them, each computed).
+
+        Pages for the part that the tree lacks pass from ``Owner.REQUEST`` to ``Owner.RADIX``. For the part that it has,
+        the caller's pages, if they are others, stay the caller's. Before a pending node the insert stops.
+        """
+        key = self._whole(tokens, pages)
+        root = self._roots.get(salt) or Node(None, b"", [], salt=salt)
+        if not self.is_enabled:
+            return Inserted(root, len(pages), 0)
+        node, offset, pending = self._walk(root, key)
+        first = offset // self._page_bytes
+        if pending is not None or first == len(pages):
+            return Inserted(node, len(pages), 0)
+        adopted = list(pages[first:])
+        self._books.move(adopted, Owner.REQUEST, Owner.RADIX)
+        leaf = self._attach(node, key[offset:], adopted)
+        self._count_ready(leaf)
+        return Inserted(leaf, first, len(adopted))
+
+    def insert_pending(self, tokens: Sequence[int] | TokenKey, pages: Sequence[int], salt: str = "") -> Pending:
+        """Announce pages (``Owner.GRANT``) that a transfer will fill: those of the last whole pages of ``tokens``.
+
+        The tokens before them must be in the tree and ready, the ones for them must not be. The path above is locked
+        until ``make_ready`` or ``drop_pending``.
+        """
+        assert self.is_enabled, "with the cache off there is nothing to wait for"
+        assert pages
+        key = pack(tokens)
+        assert len(key) % self._page_bytes == 0
+        root = self._roots.get(salt) or Node(None, b"", [], salt=salt)
+        node, offset, pending = self._walk(root, key)
+        assert pending is None, "part of this prefix is pending already; wait for it"
+        assert len(key) - offset == len(pages) * self._page_bytes, "what is before the pending pages is not in the tree"
+        leaf = self._attach(node, key[offset:], list(pages))
+        leaf.pending = Pending(leaf)
+        self.lock(node)
+        return leaf.pending
+
+    def make_ready(self, pending: Pending) -> Node:
+        """The transfer is complete: its pages pass to the tree. Returns the deepest node, not locked."""
+        nodes = self._end(pending)
+        self._books.move(pending.pages, Owner.GRANT, Owner.RADIX)
+        for node in nodes:
+            node.pending = None
+            self._count_ready(node)
+        self.unlock(nodes[0].parent)
+        return pending.node
+
+    def drop_pending(self, pending: Pending) -> list[int]:
+        """The transfer came to nothing: its nodes go. Returns its pages, in order, still ``Owner.GRANT``."""
+        nodes = self._end(pending)
+        pages = pending.pages
+        above = nodes[0].parent
+        for node in reversed(nodes):
+            self._detach(node)
+        self.unlock(above)
+        return pages
+
+    def _end(self, pending: Pending) -> list[Node]:
+        assert not pending.is_over, "this transfer was made ready or dropped before"
+        pending.is_over = True
+        return pending.nodes
+
+    def _whole(self, tokens: Sequence[int] | TokenKey, pages: Sequence[int]) -> TokenKey:
+        key = pack(tokens)
+        assert len(key) == len(pages) * self._page_bytes, "tokens must be whole pages"
+        return key
+
+    def _attach(self, parent: Node, key: TokenKey, pages: list[int]) -> Node:
+        node = self._new_node(parent, key, pages)
+        if parent.parent is None:
+            self._roots[parent.salt] = parent
+        parent.children[key[: self._page_bytes]] = node
+        return node
+
+    def _count_ready(self, node: Node) -> None:
+        self.num_pages += len(node.pages)
+        if not node.locks:
+            self.num_evictable_pages += len(node.pages)
+            self._offer(node)
+
+    # ---- locking ----------------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node | None) -> None:
+        """Keep this node and everything above it. A root, or None, holds nothing."""
+        assert node is None or not node.is_pending, "a pending node cannot be used"
+        while node is not None and node.parent is not None:
+            if not node.locks:
+                self.num_evictable_pages -= len(node.pages)
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: Node | None) -> None:
+        """Take one lock back; what nobody holds any more may be evicted."""
+        lowest = node
+        while node is not None and node.parent is not None:
+            assert node.locks > 0, "a node is unlocked that is not locked"
+            node.locks -= 1
+            if not node.locks:
+                self.num_evictable_pages += len(node.pages)
+            node = node.parent
+        if lowest is not None:
+            self._offer(lowest)
+
+    # ---- evicting ---------------------------------------------------------------------------------------------------
+
+    def evict(self, num_pages: int) -> int:
+        """Free the least recently used ``num_pages`` pages, or as many as there are. Returns how many.
+
+        With a step in flight, or holds on them, they linger in the books for a while.
+        """
+        freed: list[int] = []
+        missing = num_pages
+        while missing > 0 and (leaf := self._oldest_leaf()) is not None:
+            if len(leaf.pages) > missing:
+                self._trim(leaf, missing, freed)
+                break
+            missing -= len(leaf.pages)
+            freed += leaf.pages
+            self._drop(leaf)
+        self.num_pages -= len(freed)
+        self.num_evictable_pages -= len(freed)
+        self._books.free(freed, Owner.RADIX)
+        return len(freed)
+
+    def clear(self) -> int:
+        """Evict everything that can be. Returns how many pages."""
+        return self.evict(self.num_evictable_pages)
+
+    def _oldest_leaf(self) -> Node | None:
+        """Take the least recently used leaf that nobody needs out of the heap."""
+        while self._heap:
+            entered, _, node = heapq.heappop(self._heap)
+            node.in_heap = False
+            if not self._can_go(node):
+                continue  # it is offered again when that changes
+            if node.last_used == entered:
+                return node
+            self._offer(node)
+        return None
+
+    def _can_go(self, node: Node) -> bool:
+        return not node.children and not node.locks and node.pending is None and node.parent is not None
+
+    def _offer(self, node: Node) -> None:
+        """Put a node into the eviction heap if it is a leaf that nobody needs and is not there yet."""
+        if not node.in_heap and self._can_go(node):
+            node.in_heap = True
+            heapq.heappush(self._heap, (node.last_used, node.serial, node))
+
+    def _trim(self, leaf: Node, num_pages: int, freed: list[int]) -> None:
+        """Give up the last pages of a leaf; the rest is a shorter prefix, and as old as before."""
+        freed += leaf.pages[-num_pages:]
+        del leaf.pages[-num_pages:]
+        leaf.key = leaf.key[: -num_pages * self._page_bytes]
+        self._offer(leaf)
+
+    def _drop(self, leaf: Node) -> None:
+        parent = leaf.parent
+        self._detach(leaf)
+        if parent is not None:
+            self._offer(parent)
+
+    def _detach(self, node: Node) -> None:
+        """Take a leaf out of the tree, and its root with it if nothing else is below."""
+        parent = node.parent
+        assert parent is not None
+        assert not node.children
+        del parent.children[node.key[: self._page_bytes]]
+        node.parent = None
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.salt]
+
+    # ---- proving ----------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents before children."""
+        waiting = [child for root in self._roots.values() for child in root.children.values()]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+    def check(self) -> None:
+        """Recompute everything by walking the tree; raises AssertionError with a sentence."""
+        num_pages = num_evictable = num_pending = 0
+        seen: set[int] = set()
+        for root in self._roots.values():
+            assert root.children, "a root with nothing below it is kept"
+        for node in self.nodes():
+            self._check_node(node)
+            assert seen.isdisjoint(node.pages), "a page is in the tree twice"
+            seen.update(node.pages)
+            if node.is_pending:
+                num_pending += len(node.pages)
+                continue
+            num_pages += len(node.pages)
+            num_evictable += 0 if node.locks else len(node.pages)
+        assert num_pages == self.num_pages, f"{num_pages} pages are in the tree, not {self.num_pages}"
+        assert num_evictable == self.num_evictable_pages, f"{num_evictable} can go, not {self.num_evictable_pages}"
+        assert num_pages == self._books.count(Owner.RADIX), "the books and the tree differ about the tree's pages"
+        assert num_pending <= self._books.count(Owner.GRANT), "a pending page is not granted"
+        in_heap = [node for _, _, node in self._heap]
+        assert all(node.in_heap for node in in_heap), "a node in the eviction heap does not know it"
+        assert len(in_heap) == len({node.serial for node in in_heap}), "a node is in the eviction heap twice"
+
+    def _check_node(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        assert node.pages, "a node is empty"
+        assert len(node.key) == len(node.pages) * self._page_bytes, "a node's tokens and pages differ in length"
+        assert parent.children.get(node.key[: self._page_bytes]) is node, "a node is filed under another key"
+        assert node.locks >= sum(child.locks for child in node.children.values()), "a lock does not reach the root"
+        assert not node.pending or not node.locks, "a pending node is locked"
+        assert not parent.pending or parent.pending is node.pending, "something is built on a pending node"
+        assert parent.parent is None or parent.last_used >= node.last_used, "a node was used without its parent"
+        assert node.pending is None or not node.pending.is_over, "a finished transfer left a pending node"
+        assert node.in_heap or not self._can_go(node), "a leaf that can go is not offered to eviction"
+        if node.pending and not parent.pending and parent.parent is not None:
+            assert parent.locks > 0, "what a transfer builds on is not locked"
