@@ -1,4 +1,4 @@
-"""Which tests run: all but the deep ones; of those marked ``deep(sample=share)`` a share of the cases, drawn by a fixed seed.
+"""Which tests run: all but the deep ones; of those marked ``deep(sample=share)`` that share of the cases, by a seed.
 
 Imports nothing but pytest at load time, so that a bare CUDA machine can run the engine's tests with it.
 """
@@ -6,7 +6,6 @@ Imports nothing but pytest at load time, so that a bare CUDA machine can run the
 import hashlib
 import math
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -51,8 +50,7 @@ def _has_cuda() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own BATON_* variables must not change what a test sees."""
     for name in [name for name in os.environ if name.startswith("BATON_")]:
         monkeypatch.delenv(name)
-    yield

@@ -1,0 +1,263 @@
+"""The configuration of every command: what can be set, what it defaults to, and which combinations cannot be.
+
+Resolved once, at start, into one of the frozen classes at the end of this file (``GatewayConfig``, ``NodeConfig``,
+``ServeConfig``) and never written again; a measured fact makes a new object with ``dataclasses.replace``. Where values
+come from is told in ``common/options.py``; the command line itself is ``common/cli.py``. Options of the design that do
+not work yet are listed here too, to be refused by name.
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import ConfigError
+from common.options import option
+
+Role = Literal["prefill", "decode"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+#: The model that comes with Baton, for those who name none.
+SMALL_MODEL = str(Path(__file__).resolve().parents[1] / "scripts" / "small_model")
+SMALL_MODEL_NAME = "baton-small"
+
+#: Read by scripts/setup.sh or by tests, not by any configuration class.
+OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG")
+
+#: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
+NOT_YET: dict[str, str] = {
+    "--lpm-degrade-threshold": "the only --schedule-policy is fcfs",
+    "--enable-priority-scheduling": "requests are served in order of arrival",
+    "--default-priority-value": "requests are served in order of arrival",
+    "--schedule-low-priority-values-first": "requests are served in order of arrival",
+    "--priority-scheduling-preemption-threshold": "requests are served in order of arrival",
+    "--abort-on-priority-when-disabled": "requests are served in order of arrival",
+    "--priority-aging-per-second": "requests are served in order of arrival",
+    "--priority-classes": "requests are served in order of arrival",
+    "--enable-dynamic-chunking": "chunks have one size, --chunked-prefill-size",
+    "--enable-mixed-chunk": "prefill and decode run on separate nodes",
+    "--stream-interval": "every token is streamed as it is made",
+    "--truncation-align-size": "chunks end at a multiple of --page-size",
+    "--num-reserved-decode-tokens": "pages for the output are taken as it grows",
+    "--retraction-policy": "the request with the shortest output gives way",
+    "--radix-eviction-policy": "the least recently used prefix is evicted",
+    "--data-interface": "KV pages travel through shared memory on one machine only",
+    "--tensor-parallel-size": "a node is one process on one device",
+    "--tp-size": "a node is one process on one device",
+    "--quantization": "weights are served as they are stored",
+    "--speculative-algorithm": "every token is computed by the model itself",
+    "--enable-lora": "only plain checkpoints are served",
+}
+
+
+# ---- options that several commands share ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    model: str = option(
+        SMALL_MODEL, "Folder with a checkpoint in Hugging Face's layout, or a hub id.", metavar="DIR_OR_ID"
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    served_model_name: str | None = option(
+        None, "Name of the model in the API; otherwise the hub id or the folder's name."
+    )
+    insecure: bool = option(
+        False, "Allow addresses that other machines can reach although nothing there is authenticated yet."
+    )
+    log_level: LogLevel = option("info", "How much is logged. Prompts never are.")
+
+    @property
+    def served_name(self) -> str:
+        """What the API calls the model."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.model == SMALL_MODEL:
+            return SMALL_MODEL_NAME
+        return Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Http:
+    host: str = option("127.0.0.1", "Address on which HTTP is served.")
+    port: int = option(8000, "Port on which HTTP is served; 0 takes any free one.", minimum=0, maximum=65535)
+    control_host: str = option("127.0.0.1", "Address on which the gateway listens for nodes.")
+    api_key: str | None = option(
+        None, "Key that clients must send as a bearer token. Better set by environment than here.", is_secret=True
+    )
+    max_body_bytes: int = option(8 << 20, "Largest HTTP body that is read; larger ones get 413.", minimum=1024)
+    max_queued_requests: int | None = option(
+        None, "Requests that may wait at a node (at the gateway: in all of it) before the next gets 429.", minimum=0
+    )
+    request_timeout: float = option(
+        600.0, "Seconds after which a request that names no deadline of its own ends in an error.", minimum=0.001
+    )
+    incremental_streaming_output: bool = option(
+        False, "Streams of /generate carry only what is new, instead of all the text so far."
+    )
+    heartbeat_interval: float = option(2.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
+    heartbeat_timeout: float = option(
+        30.0,
+        "Seconds without a heartbeat after which a node counts as lost. Closed connections are noticed at once.",
+        minimum=0.1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine:
+    device: str = option("auto", "auto (CUDA where there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Number format of weights and KV pages; auto takes the checkpoint's own."
+    )
+    threads: int | None = option(
+        None,
+        "Compute threads of a node; otherwise every core it may use (serve divides them).",
+        minimum=1,
+        maximum=1024,
+    )
+    attention_backend: str = option("auto", "Name of an attention backend; auto takes the fastest that fits.")
+    page_size: int = option(16, "Tokens per KV page, the unit of caching and shipping.", minimum=1, maximum=65536)
+    max_total_tokens: int | None = option(
+        None, "Tokens of KV that the pool of a node holds; otherwise as --memory-fraction allows.", minimum=1
+    )
+    context_length: int | None = option(
+        None, "Longest prompt and output together, if less than the model's.", minimum=2
+    )
+    max_running_requests: int | None = option(
+        None, "Requests that a node works on at once; otherwise what its pool has room for, at most 256.", minimum=1
+    )
+    max_prefill_tokens: int = option(16384, "Input tokens of one prefill batch at most.", minimum=1)
+    prefill_max_requests: int | None = option(
+        None, "Requests of one prefill batch at most; otherwise any number.", minimum=1
+    )
+    chunked_prefill_size: int | None = option(
+        None,
+        "Tokens of a prompt computed in one step; -1 computes prompts whole; otherwise chosen by device.",
+        minimum=-1,
+    )
+    schedule_policy: str = option("fcfs", "Order of waiting requests; fcfs is the only one yet.", metavar="fcfs")
+    disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
+    transport: Literal["auto", "shm"] = option("auto", "How KV pages travel; shm is shared memory on one machine.")
+
+
+# ---- the configurations ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(_Http, _Model):
+    """What ``gateway`` runs with."""
+
+    control_port: int = option(
+        8001, "Port on which the gateway listens for nodes; 0 takes any free one.", minimum=0, maximum=65535
+    )
+
+    def __post_init__(self) -> None:
+        _check_http(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(_Engine, _Model):
+    """What ``prefill_node`` and ``decode_node`` run with; ``role`` is which of them, and no flag."""
+
+    role: Role = "prefill"
+    gateway: str = option("127.0.0.1:8001", "Where the gateway listens for nodes.", metavar="HOST:PORT")
+    name: str | None = option(
+        None, "Name of this node, unique in the service and kept over restarts; otherwise role, host and process id."
+    )
+    advertise_host: str = option(
+        "127.0.0.1", "Prefill nodes: the address on which they listen and under which decode nodes reach them."
+    )
+    data_port: int = option(
+        0, "Prefill nodes: the port on which decode nodes reach them; 0 takes any free one.", minimum=0, maximum=65535
+    )
+    max_queued_requests: int | None = option(None, "Requests that may wait here before the next is refused.", minimum=0)
+    memory_fraction: float = option(
+        0.4, "Share of the device's free memory that the KV pool takes at most.", minimum=0.001, maximum=0.95
+    )
+
+    def __post_init__(self) -> None:
+        _check_engine(self)
+        host_and_port(self.gateway, "--gateway")
+        if self.role == "decode" and self.data_port:
+            raise ConfigError("--data-port is for prefill nodes: a decode node listens nowhere, it dials them")
+        _check_reach("--advertise-host", self.advertise_host, self.insecure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(_Engine, _Http, _Model):
+    """What ``serve`` runs with: a gateway and nodes on one machine."""
+
+    prefill: int = option(1, "Prefill nodes to start.", minimum=1, maximum=256)
+    decode: int = option(1, "Decode nodes to start.", minimum=1, maximum=256)
+    control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes any free one.", maximum=65535)
+    memory_fraction: float = option(
+        0.8,
+        "Share of the device's free memory that the KV pools of all nodes together take at most.",
+        minimum=0.001,
+        maximum=0.95,
+    )
+    ready_timeout: float = option(900.0, "Seconds that nodes may take to load before serve gives up.", minimum=1)
+
+    def __post_init__(self) -> None:
+        _check_engine(self)
+        _check_http(self)
+
+
+# ---- rules between options ------------------------------------------------------------------------------------------
+
+
+def _check_engine(config: Any) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
+        raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
+    if config.schedule_policy != "fcfs":
+        raise ConfigError(f"--schedule-policy {config.schedule_policy} is not available yet; the only one is fcfs")
+    chunk = config.chunked_prefill_size
+    if chunk == 0:
+        raise ConfigError("--chunked-prefill-size 0 would compute nothing; -1 turns chunking off")
+    if chunk is not None and 0 < chunk < config.page_size:
+        raise ConfigError(f"--chunked-prefill-size {chunk} is less than a page (--page-size {config.page_size})")
+    if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
+        raise ConfigError(
+            f"--max-total-tokens {config.max_total_tokens} is less than a page (--page-size {config.page_size})"
+        )
+    if config.revision is not None and Path(config.model).is_dir():
+        raise ConfigError(f"--revision is for hub models, and --model {config.model} is a folder")
+
+
+def _check_http(config: Any) -> None:
+    if config.heartbeat_timeout < 2 * config.heartbeat_interval:
+        raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
+    if config.port and config.port == config.control_port and config.host == config.control_host:
+        raise ConfigError(f"--port and --control-port are both {config.port}")
+    if not config.api_key:
+        _check_reach("--host", config.host, config.insecure, "set --api-key, or ")
+    _check_reach("--control-host", config.control_host, config.insecure)
+
+
+def _check_reach(flag: str, host: str, is_insecure: bool, remedy: str = "") -> None:
+    if not is_loopback(host) and not is_insecure:
+        raise ConfigError(
+            f"{flag} {host} can be reached from other machines, and nothing there is authenticated: "
+            f"{remedy}accept that with --insecure"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address (or the name localhost) can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def host_and_port(text: str, flag: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port`` taken apart.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}")
+    return host.strip("[]"), int(port)

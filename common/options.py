@@ -1,0 +1,204 @@
+"""How a frozen dataclass becomes a set of options, and how its values are found.
+
+A configuration class is a frozen dataclass whose fields are made by ``option``: type, default, bounds and help in one
+place. From the fields follow the flag (``--page-size``), the environment variable (``BATON_PAGE_SIZE``) and the key in
+the TOML file (``page-size`` or ``page_size``). ``merge`` lays the three over the defaults, command line uppermost,
+checks every value against its field, and names in every complaint the place that the value came from. Rules between
+fields are the dataclass's own ``__post_init__``.
+"""
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from common.errors import ConfigError
+
+ENV_PREFIX = "BATON_"
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    metavar: str | None = None,
+    is_secret: bool = False,
+) -> Any:
+    """A dataclass field with what the command line, the environment and the file need to know about it.
+
+    Args:
+        default: used when no layer names the option; None needs an annotation that allows it.
+        help: a sentence that teaches, without the default, which is appended where the help is shown.
+        minimum, maximum: of numbers, inclusive.
+        metavar: what the value is called in the help.
+        is_secret: never shown, and handed to child processes by environment instead of command line.
+    """
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "metavar": metavar, "is_secret": is_secret}
+    return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a configuration class, as read off its field."""
+
+    name: str
+    default: Any
+    help: str
+    kind: type  # bool, int, float or str
+    choices: tuple[str, ...]  # of Literal annotations
+    allows_none: bool
+    minimum: float | None
+    maximum: float | None
+    metavar: str
+    is_secret: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """The options of a configuration class by field name, in order; fields without help (the role) are none."""
+    hints = get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.metadata.get("help")]
+    return {field.name: _option(field, hints[field.name]) for field in fields}
+
+
+def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
+    is_union = get_origin(hint) in (types.UnionType, Union)
+    kinds = [arg for arg in (get_args(hint) if is_union else (hint,)) if arg is not type(None)]
+    assert len(kinds) == 1, f"{field.name}: one type, perhaps None beside it"
+    choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
+    kind = str if choices else kinds[0]
+    assert kind in (bool, int, float, str), f"{field.name}: {kind} is no option type"
+    metadata = dict(field.metadata)
+    metadata["metavar"] = metadata["metavar"] or ("|".join(choices) if choices else kind.__name__.upper())
+    return Option(name=field.name, default=field.default, kind=kind, choices=choices, allows_none=is_union, **metadata)
+
+
+def merge(
+    cls: type, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str = ""
+) -> dict[str, Any]:
+    """Values of the options that some layer names: ``flags`` over ``environ`` over ``file``.
+
+    Args:
+        flags: by field name; text as typed, or bool for switches.
+        environ: BATON_* variables that this class does not know are left to ``unknown_variables``.
+        file: the parsed file's keys for this class (see ``read_file``); every one must be known.
+
+    Raises:
+        ConfigError: unknown key, wrong type, out of bounds; the sentence names flag, variable or key.
+    """
+    options = options_of(cls)
+    values: dict[str, Any] = {}
+    for key, given in file.items():
+        name = key.replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"{key} in {file_name} is not a known option{_did_you_mean(name, options)}")
+        values[name] = _checked(options[name], given, f"{key} in {file_name}")
+    for found in options.values():
+        if environ.get(found.env):
+            values[found.name] = _checked(found, environ[found.env], found.env)
+    for name, given in flags.items():
+        values[name] = _checked(options[name], given, options[name].flag)
+    return values
+
+
+def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> None:
+    """Refuse BATON_* variables that no command knows.
+
+    Raises:
+        ConfigError: names the variable and the nearest known one.
+    """
+    known = list(known)
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ConfigError(f"the environment variable {name} is not a known option{_did_you_mean(name, known)}")
+
+
+def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any]:
+    """A TOML file's options for one command: the keys outside any table, and over them its own table.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, or has a table of another name.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+    commands = list(commands)
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+    for name in tables:
+        if name not in commands:
+            raise ConfigError(f"[{name}] in {path} is not a command with options (those are {', '.join(commands)})")
+    return {key: value for key, value in content.items() if key not in tables} | tables.get(command, {})
+
+
+def _checked(found: Option, given: Any, source: str) -> Any:
+    if given is None or (found.allows_none and given == "none"):
+        return None
+    value = _converted(found, given, source)
+    if found.choices and value not in found.choices:
+        raise ConfigError(f"{source} must be one of {', '.join(found.choices)}, not {value!r}")
+    is_number = found.kind in (int, float)
+    if is_number and not math.isfinite(value):
+        raise ConfigError(f"{source} must be a finite number, not {value}")
+    if is_number and found.minimum is not None and value < found.minimum:
+        raise ConfigError(f"{source} must be at least {found.minimum:g}, not {value}")
+    if is_number and found.maximum is not None and value > found.maximum:
+        raise ConfigError(f"{source} must be at most {found.maximum:g}, not {value}")
+    return value
+
+
+def _converted(found: Option, given: Any, source: str) -> Any:
+    if type(given) is found.kind:
+        return given
+    if found.kind is float and type(given) is int:
+        return float(given)
+    if not isinstance(given, str):
+        raise ConfigError(f"{source} must be {_a_kind(found)}, not {given!r}")
+    if found.kind is bool:
+        if given.lower() in ("1", "true", "yes", "on"):
+            return True
+        if given.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{source} must be true or false, not {given!r}")
+    try:
+        return found.kind(given)
+    except ValueError:
+        raise ConfigError(f"{source} must be {_a_kind(found)}, not {given!r}") from None
+
+
+def _a_kind(found: Option) -> str:
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[found.kind]
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def to_flags(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """A command line that gives ``values`` to a process configured by ``cls``; defaults and secrets are left out."""
+    words: list[str] = []
+    for found in options_of(cls).values():
+        value = values.get(found.name, found.default)
+        if value == found.default or found.is_secret:
+            continue
+        if found.kind is bool:
+            words.append(found.flag if value else "--no-" + found.flag[2:])
+        else:
+            words.append(f"{found.flag}={'none' if value is None else value}")
+    return words
