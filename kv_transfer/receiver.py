@@ -1,0 +1,347 @@
+"""The decode node's end of every transfer: pages are granted, written by a peer, and either complete or in quarantine.
+
+The role reserves pages (``Owner.GRANT``) and hands them to ``begin``; they are granted once the pair is connected.
+When every page and the handoff are here the role gets ``Completed`` and the pages with it. In all other cases the
+pages are freed here, on one path, and only when the writer is fenced: by its own word (``Closed``, or ``Connected``
+under a later epoch, which it says after it has let go of the earlier one), or by the transport's proof that it cannot
+write (``poll``). Until then pages of a transfer that was cancelled, or whose peer is out of sight, are in quarantine.
+
+Events must be taken right after the call that may have made them: pages of a failed transfer are no longer the
+caller's.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from common.errors import ErrorCode
+from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Message, Received, Refused
+from common.pages import Owner, PageBooks
+from kv_transfer.session import Key, ReceiveEvent, ReceiveSession, Receiving
+from kv_transfer.transports.base import ReaderTransport, to_message
+
+CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Everything is here. ``pages`` (those granted, in order) are still ``GRANT``, and the caller's to move."""
+
+    key: Key
+    handoff: Handoff
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended with its first token; nothing is shipped. Its granted pages are free."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """Nothing more will come. Its granted pages are free, or in quarantine."""
+
+    key: Key
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairLost:
+    """This prefill node has let go of our pool, or is dead. ``connect`` again before it can write."""
+
+    peer: str
+    reason: str
+
+
+Event = Completed | Finished | TransferFailed | PairLost
+
+
+@dataclass(slots=True)
+class _Link:
+    epoch: int
+    is_connected: bool = False
+    refusal: str = ""
+
+
+class Receiver:
+    """All transfers to one decode node. Pure but for its transport and the books.
+
+    Args:
+        transport: offers our pool, and proves writers dead.
+        books: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
+        name, digest: of this node and its model, for ``Connect``.
+        num_parts: parts that make up a page's delivery; one per tensor-parallel rank of the writer.
+    """
+
+    def __init__(
+        self,
+        transport: ReaderTransport,
+        books: PageBooks,
+        *,
+        name: str = "decode",
+        digest: str = "-",
+        num_parts: int = 1,
+    ) -> None:
+        self._transport = transport
+        self._books = books
+        self._name = name
+        self._digest = digest
+        self._num_parts = num_parts
+        self._epoch = 0  # rises with every connection to anyone
+        self._links: dict[str, _Link] = {}
+        self._sessions: dict[Key, ReceiveSession] = {}
+        self._handoffs: dict[Key, Handoff] = {}
+        self._messages: list[tuple[str, Message]] = []
+        self._events: list[Event] = []
+        self._totals: Counter[str] = Counter()
+
+    # ---- what the role says -------------------------------------------------------------------------------------
+
+    def connect(self, peer: str) -> Connect:
+        """The message that offers our pool to a prefill node (by incarnation), under a new epoch.
+
+        Transfers under an earlier epoch with it end, as in ``peer_lost``.
+        """
+        self.peer_lost(peer)
+        self._epoch += 1
+        self._links[peer] = _Link(self._epoch)
+        return Connect(
+            name=self._name,
+            digest=self._digest,
+            epoch=self._epoch,
+            geometry=to_message(self._transport.store.geometry),
+            num_pages=self._transport.store.num_pages,
+            transport=self._transport.name,
+            endpoint=self._transport.offer(peer, self._epoch),
+        )
+
+    def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_pages: int, now: float = 0.0) -> None:
+        """Expect a prompt of ``num_pages`` pages from this peer; those from index ``first`` on go to ``pages``.
+
+        ``pages`` are owned as ``GRANT``, and may be fewer than the prompt lacks: see ``extend``. They are granted as
+        soon as the pair is connected.
+        """
+        assert key not in self._sessions, f"{key} has begun already"
+        session = ReceiveSession(key, peer, first=first, num_pages=num_pages, num_parts=self._num_parts)
+        session.reserve(pages)
+        self._sessions[key] = session
+        link = self._links.get(peer)
+        if link is not None and link.refusal:
+            self._give_up(session, ReceiveEvent.CLOSE, TransferFailed(key, ErrorCode.TRANSFER_FAILED, link.refusal))
+        elif link is not None and link.is_connected:
+            self._grant(session, session.pages)
+
+    def extend(self, key: Key, pages: Sequence[int]) -> None:
+        """More pages (``GRANT``) for the indices that follow. The key must be under way."""
+        session = self._sessions[key]
+        session.reserve(pages)
+        if session.state is not Receiving.RESERVED:
+            self._grant(session, pages)
+
+    def cancel(self, key: Key) -> None:
+        """Not wanted any more, at any point; no event of this key comes after. Unknown and ended keys are ignored."""
+        for event in [event for event in self._events if not isinstance(event, PairLost) and event.key == key]:
+            self._events.remove(event)
+            if isinstance(event, Completed):
+                self._books.free(event.pages, Owner.GRANT)
+        session = self._sessions.get(key)
+        if session is None or not session.accepts(ReceiveEvent.CANCEL):
+            return
+        if session.peer in self._links:
+            self._messages.append((session.peer, Cancel(*key)))
+        self._give_up(session, ReceiveEvent.CANCEL, None)
+
+    def peer_lost(self, peer: str) -> None:
+        """The control connection is gone. Transfers fail; what was granted stays in quarantine until the fence."""
+        self._links.pop(peer, None)
+        self._transport.withdraw(peer)
+        self._messages = [(to, message) for to, message in self._messages if to != peer]
+        for session in self._of(peer):
+            if session.accepts(ReceiveEvent.LOSE):
+                failure = TransferFailed(
+                    session.key, ErrorCode.NODE_LOST, "the connection to the prefill node was lost"
+                )
+                self._give_up(session, ReceiveEvent.LOSE, failure)
+
+    def poll(self, now: float) -> None:
+        """Let writers attach, and take note of those that can write no more."""
+        for fenced in self._transport.poll(now):
+            self._fence(fenced.peer, fenced.epoch, fenced.reason)
+            link = self._links.get(fenced.peer)
+            if link is not None and link.epoch <= fenced.epoch:
+                self.peer_lost(fenced.peer)
+                self._events.append(PairLost(fenced.peer, fenced.reason))
+
+    # ---- what a prefill node says -------------------------------------------------------------------------------
+
+    def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
+        """``Connected``, ``Refused``, ``Delivered``, ``Handoff``, ``Closed``; what cannot be meant for us is counted."""
+        if isinstance(message, Connected):
+            is_ours = self._on_connected(peer, message)
+        elif isinstance(message, Refused):
+            is_ours = self._on_refused(peer, message)
+        elif isinstance(message, Delivered | Handoff | Closed):
+            session = self._sessions.get((message.rid, message.attempt))
+            is_ours = session is not None and session.peer == peer and self._on_transfer(session, message)
+        else:
+            is_ours = False
+        self._totals["stale_messages"] += not is_ours
+
+    def _on_connected(self, peer: str, message: Connected) -> bool:
+        link = self._links.get(peer)
+        if link is None or link.epoch != message.epoch or link.is_connected:
+            return False
+        link.is_connected = True
+        link.refusal = ""
+        self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
+        for session in self._of(peer):
+            if session.state is Receiving.RESERVED:
+                self._grant(session, session.pages)
+        return True
+
+    def _on_refused(self, peer: str, message: Refused) -> bool:
+        link = self._links.get(peer)
+        if link is None or link.is_connected:
+            return False
+        link.refusal = message.reason or "the prefill node refuses to work with this decode node"
+        for session in self._of(peer):
+            if session.state is Receiving.RESERVED:
+                failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, link.refusal)
+                self._give_up(session, ReceiveEvent.CLOSE, failure)
+        return True
+
+    def _on_transfer(self, session: ReceiveSession, message: Delivered | Handoff | Closed) -> bool:
+        if isinstance(message, Closed):
+            return self._on_closed(session, message)
+        if isinstance(message, Handoff):
+            is_whole = self._transport.store.geometry.num_pages(message.num_tokens) == session.num_pages
+            if not is_whole or not session.accepts(ReceiveEvent.HANDOFF):
+                return False
+            self._handoffs[session.key] = message
+            session.apply(ReceiveEvent.HANDOFF)
+        else:
+            is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
+            if not is_now or not session.is_expected(message.indices, message.part):
+                return False
+            whole = session.deliver(message.indices, message.part)
+            self._transport.store.landed(whole)
+            self._totals["pages_received"] += len(whole)
+        if session.state is Receiving.COMPLETE:
+            self._complete(session)
+        return True
+
+    def _on_closed(self, session: ReceiveSession, message: Closed) -> bool:
+        event: Event | None = None
+        if session.state is not Receiving.QUARANTINED:
+            if message.reason == "finished":
+                event = Finished(session.key)
+            else:
+                why = message.message or f"the prefill node has closed the transfer: {message.reason}"
+                event = TransferFailed(session.key, CODES.get(message.reason, ErrorCode.TRANSFER_FAILED), why)
+        self._give_up(session, ReceiveEvent.CLOSE, event)
+        return True
+
+    # ---- what follows -------------------------------------------------------------------------------------------
+
+    def _of(self, peer: str) -> list[ReceiveSession]:
+        return [session for session in self._sessions.values() if session.peer == peer]
+
+    def _grant(self, session: ReceiveSession, pages: Iterable[int]) -> None:
+        pages = tuple(pages)
+        first = session.first + len(session.pages) - len(pages)
+        epoch = self._links[session.peer].epoch
+        session.grant(epoch)
+        self._messages.append((session.peer, Grant(*session.key, epoch, first, pages)))
+
+    def _complete(self, session: ReceiveSession) -> None:
+        del self._sessions[session.key]
+        self._totals["transfers_received"] += 1
+        self._messages.append((session.peer, Received(*session.key)))
+        self._events.append(Completed(session.key, self._handoffs.pop(session.key), tuple(session.pages)))
+
+    def _fence(self, peer: str, epoch: int, reason: str) -> None:
+        """No write under epochs up to this one can come any more."""
+        for session in self._of(peer):
+            if not 0 < session.epoch <= epoch:
+                continue
+            failure = TransferFailed(session.key, ErrorCode.NODE_LOST, reason)
+            self._give_up(session, ReceiveEvent.FENCE, None if session.state is Receiving.QUARANTINED else failure)
+
+    def _give_up(self, session: ReceiveSession, event: ReceiveEvent, tell: Event | None) -> None:
+        """The one place where pages of a transfer that does not complete change hands."""
+        owner = Owner.QUARANTINE if session.state is Receiving.QUARANTINED else Owner.GRANT
+        session.apply(event)
+        self._handoffs.pop(session.key, None)
+        if session.state is Receiving.FREED:
+            self._books.free(session.pages, owner)
+            del self._sessions[session.key]
+        else:
+            self._books.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
+            self._totals["pages_quarantined"] += len(session.pages)
+        if tell is not None:
+            self._totals["transfers_failed"] += isinstance(tell, TransferFailed)
+            self._events.append(tell)
+
+    # ---- results ------------------------------------------------------------------------------------------------
+
+    def take(self) -> tuple[list[tuple[str, Message]], list[Event]]:
+        """What to send, as (peer, message) in order, and what has happened. Each is returned once."""
+        messages, events = self._messages, self._events
+        self._messages, self._events = [], []
+        return messages, events
+
+    def is_connected(self, peer: str) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.is_connected
+
+    @property
+    def num_quarantined(self) -> int:
+        """Pages in quarantine now."""
+        return sum(len(s.pages) for s in self._sessions.values() if s.state is Receiving.QUARANTINED)
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals of pages, transfers and messages."""
+        names = (
+            "pages_received",
+            "pages_quarantined",
+            "transfers_received",
+            "transfers_failed",
+            "stale_messages",
+        )
+        return {name: float(self._totals[name]) for name in names}
+
+    def files(self) -> Sequence[int]:
+        """File descriptors whose input should wake the loop for ``poll``."""
+        return self._transport.files()
+
+    def peers(self) -> Sequence[str]:
+        """Prefill nodes that this node has offered its pool to."""
+        return list(self._links)
+
+    def close(self) -> None:
+        """Stop offering the pool."""
+        for peer in self.peers():
+            self.peer_lost(peer)
+        self._transport.close()
+
+    def check(self) -> None:
+        """Prove the books; raises ``AssertionError``."""
+        for session in self._sessions.values():
+            session.check()
+            assert session.state not in (Receiving.COMPLETE, Receiving.FREED), "an ended transfer is still in the books"
+            assert (session.epoch > 0) == (session.state is not Receiving.RESERVED)
+            link = self._links.get(session.peer)
+            if session.state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED):
+                assert link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair"
+            if session.state is Receiving.RESERVED:
+                assert link is None or not (link.is_connected or link.refusal), "pages are reserved and never granted"
+            assert (session.key in self._handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
+        pages = [page for session in self._sessions.values() for page in session.pages]
+        assert len(pages) == len(set(pages)), "a page is in two transfers"
+        quarantined = self.num_quarantined
+        assert self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted"
+        assert self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner"
+        assert self._handoffs.keys() <= self._sessions.keys(), "a handoff is left of an ended transfer"

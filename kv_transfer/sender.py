@@ -1,0 +1,498 @@
+"""The prefill node's end of every transfer: pages leave as soon as they are computed and granted.
+
+The role says what is computed (``open``, ``computed``, ``finish``, ``abort``), decode nodes say where it goes
+(``on_message``), ``pump`` lets the transport write, and ``take`` returns what to send and whose source pages may go.
+Source pages are the role's; it keeps them until it gets ``Released``, which comes exactly once for every opened key.
+
+A transfer ends for the peer with one ``Closed`` or with its own ``Received``. ``Closed`` is the writer's fence: it is
+sent when nothing is under way any more, and it leaves a tombstone, so that neither a late grant nor a late request
+revives the key. Whatever a peer sends is checked before it counts; what cannot be true is refused and counted.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.clock import Clock, MonotonicClock
+from common.messages import (
+    Cancel,
+    Closed,
+    Connect,
+    Connected,
+    Delivered,
+    Grant,
+    Handoff,
+    Message,
+    Received,
+    Refused,
+)
+from kv_transfer.session import Key, SendEvent, Sending, SendSession
+from kv_transfer.transports.base import AttachError, WriterTransport, to_message
+
+Reason = Literal["finished", "cancelled", "aborted", "failed", "unknown"]
+
+EARLY_LEASE_S = 30.0
+TOMBSTONE_LEASE_S = 300.0
+MAX_EARLY = 4_096
+MAX_TOMBSTONES = 65_536
+MAX_PEERS = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nothing reads this transfer's source pages any more.
+
+    Attributes:
+        ok: the decode node has everything, or the request ended with its first token.
+        reason: a sentence for people.
+    """
+
+    key: Key
+    ok: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A decode node whose pool we may write to, once attached. ``granted``: its pages that some transfer may write."""
+
+    epoch: int
+    num_pages: int
+    is_attached: bool = False
+    granted: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    reason: Reason
+    message: str
+    until: float = 0.0
+
+
+class Sender:
+    """All transfers of one prefill node. Pure but for its transport.
+
+    Args:
+        transport: writes pages; also knows our own pool.
+        digest: of our model; a decode node with another is refused. Empty: not compared.
+        num_parts: parts that make up a page's delivery; one per tensor-parallel rank.
+        clock: measures how long writes take.
+    """
+
+    def __init__(
+        self, transport: WriterTransport, *, digest: str = "", num_parts: int = 1, clock: Clock | None = None
+    ) -> None:
+        assert num_parts == 1, "a page has one part as long as one process writes all of it"
+        self._transport = transport
+        self._digest = digest
+        self._clock = clock or MonotonicClock()
+        self._pairs: dict[str, _Pair] = {}
+        self._sessions: dict[Key, SendSession] = {}  # opened and not closed
+        self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
+        self._ends: dict[Key, _End] = {}  # of sessions that are closing
+        self._tombs: dict[tuple[str, Key], _End] = {}
+        self._handoffs: dict[Key, Handoff] = {}  # known, but the decode node has granted nothing yet
+        self._due: dict[Key, None] = {}  # sessions with pages to write, first come first served
+        self._tickets: dict[int, tuple[Key, list[int]]] = {}
+        self._first_delivered_at: dict[Key, float] = {}
+        self._messages: list[tuple[str, Message]] = []
+        self._released: list[Released] = []
+        self._totals: Counter[str] = Counter()
+        self._write_s = 0.0
+        self._now = 0.0
+
+    # ---- pairs --------------------------------------------------------------------------------------------------
+
+    def connect(self, peer: str, connect: Connect) -> None:
+        """A decode node offers its pool, under a new epoch; what the last epoch granted ends.
+
+        ``Connected`` or ``Refused`` (with a sentence) comes out of ``take``, as soon as attaching has worked or failed.
+        ``Connected`` also says that no write of an earlier epoch is under way.
+        """
+        pair = self._pairs.get(peer)
+        if pair is not None and connect.epoch <= pair.epoch:
+            self._totals["stale_messages"] += 1
+            return
+        self._sever(peer, "the decode node has connected anew", is_all=False)
+        problem = self._mismatch(connect)
+        if not problem:
+            try:
+                self._transport.attach(peer, connect)
+            except AttachError as error:
+                problem = str(error)
+        if problem:
+            self._messages.append((peer, Refused(problem)))
+            return
+        self._pairs[peer] = _Pair(connect.epoch, connect.num_pages)
+        self._settle_attachments()
+
+    def _mismatch(self, connect: Connect) -> str:
+        ours, theirs = to_message(self._transport.store.geometry), connect.geometry
+        if connect.transport != self._transport.name:
+            return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
+        if self._digest and connect.digest != self._digest:
+            return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
+        if theirs != ours:
+            return f"pages of {connect.name} are {theirs}, those of this prefill node {ours}"
+        if len(self._pairs) >= MAX_PEERS:
+            return f"this prefill node already writes to {MAX_PEERS} decode nodes"
+        return ""
+
+    def _settle_attachments(self) -> None:
+        for news in self._transport.poll():
+            pair = self._pairs.get(news.peer)
+            if pair is None or pair.epoch != news.epoch:
+                continue
+            if news.problem:
+                self._transport.detach(news.peer)
+                del self._pairs[news.peer]
+                self._messages.append((news.peer, Refused(news.problem)))
+            else:
+                pair.is_attached = True
+                self._messages.append((news.peer, Connected(pair.epoch, self._transport.name)))
+
+    def peer_lost(self, peer: str) -> None:
+        """The decode node is gone, or as good as: its transfers end, and its pool is out of reach from here on."""
+        self._sever(peer, "the decode node was lost", is_all=True)
+        self._messages = [(to, message) for to, message in self._messages if to != peer]
+
+    def _sever(self, peer: str, why: str, *, is_all: bool) -> None:
+        """Let go of a peer's pool. Transfers to it end without a word; if not ``is_all``, ungranted ones go on."""
+        self._transport.detach(peer)
+        self._pairs.pop(peer, None)
+        for session in [s for s in self._sessions.values() if s.peer == peer and (is_all or s.is_granted)]:
+            end = self._ends.get(session.key, _End("failed", why))
+            for ticket in [t for t, (key, _) in self._tickets.items() if key == session.key]:
+                del self._tickets[ticket]
+            session.sever()
+            self._forget(session, end, is_ok=False)
+        for owner, key in [known for known in self._early if known[0] == peer]:
+            del self._early[owner, key]
+            self._bury(peer, key, _End("failed", why))
+
+    # ---- what the role says -------------------------------------------------------------------------------------
+
+    def open(self, key: Key, peer: str) -> None:
+        """The request is known now and will be computed for this decode node (by incarnation), connected or not."""
+        assert key not in self._sessions, f"{key} is open already"
+        tomb = self._tombs.get((peer, key))
+        if tomb is not None:
+            self._released.append(Released(key, False, tomb.message or f"the transfer is {tomb.reason}"))
+            return
+        early = self._early.pop((peer, key), None)
+        if early is None:
+            self._sessions[key] = SendSession(key, peer)
+        else:
+            early[0].open()
+            self._sessions[key] = early[0]
+
+    def computed(self, key: Key, pages: Sequence[int]) -> None:
+        """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. Grows; a closed key is ignored."""
+        session = self._live(key)
+        if session is not None:
+            session.compute(pages)
+            self._note_due(session)
+
+    def finish(self, key: Key, handoff: Handoff, pages: Sequence[int]) -> None:
+        """The prompt is computed. ``pages``: all of its source pages, the partial last one included."""
+        session = self._live(key)
+        if session is None:
+            return
+        num_pages = self._transport.store.geometry.num_pages(handoff.num_tokens)
+        assert len(pages) == num_pages, f"{handoff.num_tokens} tokens are on {num_pages} pages, not on {len(pages)}"
+        session.finish(pages)
+        if session.has_ungrantable():
+            self._refuse(session, "pages are granted that the prompt does not have")
+            return
+        if session.is_granted:
+            self._messages.append((session.peer, handoff))
+        else:
+            self._handoffs[key] = handoff
+        self._note_due(session)
+
+    def abort(self, key: Key, reason: Reason, message: str = "") -> None:
+        """No page leaves any more. ``Closed`` and ``Released`` follow when nothing is under way; idempotent."""
+        session = self._live(key)
+        if session is not None:
+            self._end(session, reason, message)
+
+    def _live(self, key: Key) -> SendSession | None:
+        session = self._sessions.get(key)
+        return None if session is None or session.state is Sending.CLOSING else session
+
+    # ---- what a decode node says --------------------------------------------------------------------------------
+
+    def on_message(self, peer: str, message: Message, now: float) -> None:
+        """A ``Grant``, ``Received``, ``Cancel`` or ``Connect`` of this peer; anything else is counted."""
+        self._now = now
+        if isinstance(message, Grant):
+            self._on_grant(peer, message)
+        elif isinstance(message, Received):
+            self._on_received(peer, (message.rid, message.attempt))
+        elif isinstance(message, Cancel):
+            self._on_cancel(peer, (message.rid, message.attempt))
+        elif isinstance(message, Connect):
+            self.connect(peer, message)
+        else:
+            self._totals["stale_messages"] += 1
+
+    def _on_grant(self, peer: str, grant: Grant) -> None:
+        key = (grant.rid, grant.attempt)
+        pair = self._pairs.get(peer)
+        if pair is None or not pair.is_attached or grant.epoch != pair.epoch:
+            self._totals["stale_messages"] += 1
+            return
+        tomb = self._tombs.get((peer, key))
+        if tomb is not None:
+            self._answer_closed(peer, key, tomb)
+            return
+        session = self._granted_session(peer, key)
+        if session is None or session.state is Sending.CLOSING:
+            return  # answered, or to be answered when its last write is over
+        problem = self._problem(pair, session, grant)
+        if problem:
+            self._refuse(session, problem)
+            return
+        session.grant(grant.epoch, grant.first, grant.pages)
+        pair.granted.update(grant.pages)
+        handoff = self._handoffs.pop(key, None)
+        if handoff is not None:
+            self._messages.append((peer, handoff))
+        self._note_due(session)
+
+    def _granted_session(self, peer: str, key: Key) -> SendSession | None:
+        """Whose grant this is: a known request's, or that of one which we may yet hear of. None: refused."""
+        session = self._sessions.get(key)
+        if session is not None and session.peer != peer:
+            self._totals["refused_grants"] += 1
+            self._bury_and_answer(peer, key, _End("unknown", "this request goes to another decode node"))
+            return None
+        if session is not None:
+            return session
+        if (peer, key) not in self._early:
+            if len(self._early) >= MAX_EARLY:
+                self._totals["refused_grants"] += 1
+                self._bury_and_answer(peer, key, _End("unknown", f"{MAX_EARLY} grants wait for requests already"))
+                return None
+            self._early[peer, key] = (SendSession(key, peer, Sending.EARLY), self._now + EARLY_LEASE_S)
+        return self._early[peer, key][0]
+
+    def _problem(self, pair: _Pair, session: SendSession, grant: Grant) -> str:
+        """Why this grant cannot be meant, as a sentence; empty if it can."""
+        end = grant.first + len(grant.pages)
+        most = len(session.sources) if session.state is Sending.HANDED else self._transport.store.num_pages
+        if grant.first < 0 or end > most:
+            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
+        if any(not 0 <= page < pair.num_pages for page in grant.pages):
+            return f"a page is granted that a pool of {pair.num_pages} pages does not have"
+        if len(set(grant.pages)) < len(grant.pages) or not pair.granted.isdisjoint(grant.pages):
+            return "a page is granted twice"
+        if any(index in session.targets for index in range(grant.first, end)):
+            return "two pages are granted for one page of the prompt"
+        return ""
+
+    def _on_received(self, peer: str, key: Key) -> None:
+        session = self._sessions.get(key)
+        is_true = (
+            session is not None
+            and session.peer == peer
+            and session.accepts(SendEvent.RECEIVED)
+            and session.is_granted
+            and session.is_all_written
+        )
+        if session is None or not is_true:
+            self._totals["stale_messages"] += 1
+            return
+        session.apply(SendEvent.RECEIVED)
+        self._forget(session, _End("finished", ""), is_ok=True)
+
+    def _on_cancel(self, peer: str, key: Key) -> None:
+        session = self._sessions.get(key)
+        if session is None or session.peer != peer:
+            early = self._early.get((peer, key))
+            session = early[0] if early is not None else None
+        if session is not None:
+            self._end(session, "cancelled", "the decode node does not want it any more")
+            return
+        tomb = self._tombs.get((peer, key))
+        self._bury_and_answer(peer, key, tomb or _End("unknown", "cancelled before the request was known"))
+
+    # ---- ends ---------------------------------------------------------------------------------------------------
+
+    def _refuse(self, session: SendSession, problem: str) -> None:
+        self._totals["refused_grants"] += 1
+        self._end(session, "failed", f"the decode node's grant is refused: {problem}")
+
+    def _end(self, session: SendSession, reason: Reason, message: str) -> None:
+        """No write starts any more; close now, or when the last one under way is over."""
+        if not session.accepts(SendEvent.END):
+            return
+        session.end()
+        self._due.pop(session.key, None)
+        self._ends[session.key] = _End(reason, message)
+        self._close_if_still(session)
+
+    def _close_if_still(self, session: SendSession) -> None:
+        if session.num_in_flight or session.state is not Sending.CLOSING:
+            return
+        session.fence()
+        end = self._ends[session.key]
+        self._answer_closed(session.peer, session.key, end)
+        self._forget(session, end, is_ok=end.reason == "finished")
+
+    def _forget(self, session: SendSession, end: _End, *, is_ok: bool) -> None:
+        """The one place where a transfer leaves the books; source pages go back to the role, if it opened the key."""
+        key, peer = session.key, session.peer
+        pair = self._pairs.get(peer)
+        if pair is not None:
+            pair.granted.difference_update(session.targets.values())
+        self._early.pop((peer, key), None)
+        for table in (self._ends, self._handoffs, self._due, self._first_delivered_at):
+            table.pop(key, None)
+        self._bury(peer, key, end)
+        if self._sessions.get(key) is session:
+            del self._sessions[key]
+            reason = end.message or ("the decode node has it" if is_ok else f"the transfer was {end.reason}")
+            self._released.append(Released(key, is_ok, reason))
+
+    def _bury(self, peer: str, key: Key, end: _End) -> None:
+        self._tombs.pop((peer, key), None)
+        self._tombs[peer, key] = _End(end.reason, end.message, self._now + TOMBSTONE_LEASE_S)
+        if len(self._tombs) > MAX_TOMBSTONES:
+            del self._tombs[next(iter(self._tombs))]
+
+    def _bury_and_answer(self, peer: str, key: Key, end: _End) -> None:
+        self._bury(peer, key, end)
+        self._answer_closed(peer, key, end)
+
+    def _answer_closed(self, peer: str, key: Key, end: _End) -> None:
+        self._messages.append((peer, Closed(*key, end.reason, end.message)))
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def pump(self, now: float, max_pages: int = 64) -> bool:
+        """Begin to write up to ``max_pages`` pages, report those that are over, let leases run out.
+
+        Returns:
+            Whether more pages could be written at once.
+        """
+        self._now = now
+        self._settle_attachments()
+        self._expire()
+        for key in list(self._due):
+            if max_pages <= 0:
+                break
+            max_pages -= self._start(self._sessions[key], max_pages)
+        self._settle_writes()
+        return bool(self._due)
+
+    def _note_due(self, session: SendSession) -> None:
+        if session.num_due and session.state in (Sending.OPEN, Sending.HANDED):
+            self._due[session.key] = None
+
+    def _start(self, session: SendSession, limit: int) -> int:
+        indices = session.start(limit)
+        pages = [(session.sources[index], session.targets[index]) for index in indices]
+        begun_at = self._clock.now()
+        ticket = self._transport.write(session.peer, pages)
+        self._write_s += self._clock.now() - begun_at
+        self._tickets[ticket] = (session.key, indices)
+        if not session.num_due:
+            del self._due[session.key]
+        return len(indices)
+
+    def _settle_writes(self) -> None:
+        delivered: dict[Key, list[int]] = {}
+        for ticket in self._transport.done():
+            key, indices = self._tickets.pop(ticket)
+            self._sessions[key].written(len(indices))
+            delivered.setdefault(key, []).extend(indices)
+        for key, indices in delivered.items():
+            session = self._sessions[key]
+            self._count_sent(session, len(indices))
+            if session.state is Sending.CLOSING:
+                self._close_if_still(session)
+                continue
+            assert session.epoch is not None
+            self._messages.append((session.peer, Delivered(*key, session.epoch, tuple(indices))))
+
+    def _count_sent(self, session: SendSession, num_pages: int) -> None:
+        self._totals["pages_sent"] += num_pages
+        self._totals["bytes_sent"] += num_pages * self._transport.store.geometry.page_bytes
+        self._totals["pages_overlapped"] += num_pages if session.state is Sending.OPEN else 0
+        self._first_delivered_at.setdefault(session.key, self._now)
+
+    def _expire(self) -> None:
+        while self._early:
+            session, until = next(iter(self._early.values()))
+            if until > self._now:
+                break
+            self._end(session, "unknown", f"the request did not come within {EARLY_LEASE_S:.0f} s of the grant")
+        while self._tombs:
+            owner, tomb = next(iter(self._tombs.items()))
+            if tomb.until > self._now:
+                break
+            del self._tombs[owner]
+
+    # ---- results ------------------------------------------------------------------------------------------------
+
+    def take(self) -> tuple[list[tuple[str, Message]], list[Released]]:
+        """What to send, as (peer, message) in order, and whose source pages may go. Each is returned once."""
+        messages, released = self._messages, self._released
+        self._messages, self._released = [], []
+        return messages, released
+
+    def has_delivered(self, key: Key) -> bool:
+        """Has a page of this open transfer been written already?"""
+        return key in self._first_delivered_at
+
+    def first_delivered_at(self, key: Key) -> float | None:
+        """When, in seconds of the ``now`` handed in; None before, and after the transfer's end."""
+        return self._first_delivered_at.get(key)
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals: pages, bytes, seconds, messages."""
+        names = ("pages_sent", "bytes_sent", "pages_overlapped", "stale_messages", "refused_grants")
+        return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._write_s}
+
+    def files(self) -> Sequence[int]:
+        """File descriptors whose input should wake the loop for ``pump``."""
+        return self._transport.files()
+
+    def peers(self) -> Sequence[str]:
+        """Decode nodes that some transfer or pool depends on."""
+        return list(dict.fromkeys([*self._pairs, *(session.peer for session in self._sessions.values())]))
+
+    def close(self) -> None:
+        """Let go of every pool."""
+        for peer in self.peers():
+            self.peer_lost(peer)
+        self._transport.close()
+
+    def check(self) -> None:
+        """Prove the books; raises ``AssertionError``."""
+        in_flight: Counter[Key] = Counter()
+        for key, indices in self._tickets.values():
+            in_flight[key] += len(indices)
+        granted: dict[str, list[int]] = {}
+        for session in [*self._sessions.values(), *(session for session, _ in self._early.values())]:
+            session.check()
+            assert session.num_in_flight == in_flight.pop(session.key, 0), "a write is under way and not counted"
+            assert session.state is not Sending.CLOSED, "a closed transfer is still in the books"
+            assert (session.state is Sending.CLOSING) == (session.key in self._ends)
+            assert session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
+            is_due = bool(session.num_due) and session.state is not Sending.EARLY
+            assert is_due == (session.key in self._due), "pages are due and nobody knows"
+            if session.is_granted:
+                pair = self._pairs.get(session.peer)
+                assert pair is not None and pair.epoch == session.epoch, "a transfer outlived its pair"
+                granted.setdefault(session.peer, []).extend(session.targets.values())
+        assert not in_flight, "a write is under way for nobody"
+        for peer, pair in self._pairs.items():
+            pages = granted.get(peer, [])
+            assert len(pages) == len(set(pages)), "two transfers may write one page"
+            assert set(pages) == pair.granted, "granted pages are miscounted"
+        tables = (self._due, self._handoffs, self._ends, self._first_delivered_at)
+        assert all(key in self._sessions for table in tables for key in table), "something is left of an ended transfer"
+        assert len(self._early) <= MAX_EARLY and len(self._tombs) <= MAX_TOMBSTONES and len(self._pairs) <= MAX_PEERS

@@ -1,0 +1,307 @@
+"""One transfer, seen from its two ends: two tables and what they keep track of. No I/O, no clock, no page books.
+
+A transfer is known by (rid, attempt). The decode node grants destination pages for the prompt's page indices that it
+lacks; the prefill node sends index i once it is both granted and computed, exactly once. ``SendSession`` knows which
+pages are due, ``ReceiveSession`` which are still missing. What the tables do not name is our own bug; what a peer
+sends is therefore tested with ``accepts`` first, and ignored where it cannot happen.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+
+from common.lifecycle import advance
+
+Key = tuple[str, int]
+
+
+class Sending(StrEnum):
+    EARLY = "early"  # granted before the prefill node has heard of the request; kept for a while
+    OPEN = "open"  # being computed; whole pages leave
+    HANDED = "handed"  # the prompt is computed, the last pages leave or are on their way
+    CLOSING = "closing"  # ended; no write starts any more, some may still be under way
+    CLOSED = "closed"  # no write is under way or will ever start
+
+
+class SendEvent(StrEnum):
+    OPEN = "open"
+    GRANT = "grant"
+    COMPUTE = "compute"
+    FINISH = "finish"
+    START = "start"  # writes begin
+    WRITTEN = "written"  # writes are over
+    RECEIVED = "received"
+    END = "end"  # abort, cancel, failure, lease run out
+    FENCE = "fence"  # nothing is under way, or the mapping is gone
+
+
+SEND_TABLE: dict[tuple[Sending, SendEvent], Sending] = {
+    (Sending.EARLY, SendEvent.GRANT): Sending.EARLY,
+    (Sending.EARLY, SendEvent.OPEN): Sending.OPEN,
+    (Sending.EARLY, SendEvent.END): Sending.CLOSING,
+    (Sending.OPEN, SendEvent.GRANT): Sending.OPEN,
+    (Sending.OPEN, SendEvent.COMPUTE): Sending.OPEN,
+    (Sending.OPEN, SendEvent.FINISH): Sending.HANDED,
+    (Sending.OPEN, SendEvent.START): Sending.OPEN,
+    (Sending.OPEN, SendEvent.WRITTEN): Sending.OPEN,
+    (Sending.OPEN, SendEvent.END): Sending.CLOSING,
+    (Sending.HANDED, SendEvent.GRANT): Sending.HANDED,
+    (Sending.HANDED, SendEvent.START): Sending.HANDED,
+    (Sending.HANDED, SendEvent.WRITTEN): Sending.HANDED,
+    (Sending.HANDED, SendEvent.RECEIVED): Sending.CLOSED,
+    (Sending.HANDED, SendEvent.END): Sending.CLOSING,
+    (Sending.CLOSING, SendEvent.WRITTEN): Sending.CLOSING,
+    (Sending.CLOSING, SendEvent.FENCE): Sending.CLOSED,
+}
+
+
+class Receiving(StrEnum):
+    RESERVED = "reserved"  # pages are set aside; the prefill node does not know them yet
+    GRANTED = "granted"  # pages and handoff are awaited
+    HANDED = "handed"  # the handoff is here, pages are missing
+    LANDED = "landed"  # every page is here, the handoff is missing
+    COMPLETE = "complete"  # pages are the caller's
+    QUARANTINED = "quarantined"  # given up, but the writer may still write
+    FREED = "freed"  # pages went back to the books
+
+
+class ReceiveEvent(StrEnum):
+    GRANT = "grant"
+    DELIVER = "deliver"  # some pages are here
+    LAND = "land"  # every page of the prompt is here
+    HANDOFF = "handoff"
+    CANCEL = "cancel"  # we give up
+    LOSE = "lose"  # the control connection is gone
+    CLOSE = "close"  # the writer says that it will not write
+    FENCE = "fence"  # the writer cannot write any more: dead, unmapped
+
+
+RECEIVE_TABLE: dict[tuple[Receiving, ReceiveEvent], Receiving] = {
+    (Receiving.RESERVED, ReceiveEvent.GRANT): Receiving.GRANTED,
+    (Receiving.RESERVED, ReceiveEvent.CANCEL): Receiving.FREED,
+    (Receiving.RESERVED, ReceiveEvent.LOSE): Receiving.FREED,
+    (Receiving.RESERVED, ReceiveEvent.CLOSE): Receiving.FREED,
+    (Receiving.RESERVED, ReceiveEvent.FENCE): Receiving.FREED,
+    (Receiving.GRANTED, ReceiveEvent.GRANT): Receiving.GRANTED,
+    (Receiving.GRANTED, ReceiveEvent.DELIVER): Receiving.GRANTED,
+    (Receiving.GRANTED, ReceiveEvent.LAND): Receiving.LANDED,
+    (Receiving.GRANTED, ReceiveEvent.HANDOFF): Receiving.HANDED,
+    (Receiving.HANDED, ReceiveEvent.GRANT): Receiving.HANDED,
+    (Receiving.HANDED, ReceiveEvent.DELIVER): Receiving.HANDED,
+    (Receiving.HANDED, ReceiveEvent.LAND): Receiving.COMPLETE,
+    (Receiving.LANDED, ReceiveEvent.HANDOFF): Receiving.COMPLETE,
+    **{
+        (state, event): after
+        for state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED)
+        for event, after in (
+            (ReceiveEvent.CANCEL, Receiving.QUARANTINED),
+            (ReceiveEvent.LOSE, Receiving.QUARANTINED),
+            (ReceiveEvent.CLOSE, Receiving.FREED),
+            (ReceiveEvent.FENCE, Receiving.FREED),
+        )
+    },
+    (Receiving.QUARANTINED, ReceiveEvent.CLOSE): Receiving.FREED,
+    (Receiving.QUARANTINED, ReceiveEvent.FENCE): Receiving.FREED,
+}
+
+
+class SendSession:
+    """The prefill node's end: which pages are granted, computed, on their way.
+
+    Attributes:
+        key, peer: whose transfer, and to whom (incarnation).
+        epoch: of the pair, since the first grant; None before.
+        num_in_flight: writes (of one page each) begun and not over.
+        num_due: pages that could be started now.
+    """
+
+    def __init__(self, key: Key, peer: str, state: Sending = Sending.OPEN) -> None:
+        self.key = key
+        self.peer = peer
+        self.state = state
+        self.epoch: int | None = None
+        self.sources: list[int] = []
+        self.targets: dict[int, int] = {}  # page index -> destination page, as granted
+        self.num_in_flight = 0
+        self._due: deque[int] = deque()
+        self._early: dict[int, None] = {}  # granted, not computed yet
+
+    @property
+    def is_granted(self) -> bool:
+        return self.epoch is not None
+
+    @property
+    def num_due(self) -> int:
+        return len(self._due)
+
+    @property
+    def is_all_written(self) -> bool:
+        return not self._due and not self._early and self.num_in_flight == 0
+
+    def accepts(self, event: SendEvent) -> bool:
+        return (self.state, event) in SEND_TABLE
+
+    def apply(self, event: SendEvent) -> None:
+        self.state = advance(SEND_TABLE, self.state, event)
+
+    def open(self) -> None:
+        self.apply(SendEvent.OPEN)
+
+    def grant(self, epoch: int, first: int, pages: Sequence[int]) -> None:
+        """Destination pages of indices ``first`` and on; the caller has validated them."""
+        self.apply(SendEvent.GRANT)
+        assert self.epoch in (None, epoch)
+        self.epoch = epoch
+        for index, page in enumerate(pages, first):
+            assert index not in self.targets
+            self.targets[index] = page
+            if index < len(self.sources):
+                self._due.append(index)
+            else:
+                self._early[index] = None
+
+    def compute(self, pages: Sequence[int]) -> None:
+        """Source pages of indices ``0 .. len(pages)``; may repeat what is known, and grow."""
+        self.apply(SendEvent.COMPUTE)
+        self._grow(pages)
+
+    def finish(self, pages: Sequence[int]) -> None:
+        """Source pages of the whole prompt, a partial last one included."""
+        self.apply(SendEvent.FINISH)
+        self._grow(pages)
+
+    def _grow(self, pages: Sequence[int]) -> None:
+        num_known = len(self.sources)
+        assert len(pages) >= num_known, "computed pages cannot become fewer"
+        for index in range(num_known, len(pages)):
+            self.sources.append(pages[index])
+            if index in self._early:
+                del self._early[index]
+                self._due.append(index)
+
+    def has_ungrantable(self) -> bool:
+        """With the prompt computed: is an index granted that the prompt does not have?"""
+        return bool(self._early)
+
+    def start(self, limit: int) -> list[int]:
+        """Take at most ``limit`` due indices, whose writes begin now."""
+        self.apply(SendEvent.START)
+        indices = [self._due.popleft() for _ in range(min(limit, len(self._due)))]
+        self.num_in_flight += len(indices)
+        return indices
+
+    def written(self, count: int) -> None:
+        """That many of the writes are over."""
+        self.apply(SendEvent.WRITTEN)
+        self.num_in_flight -= count
+        assert self.num_in_flight >= 0
+
+    def end(self) -> None:
+        """Nothing more starts."""
+        self.apply(SendEvent.END)
+        self._due.clear()
+        self._early.clear()
+
+    def sever(self) -> None:
+        """The mapping is gone: what was under way never arrives."""
+        if self.accepts(SendEvent.END):
+            self.end()
+        self.num_in_flight = 0
+        self.fence()
+
+    def fence(self) -> None:
+        assert self.num_in_flight == 0, "a write is still under way"
+        self.apply(SendEvent.FENCE)
+
+    def check(self) -> None:
+        due = set(self._due)
+        assert len(due) == len(self._due) and due <= self.targets.keys(), "a page is due twice, or was not granted"
+        assert all(index < len(self.sources) for index in due), "a page is due before it is computed"
+        assert not due & self._early.keys() and all(index >= len(self.sources) for index in self._early)
+        assert len(due) + len(self._early) + self.num_in_flight <= len(self.targets), "more is on its way than granted"
+        assert self.state not in (Sending.CLOSING, Sending.CLOSED) or not due, "an ended transfer would still write"
+        assert self.state is not Sending.HANDED or not self._early, "a page is granted that the prompt does not have"
+
+
+class ReceiveSession:
+    """The decode node's end: which pages are granted and which of them have arrived, by (index, part).
+
+    Attributes:
+        key, peer: whose transfer, and from whom (incarnation).
+        first: index of the first page that is shipped.
+        pages: destination of index ``first`` and on.
+        num_pages: of the whole prompt.
+        epoch: of the pair when the pages were granted; 0 before.
+    """
+
+    def __init__(self, key: Key, peer: str, *, first: int, num_pages: int, num_parts: int = 1) -> None:
+        assert 0 <= first <= num_pages and num_parts >= 1
+        self.key = key
+        self.peer = peer
+        self.state = Receiving.RESERVED
+        self.first = first
+        self.num_pages = num_pages
+        self.pages: list[int] = []
+        self.epoch = 0
+        self._num_parts = num_parts
+        self._arrived: dict[int, set[int]] = {}  # index -> parts
+        self._num_whole = 0
+
+    def accepts(self, event: ReceiveEvent) -> bool:
+        return (self.state, event) in RECEIVE_TABLE
+
+    def apply(self, event: ReceiveEvent) -> None:
+        self.state = advance(RECEIVE_TABLE, self.state, event)
+
+    def reserve(self, pages: Sequence[int]) -> None:
+        """More destination pages, for the indices after those known so far."""
+        assert self.first + len(self.pages) + len(pages) <= self.num_pages, "more pages than the prompt lacks"
+        self.pages.extend(pages)
+
+    def grant(self, epoch: int) -> None:
+        """The writer is told of the pages."""
+        self.apply(ReceiveEvent.GRANT)
+        assert self.epoch in (0, epoch)
+        self.epoch = epoch
+        if self.is_landed:
+            self.apply(ReceiveEvent.LAND)
+
+    @property
+    def is_landed(self) -> bool:
+        return self._num_whole == self.num_pages - self.first
+
+    def is_expected(self, indices: Sequence[int], part: int) -> bool:
+        """Could a peer truthfully say that this part of these pages has been written just now?"""
+        end = self.first + len(self.pages)
+        return (
+            part < self._num_parts
+            and len(set(indices)) == len(indices)
+            and all(self.first <= i < end and part not in self._arrived.get(i, ()) for i in indices)
+        )
+
+    def deliver(self, indices: Sequence[int], part: int) -> list[int]:
+        """Note what has been written.
+
+        Returns:
+            The destination pages that are whole now.
+        """
+        assert self.is_expected(indices, part)
+        self.apply(ReceiveEvent.DELIVER)
+        whole = []
+        for index in indices:
+            parts = self._arrived.setdefault(index, set())
+            parts.add(part)
+            if len(parts) == self._num_parts:
+                whole.append(self.pages[index - self.first])
+        self._num_whole += len(whole)
+        if whole and self.is_landed:
+            self.apply(ReceiveEvent.LAND)
+        return whole
+
+    def check(self) -> None:
+        whole = sum(len(parts) == self._num_parts for parts in self._arrived.values())
+        assert whole == self._num_whole, "arrived pages are miscounted"
+        assert len(set(self.pages)) == len(self.pages), "a page is reserved twice"
+        is_waiting = self.state in (Receiving.GRANTED, Receiving.HANDED)
+        assert not (is_waiting and self.is_landed), "every page is here and nobody noticed"
+        assert self.state is not Receiving.LANDED or self.is_landed

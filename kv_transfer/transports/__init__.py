@@ -1,0 +1,1 @@
+"""How bytes get from one pool to another; each with its fence. See ``base`` for what all of them promise."""
