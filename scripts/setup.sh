@@ -1,0 +1,111 @@
+# Sourced by every command: finds or makes the Python environment, and sets `baton_python` to its interpreter.
+#
+# 1. An active environment (VIRTUAL_ENV, CONDA_PREFIX) that meets the requirements is used as it is.
+# 2. Otherwise the checkout's own .venv, if its stamp says that it was installed from this pyproject.toml and constraints.txt.
+# 3. Otherwise the python3 on the PATH, if it meets the requirements.
+# 4. Otherwise .venv is made, or brought up to date, once. Commands started meanwhile wait for it.
+#
+# A command that needs the extra "dev" as well sets baton_extra=dev before sourcing. BATON_VENV puts .venv elsewhere.
+# torch comes first and alone: without a GPU its CPU build (200 MB) instead of PyPI's CUDA build (several GB). With an
+# NVIDIA GPU PyPI's build is taken; BATON_TORCH_INDEX names another package index, for another CUDA version, say.
+
+baton_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+baton_extra=${baton_extra:-}
+baton_venv=${BATON_VENV:-$baton_root/.venv}
+baton_lock=$baton_root/scripts/setup.sh # this file is what is locked while installing
+
+baton_fail() {
+    printf 'baton: %s\n' "$*" >&2
+    exit 1
+}
+
+baton_meets() { # does this interpreter meet the requirements?
+    [ -x "$1" ] && "$1" -I "$baton_root/scripts/requirements.py" "$baton_root/pyproject.toml" ${baton_extra:+"$baton_extra"} \
+        > /dev/null 2>&1
+}
+
+baton_new_python() { # an interpreter that a new environment can be made with
+    local name
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
+        name=$(command -v "$name") || continue
+        "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && { printf '%s' "$name"; return; }
+    done
+    baton_fail "Python 3.11 or newer is needed and none is on the PATH." \
+        "Install it (Debian, Ubuntu: apt install python3 python3-venv) and run this again."
+}
+
+baton_pip() {
+    "$baton_venv/bin/python" -m pip install --disable-pip-version-check --no-input -c "$baton_root/constraints.txt" "$@" >&2
+}
+
+baton_install_torch() {
+    local pin index=${BATON_TORCH_INDEX:-} cpu_index=https://download.pytorch.org/whl/cpu
+    pin=$(sed -n 's/^torch==\([^ ]*\).*/\1/p' "$baton_root/constraints.txt")
+    "$baton_venv/bin/python" -c "from importlib.metadata import version
+exit(version('torch').split('+')[0] != '$pin')" 2> /dev/null && return
+    if [ -z "$index" ] && [ "$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia/version ] && ! command -v nvidia-smi > /dev/null
+    then
+        # Where pip looks anyway (a folder of wheels, a mirror), else PyTorch's own index.
+        pin=$pin+cpu
+        baton_finds "torch==$pin" || index=$cpu_index
+        if [ -n "$index" ] && ! baton_finds --extra-index-url "$index" "torch==$pin"; then
+            printf 'baton: no CPU build of torch was found; taking the much larger one from PyPI\n' >&2
+            pin=${pin%+cpu} index=
+        fi
+    fi
+    baton_pip ${index:+--extra-index-url "$index"} "torch==$pin"
+}
+
+baton_finds() { # could pip install this?
+    "$baton_venv/bin/python" -m pip install --disable-pip-version-check --no-input --dry-run --no-deps -q "$@" > /dev/null 2>&1
+}
+
+baton_install() {
+    local base began=$SECONDS requirements
+    if [ ! -x "$baton_venv/bin/python" ] || ! "$baton_venv/bin/python" -c 'import pip' 2> /dev/null; then
+        base=$(baton_new_python) || exit 1
+        printf 'baton: making an environment in %s with %s\n' "$baton_venv" "$("$base" --version)" >&2
+        "$base" -m venv --clear "$baton_venv" >&2 || baton_fail "making it failed: does $base have the module venv" \
+            "(Debian, Ubuntu: apt install python3-venv), and is there room on the disk?"
+    fi
+    printf 'baton: installing packages, once; this takes a few minutes\n' >&2
+    baton_install_torch || baton_fail "torch could not be installed; pip says why above. Run this again to go on."
+    requirements=$("$baton_venv/bin/python" -I "$baton_root/scripts/requirements.py" --list "$baton_root/pyproject.toml" \
+        ${baton_extra:+"$baton_extra"}) || baton_fail "pyproject.toml could not be read"
+    # shellcheck disable=SC2086
+    baton_pip $requirements || baton_fail "packages could not be installed; pip says why above. Run this again to go on."
+    rm -f "$baton_venv"/.baton-*
+    : > "$baton_stamp"
+    : > "${baton_stamp%-dev}"
+    printf 'baton: set up in %d s\n' "$((SECONDS - began))" >&2
+}
+
+baton_find() {
+    local active hash
+    hash=$(cat "$baton_root/pyproject.toml" "$baton_root/constraints.txt" | cksum) || exit 1
+    baton_stamp=$baton_venv/.baton-${hash%% *}${baton_extra:+-$baton_extra}
+    baton_python=$baton_venv/bin/python
+    for active in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}"; do
+        [ -n "$active" ] && [ "$active" != "$baton_venv" ] && baton_meets "$active/bin/python" && {
+            baton_python=$active/bin/python
+            return
+        }
+    done
+    [ -e "$baton_stamp" ] && [ -x "$baton_python" ] && return
+    active=$(command -v python3) && baton_meets "$active" && {
+        baton_python=$active
+        return
+    }
+    # Another command may be installing: wait for it, then look again.
+    exec 9< "$baton_lock"
+    command -v flock > /dev/null && ! flock -n 9 && {
+        printf 'baton: another command is setting up %s; waiting for it\n' "$baton_venv" >&2
+        flock 9
+    }
+    [ -e "$baton_stamp" ] && [ -x "$baton_python" ] || baton_install
+    exec 9<&-
+}
+
+baton_find
+# A folder of the user's that happens to be called common must not be imported: -P for this and all child processes.
+export PYTHONSAFEPATH=1 PYTHONPATH="$baton_root${PYTHONPATH:+:$PYTHONPATH}"
