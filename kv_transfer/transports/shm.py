@@ -1,0 +1,434 @@
+"""Pages between two processes of one host: the writer maps the reader's pool and writes straight into it.
+
+The reader (decode node) listens on an abstract Unix socket, which has no name in any file system. A writer shows the
+token of its offer, which only ``Connect`` carries; the reader checks the peer's user, opens a pidfd of its process
+and only then hands over the descriptor of its pool. So a peer is on this host if attaching worked, and after ``kill
+-9`` of either nothing is left to clean up. The connection stays open for one more word: ``DETACHED``, said after the
+mapping is gone.
+
+Fence: that word, or the writer's death as its pidfd tells it. A connection that closes without it proves nothing, for
+the mapping may live on; nor does silence, for a stopped process may go on any time.
+"""
+
+import array
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import select
+import socket
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.messages import Connect
+from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+HELLO = struct.Struct("<8sQQ32s")  # magic, epoch, bytes of the pool, incarnation of the reader
+MAGIC = b"batonshm"
+DETACHED = b"detached"
+ENDPOINT = re.compile(r"(baton-[0-9a-f]{32}):([0-9a-f]{64})")
+PATIENCE_S = 10.0  # a visitor that has not shown a token by then is dropped
+MAX_VISITORS = 64
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SO_PEERPIDFD = 77  # Linux 6.5: a pidfd of the very process that connected, whatever became of its number
+
+
+def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def _peer_pidfd(connection: socket.socket) -> int:
+    """A pidfd of the process at the other end; raises OSError if it cannot be watched."""
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pidfd = os.pidfd_open(_peer_credentials(connection)[0])
+    try:
+        # The number could have been used again had the process died before; then its end is closed.
+        if connection.recv(1, socket.MSG_PEEK) == b"":
+            raise ConnectionResetError("the peer has gone")
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+def _is_dead(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+@dataclass(slots=True, eq=False)
+class _Visitor:
+    connection: socket.socket
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class _Writer:
+    """A process that may have our pool mapped. ``connection`` is None once it has closed its end."""
+
+    peer: str
+    epoch: int
+    connection: socket.socket | None
+    pidfd: int
+
+
+class ShmReader:
+    """``ReaderTransport`` of a decode node.
+
+    Args:
+        store: the pool; its memfd is sealed here against changes of size, where it allows that.
+        incarnation: of this process; the writer checks it.
+
+    Raises:
+        ConfigError: this kernel has no pidfds, or the pool's file has not the size of the pool.
+    """
+
+    name = "shm"
+
+    def __init__(self, store: PageStore, incarnation: str) -> None:
+        self.store = store
+        self.dropped: Counter[str] = Counter()  # visitors turned away, by reason
+        self._incarnation = incarnation.encode()
+        self._num_bytes = store.geometry.pool_bytes(store.num_pages)
+        assert len(self._incarnation) <= 32
+        self._check_host()
+        self._name = f"baton-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen(1_024)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._offers: dict[bytes, tuple[str, int]] = {}  # token -> peer, epoch
+        self._visitors: dict[int, _Visitor] = {}  # by descriptor of the connection
+        self._writers: dict[int, _Writer] = {}  # by descriptor, of the connection and of the process
+        self._news: list[Fenced] = []
+
+    def _check_host(self) -> None:
+        size = os.fstat(self.store.fd).st_size
+        if size != self._num_bytes:
+            raise ConfigError(f"the pool's file has {size} bytes, its pages have {self._num_bytes}")
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            raise ConfigError(f"--transport shm needs pidfd_open, which this system refuses: {error}") from error
+        try:
+            fcntl.fcntl(self.store.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            log.debug("the pool's file cannot be sealed: %s", error)
+
+    # ---- offers -------------------------------------------------------------------------------------------------
+
+    def offer(self, peer: str, epoch: int) -> str:
+        self.withdraw(peer)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._offers[token] = (peer, epoch)
+        return f"{self._name}:{token.hex()}"
+
+    def withdraw(self, peer: str) -> None:
+        self._offers = {token: offer for token, offer in self._offers.items() if offer[0] != peer}
+
+    # ---- news ---------------------------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> list[Fenced]:
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor == self._listener.fileno():
+                self._let_in(now)
+            elif descriptor in self._visitors:
+                self._greet(self._visitors[descriptor])
+            elif descriptor in self._writers:
+                self._hear(descriptor, self._writers[descriptor])
+        for visitor in [v for v in self._visitors.values() if v.since + PATIENCE_S <= now]:
+            self._turn_away(visitor, "silent")
+        news, self._news = self._news, []
+        return news
+
+    def _let_in(self, now: float) -> None:
+        for _ in range(MAX_VISITORS):
+            try:
+                connection, _address = self._listener.accept()
+            except OSError:  # no more, or no descriptors left
+                return
+            connection.setblocking(False)
+            visitor = _Visitor(connection, now)
+            pid, uid = _peer_credentials(connection)
+            if uid != os.geteuid() or pid <= 0:
+                self._turn_away(visitor, "user")
+                continue
+            if len(self._visitors) >= MAX_VISITORS:
+                self._turn_away(next(iter(self._visitors.values())), "crowd")
+            self._visitors[connection.fileno()] = visitor
+            self._epoll.register(connection, select.EPOLLIN)
+            self._greet(visitor)
+
+    def _greet(self, visitor: _Visitor) -> None:
+        """Let the visitor show its token; hand over the pool if that is an offer's."""
+        connection = visitor.connection
+        try:
+            token = connection.recv(TOKEN_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            token = b""
+        offer = self._offers.pop(token, None)
+        if offer is None:
+            self._turn_away(visitor, "token")
+            return
+        peer, epoch = offer
+        try:
+            pidfd = _peer_pidfd(connection)
+        except OSError as error:
+            log.warning("a prefill node on this host cannot be watched, so it gets no pool: %s", error)
+            self._turn_away(visitor, "pidfd")
+            return
+        del self._visitors[connection.fileno()]
+        # Known as a writer before it has the descriptor, and until it is fenced, whatever happens to the connection.
+        writer = _Writer(peer, epoch, connection, pidfd)
+        self._writers[connection.fileno()] = self._writers[pidfd] = writer
+        self._epoll.register(pidfd, select.EPOLLIN)
+        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation)
+        try:
+            socket.send_fds(connection, [hello], [self.store.fd])
+        except OSError:
+            self._hang_up(writer)
+
+    def _turn_away(self, visitor: _Visitor, reason: str) -> None:
+        self.dropped[reason] += 1
+        if self.dropped[reason] == 1:
+            log.warning("turned a visitor of the pool's socket away (%s); further ones are only counted", reason)
+        if self._visitors.pop(visitor.connection.fileno(), None) is not None:
+            self._epoll.unregister(visitor.connection)
+        visitor.connection.close()
+
+    def _hear(self, descriptor: int, writer: _Writer) -> None:
+        if descriptor == writer.pidfd:
+            # Asked again: the event may be of an earlier process, whose descriptor had this number a moment ago.
+            if _is_dead(writer.pidfd):
+                self._fence(writer, "the prefill node's process has died")
+            return
+        assert writer.connection is not None
+        try:
+            word = writer.connection.recv(len(DETACHED) + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            word = b""
+        if word == DETACHED:
+            self._fence(writer, "the prefill node has let go of the pool")
+        else:
+            self._hang_up(writer)
+
+    def _hang_up(self, writer: _Writer) -> None:
+        """The connection is of no use any more; the process may still have the pool mapped."""
+        if writer.connection is not None:
+            del self._writers[writer.connection.fileno()]
+            self._epoll.unregister(writer.connection)
+            writer.connection.close()
+            writer.connection = None
+
+    def _fence(self, writer: _Writer, reason: str) -> None:
+        self._hang_up(writer)
+        del self._writers[writer.pidfd]
+        self._epoll.unregister(writer.pidfd)
+        os.close(writer.pidfd)
+        self._news.append(Fenced(writer.peer, writer.epoch, reason))
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def files(self) -> Sequence[int]:
+        return () if self._epoll.closed else (self._epoll.fileno(),)
+
+    def close(self) -> None:
+        """Close every descriptor. Writers that have the pool mapped keep it."""
+        for visitor in self._visitors.values():
+            visitor.connection.close()
+        for descriptor, writer in self._writers.items():
+            if descriptor == writer.pidfd:
+                os.close(descriptor)
+            elif writer.connection is not None:
+                writer.connection.close()
+        self._visitors.clear()
+        self._writers.clear()
+        self._listener.close()
+        self._epoll.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Attaching:
+    """A pool that is being asked for. ``connection`` is None as long as the reader's backlog is full."""
+
+    connect: Connect
+    name: str
+    token: bytes
+    connection: socket.socket | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Mapping:
+    connection: socket.socket
+    memory: mmap.mmap
+
+
+class ShmWriter:
+    """``WriterTransport`` of a prefill node. A write is over when it returns."""
+
+    name = "shm"
+
+    def __init__(self, store: PageStore) -> None:
+        self.store = store
+        self._epoll = select.epoll()
+        self._attaching: dict[str, _Attaching] = {}
+        self._mappings: dict[str, _Mapping] = {}
+        self._num_tickets = 0
+        self._done: list[int] = []
+
+    # ---- attaching ----------------------------------------------------------------------------------------------
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        assert peer not in self._attaching and peer not in self._mappings, "detach first"
+        endpoint = ENDPOINT.fullmatch(connect.endpoint)
+        if endpoint is None:
+            raise AttachError(f"{connect.name} offers an endpoint that shared memory does not understand")
+        attaching = _Attaching(connect, endpoint[1], bytes.fromhex(endpoint[2]))
+        self._dial(attaching)
+        self._attaching[peer] = attaching
+
+    def _dial(self, attaching: _Attaching) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(f"\0{attaching.name}")
+            if _peer_credentials(connection)[1] != os.geteuid():
+                raise AttachError(f"{attaching.connect.name} runs as another user than this prefill node")
+            connection.send(attaching.token)
+        except BlockingIOError:  # its backlog is full: again at the next poll
+            connection.close()
+        except OSError as error:
+            connection.close()
+            raise AttachError(
+                f"{attaching.connect.name} is not on the host of this prefill node: its socket cannot be reached"
+                f" ({error.strerror})"
+            ) from error
+        except AttachError:
+            connection.close()
+            raise
+        else:
+            attaching.connection = connection
+            self._epoll.register(connection, select.EPOLLIN)
+
+    def poll(self) -> list[Attached]:
+        if not self._attaching:
+            return []
+        news = []
+        for peer, attaching in list(self._attaching.items()):
+            try:
+                if attaching.connection is None:
+                    self._dial(attaching)
+                is_over = attaching.connection is not None and self._receive(peer, attaching, attaching.connection)
+                problem = ""
+            except AttachError as error:
+                is_over, problem = True, str(error)
+                self.detach(peer)
+            if is_over:
+                news.append(Attached(peer, attaching.connect.epoch, problem))
+        return news
+
+    def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
+        """Take the pool's descriptor and map it. False if it is not there yet; raises AttachError."""
+        who = attaching.connect.name
+        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        try:
+            hello, ancillary, flags, _ = connection.recvmsg(HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise AttachError(f"{who} broke off the connection over its socket ({error.strerror})") from error
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        try:
+            if not hello:
+                raise AttachError(f"{who} would not hand over its pool: another token, user or process namespace")
+            if flags & socket.MSG_CTRUNC or len(descriptors) != 1:
+                raise AttachError(f"{who} did not hand over its pool as one file")
+            memory = self._map(peer, attaching.connect, hello, descriptors[0])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._epoll.unregister(connection)
+        del self._attaching[peer]
+        self._mappings[peer] = _Mapping(connection, memory)
+        return True
+
+    def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
+        num_bytes = self.store.geometry.pool_bytes(connect.num_pages)
+        expected = HELLO.pack(MAGIC, connect.epoch, num_bytes, peer.encode())
+        if hello != expected:
+            raise AttachError(f"{connect.name} said one thing in its offer and another over its socket")
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise AttachError(f"the pool of {connect.name} is {size} bytes long, its pages have {num_bytes}")
+        try:
+            memory = mmap.mmap(descriptor, num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise AttachError(f"the pool of {connect.name} cannot be mapped: {error}") from error
+        memory.madvise(mmap.MADV_DONTFORK)  # a child could outlive us and the fence with us
+        return memory
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
+        num_bytes = self.store.geometry.page_bytes
+        with memoryview(self._mappings[peer].memory) as memory:
+            for source, target in pages:
+                with memory[target * num_bytes : (target + 1) * num_bytes] as into:
+                    assert len(into) == num_bytes, f"page {target} is not in the peer's pool"
+                    self.store.export_page(source, into)
+        self._num_tickets += 1
+        self._done.append(self._num_tickets)
+        return self._num_tickets
+
+    def done(self) -> list[int]:
+        tickets, self._done = self._done, []
+        return tickets
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def detach(self, peer: str) -> None:
+        attaching = self._attaching.pop(peer, None)
+        mapping = self._mappings.pop(peer, None)
+        connection = attaching.connection if attaching is not None else None
+        if connection is not None:
+            self._epoll.unregister(connection)
+        if mapping is not None:
+            mapping.memory.close()  # raises if somebody still has a view of it, and then nothing is said
+            connection = mapping.connection
+        if connection is None:
+            return
+        try:
+            connection.send(DETACHED)
+        except OSError:
+            pass  # the reader has gone
+        connection.close()
+
+    def files(self) -> Sequence[int]:
+        return () if self._epoll.closed else (self._epoll.fileno(),)
+
+    def close(self) -> None:
+        for peer in [*self._attaching, *self._mappings]:
+            self.detach(peer)
+        self._epoll.close()
