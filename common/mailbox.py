@@ -89,7 +89,12 @@ class Mailbox:
     @property
     def address(self) -> str:
         """The endpoint really bound, ``tcp://host:port``."""
-        return self._socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        return str(self._socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0"))
+
+    @property
+    def port(self) -> int:
+        """The port really bound."""
+        return int(self.address.rpartition(":")[2])
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
@@ -149,10 +154,11 @@ class Mailbox:
             return self._drop("malformed", str(error))
         return Letter(header.sender, message)
 
-    def _drop(self, reason: str, detail: str) -> None:
+    def _drop(self, reason: str, detail: str) -> Letter | None:
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             log.warning("dropped a message (%s): %s; further ones of this kind are only counted", reason, detail[:200])
+        return None
 
     def link(self) -> Link:
         """Connections made and lost since the last call."""

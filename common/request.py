@@ -18,7 +18,7 @@ class Request:
         prompt: token ids as the user sent them.
         sampling: validated parameters.
         salt: requests with different salts never share cached pages.
-        arrived_at, deadline_at: instants in seconds of the node's clock.
+        arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock.
         output: tokens sampled so far, on any node.
         pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
         own: those of ``pages`` that belong to the request (``Owner.REQUEST``), not to the radix cache.
@@ -35,6 +35,7 @@ class Request:
     salt: str = ""
     priority: int = 0
     arrived_at: float = 0.0
+    admitted_at: float = 0.0
     deadline_at: float = float("inf")
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)

@@ -1,0 +1,74 @@
+"""How much a node holds: what the configuration says, and otherwise what this machine has room for."""
+
+import os
+from dataclasses import dataclass
+
+from common.config import NodeConfig
+from common.errors import ConfigError
+from common.geometry import PageGeometry
+
+MAX_SLOTS = 256
+MAX_QUEUED = 1_024
+CPU_CHUNK_TOKENS = 512
+CUDA_CHUNK_TOKENS = 8_192
+#: On a CPU the pool shares memory with everything else, and more tokens than this are rarely decoded there at once.
+CPU_POOL_TOKENS = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Attributes:
+    num_slots: requests in the batch at once.
+    num_pages: of the KV pool.
+    max_queued: requests that may wait.
+    chunk_tokens: of one step; None computes prompts whole.
+    """
+
+    num_slots: int
+    num_pages: int
+    max_queued: int
+    chunk_tokens: int | None
+
+
+def plan_capacity(config: NodeConfig, geometry: PageGeometry, *, device: str, context_length: int) -> Capacity:
+    """Slots, pages and chunk size for this node.
+
+    Raises:
+        ConfigError: not even one page fits into the memory that the pool may take.
+    """
+    num_slots = config.max_running_requests or MAX_SLOTS
+    tokens = config.max_total_tokens
+    if tokens is None:
+        room = int(_free_bytes(device) * config.memory_fraction) // geometry.page_bytes * config.page_size
+        tokens = min(room, num_slots * context_length)
+        if device == "cpu":
+            tokens = min(tokens, max(CPU_POOL_TOKENS, context_length))
+    num_pages = tokens // config.page_size
+    if num_pages < 1:
+        raise ConfigError("--memory-fraction leaves no room for a single KV page; raise it or free some memory")
+    chunk = config.chunked_prefill_size
+    if chunk is None:
+        chunk = CPU_CHUNK_TOKENS if device == "cpu" else CUDA_CHUNK_TOKENS
+        chunk = max(chunk, config.page_size)
+    max_queued = MAX_QUEUED if config.max_queued_requests is None else config.max_queued_requests
+    return Capacity(min(num_slots, num_pages), num_pages, max_queued, None if chunk < 0 else chunk)
+
+
+def _free_bytes(device: str) -> int:
+    """Bytes that nobody uses: of the GPU, or of this machine (of this container, where one bounds it)."""
+    if device != "cpu":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                free_bytes = int(line.split()[1]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            free_bytes = min(free_bytes, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):
+        pass  # no such bound
+    return free_bytes

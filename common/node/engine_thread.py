@@ -1,0 +1,61 @@
+"""The executor in a thread of its own, so that messages, heartbeats and page writes go on while a step computes."""
+
+import os
+import queue
+import threading
+from typing import Protocol
+
+from common.step import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class EngineThread:
+    """Runs one plan at a time. Its ``fileno`` becomes readable when the result is there."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self.is_busy = False
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def submit(self, plan: StepPlan) -> None:
+        assert not self.is_busy
+        self.is_busy = True
+        self._plans.put(plan)
+
+    def take(self) -> StepResult | None:
+        """The finished step, if there is one. What the executor raised is raised here."""
+        try:
+            result = self._results.get_nowait()
+        except queue.Empty:
+            return None
+        os.eventfd_read(self._wake)
+        self.is_busy = False
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Stop after the step under way, waiting for it a while; the thread never outlives the process."""
+        self._plans.put(None)
+        self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+
+    def _run(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            try:
+                result: StepResult | BaseException = self._executor.run(plan)
+            except BaseException as error:  # handed to the loop, which ends the process
+                result = error
+            self._results.put(result)
+            os.eventfd_write(self._wake, 1)

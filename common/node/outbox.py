@@ -1,0 +1,22 @@
+"""What a role wants sent. The loop empties it after every turn; a role never sees a socket."""
+
+from dataclasses import dataclass, field
+
+from common.messages import Message, Peer
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Messages in the order in which they must leave.
+
+    Attributes:
+        gateway: to the gateway.
+        peers: (incarnation, message) to other nodes.
+        dial: prefill nodes to which a decode node needs a connection; made before ``peers`` leave.
+        hang_up: incarnations whose connection is of no more use.
+    """
+
+    gateway: list[Message] = field(default_factory=list)
+    peers: list[tuple[str, Message]] = field(default_factory=list)
+    dial: list[Peer] = field(default_factory=list)
+    hang_up: list[str] = field(default_factory=list)

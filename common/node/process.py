@@ -1,0 +1,176 @@
+"""The process around a role: model, pool, cache, loop. One piece for both roles; role and transfer endpoint are handed in.
+
+Nothing heavy is imported before the configuration has been accepted, so that a wrong flag is answered at once.
+"""
+
+import gc
+import logging
+import os
+import platform
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from common.clock import MonotonicClock
+from common.config import NodeConfig
+from common.errors import BatonError, ConfigError
+from common.incarnation import new_incarnation
+from common.messages import Geometry, Register
+from common.node.capacity import Capacity, plan_capacity
+from common.node.engine_thread import EngineThread
+from common.node.loop import Node, listen_mailbox
+from common.node.role import Role
+from common.pages import PageBooks
+from common.radix import RadixCache
+
+if TYPE_CHECKING:
+    from common.engine.executor import TorchExecutor
+    from common.engine.model_config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the process hands to a role.
+
+    Attributes:
+        pool: the KV pool, which is also the ``PageStore`` of the transfer plane.
+        capacity: slots, pages and chunk size that the configuration and this machine come to.
+        digest: of the model; nodes that differ in it cannot share KV.
+    """
+
+    config: NodeConfig
+    capacity: Capacity
+    pool: Any
+    books: PageBooks
+    cache: RadixCache
+    clock: MonotonicClock
+    digest: str
+    eos_token_ids: tuple[int, ...]
+
+
+def run(config: NodeConfig, build_role: Callable[[Parts], Role]) -> int:
+    """Serve until a signal or a refusal. Returns the exit status: 0 stopped on purpose, 1 failed, 2 refused."""
+    name = config.name or f"{config.role}-{platform.node()}-{os.getpid()}"
+    logging.basicConfig(
+        level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {name} %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        return _serve(config, name, build_role)
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+
+
+def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -> int:
+    model, executor, capacity = _load(config)
+    clock = MonotonicClock()
+    books = PageBooks(capacity.num_pages)
+    cache = RadixCache(books, config.page_size, is_enabled=not config.disable_radix_cache)
+    parts = Parts(config, capacity, executor.pool, books, cache, clock, model.digest, model.eos_token_ids)
+    role = build_role(parts)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    incarnation = new_incarnation()
+    listen = None
+    if config.role == "prefill":
+        listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
+    engine = EngineThread(executor)
+    node = Node(
+        role,
+        engine,
+        register=lambda: _register(config, name, model, capacity, address="" if listen is None else listen.port),
+        gateway=config.gateway,
+        context=context,
+        incarnation=incarnation,
+        listen=listen,
+        clock=clock,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.stop())
+    gc.collect()
+    gc.freeze()  # weights and modules are for ever; do not walk them again
+    log.info("%s node ready: %d pages of %d tokens", config.role, capacity.num_pages, config.page_size)
+    status, reason = 0, "the node is stopping"
+    try:
+        node.run()
+        if node.refused is not None:
+            log.error("the gateway refuses this node: %s", node.refused)
+            status = 2
+    except BatonError as error:
+        log.error("%s", error)
+        status, reason = 1, "the node failed"
+    except Exception:
+        log.exception("the node failed and stops")
+        status, reason = 1, "the node failed"
+    finally:
+        node.close(reason)
+        engine.close()
+        context.term()
+    return status
+
+
+def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
+    from common.engine.executor import load_executor
+    from common.engine.model_config import ModelConfig
+
+    log.info("loading %s", config.model)
+    model = ModelConfig.load(config.model, revision=config.revision)
+    device = pick_device(config.device)
+    geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
+    capacity = plan_capacity(config, geometry, device=device, context_length=model.context_length)
+    executor = load_executor(
+        model,
+        device=device,
+        dtype=config.dtype,
+        num_slots=capacity.num_slots,
+        num_pages=capacity.num_pages,
+        page_size=config.page_size,
+        attention=config.attention_backend,
+        num_threads=config.threads or len(os.sched_getaffinity(0)),
+    )
+    executor.warm_up()
+    return model, executor, capacity
+
+
+def pick_device(name: str) -> str:
+    """``auto`` becomes ``cuda`` where torch finds a GPU, else ``cpu``."""
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _register(
+    config: NodeConfig, name: str, model: "ModelConfig", capacity: Capacity, *, address: str | int
+) -> Register:
+    geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
+    host = f"[{config.advertise_host}]" if ":" in config.advertise_host else config.advertise_host
+    return Register(
+        role=config.role,
+        name=name,
+        model=config.served_name,
+        digest=model.digest,
+        vocab_size=model.vocab_size,
+        context_length=min(model.context_length, config.context_length or model.context_length),
+        eos_token_ids=model.eos_token_ids,
+        generation=model.generation,
+        geometry=Geometry(
+            geometry.num_layers,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            geometry.page_size,
+            geometry.dtype,  # type: ignore[arg-type]  # one of the three names that PageGeometry knows
+        ),
+        num_pages=capacity.num_pages,
+        max_running=capacity.num_slots,
+        max_queued=capacity.max_queued,
+        transports=("shm",),
+        address="" if address == "" else f"{host}:{address}",
+        pid=os.getpid(),
+        device=pick_device(config.device),
+    )

@@ -1,0 +1,90 @@
+"""What the node process asks of a role. Roles are pure but for the transfer endpoint that is handed to them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.messages import Generate, Message
+from common.node.outbox import Outbox
+from common.request import Request
+from common.step import StepPlan, StepResult
+
+#: The gateway ends a request at its deadline; a node that has not heard of it by then does so itself, a little later.
+DEADLINE_GRACE_S = 5.0
+
+
+def request_from(message: Generate, now: float) -> Request:
+    """The scheduler's view of a ``Generate`` that arrived at ``now``."""
+    return Request(
+        rid=message.rid,
+        attempt=message.attempt,
+        prompt=message.prompt,
+        sampling=message.sampling,
+        salt=message.cache_salt,
+        priority=message.priority,
+        arrived_at=now,
+        deadline_at=now + message.timeout_s + DEADLINE_GRACE_S,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full a role is right now."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_quarantined_pages: int
+
+
+class Role(Protocol):
+    """Prefill or decode. Every call is one event; what follows from it is in ``outbox`` afterwards."""
+
+    outbox: Outbox
+
+    def on_gateway(self, message: Message, now: float) -> None:
+        """A ``Generate`` or an ``Abort``."""
+        ...
+
+    def on_peer(self, peer: str, message: Message, now: float) -> None:
+        """A message of another node, known by its incarnation."""
+        ...
+
+    def gateway_lost(self, now: float) -> None:
+        """Nobody is left to answer to: end everything."""
+        ...
+
+    def peer_lost(self, peer: str, now: float) -> None: ...
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, if there is anything to compute. Called only when the last one has been committed."""
+        ...
+
+    def commit(self, result: StepResult, now: float) -> None: ...
+
+    def tick(self, now: float) -> bool:
+        """Deadlines, and some of the transfers' work. True if more of it is waiting right now."""
+        ...
+
+    def stop(self, message: str) -> None:
+        """End every request with ``SHUTTING_DOWN`` (or what ``message`` says)."""
+        ...
+
+    def files(self) -> Sequence[Any]:
+        """File descriptors whose input should wake the loop for a ``tick``."""
+        ...
+
+    def peers(self) -> Sequence[str]:
+        """Incarnations that this role counts on being there."""
+        ...
+
+    def load(self) -> Load: ...
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals since the start of the process."""
+        ...
+
+    def check(self) -> None:
+        """Prove the books; raises ``AssertionError``."""
+        ...

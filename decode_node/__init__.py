@@ -1,0 +1,1 @@
+"""The decode role: reserve pages, receive prompts, and run continuous decode batches."""

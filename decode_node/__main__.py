@@ -1,0 +1,47 @@
+"""``python -m decode_node``: one decode node, dialling the gateway until it is told to stop."""
+
+import os
+import sys
+
+from common.cli import resolve
+from common.config import NodeConfig
+from common.new_token_ratio import NewTokenRatio, constants_from
+from common.node.process import Parts, run
+from common.policy import policy_named
+from decode_node.role import DecodeRole
+from decode_node.scheduler import DecodeScheduler, Limits
+from kv_transfer.receiver import Receiver
+from kv_transfer.transports.shm import ShmReader
+
+HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
+
+
+def build(parts: Parts) -> DecodeRole:
+    """The role and its transfer endpoint, over the process's pool and books."""
+    config, capacity = parts.config, parts.capacity
+    constants = constants_from(os.environ)
+    limits = Limits(
+        max_running=capacity.num_slots,
+        max_queued=capacity.max_queued,
+        max_prefill_tokens=config.max_prefill_tokens,
+        chunk_tokens=capacity.chunk_tokens,
+    )
+    scheduler = DecodeScheduler(
+        parts.cache,
+        parts.books,
+        limits=limits,
+        policy=policy_named(config.schedule_policy),
+        ratio=NewTokenRatio(constants),
+        eos_token_ids=parts.eos_token_ids,
+    )
+    receiver = Receiver(ShmReader(parts.pool), parts.books, name=config.name or "decode", digest=parts.digest)
+    return DecodeRole(scheduler, receiver, cache=parts.cache, books=parts.books)
+
+
+def main() -> int:
+    config = resolve(NodeConfig, command="decode", help=HELP)
+    return run(config, build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The decode role: scheduler and receiver, joined.
+
+The scheduler decides who gets pages and who runs; the receiver tells when a prompt has wholly arrived and when the pages of
+a broken transfer are safe again. Tokens and errors go straight to the gateway.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import ErrorCode, RequestError
+from common.messages import Abort, Closed, Failed, Generate, Message, Peer, Tokens
+from common.node.outbox import Outbox
+from common.node.role import Load, request_from
+from common.pages import Owner, PageBooks
+from common.radix import RadixCache
+from common.request import Request
+from common.step import StepPlan, StepResult
+from decode_node.scheduler import DecodeScheduler, Sampled
+from kv_transfer.receiver import Completed, Event, Finished, PairLost, Receiver, TransferFailed
+
+Key = tuple[str, int]
+
+#: A prefill node that has not answered ``Connect`` by then counts as lost.
+CONNECT_TIMEOUT_S = 10.0
+
+
+class DecodeRole:
+    """Everything a decode node decides. See ``common.node.role.Role`` for the calls."""
+
+    def __init__(self, scheduler: DecodeScheduler, receiver: Receiver, *, cache: RadixCache, books: PageBooks) -> None:
+        self.outbox = Outbox()
+        self._scheduler = scheduler
+        self._receiver = receiver
+        self._cache = cache
+        self._books = books
+        self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
+        self._source: dict[Key, str] = {}  # which of them computes a request's prompt
+        self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
+        self._totals: Counter[str] = Counter()
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def on_gateway(self, message: Message, now: float) -> None:
+        if isinstance(message, Generate):
+            self._generate(message, now)
+        elif isinstance(message, Abort):
+            self._end((message.rid, message.attempt))
+        self._settle(now)
+
+    def on_peer(self, peer: str, message: Message, now: float) -> None:
+        self._unanswered.pop(peer, None)
+        self._receiver.on_message(peer, message, now)
+        if isinstance(message, Closed):
+            key = (message.rid, message.attempt)
+            if key in self._scheduler.waiting and self._source[key] == peer:
+                self._forget(key)  # ended before it had pages here; the gateway has heard of it
+        self._settle(now)
+
+    def gateway_lost(self, now: float) -> None:
+        for key in list(self._scheduler.requests):
+            self._end(key)
+        self._settle(now)
+
+    def peer_lost(self, peer: str, now: float) -> None:
+        if self._peers.pop(peer, None) is None:
+            return
+        self._unanswered.pop(peer, None)
+        self._receiver.peer_lost(peer)
+        for key, request in list(self._scheduler.waiting.items()):
+            if self._source[key] == peer:
+                self._fail(request, ErrorCode.NODE_LOST, "the prefill node was lost")
+        self.outbox.hang_up.append(peer)
+        self._settle(now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        retractions = self._scheduler.num_retractions
+        plan = self._scheduler.plan(now)
+        self._totals["retractions"] += self._scheduler.num_retractions - retractions
+        if plan is not None:
+            self._totals["resumed_tokens_computed"] += self._scheduler.num_extended_tokens(plan)
+        elif (stuck := self._scheduler.stuck()) is not None:
+            message = f"the pool of {self._books.num_pages} pages cannot hold {stuck.num_tokens} tokens and one more"
+            self._fail(stuck, ErrorCode.OUT_OF_PAGES, message)
+        return plan
+
+    def commit(self, result: StepResult, now: float) -> None:
+        self._totals["steps"] += 1
+        for sampled in self._scheduler.commit(result):
+            self._answer(sampled, now)
+        self._settle(now)
+
+    def tick(self, now: float) -> bool:
+        for request in self._scheduler.expired(now):
+            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node")
+        for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
+            self.peer_lost(peer, now)
+        self._receiver.poll(now)
+        self._settle(now)
+        return False
+
+    def stop(self, message: str) -> None:
+        for request in list(self._scheduler.requests.values()):
+            self._fail(request, ErrorCode.SHUTTING_DOWN, message)
+        messages, _ = self._receiver.take()
+        self.outbox.peers.extend(messages)
+
+    # ---- what follows -------------------------------------------------------------------------------------------------
+
+    def _generate(self, message: Generate, now: float) -> None:
+        request = request_from(message, now)
+        if request.key in self._scheduler.requests:
+            return  # said twice
+        self._totals["requests"] += 1
+        try:
+            self._scheduler.submit(request)
+        except RequestError as error:
+            self._answer_failure(request.key, error.code, error.message)
+            return
+        self._source[request.key] = message.prefill.incarnation
+        self._dial(message.prefill, now)
+
+    def _dial(self, peer: Peer, now: float) -> None:
+        if peer.incarnation in self._peers:
+            return
+        self._peers[peer.incarnation] = peer
+        self._unanswered[peer.incarnation] = now + CONNECT_TIMEOUT_S
+        self.outbox.dial.append(peer)
+        self.outbox.peers.append((peer.incarnation, self._receiver.connect(peer.incarnation)))
+
+    def _settle(self, now: float) -> None:
+        """Act on the receiver's news, then let waiting requests have the pages that came free."""
+        self._take(now)
+        for granted in self._scheduler.admit(now):
+            request, reservation = granted.request, granted.reservation
+            self._totals["pages_cached"] += reservation.first
+            self._receiver.begin(
+                request.key,
+                self._source[request.key],
+                first=reservation.first,
+                pages=reservation.pages,
+                num_pages=reservation.num_pages,
+                now=now,
+            )
+        self._take(now)
+
+    def _take(self, now: float) -> None:
+        messages, events = self._receiver.take()
+        self.outbox.peers.extend(messages)
+        for event in events:
+            self._on_event(event, now)
+
+    def _on_event(self, event: Event, now: float) -> None:
+        if isinstance(event, Completed):
+            self._received(event)
+        elif isinstance(event, Finished):
+            self._forget(event.key)
+        elif isinstance(event, TransferFailed):
+            if self._forget(event.key) is not None:
+                self._answer_failure(event.key, event.code, event.message)
+        elif isinstance(event, PairLost):
+            self.peer_lost(event.peer, now)
+
+    def _received(self, event: Completed) -> None:
+        request = self._scheduler.receiving[event.key]
+        if event.handoff.num_tokens != len(request.prompt):
+            self._forget(event.key)
+            self._books.free(event.pages, Owner.GRANT)
+            self._answer_failure(event.key, ErrorCode.TRANSFER_FAILED, "the handoff is of another prompt")
+            return
+        self._scheduler.received(event.key, token=event.handoff.token)
+        self._totals["transfers"] += 1
+
+    def _end(self, key: Key) -> None:
+        """Finished, aborted or failed: everything goes back, and a transfer under way is called off."""
+        is_receiving = key in self._scheduler.receiving
+        self._forget(key)
+        if is_receiving:
+            self._receiver.cancel(key)
+
+    def _forget(self, key: Key) -> Request | None:
+        self._source.pop(key, None)
+        return self._scheduler.end(key)
+
+    def _answer(self, sampled: Sampled, now: float) -> None:
+        request = sampled.request
+        self._totals["output_tokens"] += 1
+        timings = {}
+        if len(request.output) == 2:
+            timings = {
+                "decode_queue_s": request.admitted_at - request.arrived_at,
+                "handoff_s": now - request.admitted_at,
+            }
+        self.outbox.gateway.append(
+            Tokens(
+                request.rid,
+                request.attempt,
+                index=len(request.output) - 1,
+                tokens=(sampled.token,),
+                logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
+                finish=sampled.finish,
+                timings=timings,
+            )
+        )
+        if sampled.finish:
+            self._end(request.key)
+
+    def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
+        self._end(request.key)
+        self._answer_failure(request.key, code, message)
+
+    def _answer_failure(self, key: Key, code: ErrorCode, message: str) -> None:
+        self._totals["failed_requests"] += 1
+        self.outbox.gateway.append(Failed(*key, code, message))
+
+    # ---- what others may know -----------------------------------------------------------------------------------------
+
+    def files(self) -> Sequence[Any]:
+        return self._receiver.files()
+
+    def peers(self) -> Sequence[str]:
+        return list(self._peers)
+
+    def load(self) -> Load:
+        return Load(
+            num_waiting=len(self._scheduler.waiting) + len(self._scheduler.retracted),
+            num_running=len(self._scheduler.requests) - len(self._scheduler.waiting) - len(self._scheduler.retracted),
+            num_free_pages=self._books.num_free,
+            num_cached_pages=self._cache.num_pages,
+            num_quarantined_pages=self._books.count(Owner.QUARANTINE),
+        )
+
+    def counters(self) -> dict[str, float]:
+        return {**self._totals, **self._receiver.counters()}
+
+    def check(self) -> None:
+        self._books.check()
+        self._cache.check()
+        self._scheduler.check()
+        self._receiver.check()
+        held = sum(len(request.own) for request in self._scheduler.requests.values())
+        assert self._books.count(Owner.REQUEST) == held, "a page belongs to a request that nobody knows"

@@ -1,0 +1,44 @@
+"""``python -m prefill_node``: one prefill node, dialling the gateway until it is told to stop."""
+
+import sys
+
+from common.cli import resolve
+from common.config import NodeConfig
+from common.node.process import Parts, run
+from common.policy import policy_named
+from kv_transfer.sender import Sender
+from kv_transfer.transports.shm import ShmWriter
+from prefill_node.role import PrefillRole
+from prefill_node.scheduler import Limits, PrefillScheduler
+
+HELP = "Compute prompts and hand their KV pages to decode nodes."
+
+
+def build(parts: Parts) -> PrefillRole:
+    """The role and its transfer endpoint, over the process's pool and books."""
+    config, capacity = parts.config, parts.capacity
+    limits = Limits(
+        max_running=capacity.num_slots,
+        max_queued=capacity.max_queued,
+        max_prefill_tokens=config.max_prefill_tokens,
+        chunk_tokens=capacity.chunk_tokens,
+        max_requests=config.prefill_max_requests,
+    )
+    scheduler = PrefillScheduler(
+        parts.cache,
+        parts.books,
+        limits=limits,
+        policy=policy_named(config.schedule_policy),
+        eos_token_ids=parts.eos_token_ids,
+    )
+    sender = Sender(ShmWriter(parts.pool), digest=parts.digest, clock=parts.clock)
+    return PrefillRole(scheduler, sender, cache=parts.cache, books=parts.books)
+
+
+def main() -> int:
+    config = resolve(NodeConfig, command="prefill", help=HELP)
+    return run(config, build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

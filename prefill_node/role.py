@@ -1,0 +1,191 @@
+"""The prefill role: scheduler and sender, joined.
+
+The scheduler decides what is computed; the sender decides when a page may leave. This file passes the one's effects to
+the other and answers the gateway: the first token goes straight to it, and so does every error.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import ErrorCode, RequestError
+from common.messages import Abort, Connect, Failed, Generate, Handoff, Message, Tokens
+from common.node.outbox import Outbox
+from common.node.role import Load, request_from
+from common.pages import Owner, PageBooks
+from common.radix import RadixCache
+from common.request import Request
+from common.step import StepPlan, StepResult
+from kv_transfer.sender import Reason, Sender
+from prefill_node.lifecycle import State
+from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
+
+Key = tuple[str, int]
+
+
+class PrefillRole:
+    """Everything a prefill node decides. See ``common.node.role.Role`` for the calls."""
+
+    def __init__(self, scheduler: PrefillScheduler, sender: Sender, *, cache: RadixCache, books: PageBooks) -> None:
+        self.outbox = Outbox()
+        self._scheduler = scheduler
+        self._sender = sender
+        self._cache = cache
+        self._books = books
+        self._totals: Counter[str] = Counter()
+
+    # ---- events ---------------------------------------------------------------------------------------------------
+
+    def on_gateway(self, message: Message, now: float) -> None:
+        if isinstance(message, Generate):
+            self._generate(message, now)
+        elif isinstance(message, Abort):
+            self._close((message.rid, message.attempt), "aborted", "the gateway ended it")
+        self._settle()
+
+    def on_peer(self, peer: str, message: Message, now: float) -> None:
+        if isinstance(message, Connect):
+            self._sender.connect(peer, message)
+        else:
+            self._sender.on_message(peer, message, now)
+        self._settle()
+
+    def gateway_lost(self, now: float) -> None:
+        for key in list(self._scheduler.requests):
+            self._close(key, "aborted", "the gateway was lost")
+        self._settle()
+
+    def peer_lost(self, peer: str, now: float) -> None:
+        self._sender.peer_lost(peer)
+        self._settle()
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = self._scheduler.plan(now)
+        if plan is not None:
+            self._count_overlap(plan)
+        return plan
+
+    def commit(self, result: StepResult, now: float) -> None:
+        self._totals["steps"] += 1
+        for computed in self._scheduler.commit(result):
+            self._totals["prompt_tokens_computed"] += computed.num_tokens
+            self._pass_on(computed, now)
+        self._settle()
+
+    def tick(self, now: float) -> bool:
+        for request in self._scheduler.expired(now):
+            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
+        more = self._sender.pump(now)
+        self._settle()
+        return more
+
+    def stop(self, message: str) -> None:
+        for request in list(self._scheduler.requests.values()):
+            self._fail(request, ErrorCode.SHUTTING_DOWN, message)
+        self._settle()
+
+    # ---- what follows -----------------------------------------------------------------------------------------------
+
+    def _generate(self, message: Generate, now: float) -> None:
+        request = request_from(message, now)
+        if request.key in self._scheduler.requests:
+            return  # said twice
+        self._totals["requests"] += 1
+        try:
+            self._scheduler.submit(request)
+        except RequestError as error:
+            self._answer_failure(request, error.code, error.message)
+        else:
+            self._sender.open(request.key, message.decode.incarnation)
+
+    def _pass_on(self, computed: Computed, now: float) -> None:
+        request, first = computed.request, computed.first
+        if first is None:
+            self._sender.computed(request.key, request.pages[: computed.num_pages])
+            return
+        self._answer_first(request, first, now)
+        if first.finish:
+            self._close(request.key, "finished", "")
+        else:
+            handoff = Handoff(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
+            self._sender.finish(request.key, handoff, request.pages)
+
+    def _answer_first(self, request: Request, first: FirstToken, now: float) -> None:
+        self._totals["output_tokens"] += 1
+        self._totals["prompt_tokens_cached"] += request.num_cached
+        timings = {
+            "prefill_queue_s": request.admitted_at - request.arrived_at,
+            "prefill_s": now - request.admitted_at,
+        }
+        self.outbox.gateway.append(
+            Tokens(
+                request.rid,
+                request.attempt,
+                index=0,
+                tokens=(first.token,),
+                logprobs=() if first.logprobs is None else (first.logprobs,),
+                finish=first.finish,
+                cached_tokens=request.num_cached,
+                timings=timings,
+            )
+        )
+
+    def _close(self, key: Key, reason: Reason, message: str) -> bool:
+        if not self._scheduler.close(key):
+            return False
+        self._sender.abort(key, reason, message)
+        return True
+
+    def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
+        if self._close(request.key, "failed", message):
+            self._answer_failure(request, code, message)
+
+    def _answer_failure(self, request: Request, code: ErrorCode, message: str) -> None:
+        self._totals["failed_requests"] += 1
+        self.outbox.gateway.append(Failed(request.rid, request.attempt, code, message))
+
+    def _settle(self) -> None:
+        """Take what the sender wants sent, and give back what it no longer needs."""
+        messages, released = self._sender.take()
+        self.outbox.peers.extend(messages)
+        for release in released:
+            request = self._scheduler.requests[release.key]
+            was_closing = self._scheduler.states[release.key] is State.CLOSING
+            self._scheduler.release(release.key)
+            if release.ok or was_closing:
+                continue
+            self._answer_failure(request, ErrorCode.TRANSFER_FAILED, release.reason)
+
+    # ---- what others may know ---------------------------------------------------------------------------------------
+
+    def _count_overlap(self, plan: StepPlan) -> None:
+        for chunk in self._scheduler.chunks(plan):
+            if chunk.is_last and chunk.start > chunk.request.num_cached:
+                self._totals["chunked_requests"] += 1
+                self._totals["overlapped_transfers"] += self._sender.has_delivered(chunk.request.key)
+
+    def files(self) -> Sequence[Any]:
+        return self._sender.files()
+
+    def peers(self) -> Sequence[str]:
+        return self._sender.peers()
+
+    def load(self) -> Load:
+        return Load(
+            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self._scheduler.requests) - len(self._scheduler.waiting),
+            num_free_pages=self._books.num_free,
+            num_cached_pages=self._cache.num_pages,
+            num_quarantined_pages=self._books.count(Owner.QUARANTINE),
+        )
+
+    def counters(self) -> dict[str, float]:
+        return {**self._totals, **self._sender.counters()}
+
+    def check(self) -> None:
+        self._books.check()
+        self._cache.check()
+        self._scheduler.check()
+        self._sender.check()
+        held = sum(len(request.own) for request in self._scheduler.requests.values())
+        assert self._books.count(Owner.REQUEST) == held, "a page belongs to a request that nobody knows"

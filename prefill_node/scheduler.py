@@ -1,0 +1,231 @@
+"""Which chunks of which prompts the next step computes. Pure: integers in, plans and effects out.
+
+A request waits, is admitted with all pages of its prompt, and is extended chunk by chunk; every step is filled to the
+chunk budget by ``PrefillAdder``. After a chunk its whole pages enter the radix cache and are ready to leave. The sample of
+the last chunk is the first output token; the slot is free then, the pages stay until ``release``.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from common.errors import ErrorCode, RequestError
+from common.finish import Finish, finish_reason
+from common.lifecycle import advance
+from common.pages import PageBooks
+from common.policy import Policy
+from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder
+from common.radix import RadixCache
+from common.request import Request
+from common.request_pages import cache_computed, release
+from common.sampling import TokenLogprobs
+from common.step import Admit, PageDelta, Row, StepPlan, StepResult
+from prefill_node.lifecycle import TABLE, Event, State
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a prefill node. None means no bound.
+
+    Attributes:
+        max_running: slots, that is requests being extended at once.
+        max_queued: requests waiting; one more is refused.
+        max_prefill_tokens: input tokens of one step.
+        chunk_tokens: tokens of one step after which a prompt is cut; None leaves prompts whole.
+        max_requests: requests of one step.
+    """
+
+    max_running: int
+    max_queued: int | None = None
+    max_prefill_tokens: int = 16_384
+    chunk_tokens: int | None = None
+    max_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A chunk of ``num_tokens`` is computed; the first ``num_pages`` pages of the prompt may leave now.
+
+    Those are whole pages, until ``first`` is set: then they are all, also a partial last one.
+    """
+
+    request: Request
+    num_tokens: int
+    num_pages: int
+    first: "FirstToken | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    token: int
+    logprobs: TokenLogprobs | None
+    finish: Finish
+
+
+class PrefillScheduler:
+    """Owns every request of a prefill node, from submission until its pages are back."""
+
+    def __init__(
+        self, cache: RadixCache, books: PageBooks, *, limits: Limits, policy: Policy, eos_token_ids: Collection[int]
+    ) -> None:
+        self._cache = cache
+        self._books = books
+        self._limits = limits
+        self._policy = policy
+        self._eos = frozenset(eos_token_ids)
+        self.requests: dict[tuple[str, int], Request] = {}  # every request that may hold pages
+        self.states: dict[tuple[str, int], State] = {}
+        self.waiting: dict[tuple[str, int], Request] = {}
+        self.extending: dict[tuple[str, int], Request] = {}
+        self._slots = list(range(limits.max_running - 1, -1, -1))
+        self._in_flight: dict[int, list[Chunk]] = {}
+        self._num_steps = 0
+
+    # ---- requests come and go ----------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Take a request into the queue, or raise ``RequestError`` (queue full, prompt larger than the pool)."""
+        capacity = self._books.num_pages * self._cache.page_size
+        if len(request.prompt) > capacity:
+            raise RequestError(
+                ErrorCode.POOL_TOO_SMALL,
+                f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}",
+                param="prompt",
+            )
+        bound = self._limits.max_queued
+        if bound is not None and len(self.waiting) >= bound:
+            raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the prefill node already")
+        assert request.key not in self.requests
+        self.requests[request.key] = self.waiting[request.key] = request
+        self.states[request.key] = State.WAITING
+
+    def close(self, key: tuple[str, int]) -> bool:
+        """Stop computing a request. Its pages stay until ``release``. False if it is unknown or closing already."""
+        if self.states.get(key) in (None, State.CLOSING):
+            return False
+        self._leave_batch(key)
+        self._advance(key, Event.CLOSE)
+        return True
+
+    def release(self, key: tuple[str, int]) -> None:
+        """Nothing reads the request's pages any more: the one place where they are given back."""
+        request = self.requests.pop(key)
+        self._leave_batch(key)
+        self._advance(key, Event.RELEASED)
+        del self.states[key]
+        release(self._cache, self._books, request, keep=False)  # whole pages went to the cache chunk by chunk
+
+    def expired(self, now: float) -> list[Request]:
+        """Requests whose deadline has passed and that are not closing yet."""
+        return [
+            request
+            for key, request in self.requests.items()
+            if request.deadline_at <= now and self.states[key] is not State.CLOSING
+        ]
+
+    def _leave_batch(self, key: tuple[str, int]) -> None:
+        self.waiting.pop(key, None)
+        request = self.extending.pop(key, None)
+        if request is not None:
+            self._slots.append(request.slot)
+            request.slot = -1
+
+    def _advance(self, key: tuple[str, int], event: Event) -> None:
+        self.states[key] = advance(TABLE, self.states[key], event)
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed now."""
+        if not self.extending and not self.waiting:
+            return None
+        adder = PrefillAdder(
+            self._cache,
+            self._books,
+            self._cache.page_size,
+            Budgets(
+                total_tokens=(self._books.num_free + self._cache.num_evictable_pages) * self._cache.page_size,
+                input_tokens=self._limits.max_prefill_tokens,
+                chunk_tokens=self._limits.chunk_tokens,
+            ),
+            max_requests=self._limits.max_requests,
+            reserve_output=False,
+        )
+        for request in self.extending.values():
+            if adder.add_chunked_req(request) is not AddResult.CONTINUE:
+                break
+        admitted = self._admit(adder, now)
+        if not adder.chunks:
+            return None
+        self._num_steps += 1
+        self._in_flight[self._num_steps] = adder.chunks
+        self._books.begin_step(self._num_steps)
+        return StepPlan(
+            step=self._num_steps,
+            admits=tuple(Admit(r.slot, r.sampling, len(r.prompt), None) for r in admitted),
+            pages=tuple(PageDelta(r.slot, 0, tuple(r.pages)) for r in admitted),
+            rows=tuple(_row(chunk) for chunk in adder.chunks),
+        )
+
+    def _admit(self, adder: PrefillAdder, now: float) -> list[Request]:
+        admitted: list[Request] = []
+        for request in self._policy.order(list(self.waiting.values()), now):
+            if not self._slots:
+                break
+            num_chunks = len(adder.chunks)
+            result = adder.add_one_req(request)
+            if len(adder.chunks) > num_chunks:
+                del self.waiting[request.key]
+                self.extending[request.key] = request
+                request.slot = self._slots.pop()
+                request.admitted_at = now
+                self._advance(request.key, Event.ADMIT)
+                admitted.append(request)
+            if result is not AddResult.CONTINUE:
+                break
+        return admitted
+
+    def commit(self, result: StepResult) -> list[Computed]:
+        """Take in what a step computed. Rows of requests that were closed meanwhile are ignored."""
+        chunks = self._in_flight.pop(result.step)
+        tokens = iter(zip(result.tokens, result.logprobs or (None,) * len(result.tokens), strict=True))
+        effects: list[Computed] = []
+        for chunk in chunks:
+            sampled = next(tokens) if chunk.is_last else None
+            if self.extending.get(chunk.request.key) is chunk.request:
+                effects.append(self._commit_chunk(chunk, sampled))
+        self._books.end_step(result.step)
+        return effects
+
+    def _commit_chunk(self, chunk: Chunk, sampled: tuple[int, TokenLogprobs | None] | None) -> Computed:
+        request = chunk.request
+        request.num_computed = chunk.start + chunk.num_tokens
+        cache_computed(self._cache, self._books, request)
+        if sampled is None:
+            return Computed(request, chunk.num_tokens, request.num_computed // self._cache.page_size)
+        token, logprobs = sampled
+        request.output.append(token)
+        self._leave_batch(request.key)
+        self._advance(request.key, Event.SAMPLED)
+        finish = finish_reason(request.sampling, self._eos, token=token, num_output=1)
+        return Computed(request, chunk.num_tokens, len(request.pages), FirstToken(token, logprobs, finish))
+
+    def chunks(self, plan: StepPlan) -> list[Chunk]:
+        """The chunks behind the rows of a plan that has not been committed."""
+        return self._in_flight[plan.step]
+
+    # ---- proof ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every request is in the place its state says, and every slot is in one place."""
+        for key in self.requests:
+            state = self.states[key]
+            assert (key in self.waiting) == (state is State.WAITING), f"{key} is {state}"
+            assert (key in self.extending) == (state is State.EXTENDING), f"{key} is {state}"
+        assert self.states.keys() == self.requests.keys()
+        slots = sorted(self._slots + [request.slot for request in self.extending.values()])
+        assert slots == list(range(self._limits.max_running)), "a slot is lost or taken twice"
+
+
+def _row(chunk: Chunk) -> Row:
+    end = chunk.start + chunk.num_tokens
+    return Row(chunk.request.slot, chunk.start, chunk.request.tokens(chunk.start, end), chunk.is_last)

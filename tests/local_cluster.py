@@ -1,0 +1,252 @@
+"""Whole prefill and decode nodes in one process, stepped by hand: real roles, schedulers, caches, sessions and engines.
+
+Only sockets and the clock are missing. Messages are carried over between steps (between plan and commit too, as happens
+in a node whose engine runs in a thread), pages over an in-process wire, and the books of every node are proved after every
+event. The cluster plays the gateway's part: it joins tokens by index and tells the other leg when a request has ended.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.clock import ManualClock
+from common.messages import Abort, Failed, Generate, Message, Peer, Tokens
+from common.new_token_ratio import NewTokenRatio, constants_from
+from common.pages import PageBooks
+from common.policy import policy_named
+from common.radix import RadixCache
+from common.sampling import SamplingParams, TokenLogprobs
+from decode_node import scheduler as decode
+from decode_node.role import DecodeRole
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
+from prefill_node import scheduler as prefill
+from prefill_node.role import PrefillRole
+
+
+@dataclass(slots=True)
+class Member:
+    """One node: its role, its engine, and its name among the others."""
+
+    name: str
+    role: Any
+    executor: Any
+    transport: Any
+    plan: Any = None
+    is_alive: bool = True
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.name, "here:1")
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the client of one request has got."""
+
+    legs: tuple[Member, Member]
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
+    finish: str = ""
+    cached_tokens: int = 0
+    error: Failed | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish != "" or self.error is not None
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        assert sorted(self.tokens) == list(range(len(self.tokens))), "a token is missing"
+        return tuple(self.tokens[index] for index in sorted(self.tokens))
+
+
+class LocalCluster:
+    """Args:
+    folder: of the model; float32 everywhere.
+    num_prefill, num_decode: nodes.
+    page_size, chunk_tokens: of all nodes.
+    prefill_pages, decode_pages: size of each pool.
+    latency: ticks (steps of the cluster) that a page travels.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        page_size: int = 16,
+        chunk_tokens: int | None = None,
+        prefill_pages: int = 256,
+        decode_pages: int = 256,
+        max_running: int = 8,
+        latency: int = 0,
+        attention: str = "auto",
+        device: str = "cpu",
+        is_cached: bool = True,
+        max_queued: int | None = None,
+    ) -> None:
+        self.clock = ManualClock()
+        self.wire = Wire(latency=latency)
+        self.answers: dict[str, Answer] = {}
+        self._folder = folder
+        self._page_size = page_size
+        self._engine = {"attention": attention, "device": device, "num_slots": max_running, "page_size": page_size}
+        self._is_cached = is_cached
+        self._chunk = chunk_tokens
+        self._max_running = max_running
+        self._max_queued = max_queued
+        self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "0"), prefill_pages) for i in range(num_prefill)]
+        self.decode = [self._decode_node(f"decode-{i}".ljust(32, "0"), decode_pages) for i in range(num_decode)]
+
+    def _load(self, num_pages: int) -> tuple[Any, tuple[int, ...]]:
+        from common.engine.executor import load_executor
+        from common.engine.model_config import ModelConfig
+
+        config = ModelConfig.load(str(self._folder))
+        return load_executor(config, dtype="float32", num_pages=num_pages, **self._engine), config.eos_token_ids
+
+    def _prefill_node(self, name: str, num_pages: int) -> Member:
+        executor, eos = self._load(num_pages)
+        books = PageBooks(num_pages)
+        cache = RadixCache(books, self._page_size, is_enabled=self._is_cached)
+        limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
+        scheduler = prefill.PrefillScheduler(
+            cache, books, limits=limits, policy=policy_named("fcfs"), eos_token_ids=eos
+        )
+        transport = InProcessWriter(self.wire, executor.pool)
+        sender = Sender(transport, digest="model", clock=self.clock)
+        return Member(name, PrefillRole(scheduler, sender, cache=cache, books=books), executor, transport)
+
+    def _decode_node(self, name: str, num_pages: int) -> Member:
+        executor, eos = self._load(num_pages)
+        books = PageBooks(num_pages)
+        cache = RadixCache(books, self._page_size, is_enabled=self._is_cached)
+        scheduler = decode.DecodeScheduler(
+            cache,
+            books,
+            limits=decode.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk),
+            policy=policy_named("fcfs"),
+            ratio=NewTokenRatio(constants_from({})),
+            eos_token_ids=eos,
+        )
+        transport = InProcessReader(self.wire, executor.pool)
+        receiver = Receiver(transport, books, name=name, digest="model")
+        return Member(name, DecodeRole(scheduler, receiver, cache=cache, books=books), executor, transport)
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for member in [*self.prefill, *self.decode] if member.is_alive]
+
+    # ---- the client ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        pair: tuple[int, int] = (0, 0),
+        salt: str = "",
+        timeout_s: float = 1e6,
+    ) -> Answer:
+        """Send one request to a pair of nodes, decode first."""
+        legs = (self.prefill[pair[0]], self.decode[pair[1]])
+        answer = self.answers[rid] = Answer(legs)
+        message = Generate(
+            rid, 0, tuple(prompt), sampling, legs[0].peer, legs[1].peer, timeout_s=timeout_s, cache_salt=salt
+        )
+        for leg in reversed(legs):
+            if leg.is_alive:
+                leg.role.on_gateway(message, self.clock.now())
+        return answer
+
+    def abort(self, rid: str) -> None:
+        for leg in self.answers[rid].legs:
+            if leg.is_alive:
+                leg.role.on_gateway(Abort(rid, 0), self.clock.now())
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Until every answer is over."""
+        for _ in range(max_steps):
+            if all(answer.is_over for answer in self.answers.values()):
+                return
+            self.step()
+        raise AssertionError(
+            f"not over after {max_steps} steps: {[r for r, a in self.answers.items() if not a.is_over]}"
+        )
+
+    def settle(self, num_steps: int = 10) -> None:
+        """A few more steps, so that what is said last is heard."""
+        for _ in range(num_steps):
+            self.step()
+
+    # ---- one step of everybody -------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.clock.advance(0.001)
+        for member in self.members:
+            member.plan = member.role.plan(self.clock.now())
+        self._deliver()
+        for member in self.members:
+            member.role.tick(self.clock.now())
+        self._deliver()
+        self.wire.tick()
+        for member in self.members:
+            if member.plan is not None:
+                member.role.commit(member.executor.run(member.plan), self.clock.now())
+                member.plan = None
+            member.role.tick(self.clock.now())
+        self._deliver()
+        self.check()
+
+    def check(self) -> None:
+        for member in self.members:
+            member.role.check()
+
+    def _deliver(self) -> None:
+        names = {member.name: member for member in self.members}
+        moved = True
+        while moved:
+            moved = False
+            for member in self.members:
+                outbox = member.role.outbox
+                mail, outbox.peers = outbox.peers, []
+                news, outbox.gateway = outbox.gateway, []
+                outbox.dial.clear()
+                outbox.hang_up.clear()
+                for to, message in mail:
+                    if to in names:
+                        names[to].role.on_peer(member.name, message, self.clock.now())
+                for message in news:
+                    self._hear(member, message)
+                moved |= bool(mail or news)
+
+    def _hear(self, sender: Member, message: Message) -> None:
+        assert isinstance(message, Tokens | Failed)
+        answer = self.answers[message.rid]
+        if isinstance(message, Failed):
+            answer.error = answer.error or message
+        else:
+            for offset, token in enumerate(message.tokens):
+                assert message.index + offset not in answer.tokens, "a token was sent twice"
+                answer.tokens[message.index + offset] = token
+                answer.logprobs[message.index + offset] = message.logprobs[offset] if message.logprobs else None
+            answer.finish = answer.finish or message.finish
+            answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
+        if answer.is_over:
+            for leg in answer.legs:
+                if leg is not sender and leg.is_alive:
+                    leg.role.on_gateway(Abort(message.rid, 0), self.clock.now())
+
+    def counters(self, member: Member) -> dict[str, float]:
+        counters: dict[str, float] = member.role.counters()
+        return counters
+
+    def close(self) -> None:
+        for member in [*self.prefill, *self.decode]:
+            member.transport.close()
+            member.executor.close()
