@@ -461,8 +461,8 @@ class Sender:
         return self._transport.files()
 
     def peers(self) -> Sequence[str]:
-        """Decode nodes that some transfer or pool depends on."""
-        return list(dict.fromkeys([*self._pairs, *(session.peer for session in self._sessions.values())]))
+        """Decode nodes that have offered their pool; only these can be lost."""
+        return list(self._pairs)
 
     def close(self) -> None:
         """Let go of every pool."""

@@ -11,6 +11,7 @@ the mapping may live on; nor does silence, for a stopped process may go on any t
 """
 
 import array
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -92,7 +93,7 @@ class ShmReader:
 
     Args:
         store: the pool; its memfd is sealed here against changes of size, where it allows that.
-        incarnation: of this process; the writer checks it.
+        incarnation: of this process; the writer compares it with the peer it means, unless it is empty.
 
     Raises:
         ConfigError: this kernel has no pidfds, or the pool's file has not the size of the pool.
@@ -100,7 +101,7 @@ class ShmReader:
 
     name = "shm"
 
-    def __init__(self, store: PageStore, incarnation: str) -> None:
+    def __init__(self, store: PageStore, incarnation: str = "") -> None:
         self.store = store
         self.dropped: Counter[str] = Counter()  # visitors turned away, by reason
         self._incarnation = incarnation.encode()
@@ -376,8 +377,8 @@ class ShmWriter:
 
     def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
         num_bytes = self.store.geometry.pool_bytes(connect.num_pages)
-        expected = HELLO.pack(MAGIC, connect.epoch, num_bytes, peer.encode())
-        if hello != expected:
+        expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
+        if hello not in expected:
             raise AttachError(f"{connect.name} said one thing in its offer and another over its socket")
         size = os.fstat(descriptor).st_size
         if size != num_bytes:
@@ -419,10 +420,8 @@ class ShmWriter:
             connection = mapping.connection
         if connection is None:
             return
-        try:
+        with contextlib.suppress(OSError):  # the reader may have gone
             connection.send(DETACHED)
-        except OSError:
-            pass  # the reader has gone
         connection.close()
 
     def files(self) -> Sequence[int]:
