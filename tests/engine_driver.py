@@ -62,7 +62,7 @@ class Text:
         self.pages: list[int] = []
         self.num_computed = 0
         self._driver = driver
-        self._params = params
+        self.params = params
         self._is_admitted = False
         self._num_told = 0
 
@@ -70,7 +70,7 @@ class Text:
         if self._is_admitted:
             return []
         self._is_admitted = True
-        return [Admit(self.slot, self._params, len(self.prompt), None)]
+        return [Admit(self.slot, self.params, len(self.prompt), None)]
 
     def next_row(self, count: int) -> Row:
         known = self.prompt + self.output

@@ -4,7 +4,6 @@ Prompts at which the reference has two top logits closer than ``CLOSE`` are redr
 a test which fails later has no such excuse.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,8 @@ def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overr
                 parameter.normal_(0, 0.1)
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
-    folder = Path(folder)
     model.save_pretrained(folder)
-    assert (folder / "config.json").exists() and json.loads((folder / "config.json").read_text())
-    return folder
+    return Path(folder)
 
 
 def load_reference(folder: str | Path, device: str = "cpu") -> Any:

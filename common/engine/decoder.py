@@ -1,7 +1,8 @@
 """The decoder: embed, a stack of attention and gated feed-forward layers, normalise, project to the vocabulary.
 
 One model serves every known family; what a family lacks is a None in its weights. The weights' homes are laid out here
-(q, k, v in one matrix, gate and up in another), under the names that checkpoints give their parts; ``weights`` fills them.
+(q, k, v in one matrix, gate and up in another), under the names that checkpoints give their parts;
+``weights`` fills them.
 """
 
 from dataclasses import dataclass
@@ -61,9 +62,9 @@ def lay_out(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tu
         weight = empty(sum(parts.values()), num_inputs)
         bias = empty(sum(parts.values())) if has_bias else None
         sizes = list(parts.values())
-        for name, rows in zip(parts, weight.split(sizes), strict=True):
+        for name, rows in zip(parts, torch.split(weight, sizes), strict=True):
             places[f"{prefix}{name}.weight"] = rows
-        for name, rows in zip(parts, bias.split(sizes), strict=True) if bias is not None else ():
+        for name, rows in zip(parts, torch.split(bias, sizes), strict=True) if bias is not None else ():
             places[f"{prefix}{name}.bias"] = rows
         return Linear(weight, bias)
 
@@ -120,7 +121,8 @@ class Decoder:
         """Queries ``[N, heads, head_dim]``, keys and values ``[N, kv_heads, head_dim]``, turned to their positions."""
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        q, k, v = layer.qkv(x).view(len(x), -1, config.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)

@@ -1,7 +1,7 @@
 """The executor: takes a step plan of integers, returns sampled tokens. Tensors live here and below, nowhere above.
 
-It keeps a request table: for each slot its page table, its sampling parameters and the token sampled last, so that a plan
-carries only what changed. It decides nothing: a plan that breaks the rules is a bug of ours, and asserts say so.
+It keeps a request table: for each slot its page table, its sampling parameters and the token sampled last, so that a
+plan carries only what changed. It decides nothing: a plan that breaks the rules is a bug of ours, and asserts say so.
 """
 
 from pathlib import Path
@@ -134,7 +134,8 @@ class TorchExecutor:
         assert len({row.slot for row in rows}) == len(rows), "a slot has two rows in one step"
         for row in rows:
             assert self._admitted[row.slot] is not None, f"a row for slot {row.slot}, which nobody has"
-            assert row.start >= 0 and row.num_tokens > 0
+            assert row.start >= 0
+            assert row.num_tokens > 0
             room = self._num_table_pages[row.slot] * self._page_size
             assert row.start + row.num_tokens <= room, f"slot {row.slot} has no page for its last token"
 
@@ -147,7 +148,7 @@ class TorchExecutor:
                 unnamed.append(index)
             else:
                 named[first_new[index] : first_new[index + 1]] = row.tokens
-        assert named.min() >= 0 and named.max() < self.model.config.vocab_size, "a token outside the vocabulary"
+        assert 0 <= named.min() <= named.max() < self.model.config.vocab_size, "a token outside the vocabulary"
         tokens = torch.from_numpy(named).to(self.pool.device)
         if unnamed:
             slots = torch.tensor([rows[index].slot for index in unnamed], device=self.pool.device)

@@ -48,7 +48,8 @@ class KVPool:
 
     def export_page(self, page: int, into: memoryview) -> None:
         """Copy one page's bytes out; ``into`` is writable, ``geometry.page_bytes`` long."""
-        assert 0 <= page < self.num_pages and into.nbytes == self.geometry.page_bytes
+        assert 0 <= page < self.num_pages
+        assert into.nbytes == self.geometry.page_bytes
         target = torch.frombuffer(into, dtype=self.tensor.dtype).view(self.geometry.shape)
         target.copy_(self.tensor[page])
 
@@ -69,7 +70,6 @@ class KVPool:
         self._landing = None
         self.tensor = torch.empty(0)
         os.close(self.fd)
-        try:
-            self.memory.close()
-        except BufferError:
-            pass  # somebody still reads a view; the mapping goes with it
+        # Not closed by force: tensors made by frombuffer do not stop that, and a view still read would then crash.
+        # The mapping goes with the last of them.
+        del self.memory

@@ -30,7 +30,7 @@ class Linear:
         Args:
             keep_weight: the plain weight is read elsewhere too (an embedding tied to the output).
         """
-        if self.weight is None or self.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        if self.weight is None or self.weight.device.type != "cpu" or not torch._C._has_mkldnn:
             return
         if self.weight.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
             return

@@ -25,7 +25,7 @@ _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864), with Llama 3.1's frequency scaling where ``type`` says so."""
+    """Rotary position embedding (RoFormer, arXiv 2104.09864); ``type`` says whether Llama 3.1's scaling applies."""
 
     theta: float
     type: str = "default"
@@ -205,7 +205,7 @@ def _rope(config: dict[str, Any], context_length: int, folder: Path) -> RopeConf
 
 
 def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
-    """The type that most tensors are stored in; any type outside the known three is a quantized or foreign checkpoint."""
+    """The type that most tensors are stored in; any type outside the known three means a foreign checkpoint."""
     counts: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORED_DTYPES:

@@ -1,8 +1,9 @@
 """Choose tokens: a pure function of logits, parameters, seed and position, row by row.
 
-Every row's cuts become one threshold on its logits, so that nothing depends on the order in which equals are sorted, and
-tokens that tie with the last one kept are kept too. The draw inverts the cumulative distribution, in order of token id,
-at a uniform number that is a hash of (seed, position): no state, so a request that moves or comes back draws the same.
+Every row's cuts become one threshold on its logits, so that nothing depends on the order in which equals are sorted,
+and tokens that tie with the last one kept are kept too. The draw inverts the cumulative distribution, in order of token
+id, at a uniform number that is a hash of (seed, position): no state, so a request that moves or comes back draws the
+same.
 """
 
 import math
@@ -52,7 +53,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLo
         ``[R]`` int64 on the logits' device; and the log-probabilities of the raw distribution for rows that ask (``()``
         if none does).
     """
-    assert logits.dtype == torch.float32 and len(logits) == len(draws)
+    assert logits.dtype == torch.float32
+    assert len(logits) == len(draws)
     raw = _RawLogprobs(logits, draws)
     for row, draw in enumerate(draws):
         if draw.is_end_masked:
@@ -68,7 +70,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLo
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), one per (seed, position): SplitMix64's finalizer (Steele et al., OOPSLA 2014), applied twice."""
+    """Numbers in [0, 1), one per (seed, position), by SplitMix64's finalizer (Steele et al., OOPSLA 2014), twice."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         bits = _mix(_mix(seeds + golden) + positions * golden)

@@ -1,5 +1,7 @@
 """Attention over paged KV: one protocol, several backends that must all agree with ``reference``."""
 
+from collections.abc import Callable
+
 from common.engine.attention.protocol import AttentionBackend, StepAttention
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.attention.torch_sdpa import TorchAttention
@@ -8,7 +10,7 @@ from common.errors import ConfigError
 
 __all__ = ["BACKENDS", "AttentionBackend", "StepAttention", "make_attention"]
 
-BACKENDS = {"reference": ReferenceAttention, "torch": TorchAttention}
+BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {"reference": ReferenceAttention, "torch": TorchAttention}
 
 
 def make_attention(name: str, pool: KVPool) -> AttentionBackend:

@@ -1,7 +1,8 @@
 """What the model asks of attention, and what a backend is.
 
-A backend is made once per pool; it turns a step's batch into a ``StepAttention``, which holds whatever it has worked out
-for all layers of that step. Features (page size, dtype, mixture of rows) are values in the batch, never other backends.
+A backend is made once per pool; it turns a step's batch into a ``StepAttention``, which holds whatever it has worked
+out for all layers of that step. Features (page size, dtype, mixture of rows) are values in the batch, never other
+backends.
 """
 
 from typing import Protocol

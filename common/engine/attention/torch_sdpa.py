@@ -58,10 +58,10 @@ class TorchStep:
     def _decode(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
         """``[D, heads, head_dim]`` of the D decode rows. Heads that share KV become query rows of one KV head."""
         num_rows, heads, head_dim = q.shape
-        keys, values = (_gather(paged, self._decode_table) for paged in kv)
+        # What hides behind the mask must still be finite: 0 * NaN is NaN.
+        hidden = ~self._decode_visible.mT
+        keys, values = (_gather(paged, self._decode_table).masked_fill(hidden, 0) for paged in kv)
         grouped = q.view(num_rows, keys.shape[1], heads // keys.shape[1], head_dim)
-        # Whatever hides behind the mask must still be finite: 0 * NaN is NaN.
-        values = values.masked_fill(~self._decode_visible[:, 0, 0, :, None].unsqueeze(1), 0)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decode_visible)
         return out.reshape(q.shape)
 
@@ -95,5 +95,5 @@ class ExtendRow:
 
 
 def _gather(paged: Tensor, table: Tensor) -> Tensor:
-    """``[rows, kv_heads, pages * page_size, head_dim]`` of one layer's keys or values, by page table ``[rows, pages]``."""
+    """``[rows, kv_heads, pages * page_size, head_dim]`` of a layer's keys or values; ``table`` is ``[rows, pages]``."""
     return paged[table].transpose(1, 2).flatten(2, 3)

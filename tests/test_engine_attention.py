@@ -1,0 +1,128 @@
+"""Every attention backend agrees with ``reference`` on any mixture of rows."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.engine.attention import BACKENDS, make_attention
+from common.engine.batch import RowArrays, StepBatch, make_batch
+from common.engine.kv_pool import KVPool
+from common.errors import ConfigError
+from common.geometry import PageGeometry
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+FAST = [name for name in BACKENDS if name != "reference"]
+
+rows_strategy = st.lists(
+    st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=5
+)
+
+
+def make_step(rows: list[tuple[int, int]], page_size: int, num_pages: int, device: str, seed: int) -> StepBatch:
+    """A batch of (cached, new) rows whose pages are scattered over the pool, stale entries behind them."""
+    random = np.random.default_rng(seed)
+    free = random.permutation(num_pages).tolist()
+    width = max(-(-(start + new) // page_size) for start, new in rows) + 2
+    table = random.integers(0, num_pages, (len(rows), width)).astype(np.int32)
+    for row, (start, new) in enumerate(rows):
+        for index in range(-(-(start + new) // page_size)):
+            table[row, index] = free.pop()
+    starts, num_new = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    return make_batch(RowArrays(starts, num_new, table, page_size), torch.device(device))
+
+
+def attend(backend: str, pool: KVPool, content: torch.Tensor, batch: StepBatch, qkv: tuple[Any, ...]) -> torch.Tensor:
+    pool.tensor.copy_(content)
+    q, k, v = (tensor.clone() for tensor in qkv)
+    return make_attention(backend, pool).prepare(batch).extend(1, q, k, v).float()
+
+
+def compare(
+    backend: str, device: str, dtype: str, rows: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int]
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    num_pages = sum(-(-(start + new) // page_size) for start, new in rows) + 3
+    pool = KVPool(PageGeometry(2, num_kv_heads, head_dim, page_size, dtype), num_pages, device)
+    batch = make_step(rows, page_size, num_pages, device, seed=page_size)
+    torch.manual_seed(0)
+    content = torch.randn(pool.tensor.shape).to(pool.tensor)
+    num_tokens = batch.num_tokens
+    # As the model hands them over: views into one merged matrix.
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(pool.tensor)
+    parts = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    expected = attend("reference", pool, content, batch, parts)
+    written = pool.tensor.clone()
+    found = attend(backend, pool, content, batch, parts)
+    assert torch.equal(pool.tensor, written), "the backends wrote different KV"
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    pool.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("backend", FAST)
+def test_a_backend_equals_the_reference_on_any_mixture_of_rows(backend: str, dtype: str, device: str) -> None:
+    skip_if_not_served(backend, device)
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        rows=rows_strategy,
+        page_size=st.sampled_from([1, 3, 16, 64]),
+        heads=st.sampled_from([(4, 2, 16), (4, 4, 64), (6, 1, 24), (16, 8, 128), (5, 5, 20)]),
+    )
+    def check(rows: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int]) -> None:
+        compare(backend, device, dtype, rows, page_size, heads)
+
+    check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", FAST)
+def test_long_rows_keep_their_precision(backend: str, device: str) -> None:
+    skip_if_not_served(backend, device)
+    compare(backend, device, "float32", [(1500, 1), (900, 70), (0, 300)], 16, (4, 2, 32))
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_what_lies_behind_a_row_in_its_last_page_is_never_read(backend: str) -> None:
+    """NaN in every place that no token of the row has reached."""
+    pool = KVPool(PageGeometry(2, 2, 16, 16, "float32"), 4)
+    pool.tensor.fill_(float("nan"))
+    batch = make_step([(0, 1), (0, 5)], 16, 4, "cpu", seed=0)
+    qkv = torch.randn(6, 8, 16).split([4, 2, 2], dim=1)
+    out = make_attention(backend, pool).prepare(batch).extend(0, *qkv)
+    assert out.isfinite().all()
+    pool.close()
+
+
+def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:
+    """One head of two numbers; scores (q . k) / sqrt(2) are 0 and ln 3, so the weights are 1/4 and 3/4."""
+    pool = KVPool(PageGeometry(1, 1, 2, 1, "float32"), 2)
+    batch = make_batch(RowArrays(np.array([1]), np.array([1]), np.array([[1, 0]], np.int32), 1), torch.device("cpu"))
+    keys, values = pool.layer(0)
+    keys[1, 0, 0] = torch.tensor([0.0, 1.0])
+    values[1, 0, 0] = torch.tensor([4.0, 8.0])
+    q = torch.tensor([[[2.0**0.5, 0.0]]])
+    k = torch.tensor([[[float(np.log(3)), 5.0]]])
+    v = torch.tensor([[[0.0, 4.0]]])
+    out = make_attention("reference", pool).prepare(batch).extend(0, q, k, v)
+    torch.testing.assert_close(out, torch.tensor([[[1.0, 5.0]]]))
+    assert keys[0, 0, 0].tolist() == k[0, 0].tolist()
+    pool.close()
+
+
+def test_an_unknown_backend_is_refused_with_the_list_of_those_there_are() -> None:
+    pool = KVPool(PageGeometry(1, 1, 2, 1, "float32"), 2)
+    with pytest.raises(ConfigError, match="--attention flash.*reference.*torch"):
+        make_attention("flash", pool)
+    pool.close()
+
+
+def skip_if_not_served(backend: str, device: str) -> None:
+    if backend == "cpu" and device != "cpu":
+        pytest.skip("a backend for CPUs")
