@@ -7,7 +7,7 @@
 
 All three are spent in whole pages. Names and rules are those of SGLang's ``PrefillAdder``, with two differences. Every
 step is filled to the chunk budget instead of serving one cut request alone. And admission allocates pages for all of a
-request's tokens at once, so that a request, once it has begun to compute, never waits for memory before its first token.
+request's tokens at once, so that one that has begun to compute never waits for memory before its first token.
 """
 
 import math

@@ -249,9 +249,12 @@ class RadixCache:
         return leaf.pending
 
     def make_ready(self, pending: Pending) -> Node:
-        """The transfer is complete: its pages pass to the tree. Returns the deepest node, not locked."""
+        """The transfer is complete: its pages pass to the tree, just used. Returns the deepest node, not locked."""
         nodes = self._end(pending)
         self._books.move(pending.pages, Owner.GRANT, Owner.RADIX)
+        self._time += 1
+        for node in pending.node.path():
+            node.last_used = self._time
         for node in nodes:
             node.pending = None
             self._count_ready(node)

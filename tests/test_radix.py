@@ -1,0 +1,458 @@
+"""The prefix cache: whole pages, cut nodes, locks, least recently used first, pending pages, salts.
+
+The state machine drives it with random events beside a model that is one dictionary: prefix of whole pages -> page.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.pages import Owner, PageBooks
+from common.radix import Match, Node, Pending, RadixCache, pack
+
+
+def cache_of(num_pages: int, page_size: int = 4) -> tuple[RadixCache, PageBooks]:
+    books = PageBooks(num_pages)
+    return RadixCache(books, page_size), books
+
+
+def take(books: PageBooks, count: int, owner: Owner = Owner.REQUEST) -> list[int]:
+    pages = books.alloc(count, owner)
+    assert pages is not None
+    return pages
+
+
+def fill(cache: RadixCache, books: PageBooks, tokens: list[int], salt: str = "") -> list[int]:
+    """Insert tokens with fresh pages; free those that the tree did not want; returns the pages."""
+    pages = take(books, len(tokens) // cache.page_size)
+    first = cache.insert(tokens, pages, salt).first_adopted
+    books.free(pages[:first], Owner.REQUEST)
+    cache.check()
+    books.check()
+    return pages
+
+
+A = [1, 1, 1, 1]
+B = [2, 2, 2, 2]
+C = [3, 3, 3, 3]
+D = [4, 4, 4, 4]
+
+
+def test_tokens_are_packed_as_little_endian_int32_once() -> None:
+    key = pack((1, 258, 2**31 - 1))
+    assert key == b"\x01\x00\x00\x00\x02\x01\x00\x00\xff\xff\xff\x7f"
+    assert pack(key) is key
+    tokens = np.random.default_rng(0).integers(0, 150_000, 100)
+    assert pack(tokens.tolist()) == tokens.astype("<i4").tobytes()
+
+
+def test_only_whole_pages_match() -> None:
+    cache, books = cache_of(8)
+    pages = fill(cache, books, A + B)
+    assert cache.match([*A, *B, 9, 9]).pages == pages
+    assert cache.match([*A, *B[:3]]).pages == pages[:1]
+    assert cache.match(A[:3]).num_tokens == 0
+    assert cache.match([]).pages == []
+    cache.check()
+
+
+def test_a_match_takes_packed_tokens_as_well() -> None:
+    cache, books = cache_of(8)
+    pages = fill(cache, books, A + B)
+    assert cache.match(pack([*A, *B, 7])).pages == pages
+
+
+def test_a_node_is_cut_where_tokens_leave_it_at_a_page() -> None:
+    cache, books = cache_of(8)
+    pages = fill(cache, books, A + B + C)
+    match = cache.match([*A, *B, *C[:2], 9, 9])  # two tokens of the third page agree: that is not a page
+    assert (match.pages, match.num_tokens) == (pages[:2], 8)
+    assert [len(node.pages) for node in cache.nodes()] == [2, 1]
+    cache.check()
+
+
+def test_what_the_tree_lacks_is_adopted_and_what_it_has_stays_with_the_caller() -> None:
+    cache, books = cache_of(8)
+    fill(cache, books, A + B)
+    pages = take(books, 3)
+    inserted = cache.insert(A + C + D, pages)
+    assert (inserted.first_adopted, inserted.num_adopted) == (1, 2)
+    assert inserted.node.pages == pages[1:]
+    assert (books.count(Owner.RADIX), books.count(Owner.REQUEST)) == (4, 1)
+    books.free(pages[:1], Owner.REQUEST)
+    again = cache.insert(A + C + D, take(books, 3))
+    assert (again.first_adopted, again.num_adopted) == (3, 0)
+    assert again.node is inserted.node
+    cache.check()
+
+
+def test_an_insert_without_whole_pages_is_our_own_bug() -> None:
+    cache, books = cache_of(8)
+    with pytest.raises(AssertionError, match="whole pages"):
+        cache.insert([1, 2, 3], take(books, 1))
+
+
+def test_locks_survive_the_cutting_of_their_node() -> None:
+    cache, books = cache_of(8)
+    fill(cache, books, A + B + C)
+    held = cache.match(A + B + C).node
+    cache.lock(held)
+    fill(cache, books, A + B + D)  # cuts the node after two pages
+    assert (cache.num_pages, cache.num_evictable_pages) == (4, 1)
+    assert cache.evict(8) == 1
+    assert cache.match(A + B + C).node is held
+    cache.unlock(held)
+    assert cache.num_evictable_pages == 3
+    cache.check()
+    assert cache.clear() == 3
+
+
+def test_two_locks_need_two_unlocks_and_no_more() -> None:
+    cache, books = cache_of(8)
+    fill(cache, books, A + B)
+    node = cache.match(A + B).node
+    cache.lock(node)
+    cache.lock(node)
+    cache.unlock(node)
+    assert cache.evict(8) == 0
+    cache.unlock(node)
+    with pytest.raises(AssertionError, match="not locked"):
+        cache.unlock(node)
+
+
+def test_the_least_recently_used_leaf_goes_first_and_no_more_than_asked() -> None:
+    cache, books = cache_of(16)
+    old = fill(cache, books, A + B + C)
+    fill(cache, books, B + C + D)
+    young = fill(cache, books, C + D + A)
+    cache.match(A + B + C)  # used again: B C D is the oldest now
+    assert cache.evict(4) == 4
+    assert cache.match(B + C + D).num_tokens == 0
+    assert cache.match(C + D + A).pages == young[:2]  # its last page went
+    assert cache.match(A + B + C).pages == old
+    cache.check()
+
+
+def test_a_parent_can_go_once_its_last_child_went() -> None:
+    cache, books = cache_of(16)
+    fill(cache, books, A + B)
+    fill(cache, books, A + C)
+    fill(cache, books, A + D)
+    assert cache.evict(3) == 3
+    assert [node.key for node in cache.nodes()] == [pack(A)]
+    assert cache.evict(1) == 1
+    assert books.num_free == 16
+    cache.check()
+
+
+def test_salts_share_nothing_and_their_roots_vanish_when_empty() -> None:
+    cache, books = cache_of(16)
+    fill(cache, books, A + B, "one")
+    theirs = fill(cache, books, A + B, "two")
+    assert cache.match(A + B).pages == []
+    assert cache.match(A + B, "two").pages == theirs
+    assert cache.evict(2) == 2
+    assert cache.match(A + B, "one").pages == []
+    cache.match(A, "three")
+    assert list(cache._roots) == ["two"]
+    cache.clear()
+    assert not cache._roots
+
+
+def test_a_lock_on_an_empty_root_holds_nothing_and_does_no_harm() -> None:
+    cache, books = cache_of(4)
+    root = cache.match(A, "new").node
+    cache.lock(root)
+    fill(cache, books, A, "new")
+    cache.unlock(root)
+    assert cache.clear() == 1
+    cache.check()
+
+
+def test_a_disabled_cache_keeps_nothing() -> None:
+    books = PageBooks(4)
+    cache = RadixCache(books, 4, is_enabled=False)
+    inserted = cache.insert(A + B, take(books, 2))
+    assert (inserted.first_adopted, inserted.num_adopted) == (2, 0)
+    assert cache.match(A + B).num_tokens == 0
+    assert books.count(Owner.REQUEST) == 2
+    cache.check()
+
+
+def test_a_deep_tree_needs_no_recursion() -> None:
+    cache, books = cache_of(3000, page_size=1)
+    pages: list[int] = []
+    for depth in range(1, 3001):
+        pages += take(books, 1)
+        cache.insert(list(range(depth)), pages)
+    node = cache.match(list(range(3000))).node
+    assert len(node.path()) == 3000
+    cache.lock(node)
+    cache.unlock(node)
+    cache.check()
+    assert cache.clear() == 3000
+    cache.check()
+
+
+def pending_over(cache: RadixCache, books: PageBooks, tokens: list[int], count: int) -> Pending:
+    return cache.insert_pending(tokens, take(books, count, Owner.GRANT))
+
+
+def test_pending_pages_are_found_but_neither_used_nor_evicted() -> None:
+    cache, books = cache_of(8)
+    pages = fill(cache, books, A)
+    pending = pending_over(cache, books, A + B + C, 2)
+    match = cache.match(A + B + C)
+    assert (match.pages, match.pending) == (pages, pending.node)
+    assert (cache.num_pages, cache.num_evictable_pages) == (1, 0)  # what the transfer builds on is kept for it
+    assert cache.evict(8) == 0
+    with pytest.raises(AssertionError, match="pending node cannot be used"):
+        cache.lock(pending.node)
+    cache.check()
+
+
+def test_ready_pages_pass_to_the_tree() -> None:
+    cache, books = cache_of(8)
+    first = fill(cache, books, A)
+    pending = pending_over(cache, books, A + B + C, 2)
+    node = cache.make_ready(pending)
+    assert cache.match(A + B + C).pages == first + node.pages
+    assert (cache.num_pages, cache.num_evictable_pages, books.count(Owner.GRANT)) == (3, 3, 0)
+    cache.check()
+    with pytest.raises(AssertionError, match="before"):
+        cache.make_ready(pending)
+
+
+def test_dropped_pages_are_the_callers_again() -> None:
+    cache, books = cache_of(8)
+    pending = pending_over(cache, books, B + C, 2)
+    cut = cache.match(B + D)
+    assert cut.pending is not None
+    assert len(pending.nodes) == 2
+    assert cache.drop_pending(pending) == [0, 1]
+    assert books.count(Owner.GRANT) == 2
+    assert not cache._roots
+    cache.check()
+
+
+def test_a_pending_node_cut_by_a_match_stays_pending_in_both_halves() -> None:
+    cache, books = cache_of(8)
+    pending = pending_over(cache, books, A + B + C, 3)
+    match = cache.match(A + B + D)
+    assert match.num_tokens == 0
+    assert match.pending is not None
+    assert match.pending.pages == [0, 1]  # exactly what the two have in common
+    assert [node.pages for node in pending.nodes] == [[0, 1], [2]]
+    assert all(node.is_pending for node in pending.nodes)
+    cache.check()
+    assert cache.make_ready(pending) is pending.node
+    assert cache.match(A + B + D).pages == [0, 1]
+    assert cache.match(A + B + C).pages == [0, 1, 2]
+    cache.check()
+
+
+def test_an_insert_stops_before_what_is_pending() -> None:
+    cache, books = cache_of(16)
+    fill(cache, books, A)
+    pending_over(cache, books, A + B + C, 2)
+    for tokens in (A + B + C, A + B + D, A + B + C + D):
+        pages = take(books, len(tokens) // 4)
+        inserted = cache.insert(tokens, pages)
+        assert (inserted.first_adopted, inserted.num_adopted) == (len(pages), 0)
+        assert inserted.node.key == pack(A)
+        books.free(pages, Owner.REQUEST)
+    pages = take(books, 2)
+    assert cache.insert(A + D, pages).first_adopted == 1  # another way
+    cache.check()
+
+
+def test_nothing_is_announced_upon_what_is_pending_or_missing() -> None:
+    cache, books = cache_of(8)
+    pending_over(cache, books, A + B, 2)
+    with pytest.raises(AssertionError, match="pending already"):
+        pending_over(cache, books, A + B + C, 1)
+    with pytest.raises(AssertionError, match="not in the tree"):
+        pending_over(cache, books, C + D, 1)
+
+
+PAGE = 2
+PREFIXES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=7)
+SALTS = st.sampled_from(["", "salt"])
+Key = tuple[str, tuple[tuple[int, int], ...]]
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """Random events on the tree, beside a dictionary from each cached prefix to its last page."""
+
+    @initialize(num_pages=st.integers(4, 40))
+    def start(self, num_pages: int) -> None:
+        self.cache, self.books = cache_of(num_pages, PAGE)
+        self.ready: dict[Key, int] = {}
+        self.used_at: dict[Key, int] = {}
+        self.time = 0
+        self.locks: list[tuple[Node, Key]] = []
+        self.pending: list[tuple[Pending, list[Key], list[int]]] = []
+
+    # ---- the model ----
+
+    def keys(self, salt: str, prefix: list[tuple[int, int]]) -> list[Key]:
+        return [(salt, tuple(prefix[: n + 1])) for n in range(len(prefix))]
+
+    def find(self, keys: list[Key]) -> tuple[int, Pending | None]:
+        """Ready pages at the start, touched; and the handle under which the next is pending."""
+        self.time += 1
+        count = 0
+        while count < len(keys) and keys[count] in self.ready:
+            self.used_at[keys[count]] = self.time
+            count += 1
+        for handle, waiting, _ in self.pending:
+            if count < len(keys) and keys[count] in waiting:
+                return count, handle
+        return count, None
+
+    def kept(self) -> set[Key]:
+        """Prefixes that locks or transfers keep."""
+        ends = [key for _, key in self.locks] + [keys[0] for _, keys, _ in self.pending]
+        return {(salt, prefix[:n]) for salt, prefix in ends for n in range(1, len(prefix) + 1)}
+
+    def can_go(self) -> int:
+        return len(set(self.ready) - self.kept())
+
+    def tokens(self, key: Key) -> list[int]:
+        return [token for page in key[1] for token in page]
+
+    # ---- events ----
+
+    @rule(salt=SALTS, prefix=PREFIXES, tail=st.integers(0, PAGE - 1), is_locked=st.booleans(), is_packed=st.booleans())
+    def match(self, salt: str, prefix: list[tuple[int, int]], tail: int, is_locked: bool, is_packed: bool) -> None:
+        keys = self.keys(salt, prefix)
+        count, handle = self.find(keys)
+        tokens = self.tokens(keys[-1]) + [0] * tail
+        result: Match = self.cache.match(pack(tokens) if is_packed else tokens, salt)
+        assert result.pages == [self.ready[key] for key in keys[:count]]
+        assert result.num_tokens == count * PAGE
+        assert (result.pending is None) == (handle is None)
+        if result.pending is not None:
+            assert result.pending.pending is handle
+            common = next(keys for other, keys, _ in self.pending if other is handle)
+            assert len(result.pending.pages) <= len(set(common) & set(keys))
+        if is_locked and count:
+            self.cache.lock(result.node)
+            self.locks.append((result.node, keys[count - 1]))
+
+    @rule(salt=SALTS, prefix=PREFIXES, is_locked=st.booleans())
+    def insert(self, salt: str, prefix: list[tuple[int, int]], is_locked: bool) -> None:
+        pages = self.books.alloc(len(prefix), Owner.REQUEST)
+        if pages is None:
+            return
+        keys = self.keys(salt, prefix)
+        count, handle = self.find(keys)
+        first = len(keys) if handle else count
+        inserted = self.cache.insert(self.tokens(keys[-1]), pages, salt)
+        assert (inserted.first_adopted, inserted.num_adopted) == (first, len(keys) - first)
+        for key, page in zip(keys[first:], pages[first:], strict=True):
+            self.ready[key] = page
+            self.used_at[key] = self.time
+        self.books.free(pages[:first], Owner.REQUEST)
+        deepest = count if handle else len(keys)
+        if is_locked and deepest:
+            self.cache.lock(inserted.node)
+            self.locks.append((inserted.node, keys[deepest - 1]))
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        node, key = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
+        assert pack(self.tokens(key)) == b"".join(part.key for part in node.path())
+        self.cache.unlock(node)
+
+    @rule(count=st.integers(0, 12))
+    def evict(self, count: int) -> None:
+        expected = min(count, self.can_go())
+        kept = self.kept()
+        assert self.cache.evict(count) == expected
+        there = {page for node in self.cache.nodes() for page in node.pages}
+        gone = [key for key, page in self.ready.items() if page not in there]
+        assert len(gone) == expected
+        assert kept.isdisjoint(gone)
+        latest = max((self.used_at[key] for key in gone), default=0)
+        for key in gone:
+            del self.ready[key]
+        inner = {(salt, prefix[:-1]) for salt, prefix in self.ready}
+        for key in set(self.ready) - kept - inner:
+            assert self.used_at[key] >= latest, "a leaf stayed although it was used before one that went"
+
+    @rule(salt=SALTS, prefix=PREFIXES)
+    def announce(self, salt: str, prefix: list[tuple[int, int]]) -> None:
+        keys = self.keys(salt, prefix)
+        count, handle = self.find(keys)
+        self.cache.match(self.tokens(keys[-1]), salt)
+        if handle is not None or count == len(keys):
+            return
+        pages = self.books.alloc(len(keys) - count, Owner.GRANT)
+        if pages is not None:
+            self.find(keys)
+            handle = self.cache.insert_pending(self.tokens(keys[-1]), pages, salt)
+            self.pending.append((handle, keys[count:], pages))
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), is_locked=st.booleans())
+    def make_ready(self, data: st.DataObject, is_locked: bool) -> None:
+        handle, keys, pages = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+        node = self.cache.make_ready(handle)
+        self.ready.update(zip(keys, pages, strict=True))
+        salt, prefix = keys[-1]
+        self.find(self.keys(salt, list(prefix)))
+        if is_locked:
+            self.cache.lock(node)
+            self.locks.append((node, keys[-1]))
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def drop_pending(self, data: st.DataObject) -> None:
+        handle, _, pages = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+        assert self.cache.drop_pending(handle) == pages
+        self.books.free(pages, Owner.GRANT)
+
+    @rule()
+    def clear(self) -> None:
+        expected, kept = self.can_go(), self.kept()
+        assert self.cache.clear() == expected
+        self.ready = {key: page for key, page in self.ready.items() if key in kept}
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        self.books.check()
+        assert self.cache.num_pages == len(self.ready) == self.books.count(Owner.RADIX)
+        assert self.cache.num_evictable_pages == self.can_go()
+        assert self.books.count(Owner.GRANT) == sum(len(pages) for _, _, pages in self.pending)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for node, _ in self.locks:
+            self.cache.unlock(node)
+        for handle, _, pages in self.pending:
+            self.cache.drop_pending(handle)
+            self.books.free(pages, Owner.GRANT)
+        self.cache.clear()
+        self.cache.check()
+        assert not self.cache._roots
+        assert self.books.num_free == self.books.num_pages
+
+
+TestRadixMachine = RadixMachine.TestCase
+TestRadixMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+class LongerRadixMachine(RadixMachine):
+    """The same, for longer."""
+
+
+TestLongerRadixMachine = pytest.mark.deep(LongerRadixMachine.TestCase)
+TestLongerRadixMachine.settings = settings(max_examples=2000, stateful_step_count=100, deadline=None)
