@@ -22,8 +22,17 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 SMALL_MODEL = str(Path(__file__).resolve().parents[1] / "scripts" / "small_model")
 SMALL_MODEL_NAME = "baton-small"
 
-#: Read by scripts/setup.sh or by tests, not by any configuration class.
-OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG")
+#: Read elsewhere: by scripts/setup.sh, by ``common.cli``, and the constants of ``common.new_token_ratio``.
+OTHER_VARIABLES = (
+    "BATON_VENV",
+    "BATON_TORCH_INDEX",
+    "BATON_CONFIG",
+    "BATON_INIT_NEW_TOKEN_RATIO",
+    "BATON_MIN_NEW_TOKEN_RATIO_FACTOR",
+    "BATON_NEW_TOKEN_RATIO_DECAY_STEPS",
+    "BATON_RETRACT_DECODE_STEPS",
+    "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+)
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {

@@ -1,8 +1,9 @@
 """What pyproject.toml asks for, listed for pip or compared with what this interpreter has.
 
 Run by scripts/setup.sh before anything is installed, so it needs nothing but the standard library and answers in
-milliseconds (a Python before 3.11 fails on its imports): ``requirements.py [--list] pyproject.toml [extra ...]``. Without ``--list`` the exit status says whether
-everything is there in a version that will do, and standard error names what is not.
+milliseconds (a Python before 3.11 fails on its imports): ``requirements.py [--list] pyproject.toml [extra ...]``.
+Without ``--list`` the exit status says whether everything is there in a version that will do, and standard error names
+what is not.
 """
 
 import re

@@ -1,0 +1,45 @@
+"""``baton COMMAND``: the same commands as ``./scripts/COMMAND``, for those who installed Baton with pip.
+
+A role becomes its own process image, so that its command line shows which it is.
+"""
+
+import os
+import sys
+
+ROLES = {"gateway": "gateway", "prefill": "prefill_node", "decode": "decode_node"}
+USAGE = """\
+Usage: baton COMMAND [OPTIONS]
+
+  serve     gateway, prefill nodes and decode nodes on this machine
+  gateway   the gateway alone; nodes of other machines dial it
+  prefill   one prefill node
+  decode    one decode node
+  bench     one benchmark by name
+
+baton COMMAND --help shows a command's options."""
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    command, rest = (words[0], words[1:]) if words else ("", [])
+    if command in ROLES:
+        os.environ["PYTHONSAFEPATH"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", ROLES[command], *rest])
+    if command == "serve":
+        from scripts.serve import main as serve
+
+        return serve(rest)
+    if command == "bench":
+        from scripts.bench import main as bench
+
+        return bench(rest)
+    is_question = command in ("-h", "--help", "help")
+    print(
+        USAGE if is_question or not command else f"baton: {command} is not a command\n\n{USAGE}",
+        file=sys.stdout if is_question else sys.stderr,
+    )
+    return 0 if is_question else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
