@@ -29,12 +29,14 @@ def locate(path_or_hub_id: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: there is no such folder, and no such model on the hub or in its cache.
     """
+    if not path_or_hub_id:
+        raise ConfigError("--model is empty: no such folder; give a folder or a hub id")
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise ConfigError(f"--model {path_or_hub_id}: not a folder; give the folder that holds config.json")
-    if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") > 1 or not path_or_hub_id:
+    if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") > 1:
         raise ConfigError(f"--model {path_or_hub_id}: no such folder")
     return _fetch(path_or_hub_id, revision)
 
