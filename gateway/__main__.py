@@ -1,0 +1,60 @@
+"""``python -m gateway``: reads the configuration, fetches the tokenizer's files, serves until told to stop."""
+
+import asyncio
+import logging
+import signal
+import sys
+
+import zmq
+
+from common.cli import resolve
+from common.config import GatewayConfig
+from common.errors import ConfigError
+from gateway.app import Gateway
+from gateway.model_files import model_folder
+
+log = logging.getLogger("gateway")
+
+
+async def serve(gateway: Gateway) -> None:
+    """Runs until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await gateway.start()
+    log.info("nodes dial %s", gateway.control_address)
+    log.info("listening %s", gateway.http_address)
+    await stop.wait()
+    log.info("stopping")
+    await gateway.stop()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    config = resolve(GatewayConfig, argv, command="gateway", help="Speak HTTP and text, choose nodes, relay tokens.")
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s gateway %(levelname)s %(message)s"
+    )
+    try:
+        gateway = Gateway(config, model_folder(config.model, config.revision))
+        with asyncio.Runner(loop_factory=fast_loop()) as runner:
+            runner.run(serve(gateway))
+    except (ConfigError, OSError, zmq.ZMQError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def fast_loop() -> "type[asyncio.AbstractEventLoop] | None":
+    """uvloop's event loop where it is installed; else the standard one."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
+    return loop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

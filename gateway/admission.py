@@ -1,0 +1,69 @@
+"""How many requests may be in flight, and when one that was turned away should come again. Pure.
+
+The bound is what the decode nodes run at once and a queue on top. Whoever is over it is told at once, with the time
+after which, at the rate seen lately, enough requests will have ended.
+"""
+
+import math
+from collections import deque
+
+from common.errors import ErrorCode, RequestError
+
+WINDOW_S = 30.0
+MAX_RETRY_AFTER_S = 60.0
+
+
+class Admission:
+    """Counts requests in flight.
+
+    Args:
+        max_queued: requests beyond those that the nodes run at once.
+    """
+
+    def __init__(self, max_queued: int) -> None:
+        self._max_queued = max_queued
+        self._ended: deque[float] = deque(maxlen=1_024)  # in busy time, which stands still while nothing is in flight
+        self._busy_before = 0.0
+        self._busy_since = 0.0
+        self.num_in_flight = 0
+
+    def limit(self, max_running: int) -> int:
+        return max_running + self._max_queued
+
+    def admit(self, count: int, *, max_running: int, now: float) -> None:
+        """All of them or none. Raises RequestError: too many for ever (400), or for now (429)."""
+        limit = self.limit(max_running)
+        if count > limit:
+            message = f"prompt: {count} prompts in one request, {limit} are possible at once"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message, param="prompt")
+        excess = self.num_in_flight + count - limit
+        if excess > 0:
+            message = f"{self.num_in_flight} requests are in flight, {limit} are allowed"
+            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=self.retry_after(excess, now))
+        if self.num_in_flight == 0:
+            self._busy_since = now
+        self.num_in_flight += count
+
+    def release(self, now: float) -> None:
+        """One request has ended."""
+        assert self.num_in_flight > 0
+        busy = self._busy(now)
+        self._ended.append(busy)
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
+            self._busy_before = busy
+
+    def _busy(self, now: float) -> float:
+        return self._busy_before + (now - self._busy_since if self.num_in_flight else 0.0)
+
+    def retry_after(self, count: int, now: float) -> float:
+        """Seconds until so many requests will have ended, at the rate of the last busy half minute; 1 to 60, whole."""
+        busy = self._busy(now)
+        while self._ended and self._ended[0] < busy - WINDOW_S:
+            self._ended.popleft()
+        if self._ended:
+            since = self._ended[0] if len(self._ended) == self._ended.maxlen else max(0.0, busy - WINDOW_S)
+            seconds = count * (busy - since) / len(self._ended)
+        else:
+            seconds = busy  # nothing has ended for so long: it may well take as long again
+        return float(min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S))

@@ -1,0 +1,347 @@
+"""From a decoded body to what is asked of the nodes: prompts in token ids, sampling parameters complete, limits kept.
+
+Whoever asks for what cannot be given (a prompt longer than the context or than any node's pool, an output that cannot
+fit) learns it here, at once, with the field at fault.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from common.errors import ErrorCode, RequestError
+from common.sampling import SamplingParams
+from gateway.chat import RESERVED, ChatTemplate
+from gateway.registry import Limits
+from gateway.relay import Ask
+from gateway.schema import (
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    Chat,
+    ChatMessage,
+    Completion,
+    Native,
+    NativeSampling,
+    OpenAI,
+    Sampling,
+    check_no_effect,
+    refuse,
+)  # fmt: skip
+from gateway.text import Text
+
+#: Texts longer than this are tokenized on a thread, so that streams go on meanwhile.
+INLINE_CHARACTERS = 64 << 10
+GREEDY_BELOW = 1e-5
+COMPLETION_MAX_TOKENS = 16
+NATIVE_MAX_TOKENS = 128
+MAX_PROMPTS = 4096
+
+Prompt = str | Sequence[int]
+
+
+class Asker:
+    """Makes asks out of bodies.
+
+    Args:
+        text, chat: the model's tokenizer and chat template.
+        request_timeout_s: deadline of requests that name none.
+    """
+
+    def __init__(self, text: Text, chat: ChatTemplate | None, *, request_timeout_s: float) -> None:
+        self._text = text
+        self._chat = chat
+        self._request_timeout_s = request_timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---- the three kinds of body --------------------------------------------------------------------------------
+
+    async def completion(self, body: Completion, request_id: str, limits: Limits) -> list[Ask]:
+        """One ask for each prompt."""
+        check_stream_options(body)
+        prompts = split_prompts(body.prompt)
+        ids = await self._tokenize_all(prompts, "prompt", limits)
+        rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
+        return [
+            self._openai_ask(body, rid, request_id, prompt, limits, COMPLETION_MAX_TOKENS, body.logprobs)
+            for rid, prompt in zip(rids, ids, strict=True)
+        ]
+
+    async def chat(self, body: Chat, request_id: str, limits: Limits) -> list[Ask]:
+        """One ask: the messages through the model's chat template."""
+        check_stream_options(body)
+        if body.max_completion_tokens is not None:
+            if body.max_tokens not in (None, body.max_completion_tokens):
+                raise refuse("differs from max_completion_tokens; give one of the two", "max_tokens")
+            body.max_tokens = body.max_completion_tokens
+        if body.top_logprobs is not None and not body.logprobs:
+            raise refuse("needs logprobs to be true", "top_logprobs")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        text = self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        ids = await self.tokenize(text, add_special_tokens=False, param="messages")
+        check_prompt(ids, limits, self._text.vocab_size, "messages")
+        return [self._openai_ask(body, request_id, request_id, ids, limits, None, logprobs)]
+
+    async def native(self, body: Native, request_id: str, limits: Limits) -> tuple[list[Ask], bool]:
+        """One ask for each prompt, and whether the body was a batch."""
+        if (body.text is None) == (body.input_ids is None):
+            raise refuse("give exactly one of text and input_ids", "text")
+        param = "text" if body.text is not None else "input_ids"
+        given = body.text if body.text is not None else body.input_ids
+        assert given is not None
+        is_batch = isinstance(given, list) and (param == "text" or (bool(given) and isinstance(given[0], list)))
+        prompts = split_prompts(given, param)
+        count = len(prompts)
+        params = spread(body.sampling_params or NativeSampling(), count, is_batch, "sampling_params")
+        rids = self._rids(body.rid, request_id, count, is_batch)
+        ids = await self._tokenize_all(prompts, param, limits)
+        asks = []
+        for i in range(count):
+            prefix = f"sampling_params[{i}]." if isinstance(body.sampling_params, list) else "sampling_params."
+            whole = body.rid if isinstance(body.rid, str) else request_id
+            asks.append(self._native_ask(body, params[i], rids[i], whole, ids[i], limits, prefix))
+        return asks, is_batch
+
+    @staticmethod
+    def _rids(given: str | list[str] | None, request_id: str, count: int, is_batch: bool) -> list[str]:
+        if given is None:
+            return [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
+        if isinstance(given, str):
+            return [given] if count == 1 else [f"{given}-{i}" for i in range(count)]
+        if len(given) != count or not is_batch:
+            raise refuse(f"{len(given)} ids for {count} prompts", "rid")
+        if len(set(given)) != count:
+            raise refuse("the same id twice", "rid")
+        return given
+
+    # ---- pieces --------------------------------------------------------------------------------
+
+    def render(
+        self, messages: list[ChatMessage], add_generation_prompt: bool | None, kwargs: dict[str, Any] | None
+    ) -> str:
+        """Messages through the chat template. Raises RequestError."""
+        if self._chat is None:
+            raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
+        if not messages:
+            raise refuse("must not be empty", "messages")
+        for name in kwargs or {}:
+            if name in RESERVED:
+                raise refuse(f"{name} cannot be set here", "chat_template_kwargs")
+        plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        return self._chat.render(plain, add_generation_prompt=add_generation_prompt is not False, **(kwargs or {}))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids of a text; long ones are made on a thread."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
+
+        def encode() -> list[int]:
+            return self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+
+    async def _tokenize_all(self, prompts: list[Prompt], param: str, limits: Limits) -> list[Sequence[int]]:
+        ids: list[Sequence[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if not prompt:
+                    raise refuse("must not be empty", param)
+                check_length_of_text(prompt, limits, self._text.longest_piece, param)
+                prompt = await self.tokenize(prompt, add_special_tokens=True, param=param)
+            check_prompt(prompt, limits, limits.vocab_size, param)
+            ids.append(prompt)
+        return ids
+
+    def _openai_ask(
+        self, body: OpenAI, rid: str, request_id: str, prompt: Sequence[int], limits: Limits,
+        default_max: int | None, logprobs: int | None,
+    ) -> Ask:  # fmt: skip
+        default = tokens_left(len(prompt), limits) if default_max is None else default_max
+        maximum = max_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
+        sampling = sampling_params(
+            body, limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
+        )
+        return self._ask(rid, request_id, prompt, sampling, body, body)
+
+    def _native_ask(
+        self, body: Native, params: NativeSampling, rid: str, request_id: str, prompt: Sequence[int], limits: Limits,
+        prefix: str,
+    ) -> Ask:  # fmt: skip
+        check_no_effect(params, prefix)
+        given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
+        maximum = max_tokens(given, len(prompt), limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
+        minimum = params.min_new_tokens if params.min_new_tokens is not None else params.min_tokens
+        if params.seed is None:
+            params.seed = params.sampling_seed
+        logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
+        sampling = sampling_params(
+            params, limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
+        )
+        return self._ask(rid, request_id, prompt, sampling, params, body, prefix)
+
+    def _ask(
+        self, rid: str, request_id: str, prompt: Sequence[int], sampling: SamplingParams, options: Sampling,
+        extras: OpenAI | Native, prefix: str = "",
+    ) -> Ask:  # fmt: skip
+        return Ask(
+            rid=rid,
+            request_id=request_id,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            stops=stop_strings(options.stop, f"{prefix}stop"),
+            skip_special=options.skip_special_tokens is not False,
+            salt=extras.cache_salt or "",
+            priority=extras.priority or 0,
+            timeout_s=self._request_timeout_s if extras.deadline_ms is None else extras.deadline_ms / 1000,
+        )
+
+
+# ---- rules --------------------------------------------------------------------------------
+
+
+def check_stream_options(body: OpenAI) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise refuse("only together with stream: true", "stream_options")
+
+
+def spread(given: Any, count: int, is_batch: bool, param: str) -> list[Any]:
+    """One value for each prompt."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count or not is_batch:
+        raise refuse(f"{len(given)} values for {count} prompts", param)
+    return given
+
+
+def split_prompts(given: Any, param: str = "prompt") -> list[Prompt]:
+    """A string, strings, token ids or lists of token ids, as a list of prompts."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise refuse("must not be empty", param)
+    kind = type(given[0])
+    for i, item in enumerate(given):
+        if type(item) is not kind:
+            raise refuse("strings, token ids and lists of token ids cannot be mixed", f"{param}[{i}]")
+    if kind is int:
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise refuse(f"{len(given)} prompts in one request; at most {MAX_PROMPTS}", param)
+    return list(given)
+
+
+def check_length_of_text(text: str, limits: Limits, longest_piece: int, param: str) -> None:
+    """Refuses at once a text that is too long whatever its tokens turn out to be. Raises RequestError."""
+    at_least = len(text) // (4 * max(longest_piece, 1))  # normalizing may join up to four characters to one
+    if at_least >= limits.context_length:
+        raise _too_long(f"at least {at_least}", limits.context_length, param)
+
+
+def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int, param: str) -> None:
+    """Raises RequestError for a prompt that no node can take."""
+    count = len(prompt)
+    if not count:
+        raise refuse("must not be empty", param)
+    if count >= limits.context_length:
+        raise _too_long(str(count), limits.context_length, param)
+    room = min(limits.prompt_tokens, limits.total_tokens - 1)
+    if count > room:
+        message = f"the prompt has {count} tokens, the nodes' page pools hold {room}"
+        raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
+    smallest, largest = min(prompt), max(prompt)
+    if smallest < 0 or largest >= limits.vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise refuse(f"token id {wrong} is not in the vocabulary of {limits.vocab_size}", param)
+
+
+def _too_long(count: str, context_length: int, param: str) -> RequestError:
+    message = f"the prompt has {count} tokens, the context is {context_length} with at least one token of output"
+    return refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+
+
+def tokens_left(num_prompt: int, limits: Limits) -> int:
+    """Output tokens that fit behind a prompt."""
+    return min(limits.context_length, limits.total_tokens) - num_prompt
+
+
+def max_tokens(given: int | None, num_prompt: int, limits: Limits, default: int, param: str) -> int:
+    """Output tokens at most. Raises RequestError if the client wants more than fit; a default is cut instead."""
+    left = tokens_left(num_prompt, limits)
+    if given is None:
+        return min(default, left)
+    if num_prompt + given > limits.context_length:
+        message = f"{given} tokens behind a prompt of {num_prompt} exceed the context of {limits.context_length}"
+        raise refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+    if given > left:
+        message = f"{given} tokens behind a prompt of {num_prompt} exceed the page pool of {limits.total_tokens}"
+        raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
+    return given
+
+
+def sampling_params(
+    body: Sampling, limits: Limits, *, max_new_tokens: int, min_tokens: int, logprobs: int | None, prefix: str = ""
+) -> SamplingParams:
+    """The client's fields over the model's defaults. Raises RequestError."""
+    if min_tokens > max_new_tokens:
+        raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", f"{prefix}min_tokens")
+    stop_ids = body.stop_token_ids or []
+    if any(token >= limits.vocab_size for token in stop_ids):
+        raise refuse(f"a token id is not in the vocabulary of {limits.vocab_size}", f"{prefix}stop_token_ids")
+
+    def value(name: str, neutral: float) -> float:
+        given = getattr(body, name)
+        return float(limits.generation.get(name, neutral) if given is None else given)
+
+    temperature = value("temperature", 1.0)
+    top_k = max(int(value("top_k", 0)), 0)
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=0 if top_k >= limits.vocab_size else top_k,
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        seed=secrets.randbits(64) if body.seed is None else body.seed & (2**64 - 1),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+    )
+
+
+def stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:
+    """Raises RequestError for too many, too long or empty ones."""
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MAX_STOPS:
+        raise refuse(f"at most {MAX_STOPS} stop strings", param)
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_LENGTH:
+            raise refuse(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param)
+    return tuple(stops)
+
+
+def plain_message(message: ChatMessage, param: str) -> dict[str, Any]:
+    """A message as the chat template sees it: parts joined to one text, fields not given left out."""
+    check_no_effect(message, f"{param}.")
+    if message.tool_call_id is not None:
+        raise refuse("tools are not supported yet", f"{param}.tool_call_id", ErrorCode.NOT_SUPPORTED)
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            where = f"{param}.content[{i}]"
+            if part.type != "text":
+                raise refuse("only text is supported", f"{where}.type", ErrorCode.NOT_SUPPORTED)
+            if part.text is None:
+                raise refuse("is missing", f"{where}.text")
+        content = "\n".join(part.text or "" for part in content)
+    if content is None:
+        raise refuse("must be a text", f"{param}.content")
+    role = "system" if message.role == "developer" else message.role  # the newer name for the same
+    plain: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    return plain

@@ -1,0 +1,156 @@
+"""The HTTP edge: routes, keys, bodies, errors. What a handler raises becomes an answer in OpenAI's envelope here.
+
+Built on aiohttp's low-level server: one dictionary of routes, no middleware, and a handler is cancelled as soon as its
+client has gone.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_exceptions import HTTPException
+
+from common.errors import HTTP_STATUS, ErrorCode, RequestError
+from gateway.render import as_error, encode_json, error_body
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+OnDone = Callable[[str, int], None]
+
+#: Paths that need no key: they tell nothing about requests or configuration.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+LINGER_S = 5.0
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class HttpError(RequestError):
+    """A fault of the HTTP message itself, with its own status."""
+
+    def __init__(self, status: int, message: str, *, allow: str = "") -> None:
+        super().__init__(ErrorCode.INVALID_REQUEST, message)
+        self._status = status
+        self.allow = allow
+
+    @property
+    def status(self) -> int:
+        return self._status
+
+
+class Front:
+    """Takes HTTP requests apart and hands them to their handlers.
+
+    Args:
+        routes: handlers by path and method.
+        api_key: what clients must send as a bearer token; None if nothing.
+        max_body_bytes: larger bodies get 413.
+        body_timeout_s: slower bodies get 408.
+        on_done: told of every answer's path and status.
+    """
+
+    def __init__(
+        self, routes: Mapping[str, Mapping[str, Handler]], *, api_key: str | None, max_body_bytes: int,
+        body_timeout_s: float, on_done: OnDone,
+    ) -> None:  # fmt: skip
+        self._routes = routes
+        self._key = f"Bearer {api_key}".encode() if api_key else None
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._on_done = on_done
+        self.is_stopping = False
+
+    def server(self, *, header_timeout_s: float) -> web.Server:
+        """The protocol factory. Needs the running event loop."""
+        return web.Server(
+            self.handle,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=header_timeout_s,
+            lingering_time=LINGER_S,
+        )
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request, to its answer. Only a client's disappearance raises."""
+        path = request.raw_path.partition("?")[0]
+        try:
+            response = await self._route(request, path)
+        except (ConnectionError, asyncio.CancelledError, HTTPException):
+            raise
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("%s failed", path if path in self._routes else "a request")
+            response = error_response(as_error(error))
+        self._on_done(path if path in self._routes else "other", response.status)
+        return response
+
+    async def _route(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        methods = self._routes.get(path)
+        if self._key is not None and path not in OPEN_PATHS:
+            self._authenticate(request)
+        if methods is None:
+            raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
+        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            allow = ", ".join(methods)
+            raise HttpError(405, f"the method {request.method[:16]} is not allowed here, only {allow}", allow=allow)
+        if self.is_stopping and request.method == "POST":
+            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
+        return await handler(request)
+
+    def _authenticate(self, request: web.BaseRequest) -> None:
+        assert self._key is not None
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, self._key):
+            raise RequestError(ErrorCode.AUTHENTICATION, "the Authorization header carries no valid API key")
+
+    async def body(self, request: web.BaseRequest) -> bytes:
+        """The JSON body's bytes. Raises RequestError: not JSON, too large, too slow."""
+        kind = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise HttpError(415, "the Content-Type must be application/json")
+        if request.content_length is not None and request.content_length > self._max_body_bytes:
+            raise self._too_large()
+        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+            request.transport.write(CONTINUE)
+        if request.content.is_eof() and request.content.total_bytes <= self._max_body_bytes:
+            return request.content.read_nowait()  # all of it came with the headers
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await self._read(request)
+        except TimeoutError as error:
+            raise HttpError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from error
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            raise HttpError(400, "the body cannot be read: its transfer or content encoding is broken") from error
+
+    async def _read(self, request: web.BaseRequest) -> bytes:
+        body = bytearray()
+        while chunk := await request.content.readany():
+            body += chunk
+            if len(body) > self._max_body_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> RequestError:
+        return RequestError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than {self._max_body_bytes} bytes")
+
+
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """An answer in JSON."""
+    return web.Response(body=encode_json(data), status=status, headers=headers, content_type="application/json")
+
+
+def error_response(error: RequestError) -> web.Response:
+    """An error in OpenAI's envelope, with the headers that belong to its status."""
+    status = error.status if isinstance(error, HttpError) else HTTP_STATUS[error.code]
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, HttpError) and error.allow:
+        headers["Allow"] = error.allow
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(error, status), status, headers)

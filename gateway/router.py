@@ -1,0 +1,146 @@
+"""Which prefill node and which decode node serve a request: one decision about the pair. Pure.
+
+Both are chosen by least cost, counted in tokens. Prefill: tokens it still has to compute before this prompt is done, of
+this prompt only those that it has probably not cached. Decode: tokens that its requests hold or will hold, as a share
+of its pool, less what need not be shipped again. What a node has cached is guessed from what it was sent: hashes of
+prompt prefixes, chained piece by piece, remembered with the nodes that got them, least recently used forgotten first.
+"""
+
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_HOLDERS = 16
+MAX_PIECES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that could take a request: who, and the tokens its pool holds."""
+
+    incarnation: str
+    capacity_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The decision. ``num_compute``: prompt tokens the prefill node will probably compute; ``num_hold``: for decode."""
+
+    prefill: str
+    decode: str
+    num_compute: int
+    num_hold: int
+
+
+class Router:
+    """Chooses pairs and keeps count of what each node was given.
+
+    Args:
+        piece_tokens: prompts are remembered in pieces of so many tokens.
+        max_pieces: how many pieces are remembered over all.
+    """
+
+    def __init__(self, *, piece_tokens: int = 64, max_pieces: int = 200_000) -> None:
+        self._piece_tokens = piece_tokens
+        self._max_pieces = max_pieces
+        self._holders: OrderedDict[int, dict[str, None]] = OrderedDict()
+        self._load: dict[str, int] = {}
+        self._turn: dict[str, int] = {}  # when a node was chosen last, to go round among equals
+        self._num_chosen = 0
+
+    def choose(
+        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
+        *, num_new: int, salt: str = "",
+    ) -> Pair | None:  # fmt: skip
+        """The pair for one request, counted as given to them; None if no pool is large enough."""
+        num_prompt = len(prompt)
+        num_hold = num_prompt + num_new
+        prefills = [node for node in prefills if node.capacity_tokens >= num_prompt]
+        decodes = [node for node in decodes if node.capacity_tokens >= num_hold]
+        if not prefills or not decodes:
+            return None
+        is_choice = len(prefills) > 1 or len(decodes) > 1
+        pieces = self._pieces(prompt, salt) if is_choice else []
+        cached = self._cached(pieces)
+
+        def prefill_cost(node: Candidate) -> tuple[float, int]:
+            compute = self.load(node.incarnation) + num_prompt - cached.get(node.incarnation, 0)
+            return compute, self._turn.get(node.incarnation, 0)
+
+        def decode_cost(node: Candidate) -> tuple[float, int]:
+            hold = self.load(node.incarnation) + num_hold - cached.get(node.incarnation, 0)
+            return hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
+
+        prefill = min(prefills, key=prefill_cost).incarnation
+        decode = min(decodes, key=decode_cost).incarnation
+        pair = Pair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
+        self._give(pair)
+        self._remember(pieces, pair)
+        return pair
+
+    def load(self, incarnation: str) -> int:
+        """Tokens that a node was given and has not done with."""
+        return self._load.get(incarnation, 0)
+
+    def prefill_done(self, pair: Pair) -> None:
+        """The pair's first token is here (or never will be)."""
+        self._subtract(pair.prefill, pair.num_compute)
+
+    def decode_done(self, pair: Pair) -> None:
+        """The pair's request has ended."""
+        self._subtract(pair.decode, pair.num_hold)
+
+    def forget(self, incarnation: str) -> None:
+        """A node is gone, its cache with it."""
+        self._load.pop(incarnation, None)
+        self._turn.pop(incarnation, None)
+        for holders in self._holders.values():
+            holders.pop(incarnation, None)
+
+    def _give(self, pair: Pair) -> None:
+        self._num_chosen += 1
+        self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
+        self._load[pair.decode] = self.load(pair.decode) + pair.num_hold
+        self._turn[pair.prefill] = self._turn[pair.decode] = self._num_chosen
+
+    def _subtract(self, incarnation: str, num_tokens: int) -> None:
+        if incarnation in self._load:  # else it is gone, and so is the count
+            self._load[incarnation] -= num_tokens
+            assert self._load[incarnation] >= 0
+
+    def _pieces(self, prompt: Sequence[int], salt: str) -> list[int]:
+        """Chained hashes of the prompt's leading whole pieces; each stands for everything up to its end."""
+        packed = array("q", prompt).tobytes()
+        size = 8 * self._piece_tokens
+        value = zlib.crc32(salt.encode())
+        pieces = []
+        for start in range(0, min(len(packed) - size + 1, MAX_PIECES * size), size):
+            value = zlib.crc32(packed[start : start + size], value)
+            pieces.append(value)
+        return pieces
+
+    def _cached(self, pieces: list[int]) -> dict[str, int]:
+        """Tokens of the prompt that each node probably has."""
+        depth: dict[str, int] = {}
+        for i, piece in enumerate(pieces):
+            holders = self._holders.get(piece)
+            if not holders:
+                break
+            self._holders.move_to_end(piece)
+            for incarnation in holders:
+                if depth.get(incarnation, 0) == i:
+                    depth[incarnation] = i + 1
+        return {incarnation: count * self._piece_tokens for incarnation, count in depth.items()}
+
+    def _remember(self, pieces: list[int], pair: Pair) -> None:
+        for piece in pieces:
+            holders = self._holders.setdefault(piece, {})
+            for incarnation in (pair.prefill, pair.decode):
+                holders.pop(incarnation, None)
+                holders[incarnation] = None
+            while len(holders) > MAX_HOLDERS:
+                del holders[next(iter(holders))]
+        while len(self._holders) > self._max_pieces:
+            self._holders.popitem(last=False)

@@ -1,0 +1,50 @@
+"""Stop strings: the text ends before one, and no part of one is ever shown.
+
+Text arrives in pieces of any size. The stop that is complete first ends the text (of several complete at the same
+character, the longest), so that the answer doesn't depend on how the text was cut into pieces.
+"""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Watches one output for any of its stop strings.
+
+    Attributes:
+        matched: the stop string that was found; None as long as none was.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops)
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Takes further text; returns what can be shown now. After a match: nothing more."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        end, stop = min(((at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0),
+                        default=(0, 0, ""))[::2]  # fmt: skip
+        if stop:
+            self.matched = stop
+            self._held = ""
+            return text[: end - len(stop)]
+        keep = self._prefix_at_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The output has ended without a stop: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _prefix_at_end(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[len(text) - length :]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,289 @@
+"""A small tokenizer, and prefill and decode nodes without an engine: they speak the real control plane over real sockets
+and answer from a script, so that a gateway can be tested alone.
+
+``FakeNode`` lives on the test's event loop. By default a pair answers the prompt's own tokens over and over: the prefill
+node sends output token 0, the decode node the rest. A test takes over by setting ``on_generate``.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import zmq
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from common.config import GatewayConfig
+from common.errors import ErrorCode
+from common.incarnation import new_incarnation
+from common.mailbox import Mailbox
+from common.messages import (
+    Abort,
+    Failed,
+    FromGateway,
+    Generate,
+    Geometry,
+    Heartbeat,
+    Leave,
+    Message,
+    Refused,
+    Register,
+    Registered,
+    Tokens,
+    Unknown,
+)
+from common.sampling import TokenLogprobs
+from gateway.app import Gateway
+
+CORPUS = [
+    "Shall I compare thee to a summer's day? Thou art more lovely and more temperate:",
+    "Rough winds do shake the darling buds of May, and summer's lease hath all too short a date;",
+    "Größe, naïve café, 你好世界, こんにちは, 🙂🚀 and the end of the line.",
+]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+EOS = "<|im_end|>"
+MODEL = "tiny"
+PADDED_VOCAB = 512
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer of about 320 ids, the last few of them special."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", EOS)])
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("né €", special=False)])
+    return tokenizer
+
+
+def make_model_folder(folder: Path) -> Path:
+    """A folder with what the gateway reads of a checkpoint."""
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {
+        "chat_template": TEMPLATE,
+        "eos_token": EOS,
+        "bos_token": None,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_register(role: str, name: str, **changes: Any) -> Register:
+    """What a node of the tiny model says of itself."""
+    fields: dict[str, Any] = {
+        "role": role,
+        "name": name,
+        "model": MODEL,
+        "digest": "d1",
+        "vocab_size": PADDED_VOCAB,
+        "context_length": 512,
+        "eos_token_ids": (322,),
+        "generation": {},
+        "geometry": Geometry(2, 2, 16, 16, "float32"),
+        "num_pages": 64,
+        "max_running": 8,
+        "max_queued": 16,
+        "transports": ("shm",),
+        "address": "127.0.0.1:9" if role == "prefill" else "",
+        "pid": 1,
+        "device": "fake",
+    }
+    return Register(**{**fields, **changes})
+
+
+class FakeNode:
+    """One start of one node.
+
+    Attributes:
+        heard: every message from the gateway, in order.
+        generates, aborts: those of these kinds, by rid.
+        on_generate: called with the node and each ``Generate``; by default the echo.
+    """
+
+    def __init__(self, control_address: str, role: str, name: str = "", **changes: Any) -> None:
+        self.role = role
+        self.register = make_register(role, name or role, **changes)
+        self.incarnation = new_incarnation()
+        self.heard: list[Any] = []
+        self.generates: dict[str, Generate] = {}
+        self.aborts: list[str] = []
+        self.on_generate: Callable[[FakeNode, Generate], None] = echo
+        self.is_beating = True
+        self._context = zmq.Context()
+        self.mailbox = Mailbox(self._context, self.incarnation, FromGateway, connect=f"tcp://{control_address}")
+        self._changed = asyncio.Event()
+        self._work = asyncio.get_running_loop().create_task(self._run())
+
+    def send(self, message: Message) -> None:
+        self.mailbox.send(message)
+
+    def tokens(self, rid: str, index: int, tokens: tuple[int, ...], **fields: Any) -> None:
+        self.send(Tokens(rid, 0, index, tokens, **fields))
+
+    def fail(self, rid: str, code: ErrorCode, message: str = "as the test wants", retry_after_s: float = 0.0) -> None:
+        self.send(Failed(rid, 0, code, message, retry_after_s))
+
+    def leave(self) -> None:
+        self.send(Leave())
+
+    def beat(self, **counters: float) -> None:
+        self.send(Heartbeat(0, len(self.generates), 10, 5, 0, counters))
+
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+        """Waits until something about what this node has heard is true."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def registered(self) -> "FakeNode":
+        await self.until(lambda: any(isinstance(message, Registered) for message in self.heard))
+        return self
+
+    @property
+    def refusal(self) -> str:
+        return next((message.reason for message in self.heard if isinstance(message, Refused)), "")
+
+    async def _run(self) -> None:
+        self.send(self.register)
+        next_beat = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            is_unknown = any(isinstance(letter.message, Unknown) for letter in self._receive())
+            if self.mailbox.link().connected or is_unknown:
+                self.send(self.register)
+            if self.is_beating and loop.time() > next_beat:
+                next_beat = loop.time() + 0.2
+                self.beat(steps_total=3.0)
+            await asyncio.sleep(0.002)
+
+    def _receive(self) -> list[Any]:
+        letters = self.mailbox.receive()
+        for letter in letters:
+            self.heard.append(letter.message)
+            if isinstance(letter.message, Generate):
+                self.generates[letter.message.rid] = letter.message
+                self.on_generate(self, letter.message)
+            elif isinstance(letter.message, Abort):
+                self.aborts.append(letter.message.rid)
+        if letters:
+            self._changed.set()
+        return letters
+
+    async def kill(self) -> None:
+        """Gone without a word."""
+        self._work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._work
+        self.mailbox.close()
+        self._context.destroy(linger=0)
+
+
+def echo(node: FakeNode, generate: Generate) -> None:
+    """Answers the prompt's tokens over and over, up to the limit."""
+    prompt, limit = generate.prompt, generate.sampling.max_new_tokens
+    output = tuple(prompt[i % len(prompt)] for i in range(limit))
+    with_logprobs = generate.sampling.logprobs is not None
+    logprobs = tuple(
+        TokenLogprobs(-0.5, tuple((token + i, -0.5 - i) for i in range(generate.sampling.logprobs or 0)))
+        for token in output
+        if with_logprobs
+    )
+    if node.role == "prefill":
+        finish = "length" if limit == 1 else ""
+        node.tokens(generate.rid, 0, output[:1], logprobs=logprobs[:1], cached_tokens=len(prompt) // 2, finish=finish)
+        return
+    for i in range(1, limit):
+        finish = "length" if i == limit - 1 else ""
+        node.tokens(generate.rid, i, output[i : i + 1], logprobs=logprobs[i : i + 1], finish=finish)
+
+
+def silent(node: FakeNode, generate: Generate) -> None:
+    """Says nothing; the test speaks for the node."""
+
+
+class Stack:
+    """A gateway on free ports, its fake nodes, and a client."""
+
+    def __init__(self, gateway: Gateway, client: aiohttp.ClientSession) -> None:
+        self.gateway = gateway
+        self.client = client
+        self.nodes: list[FakeNode] = []
+
+    @property
+    def url(self) -> str:
+        return self.gateway.http_address
+
+    async def node(self, role: str, name: str = "", **changes: Any) -> FakeNode:
+        """A further node, registered."""
+        return await self.joining(role, name, **changes).registered()
+
+    def joining(self, role: str, name: str = "", **changes: Any) -> FakeNode:
+        """A further node, still on its way in."""
+        self.nodes.append(FakeNode(self.gateway.control_address, role, name, **changes))
+        return self.nodes[-1]
+
+    async def pair(self, **changes: Any) -> tuple[FakeNode, FakeNode]:
+        return await self.node("prefill", **changes), await self.node("decode", **changes)
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        headers = {"Content-Type": "application/json", **headers}
+        async with self.client.post(self.url + path, data=data, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        async with self.client.get(self.url + path, headers=headers) as answer:
+            is_json = answer.content_type == "application/json"
+            return answer.status, await (answer.json() if is_json else answer.text())
+
+    async def stream(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream: decoded JSON, or the text ``[DONE]``."""
+        async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
+            assert answer.status == 200, await answer.text()
+            assert answer.content_type == "text/event-stream"
+            return [event async for event in events(answer)]
+
+
+async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """Server-sent events as they come."""
+    async for line in answer.content:
+        if line.startswith(b"data: "):
+            data = line[6:].strip()
+            yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path, *, gateway_options: dict[str, Any] | None = None, **config: Any
+) -> AsyncIterator[Stack]:
+    """A gateway over the tiny model, ready for nodes."""
+    values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder), **config}
+    gateway = Gateway(GatewayConfig(**values), folder, **(gateway_options or {}))
+    await gateway.start()
+    async with aiohttp.ClientSession() as client:
+        stack = Stack(gateway, client)
+        try:
+            yield stack
+        finally:
+            await gateway.stop()
+            for node in stack.nodes:
+                await node.kill()
