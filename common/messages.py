@@ -90,14 +90,14 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """node -> gateway, every ``heartbeat_s`` and when idle turns to busy: what I hold now and what I have done so far."""
+    """node -> gateway, every ``heartbeat_s``: what I hold now and what I have done so far."""
 
     num_waiting: Count
     num_running: Count
     num_free_pages: Count
     num_cached_pages: Count
     num_quarantined_pages: Count
-    counters: dict[str, float]  # monotonic totals, by metric name; see common/node/stats.py
+    counters: dict[str, float]  # monotonic totals since the process began, by name
 
 
 class Leave(Message, frozen=True, tag="leave"):
@@ -137,7 +137,7 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
-    """node -> gateway: output tokens ``index .. index + len(tokens)``. The first comes from prefill, the rest from decode."""
+    """node -> gateway: output tokens from ``index`` on. The first comes from prefill, the rest from decode."""
 
     rid: Id
     attempt: Count
@@ -146,7 +146,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish: Literal["", "stop", "length"] = ""  # non-empty: the last of these tokens ended the output
     cached_tokens: Count = 0  # with index 0: prompt tokens that prefill found in its cache
-    timings: dict[str, float] = {}  # noqa: RUF012 - msgspec copies; with the first and last tokens: seconds by stage
+    timings: dict[str, float] = {}
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -185,7 +185,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """decode -> prefill: write page ``first + i`` of this prompt into my page ``pages[i]``. What is never granted is not needed."""
+    """decode -> prefill: write page ``first + i`` of the prompt into my ``pages[i]``. Never granted is not needed."""
 
     rid: Id
     attempt: Count

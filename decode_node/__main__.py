@@ -34,7 +34,8 @@ def build(parts: Parts) -> DecodeRole:
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )
-    receiver = Receiver(ShmReader(parts.pool), parts.books, name=config.name or "decode", digest=parts.digest)
+    transport = ShmReader(parts.pool, parts.incarnation)
+    receiver = Receiver(transport, parts.books, name=config.name or "decode", digest=parts.digest)
     return DecodeRole(scheduler, receiver, cache=parts.cache, books=parts.books)
 
 

@@ -1,11 +1,13 @@
 """Which waiting requests get pages for their prompts. Pure.
 
-In order of arrival, all or nothing: a request gets every page that its prompt still lacks, or none, so that every transfer
-under way can end without further pages and no two wait for each other. Retracted requests come first. A request whose prefix is
-just being received for another waits until it is there, so that a prefix is shipped once; those behind it may pass.
+In order of arrival, all or nothing: a request gets every page that its prompt still lacks, or none, so that every
+transfer under way can end without further pages and no two wait for each other. Retracted requests come first. A
+request whose prefix is just being received for another waits until it is there, so that a prefix is shipped once; those
+behind it may pass.
 """
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from common.pages import Owner, PageBooks
 from common.radix import Pending, RadixCache
@@ -29,6 +31,13 @@ class Reservation:
     pending: Pending | None
 
 
+class Refusal(Enum):
+    """Why a request gets no pages now."""
+
+    SHORT_OF_PAGES = auto()
+    PREFIX_PENDING = auto()  # part of its prompt is just being received for another
+
+
 class Admission:
     """Reserves pages for prompts that come from prefill nodes, and settles what becomes of them."""
 
@@ -37,15 +46,15 @@ class Admission:
         self._books = books
         self.reservations: dict[tuple[str, int], Reservation] = {}
 
-    def reserve(self, request: Request, *, spare_tokens: int) -> Reservation | None:
+    def reserve(self, request: Request, *, spare_tokens: int) -> Reservation | Refusal:
         """Give the request its prompt's pages if ``spare_tokens`` remain: free, evictable, or in its last page.
 
         Returns:
-            None, with nothing changed, if pages are short or the prefix is on its way for another request.
+            A ``Refusal``, and then nothing has changed, if pages are short or the prefix is on its way.
         """
         match = self._cache.match(request.prompt, request.salt)
         if match.pending is not None:
-            return None
+            return Refusal.PREFIX_PENDING
         page_size = self._cache.page_size
         num_pages = -(-len(request.prompt) // page_size)
         num_needed = num_pages - len(match.pages)
@@ -58,7 +67,7 @@ class Admission:
             pages = self._books.alloc(num_needed, Owner.GRANT)
         if pages is None:
             self._cache.unlock(match.node)
-            return None
+            return Refusal.SHORT_OF_PAGES
         num_whole = len(request.prompt) // page_size
         pending = None
         if self._cache.is_enabled and num_whole > len(match.pages):

@@ -1,7 +1,7 @@
 """The life of a request on a decode node.
 
-``DONE`` is reached from everywhere by the same release. A request that ends while its transfer runs leaves its granted pages
-to the receiver, which keeps them in quarantine until no write can reach them.
+``DONE`` is reached from everywhere by the same release. A request that ends while its transfer runs leaves its granted
+pages to the receiver, which keeps them in quarantine until no write can reach them.
 """
 
 from enum import StrEnum

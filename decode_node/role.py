@@ -1,7 +1,7 @@
 """The decode role: scheduler and receiver, joined.
 
-The scheduler decides who gets pages and who runs; the receiver tells when a prompt has wholly arrived and when the pages of
-a broken transfer are safe again. Tokens and errors go straight to the gateway.
+The scheduler decides who gets pages and who runs; the receiver tells when a prompt has wholly arrived and when the
+pages of a broken transfer are safe again. Tokens and errors go straight to the gateway.
 """
 
 from collections import Counter
@@ -21,6 +21,18 @@ from kv_transfer.receiver import Completed, Event, Finished, PairLost, Receiver,
 
 Key = tuple[str, int]
 
+#: Monotonic totals, beside those of the receiver.
+COUNTERS = (
+    "requests",
+    "failed_requests",
+    "steps",
+    "transfers",
+    "pages_cached",
+    "output_tokens",
+    "retractions",
+    "resumed_tokens_computed",
+)
+
 #: A prefill node that has not answered ``Connect`` by then counts as lost.
 CONNECT_TIMEOUT_S = 10.0
 
@@ -37,7 +49,7 @@ class DecodeRole:
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
         self._source: dict[Key, str] = {}  # which of them computes a request's prompt
         self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
-        self._totals: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -105,7 +117,7 @@ class DecodeRole:
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)
 
-    # ---- what follows -------------------------------------------------------------------------------------------------
+    # ---- what follows -----------------------------------------------------------------------------------------------
 
     def _generate(self, message: Generate, now: float) -> None:
         request = request_from(message, now)
@@ -213,7 +225,7 @@ class DecodeRole:
         self._totals["failed_requests"] += 1
         self.outbox.gateway.append(Failed(*key, code, message))
 
-    # ---- what others may know -----------------------------------------------------------------------------------------
+    # ---- what others may know ---------------------------------------------------------------------------------------
 
     def files(self) -> Sequence[Any]:
         return self._receiver.files()

@@ -1,7 +1,7 @@
-"""The decode node's batch: which requests grow by a token in the next step, and who gives way when pages run short. Pure.
+"""The decode node's batch: which requests grow by a token, and who gives way when pages run short. Pure.
 
-Each step takes up the requests whose prompts have arrived, gives every running one the page it is about to enter, and adds
-chunks of retracted requests that are computed again. When pages run short the cache is evicted first; then running
+Each step takes up the requests whose prompts have arrived, gives every running one the page it is about to enter, and
+adds chunks of retracted requests that are computed again. When pages run short the cache is evicted first; then running
 requests are retracted, least work lost first, and go to the front of the queue. The last one is never retracted.
 """
 
@@ -20,7 +20,7 @@ from common.request import Request
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
 from common.step import Admit, PageDelta, Row, StepPlan, StepResult
-from decode_node.admission import Admission, Reservation
+from decode_node.admission import Admission, Refusal, Reservation
 from decode_node.lifecycle import TABLE, Event, State
 
 Key = tuple[str, int]
@@ -104,7 +104,7 @@ class DecodeScheduler:
         if len(request.prompt) + 1 > capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens and the decode node's pool holds {capacity}, output included",
+                f"the prompt has {len(request.prompt)} tokens; the decode node's pool holds {capacity}, output included",
                 param="prompt",
             )
         bound = self._limits.max_queued
@@ -164,9 +164,9 @@ class DecodeScheduler:
             if len(self.receiving) + len(self.ready) >= self._limits.max_running:
                 break
             reservation = self._admission.reserve(request, spare_tokens=self._spare_tokens(request))
-            if reservation is None:
-                if self._cache.match(request.prompt, request.salt).pending is not None:
-                    continue  # its prefix is on the way; others need not wait for it
+            if reservation is Refusal.PREFIX_PENDING:
+                continue  # others need not wait for it
+            if reservation is Refusal.SHORT_OF_PAGES:
                 break
             del self.waiting[request.key]
             request.admitted_at = now
@@ -189,7 +189,7 @@ class DecodeScheduler:
     def _expected(self, requests: list[Request]) -> int:
         return expected_tokens(requests, self._ratio.value, self._limits.clip_tokens)
 
-    # ---- one step -----------------------------------------------------------------------------------------------------
+    # ---- one step ---------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed now (see ``stuck``)."""
@@ -352,7 +352,7 @@ class DecodeScheduler:
         """Tokens of a plan that are computed again after a retraction."""
         return sum(chunk.num_tokens for chunk in self._in_flight[plan.step][1])
 
-    # ---- proof ----------------------------------------------------------------------------------------------------------
+    # ---- proof ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Every request is in exactly the place its state says, and every slot is in one place."""

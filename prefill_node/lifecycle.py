@@ -1,7 +1,7 @@
 """The life of a request on a prefill node.
 
-Source pages go back on one event only, ``RELEASED``: the transfer plane says that nothing reads them any more. Every other
-end (the first token ends the output, an abort, a deadline) first closes the transfer and then waits for it.
+Source pages go back on one event only, ``RELEASED``: the transfer plane says that nothing reads them any more. Every
+other end (the first token ends the output, an abort, a deadline) first closes the transfer and then waits for it.
 """
 
 from enum import StrEnum

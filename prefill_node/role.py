@@ -22,6 +22,19 @@ from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
 
 Key = tuple[str, int]
 
+#: Monotonic totals, beside those of the sender. ``overlapped_transfers``: of the prompts that were cut into chunks, those
+#: whose first page was in place before their last chunk began.
+COUNTERS = (
+    "requests",
+    "failed_requests",
+    "steps",
+    "prompt_tokens_computed",
+    "prompt_tokens_cached",
+    "output_tokens",
+    "chunked_requests",
+    "overlapped_transfers",
+)
+
 
 class PrefillRole:
     """Everything a prefill node decides. See ``common.node.role.Role`` for the calls."""
@@ -32,7 +45,7 @@ class PrefillRole:
         self._sender = sender
         self._cache = cache
         self._books = books
-        self._totals: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # ---- events ---------------------------------------------------------------------------------------------------
 

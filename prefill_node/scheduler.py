@@ -1,8 +1,8 @@
 """Which chunks of which prompts the next step computes. Pure: integers in, plans and effects out.
 
 A request waits, is admitted with all pages of its prompt, and is extended chunk by chunk; every step is filled to the
-chunk budget by ``PrefillAdder``. After a chunk its whole pages enter the radix cache and are ready to leave. The sample of
-the last chunk is the first output token; the slot is free then, the pages stay until ``release``.
+chunk budget by ``PrefillAdder``. After a chunk its whole pages enter the radix cache and are ready to leave. The sample
+of the last chunk is the first output token; the slot is free then, the pages stay until ``release``.
 """
 
 from collections.abc import Collection

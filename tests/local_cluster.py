@@ -1,8 +1,9 @@
 """Whole prefill and decode nodes in one process, stepped by hand: real roles, schedulers, caches, sessions and engines.
 
 Only sockets and the clock are missing. Messages are carried over between steps (between plan and commit too, as happens
-in a node whose engine runs in a thread), pages over an in-process wire, and the books of every node are proved after every
-event. The cluster plays the gateway's part: it joins tokens by index and tells the other leg when a request has ended.
+in a node whose engine runs in a thread), pages over an in-process wire, and the books of every node are proved after
+every event. The cluster plays the gateway's part: it joins tokens by index and tells the other leg when a request has
+ended.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.clock import ManualClock
+from common.errors import ErrorCode
 from common.messages import Abort, Failed, Generate, Message, Peer, Tokens
 from common.new_token_ratio import NewTokenRatio, constants_from
 from common.pages import PageBooks
@@ -24,6 +26,7 @@ from kv_transfer.sender import Sender
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
 from prefill_node import scheduler as prefill
 from prefill_node.role import PrefillRole
+from tests.fake_engine import FakeExecutor
 
 
 @dataclass(slots=True)
@@ -65,7 +68,7 @@ class Answer:
 
 class LocalCluster:
     """Args:
-    folder: of the model; float32 everywhere.
+    folder: of the model, in float32 everywhere; None for the engine of ``fake_engine``.
     num_prefill, num_decode: nodes.
     page_size, chunk_tokens: of all nodes.
     prefill_pages, decode_pages: size of each pool.
@@ -74,7 +77,7 @@ class LocalCluster:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None = None,
         *,
         num_prefill: int = 1,
         num_decode: int = 1,
@@ -92,6 +95,7 @@ class LocalCluster:
         self.clock = ManualClock()
         self.wire = Wire(latency=latency)
         self.answers: dict[str, Answer] = {}
+        self.num_starts = 0
         self._folder = folder
         self._page_size = page_size
         self._engine = {"attention": attention, "device": device, "num_slots": max_running, "page_size": page_size}
@@ -103,6 +107,8 @@ class LocalCluster:
         self.decode = [self._decode_node(f"decode-{i}".ljust(32, "0"), decode_pages) for i in range(num_decode)]
 
     def _load(self, num_pages: int) -> tuple[Any, tuple[int, ...]]:
+        if self._folder is None:
+            return FakeExecutor(num_pages, self._page_size, self._max_running), ()
         from common.engine.executor import load_executor
         from common.engine.model_config import ModelConfig
 
@@ -141,7 +147,7 @@ class LocalCluster:
     def members(self) -> list[Member]:
         return [member for member in [*self.prefill, *self.decode] if member.is_alive]
 
-    # ---- the client ---------------------------------------------------------------------------------------------------
+    # ---- the client -------------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -169,6 +175,29 @@ class LocalCluster:
             if leg.is_alive:
                 leg.role.on_gateway(Abort(rid, 0), self.clock.now())
 
+    def kill(self, member: Member, *, is_noticed: bool = True) -> None:
+        """As kill -9. The others notice, and its requests fail, as the gateway would see to."""
+        member.is_alive = False
+        member.plan = None
+        if member in self.prefill:
+            member.transport.die()
+        for rid, answer in self.answers.items():
+            if member in answer.legs and not answer.is_over:
+                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{member.name} was killed")
+                self.abort(rid)
+        for other in self.members:
+            if is_noticed:
+                other.role.peer_lost(member.name, self.clock.now())
+
+    def replace(self, member: Member, num_pages: int) -> Member:
+        """A fresh node takes the place of a dead one."""
+        nodes = self.prefill if member in self.prefill else self.decode
+        self.num_starts += 1
+        name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, "0")
+        make = self._prefill_node if nodes is self.prefill else self._decode_node
+        nodes[nodes.index(member)] = fresh = make(name, num_pages)
+        return fresh
+
     def run(self, max_steps: int = 20_000) -> None:
         """Until every answer is over."""
         for _ in range(max_steps):
@@ -184,7 +213,7 @@ class LocalCluster:
         for _ in range(num_steps):
             self.step()
 
-    # ---- one step of everybody -------------------------------------------------------------------------------------------
+    # ---- one step of everybody --------------------------------------------------------------------------------------
 
     def step(self) -> None:
         self.clock.advance(0.001)

@@ -1,7 +1,7 @@
 """The loop of a node: hear, commit, decide, compute, speak. One thread, no locks; the role decides everything.
 
-The gateway is dialled and dialled again for ever. Whenever the connection comes up, the node registers; whenever it goes
-down, nobody is left to answer to, and every request ends here.
+The gateway is dialled and dialled again for ever. Whenever the connection comes up, the node registers; whenever it
+goes down, nobody is left to answer to, and every request ends here.
 """
 
 import logging
@@ -71,6 +71,8 @@ class Node:
         self._heartbeat_s = 1.0
         self._next_heartbeat_at = 0.0
         self._is_stopping = False
+        self._is_checked = True
+        self._num_failed_checks = 0
         self.is_registered = False
         self.refused: str | None = None
         self._poller = zmq.Poller()
@@ -90,7 +92,7 @@ class Node:
         for socket in mailbox.sockets:
             self._poller.unregister(socket)
 
-    # ---- the loop -----------------------------------------------------------------------------------------------------
+    # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until ``stop`` is called or the gateway refuses this node (see ``refused``)."""
@@ -108,6 +110,19 @@ class Node:
                 if plan is not None:
                     self._engine.submit(plan)
             self._speak(now)
+            self._check_when_idle()
+
+    def _check_when_idle(self) -> None:
+        """Prove the books once after each spell of work: a leak shows here, long before the pool is empty."""
+        if self._engine.is_busy:
+            self._is_checked = False
+        elif not self._is_checked and self._role.load().num_running == 0:
+            self._is_checked = True
+            try:
+                self._role.check()
+            except AssertionError:
+                self._num_failed_checks += 1
+                log.exception("the books of this node do not balance; please report this")
 
     def stop(self) -> None:
         """Ask the loop to end; safe in a signal handler."""
@@ -135,7 +150,7 @@ class Node:
         until_heartbeat = max(0.0, self._next_heartbeat_at - self._clock.now())
         self._poller.poll(math.ceil(min(longest_s, until_heartbeat) * 1_000))
 
-    # ---- hearing ------------------------------------------------------------------------------------------------------
+    # ---- hearing ----------------------------------------------------------------------------------------------------
 
     def _hear(self, now: float) -> None:
         link = self._gateway.link()
@@ -188,7 +203,7 @@ class Node:
             log.warning("prefill node %s is gone", incarnation[:8])
             self._role.peer_lost(incarnation, now)
 
-    # ---- speaking -----------------------------------------------------------------------------------------------------
+    # ---- speaking ---------------------------------------------------------------------------------------------------
 
     def _speak(self, now: float) -> None:
         self._flush()
@@ -233,7 +248,7 @@ class Node:
             num_free_pages=load.num_free_pages,
             num_cached_pages=load.num_cached_pages,
             num_quarantined_pages=load.num_quarantined_pages,
-            counters=self._role.counters(),
+            counters={**self._role.counters(), "failed_checks": float(self._num_failed_checks)},
         )
 
 

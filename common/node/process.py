@@ -1,4 +1,4 @@
-"""The process around a role: model, pool, cache, loop. One piece for both roles; role and transfer endpoint are handed in.
+"""The process around a role: model, pool, cache, loop. One piece for both roles, which are handed in.
 
 Nothing heavy is imported before the configuration has been accepted, so that a wrong flag is answered at once.
 """
@@ -41,6 +41,7 @@ class Parts:
         pool: the KV pool, which is also the ``PageStore`` of the transfer plane.
         capacity: slots, pages and chunk size that the configuration and this machine come to.
         digest: of the model; nodes that differ in it cannot share KV.
+        incarnation: of this start of this process.
     """
 
     config: NodeConfig
@@ -50,6 +51,7 @@ class Parts:
     cache: RadixCache
     clock: MonotonicClock
     digest: str
+    incarnation: str
     eos_token_ids: tuple[int, ...]
 
 
@@ -71,10 +73,21 @@ def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -
     clock = MonotonicClock()
     books = PageBooks(capacity.num_pages)
     cache = RadixCache(books, config.page_size, is_enabled=not config.disable_radix_cache)
-    parts = Parts(config, capacity, executor.pool, books, cache, clock, model.digest, model.eos_token_ids)
-    role = build_role(parts)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = new_incarnation()
+    role = build_role(
+        Parts(
+            config=config,
+            capacity=capacity,
+            pool=executor.pool,
+            books=books,
+            cache=cache,
+            clock=clock,
+            digest=model.digest,
+            incarnation=incarnation,
+            eos_token_ids=model.eos_token_ids,
+        )
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listen = None
     if config.role == "prefill":
         listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)

@@ -1,0 +1,297 @@
+"""Both roles under everything that can happen to them, over an engine whose tokens betray every wrong page."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from common.errors import ErrorCode
+from common.sampling import SamplingParams
+from decode_node.lifecycle import TABLE as DECODE_TABLE
+from decode_node.lifecycle import Event as DecodeEvent
+from decode_node.lifecycle import State as DecodeState
+from prefill_node.lifecycle import TABLE as PREFILL_TABLE
+from prefill_node.lifecycle import Event as PrefillEvent
+from prefill_node.lifecycle import State as PrefillState
+from tests.fake_engine import expected_output
+from tests.local_cluster import Answer, LocalCluster
+
+
+def sampling(max_new: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new, temperature=0.0, **others)
+
+
+def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
+    return tuple((first + 3 * i) % 101 for i in range(length))
+
+
+def assert_all_pages_are_back(cluster: LocalCluster) -> None:
+    for member in cluster.members:
+        load = member.role.load()
+        assert load.num_running == 0
+        assert load.num_waiting == 0
+        assert load.num_quarantined_pages == 0
+        num_pages = member.executor.pool.num_pages
+        assert load.num_free_pages + load.num_cached_pages == num_pages, "a page is lost"
+
+
+def test_a_prompt_computed_here_is_continued_there() -> None:
+    cluster = LocalCluster(chunk_tokens=16)
+    answer = cluster.submit("a", prompt_of(100), sampling(20))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(100), 20)
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:
+    cluster = LocalCluster(latency=5)
+    answer = cluster.submit("a", prompt_of(40), sampling(1))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(40), 1)
+    assert answer.finish == "length"
+    cluster.settle(20)
+    assert cluster.counters(cluster.decode[0])["output_tokens"] == 0
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_stop_token_ends_the_output_on_whichever_node_it_is_sampled() -> None:
+    output = expected_output(prompt_of(40), 5)
+    for index in (0, 3):
+        cluster = LocalCluster()
+        answer = cluster.submit("a", prompt_of(40), sampling(50, stop_token_ids=(output[index],)))
+        cluster.run()
+        assert answer.output == output[: index + 1]
+        assert answer.finish == "stop"
+        cluster.settle()
+        assert_all_pages_are_back(cluster)
+
+
+def test_a_shared_prefix_is_shipped_once() -> None:
+    cluster = LocalCluster(latency=4)
+    shared = prompt_of(64)
+    for number in range(4):
+        cluster.submit(f"r{number}", (*shared, 1000 + number, 7, 7), sampling(4))
+    cluster.run()
+    for number in range(4):
+        assert cluster.answers[f"r{number}"].output == expected_output((*shared, 1000 + number, 7, 7), 4)
+    cluster.settle()
+    # Four whole pages once, and one partial page each.
+    assert cluster.counters(cluster.prefill[0])["pages_sent"] == 4 + 4
+    assert_all_pages_are_back(cluster)
+
+
+def test_requests_with_different_salts_share_nothing() -> None:
+    cluster = LocalCluster()
+    for salt in ("red", "blue"):
+        cluster.submit(salt, prompt_of(64), sampling(4), salt=salt)
+        cluster.run()
+    assert cluster.counters(cluster.prefill[0])["pages_sent"] == 8
+    assert cluster.answers["blue"].cached_tokens == 0
+
+
+def test_more_requests_than_the_queue_holds_are_refused() -> None:
+    cluster = LocalCluster(max_queued=2, max_running=1)
+    answers = [cluster.submit(f"r{i}", prompt_of(20, i), sampling(3)) for i in range(6)]
+    cluster.run()
+    refused = [answer for answer in answers if answer.error is not None]
+    assert len(refused) == 4
+    assert {answer.error.code for answer in refused if answer.error} == {ErrorCode.QUEUE_FULL}
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_prompt_larger_than_a_pool_is_refused_by_name() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=10)
+    answer = cluster.submit("a", prompt_of(40), sampling(3))
+    cluster.run()
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.POOL_TOO_SMALL
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_an_output_that_outgrows_the_whole_pool_ends_in_a_typed_error_after_every_token_it_had_room_for() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=10)
+    answer = cluster.submit("a", prompt_of(30), sampling(50))
+    cluster.run()
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.OUT_OF_PAGES
+    assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and the token after them
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_lone_request_may_fill_the_pool_to_the_last_token() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=10)
+    answer = cluster.submit("a", prompt_of(39), sampling(2))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(39), 2)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    for num_steps in range(12):
+        cluster = LocalCluster(chunk_tokens=16, latency=2)
+        answer = cluster.submit("a", prompt_of(64), sampling(1000), timeout_s=1.0)
+        for _ in range(num_steps):
+            cluster.step()
+        cluster.clock.advance(10.0)
+        cluster.run()
+        assert answer.error is not None
+        assert answer.error.code is ErrorCode.DEADLINE_EXCEEDED
+        cluster.settle(20)
+        assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize("num_steps", range(14))
+def test_an_abort_gives_every_page_back_wherever_the_request_is(num_steps: int) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=3)
+    answer = cluster.submit("a", prompt_of(64), sampling(1000))
+    for _ in range(num_steps):
+        cluster.step()
+    answer.finish = "aborted"
+    cluster.abort("a")
+    cluster.settle(20)
+    assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize("num_steps", range(14))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_death_of_either_node_frees_the_other_wherever_the_request_is(num_steps: int, role: str) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=3)
+    cluster.submit("a", prompt_of(64), sampling(1000))
+    for _ in range(num_steps):
+        cluster.step()
+    member = (cluster.prefill if role == "prefill" else cluster.decode)[0]
+    cluster.kill(member)
+    cluster.settle(20)
+    assert_all_pages_are_back(cluster)
+    cluster.replace(member, 256)
+    answer = cluster.submit("b", prompt_of(64), sampling(5))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(64), 5)
+
+
+def test_a_lost_gateway_ends_everything() -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=3)
+    for number in range(5):
+        cluster.submit(f"r{number}", prompt_of(64, number), sampling(1000))
+    for _ in range(8):
+        cluster.step()
+    for member in cluster.members:
+        member.role.gateway_lost(cluster.clock.now())
+    cluster.settle(20)
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_full_batch_gives_way_to_a_finished_transfer_instead_of_deadlock() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=12, max_running=1)
+    first = cluster.submit("a", prompt_of(8), sampling(36))
+    second = cluster.submit("b", prompt_of(8, 50), sampling(36))
+    cluster.run()
+    assert first.output == expected_output(prompt_of(8), 36)
+    assert second.output == expected_output(prompt_of(8, 50), 36)
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize(
+    ("table", "states", "events"),
+    [(PREFILL_TABLE, PrefillState, PrefillEvent), (DECODE_TABLE, DecodeState, DecodeEvent)],
+)
+def test_a_lifecycle_table_ends_every_life_and_revives_none(table: Any, states: Any, events: Any) -> None:
+    done = next(state for state in states if state.value == "done")
+    assert not [event for event in events if (done, event) in table]
+    for state in states:
+        reached, frontier = {state}, [state]
+        while frontier:
+            here = frontier.pop()
+            after = {table[here, event] for event in events if (here, event) in table}
+            frontier += after - reached
+            reached |= after
+        assert done in reached, f"{state} never ends"
+
+
+class Cluster(RuleBasedStateMachine):
+    """Random requests, aborts, deaths and replacements in pools so small that everything is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+        self.wanted: dict[str, tuple[tuple[int, ...], int]] = {}
+        self.aborted: set[str] = set()
+        self.cluster = LocalCluster(
+            num_prefill=2,
+            num_decode=2,
+            page_size=4,
+            chunk_tokens=8,
+            prefill_pages=20,
+            decode_pages=14,
+            max_running=3,
+            latency=2,
+        )
+
+    @rule(
+        head=st.integers(0, 2),
+        length=st.integers(1, 40),
+        max_new=st.integers(1, 14),
+        pair=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    )
+    def submit(self, head: int, length: int, max_new: int, pair: tuple[int, int]) -> None:
+        rid = f"r{self.num_requests}"
+        self.num_requests += 1
+        prompt = prompt_of(length, head)
+        self.wanted[rid] = (prompt, max_new)
+        self.cluster.submit(rid, prompt, sampling(max_new), pair=pair)
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.cluster.step()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        alive = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
+        if alive:
+            rid = data.draw(st.sampled_from(alive))
+            self.aborted.add(rid)
+            self.cluster.answers[rid].finish = "aborted"
+            self.cluster.abort(rid)
+
+    @rule(role=st.sampled_from(["prefill", "decode"]), index=st.integers(0, 1))
+    def die(self, role: str, index: int) -> None:
+        nodes = self.cluster.prefill if role == "prefill" else self.cluster.decode
+        member = nodes[index]
+        self.cluster.kill(member)
+        self.cluster.replace(member, 20 if role == "prefill" else 14)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.cluster.check()
+
+    def teardown(self) -> None:
+        self.cluster.run()
+        self.cluster.settle(30)
+        assert_all_pages_are_back(self.cluster)
+        for rid, answer in self.cluster.answers.items():
+            self.judge(rid, answer)
+
+    def judge(self, rid: str, answer: Answer) -> None:
+        prompt, max_new = self.wanted[rid]
+        if rid in self.aborted:
+            return
+        expected = expected_output(prompt, max_new)
+        if answer.error is None:
+            assert answer.output == expected
+            return
+        got = tuple(answer.tokens[i] for i in range(len(answer.tokens)) if i in answer.tokens)
+        assert got == expected[: len(got)], "wrong tokens before the error"
+        assert answer.error.code in (ErrorCode.NODE_LOST, ErrorCode.OUT_OF_PAGES)
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(
+    max_examples=3000, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
