@@ -103,9 +103,10 @@ class Receiver:
     def connect(self, peer: str) -> Connect:
         """The message that offers our pool to a prefill node (by incarnation), under a new epoch.
 
-        Transfers under an earlier epoch with it end, as in ``peer_lost``.
+        What an earlier epoch with it has granted fails, as in ``peer_lost``; what waits for a connection goes on
+        waiting.
         """
-        self.peer_lost(peer)
+        self._drop_link(peer, is_all=False)
         self._epoch += 1
         self._links[peer] = _Link(self._epoch)
         return Connect(
@@ -156,14 +157,16 @@ class Receiver:
 
     def peer_lost(self, peer: str) -> None:
         """The control connection is gone. Transfers fail; what was granted stays in quarantine until the fence."""
+        self._drop_link(peer, is_all=True)
+
+    def _drop_link(self, peer: str, *, is_all: bool) -> None:
         self._links.pop(peer, None)
         self._transport.withdraw(peer)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
         for session in self._of(peer):
-            if session.accepts(ReceiveEvent.LOSE):
-                failure = TransferFailed(
-                    session.key, ErrorCode.NODE_LOST, "the connection to the prefill node was lost"
-                )
+            if session.accepts(ReceiveEvent.LOSE) and (is_all or session.epoch):
+                message = "the connection to the prefill node was lost"
+                failure = TransferFailed(session.key, ErrorCode.NODE_LOST, message)
                 self._give_up(session, ReceiveEvent.LOSE, failure)
 
     def poll(self, now: float) -> None:

@@ -405,6 +405,8 @@ class Sender:
     def _settle_writes(self) -> None:
         delivered: dict[Key, list[int]] = {}
         for ticket in self._transport.done():
+            if ticket not in self._tickets:
+                continue  # over before its pair was, and nobody asked
             key, indices = self._tickets.pop(ticket)
             self._sessions[key].written(len(indices))
             delivered.setdefault(key, []).extend(indices)

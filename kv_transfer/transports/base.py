@@ -102,7 +102,7 @@ class WriterTransport(Protocol):
     def detach(self, peer: str) -> None:
         """Let go of a peer's pool, attached or attaching or neither. The fence: after it, no write reaches that pool.
 
-        Tickets of unfinished writes to it are never done.
+        Of tickets of that peer, ``done`` may yet return those that were over before, and no others.
         """
         ...
 

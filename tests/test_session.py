@@ -1,0 +1,181 @@
+"""Both lifecycles of a transfer, pair by pair, and the page arithmetic of its two ends."""
+
+from enum import StrEnum
+
+import pytest
+
+from common.lifecycle import IllegalTransitionError
+from kv_transfer.session import (
+    RECEIVE_TABLE,
+    SEND_TABLE,
+    ReceiveEvent,
+    ReceiveSession,
+    Receiving,
+    SendEvent,
+    Sending,
+    SendSession,
+)
+
+KEY = ("r", 0)
+
+# Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
+SEND = """
+         open   grant  compute finish start  written received end     fence
+early    open   early  .       .      .      .       .        closing .
+open     .      open   open    handed open   open    .        closing .
+handed   .      handed .       .      handed handed  closed   closing .
+closing  .      .      .       .      .      closing .        .       closed
+closed   .      .      .       .      .      .       .        .       .
+"""
+RECEIVE = """
+             grant    deliver land     handoff  cancel       lose         close  fence
+reserved     granted  .       .        .        freed        freed        freed  freed
+granted      granted  granted landed   handed   quarantined  quarantined  freed  freed
+handed       handed   handed  complete .        quarantined  quarantined  freed  freed
+landed       .        .       .        complete quarantined  quarantined  freed  freed
+complete     .        .       .        .        .            .            .      .
+quarantined  .        .       .        .        .            .            freed  freed
+freed        .        .       .        .        .            .            .      .
+"""
+
+
+def _cells(grid: str, states: type[StrEnum], events: type[StrEnum]) -> list[tuple[StrEnum, StrEnum, str]]:
+    header, *rows = [line.split() for line in grid.strip().splitlines()]
+    assert header == list(events)
+    assert [row[0] for row in rows] == list(states)
+    return [(states(row[0]), events(event), row[1 + i]) for row in rows for i, event in enumerate(header)]
+
+
+@pytest.mark.parametrize(("state", "event", "after"), _cells(SEND, Sending, SendEvent))
+def test_the_sending_end_goes_where_the_table_says(state: Sending, event: SendEvent, after: str) -> None:
+    session = SendSession(KEY, "peer", state)
+    assert session.accepts(event) == (after != ".")
+    if after == ".":
+        with pytest.raises(IllegalTransitionError):
+            session.apply(event)
+        assert session.state is state
+    else:
+        session.apply(event)
+        assert session.state == after
+
+
+@pytest.mark.parametrize(("state", "event", "after"), _cells(RECEIVE, Receiving, ReceiveEvent))
+def test_the_receiving_end_goes_where_the_table_says(state: Receiving, event: ReceiveEvent, after: str) -> None:
+    session = ReceiveSession(KEY, "peer", first=0, num_pages=1)
+    session.state = state
+    assert session.accepts(event) == (after != ".")
+    if after == ".":
+        with pytest.raises(IllegalTransitionError):
+            session.apply(event)
+        assert session.state is state
+    else:
+        session.apply(event)
+        assert session.state == after
+
+
+def test_the_tables_name_nothing_else() -> None:
+    assert len(SEND_TABLE) == sum(after != "." for _, _, after in _cells(SEND, Sending, SendEvent))
+    assert len(RECEIVE_TABLE) == sum(after != "." for _, _, after in _cells(RECEIVE, Receiving, ReceiveEvent))
+
+
+def test_a_page_is_due_once_it_is_both_granted_and_computed() -> None:
+    session = SendSession(KEY, "peer")
+    session.compute([10, 11])
+    assert session.num_due == 0
+    session.grant(1, 1, [5, 6, 7])  # indices 1, 2, 3
+    assert session.num_due == 1
+    session.compute([10, 11, 12])
+    assert session.start(8) == [1, 2]
+    assert [(session.sources[i], session.targets[i]) for i in (1, 2)] == [(11, 5), (12, 6)]
+    session.check()
+    session.finish([10, 11, 12, 13])
+    assert session.start(8) == [3]
+    assert session.num_in_flight == 3
+    assert not session.is_all_written
+    session.written(3)
+    assert session.is_all_written
+    session.check()
+
+
+def test_a_start_takes_no_more_than_it_may_and_no_page_twice() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [0, 1, 2])
+    session.compute([3, 4, 5])
+    assert session.start(2) == [0, 1]
+    assert session.start(2) == [2]
+    assert session.start(2) == []
+
+
+def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [0, 1])
+    session.compute([3, 4])
+    assert session.start(1) == [0]
+    session.end()
+    assert session.num_due == 0
+    with pytest.raises(AssertionError):
+        session.fence()
+    session.written(1)
+    session.fence()
+    assert session.state is Sending.CLOSED
+
+
+def test_a_severed_session_is_closed_with_writes_under_way() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [0])
+    session.compute([3])
+    session.start(1)
+    session.sever()
+    assert session.state is Sending.CLOSED
+
+
+def test_a_prompt_that_is_granted_more_pages_than_it_has_is_noticed_at_its_end() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 1, [4, 5])
+    session.finish([1, 2])
+    assert session.has_ungrantable()
+
+
+def test_computed_pages_cannot_become_fewer() -> None:
+    session = SendSession(KEY, "peer")
+    session.compute([1, 2])
+    with pytest.raises(AssertionError):
+        session.compute([1])
+
+
+def test_pages_land_when_every_part_of_each_is_there() -> None:
+    session = ReceiveSession(KEY, "peer", first=2, num_pages=4, num_parts=2)
+    session.reserve([8, 9])
+    session.grant(3)
+    assert session.deliver([2, 3], part=0) == []
+    assert session.deliver([3], part=1) == [9]
+    assert not session.is_landed
+    assert session.deliver([2], part=1) == [8]
+    assert session.state is Receiving.LANDED
+    session.check()
+
+
+@pytest.mark.parametrize(
+    ("indices", "part"),
+    [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0)],
+    ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond"],
+)
+def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part: int) -> None:
+    session = ReceiveSession(KEY, "peer", first=2, num_pages=4)
+    session.reserve([8, 9])
+    session.grant(1)
+    session.deliver([2], part=0)
+    assert not session.is_expected(indices, part)
+    assert session.is_expected([3], 0)
+
+
+def test_a_prompt_that_lacks_no_page_has_landed_when_it_is_granted() -> None:
+    session = ReceiveSession(KEY, "peer", first=2, num_pages=2)
+    session.grant(1)
+    assert session.state is Receiving.LANDED
+
+
+def test_more_pages_than_the_prompt_lacks_cannot_be_reserved() -> None:
+    session = ReceiveSession(KEY, "peer", first=2, num_pages=3)
+    with pytest.raises(AssertionError):
+        session.reserve([1, 2])
