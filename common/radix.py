@@ -223,7 +223,7 @@ class RadixCache:
         first = offset // self._page_bytes
         if pending is not None or first == len(pages):
             return Inserted(node, len(pages), 0)
-        adopted = list(pages[first:])
+        adopted = [*pages[first:]] if first else list(pages)
         self._books.move(adopted, Owner.REQUEST, Owner.RADIX)
         leaf = self._attach(node, key[offset:], adopted)
         self._count_ready(leaf)
