@@ -1,0 +1,173 @@
+"""One command runs a whole service, keeps it running, and leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.config import ServeConfig
+from scripts.cores import Share
+from scripts.serve import children, free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Service:
+    """``serve`` as a process: where it listens, and every line it has printed."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"ready (http://\S+)", line):
+                self.url = found.group(1)
+
+    def wait_until_ready(self) -> None:
+        ends = time.monotonic() + 90
+        while not self.url:
+            assert self.process.poll() is None, "\n".join(self.lines)
+            assert time.monotonic() < ends, "\n".join(self.lines)
+            time.sleep(0.02)
+
+    def nodes(self) -> dict[str, psutil.Process]:
+        """Its child processes by the module that they run."""
+        return {child.cmdline()[2]: child for child in psutil.Process(self.process.pid).children()}
+
+    def complete(self, prompt: str) -> tuple[int, str]:
+        """HTTP status and text of 40 greedy tokens."""
+        body = {"model": "baton-small", "prompt": prompt, "temperature": 0, "max_tokens": 40}
+        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=30)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = json.load(answer)
+        return answer.status, content["choices"][0]["text"] if answer.status == 200 else str(content)
+
+    def stop(self, number: signal.Signals) -> float:
+        """Send a signal, wait for the end; the seconds that took."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(10)
+        self._reader.join(5)
+        return time.monotonic() - began
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[Service]:
+    command = [sys.executable, "-m", "scripts.serve", "--port", "0", "--max-total-tokens", "4096", *words]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output) as process:
+        try:
+            yield Service(process)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.timeout(240)
+def test_a_service_answers_survives_a_killed_node_and_stops_without_a_trace():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        assert set(nodes) == {"gateway", "prefill_node", "decode_node"}
+        status, verse = service.complete("ROMEO:\n")
+        assert status == 200
+        assert re.search(r"[A-Za-z]{3}", verse)
+
+        nodes["decode_node"].kill()
+        ends = time.monotonic() + 60
+        while (answer := service.complete("ROMEO:\n")) != (200, verse):
+            assert answer[0] in (502, 503), answer
+            assert time.monotonic() < ends, "\n".join(service.lines)
+            time.sleep(0.1)
+        left = service.nodes()
+        assert left["prefill_node"] == nodes["prefill_node"]
+        assert left["gateway"] == nodes["gateway"]
+
+        assert service.stop(signal.SIGTERM) < 5
+        assert service.process.returncode == 0
+        assert not any(process.is_running() for process in left.values())
+        assert not any("Traceback" in line for line in service.lines), "\n".join(service.lines)
+
+
+def test_nothing_outlives_a_service_that_is_killed():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        service.stop(signal.SIGKILL)
+        _, alive = psutil.wait_procs(nodes.values(), 5)
+        assert not alive
+
+
+def test_ctrl_c_reaches_every_process_of_the_group_and_is_no_error():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        os.killpg(service.process.pid, signal.SIGINT)
+        assert service.process.wait(5) == 0
+        assert not any(process.is_running() for process in nodes.values())
+        assert not any("Traceback" in line for line in service.lines), "\n".join(service.lines)
+
+
+def test_a_service_can_be_stopped_while_it_loads():
+    with serving() as service:
+        while not any("starting" in line for line in service.lines):
+            time.sleep(0.01)
+        assert service.stop(signal.SIGINT) < 5
+        assert service.process.returncode == 0
+
+
+def test_a_model_that_is_not_there_ends_it_with_a_sentence():
+    with serving("--model", "/nowhere") as service:
+        assert service.process.wait(60) == 1
+        service._reader.join(5)
+        assert any("/nowhere" in line and "|" in line for line in service.lines), "\n".join(service.lines)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "scripts.serve", "--port", str(port)]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"serve: --port {port} on --host 127.0.0.1 cannot be used (Address already in use)")
+    assert ended.stdout == ""
+
+
+def test_a_free_port_is_found():
+    port = free_port("127.0.0.1", 0, "--port")
+    assert free_port("127.0.0.1", port, "--port") == port
+
+
+def test_every_node_is_told_its_name_gateway_threads_and_share_of_the_memory(monkeypatch):
+    monkeypatch.setenv("BATON_PAGE_SIZE", "99")
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    config = ServeConfig(prefill=1, decode=3, port=8000, control_port=8001, page_size=64, api_key="k", insecure=True)
+    found = children(config, [Share(2, (0, 1)), Share(1, (2,)), Share(1, (3,)), Share(1)])
+    assert [child.name for child in found] == ["gateway", "prefill-0", "decode-0", "decode-1", "decode-2"]
+    assert found[0].argv[1:] == ["-m", "gateway", "--insecure"]
+    assert found[1].argv[1:] == [
+        *("-m", "prefill_node", "--insecure", "--threads=2", "--page-size=64", "--name=prefill-0"),
+        "--memory-fraction=0.2",
+    ]
+    assert [child.cpus for child in found] == [(), (0, 1), (2,), (3,), ()]
+    assert [child.env["OMP_NUM_THREADS"] for child in found] == ["1", "2", "1", "1", "1"]
+    assert all(child.env["BATON_API_KEY"] == "k" and "BATON_PAGE_SIZE" not in child.env for child in found)
