@@ -1,5 +1,6 @@
 """The executor in a thread of its own, so that messages, heartbeats and page writes go on while a step computes."""
 
+import contextlib
 import os
 import queue
 import threading
@@ -34,11 +35,13 @@ class EngineThread:
 
     def take(self) -> StepResult | None:
         """The finished step, if there is one. What the executor raised is raised here."""
+        # Drained first and on every look: the result can be seen a moment before the wake-up that announces it.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
         try:
             result = self._results.get_nowait()
         except queue.Empty:
             return None
-        os.eventfd_read(self._wake)
         self.is_busy = False
         if isinstance(result, BaseException):
             raise result
