@@ -8,6 +8,7 @@ goes away cancels its handler, and the handler's ``finally`` aborts what is stil
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,10 +31,12 @@ from gateway.front import Front, json_response
 from gateway.metrics import Metrics
 from gateway.registry import Registry
 from gateway.relay import Ask, Delta, Relay
-from gateway.render import ChatRender, CompletionRender, NativeRender, error_body, event
+from gateway.render import ChatRender, CompletionRender, NativeRender, as_error, error_body, event
 from gateway.router import Router
 from gateway.schema import AbortRequest, Body, Chat, Codec, Completion, Detokenize, Native, OpenAI, Tokenize, refuse
 from gateway.text import Text
+
+log = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 512
 GRACE_S = 2.0
@@ -197,6 +200,7 @@ class Gateway:
         return body
 
     async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
+        arrived_at = self._clock.now()
         body = await self._decoded(request, Completion)
         request_id = f"cmpl-{secrets.token_hex(16)}"
         asks = await self._asker.completion(body, request_id, self._control.limits())
@@ -206,9 +210,10 @@ class Gateway:
             with_logprobs=body.logprobs is not None,
             with_ids=bool(body.return_token_ids),
         )
-        return await self._generate(request, asks, render, is_stream=bool(body.stream), with_usage=wants_usage(body))
+        return await self._openai(request, body, asks, render, arrived_at)
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        arrived_at = self._clock.now()
         body = await self._decoded(request, Chat)
         request_id = f"chatcmpl-{secrets.token_hex(16)}"
         asks = await self._asker.chat(body, request_id, self._control.limits())
@@ -218,9 +223,22 @@ class Gateway:
             with_logprobs=bool(body.logprobs),
             with_ids=bool(body.return_token_ids),
         )
-        return await self._generate(request, asks, render, is_stream=bool(body.stream), with_usage=wants_usage(body))
+        return await self._openai(request, body, asks, render, arrived_at)
+
+    def _head(self, request_id: str) -> dict[str, Any]:
+        return {"id": request_id, "object": "", "created": int(time.time()), "model": self._model}
+
+    async def _openai(
+        self, request: web.BaseRequest, body: OpenAI, asks: list[Ask], render: Render, arrived_at: float
+    ) -> web.StreamResponse:
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        async with self._under_way(asks, arrived_at, only_ends=not body.stream) as (relays, outlet):
+            if body.stream:
+                return await self._stream(request, relays, outlet, render, with_usage=with_usage)
+            return await self._whole(relays, outlet, render)
 
     async def _native(self, request: web.BaseRequest) -> web.StreamResponse:
+        arrived_at = self._clock.now()
         body = await self._decoded(request, Native)
         asks, is_batch = await self._asker.native(body, secrets.token_hex(16), self._control.limits())
         render = NativeRender(
@@ -230,75 +248,89 @@ class Gateway:
             is_batch=is_batch,
             is_incremental=self._config.incremental_streaming_output,
         )
-        return await self._generate(request, asks, render, is_stream=bool(body.stream), with_usage=False)
-
-    def _head(self, request_id: str) -> dict[str, Any]:
-        return {"id": request_id, "object": "", "created": int(time.time()), "model": self._model}
-
-    async def _generate(
-        self, request: web.BaseRequest, asks: list[Ask], render: Render, *, is_stream: bool, with_usage: bool
-    ) -> web.StreamResponse:
-        outlet = Outlet(only_ends=not is_stream)
-        async with self._under_way(asks, outlet) as relays:
-            if is_stream:
-                timeout_s = asks[0].timeout_s + STALL_S
-                async with asyncio.timeout(timeout_s):
-                    return await self._stream(request, relays, outlet, render, with_usage)
-            num_open = len(relays)
-            while num_open:
-                for relay in await outlet.changed():
-                    num_open -= 1
-                    if relay.error is not None:
-                        raise relay.error
-            return json_response(render.answer(relays))
+        async with self._under_way(asks, arrived_at, only_ends=not body.stream) as (relays, outlet):
+            if body.stream:
+                return await self._stream(request, relays, outlet, render, with_usage=False)
+            return await self._whole(relays, outlet, render)
 
     @contextlib.asynccontextmanager
-    async def _under_way(self, asks: list[Ask], outlet: Outlet) -> AsyncIterator[list[Relay]]:
-        """Outputs sent out; whatever is not ended when the handler leaves is aborted."""
-        now = self._clock.now()
+    async def _under_way(
+        self, asks: list[Ask], arrived_at: float, *, only_ends: bool
+    ) -> AsyncIterator[tuple[list[Relay], Outlet]]:
+        """Outputs sent out, and where they report; whatever has not ended when the handler leaves is aborted."""
+        outlet = Outlet(only_ends=only_ends)
         relays = []
         for number, ask in enumerate(asks):
             detokenizer = self._text.detokenizer(skip_special=ask.skip_special)
-            relays.append(Relay(ask, number, detokenizer, outlet.wake, self._control.ended, now))
+            relays.append(Relay(ask, number, detokenizer, outlet.wake, self._control.ended, arrived_at))
         self._control.dispatch(relays)
         try:
-            yield relays
+            yield relays, outlet
         finally:
             for relay in relays:
                 if not relay.is_ended:
                     self._control.abort(relay.ask.rid, "the client has gone")
 
+    async def _whole(self, relays: list[Relay], outlet: Outlet, render: Render) -> web.Response:
+        """Waits for all outputs; the first error is everybody's."""
+        num_open = len(relays)
+        while num_open:
+            for relay in await outlet.changed():
+                num_open -= 1
+                if relay.error is not None:
+                    raise relay.error
+        return json_response(render.answer(relays))
+
     async def _stream(
-        self, request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render, with_usage: bool
+        self, request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render, *, with_usage: bool
     ) -> web.StreamResponse:
+        """Server-sent events. Nothing is sent before there is something, so that an early failure has its status."""
         changed = await outlet.changed()
         for relay in changed:
-            if relay.error is not None:  # before the first byte: a proper status can still be given
+            if relay.error is not None:
                 raise relay.error
         response = web.StreamResponse(headers=SSE_HEADERS)
         await response.prepare(request)
+        try:
+            async with asyncio.timeout(relays[0].ask.timeout_s + STALL_S):
+                await self._write_events(response, relays, changed, outlet, render, with_usage=with_usage)
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client has stopped reading") from error
+        except RequestError as error:
+            await response.write(event(error_body(error)))
+        except ConnectionError:
+            raise
+        except Exception as error:  # the status has gone out already
+            log.exception("a stream failed")
+            await response.write(event(error_body(as_error(error))))
+        await response.write_eof()
+        return response
+
+    async def _write_events(
+        self, response: web.StreamResponse, relays: list[Relay], changed: list[Relay], outlet: Outlet, render: Render,
+        *, with_usage: bool,
+    ) -> None:  # fmt: skip
         out = [render.first(relays)]
         num_open = len(relays)
-        while True:
+        while num_open:
             for relay in changed:
                 if relay.error is not None:
-                    await response.write(b"".join(out) + event(error_body(relay.error)))
-                    return response
+                    if data := b"".join(out):
+                        await response.write(data)
+                    raise relay.error
                 delta = relay.take()
                 if delta is not None:
                     out.append(render.chunk(relay, delta, with_usage=with_usage))
                     num_open -= delta.is_last
             if not num_open:
-                break
-            data = b"".join(out)
-            if data:
+                out.append(render.last(relays, with_usage=with_usage))
+            if data := b"".join(out):
                 await response.write(data)
-            out = []
-            changed = await outlet.changed()
-        out.append(render.last(relays, with_usage=with_usage))
-        await response.write(b"".join(out))
-        await response.write_eof()
-        return response
+            out.clear()
+            if num_open:
+                changed = await outlet.changed()
 
     # ---- the others --------------------------------------------------------------------------------------------------
 
@@ -387,10 +419,6 @@ class Gateway:
 
     async def _live_page(self, request: web.BaseRequest) -> web.Response:
         return web.Response(body=self._page, content_type="text/html", charset="utf-8")
-
-
-def wants_usage(body: OpenAI) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def in_url(host: str) -> str:

@@ -263,19 +263,19 @@ def _too_long(count: str, context_length: int, param: str) -> RequestError:
 
 
 def tokens_left(num_prompt: int, limits: Limits) -> int:
-    """Output tokens that fit behind a prompt."""
-    return min(limits.context_length, limits.total_tokens) - num_prompt
+    """Output tokens that fit behind a prompt: on any decode node, or if the prompt is too long for that, on one."""
+    common = limits.common_tokens if num_prompt < limits.common_tokens else limits.total_tokens
+    return min(limits.context_length, common) - num_prompt
 
 
 def max_tokens(given: int | None, num_prompt: int, limits: Limits, default: int, param: str) -> int:
     """Output tokens at most. Raises RequestError if the client wants more than fit; a default is cut instead."""
-    left = tokens_left(num_prompt, limits)
     if given is None:
-        return min(default, left)
+        return min(default, tokens_left(num_prompt, limits))
     if num_prompt + given > limits.context_length:
         message = f"{given} tokens behind a prompt of {num_prompt} exceed the context of {limits.context_length}"
         raise refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
-    if given > left:
+    if num_prompt + given > limits.total_tokens:
         message = f"{given} tokens behind a prompt of {num_prompt} exceed the page pool of {limits.total_tokens}"
         raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
     return given

@@ -154,7 +154,8 @@ class Control:
 
     def _send_out(self, relay: Relay, pair: Pair) -> None:
         ask = relay.ask
-        timer = self._loop.call_later(ask.timeout_s, self._on_deadline, ask.rid)
+        left_s = max(ask.timeout_s - (self._clock.now() - relay.started_at), 0.001)
+        timer = self._loop.call_later(left_s, self._on_deadline, ask.rid)
         self._legs[ask.rid] = Leg(relay, pair, timer)
         generate = Generate(
             rid=ask.rid,
@@ -163,7 +164,7 @@ class Control:
             sampling=ask.sampling,
             prefill=self._peer(pair.prefill),
             decode=self._peer(pair.decode),
-            timeout_s=ask.timeout_s + NODE_TIMEOUT_MARGIN_S,
+            timeout_s=left_s + NODE_TIMEOUT_MARGIN_S,
             cache_salt=ask.salt,
             priority=ask.priority,
         )
@@ -227,7 +228,7 @@ class Control:
         if not self._is_drain_due:  # sending may swallow the edge that announces input
             self._is_drain_due = True
             self._loop.call_soon(self._drain)
-        return incarnation in self.registry.nodes and self.mailbox.send(message, target=incarnation)
+        return self.mailbox.send(message, target=incarnation)
 
     def _drain(self) -> None:
         self._is_drain_due = False
@@ -260,7 +261,9 @@ class Control:
     def _on_tokens(self, sender: str, message: Tokens) -> None:
         leg = self._legs.get(message.rid)
         if leg is None or message.attempt != 0 or sender not in (leg.pair.prefill, leg.pair.decode):
-            return  # it has ended here, and its nodes have been told
+            # Ended here, or sent out by an earlier gateway: the node should not go on with it.
+            self._send(Abort(message.rid, message.attempt), sender)
+            return
         if message.index == 0 and leg.is_prefill_counted:
             leg.is_prefill_counted = False
             self._router.prefill_done(leg.pair)

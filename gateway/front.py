@@ -7,6 +7,7 @@ client has gone.
 import asyncio
 import hmac
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -116,9 +117,9 @@ class Front:
             raise self._too_large()
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(CONTINUE)
-        if request.content.is_eof() and request.content.total_bytes <= self._max_body_bytes:
-            return request.content.read_nowait()  # all of it came with the headers
         try:
+            if request.content.is_eof() and request.content.total_bytes <= self._max_body_bytes:
+                return request.content.read_nowait()  # all of it came with the headers
             async with asyncio.timeout(self._body_timeout_s):
                 return await self._read(request)
         except TimeoutError as error:
@@ -148,7 +149,7 @@ def error_response(error: RequestError) -> web.Response:
     status = error.status if isinstance(error, HttpError) else HTTP_STATUS[error.code]
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, HttpError) and error.allow:
         headers["Allow"] = error.allow
     if status == 401:

@@ -27,7 +27,7 @@ class Metrics:
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, nodes: Callable[[], Iterable[Node]], dropped: Callable[[], Totals[str]]) -> None:
-        disable_created_metrics()  # a second series for each, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._answers = Counter(
             "baton_http_answers_total", "HTTP answers by path and status.", ["path", "status"], registry=self._registry

@@ -51,7 +51,7 @@ class Limits:
     Attributes:
         context_length: prompt and output together.
         prompt_tokens: of the largest prefill pool.
-        total_tokens: of the largest decode pool.
+        total_tokens, common_tokens: of the largest and of the smallest decode pool.
         generation: the model's own sampling defaults.
         max_running: requests that all decode nodes run at once.
     """
@@ -60,6 +60,7 @@ class Limits:
     vocab_size: int
     prompt_tokens: int
     total_tokens: int
+    common_tokens: int
     generation: dict[str, float]
     max_running: int
 
@@ -167,6 +168,7 @@ class Registry:
             vocab_size=first.vocab_size,
             prompt_tokens=max(node.capacity_tokens for node in prefills),
             total_tokens=max(node.capacity_tokens for node in decodes),
+            common_tokens=min(node.capacity_tokens for node in decodes),
             generation=first.generation,
             max_running=sum(node.register.max_running for node in decodes),
         )

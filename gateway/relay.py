@@ -99,10 +99,6 @@ class Relay:
     @property
     def text(self) -> str:
         """All the text that may be shown so far."""
-        if len(self._text) > 1 and self._num_text_taken in (0, len(self._text)):
-            joined = "".join(self._text)
-            self._num_text_taken = 1 if self._num_text_taken else 0
-            self._text = [joined]
         return "".join(self._text)
 
     def on_tokens(self, message: Tokens, now: float) -> None:

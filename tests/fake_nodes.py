@@ -1,8 +1,8 @@
-"""A small tokenizer, and prefill and decode nodes without an engine: they speak the real control plane over real sockets
-and answer from a script, so that a gateway can be tested alone.
+"""A small tokenizer, and nodes without an engine: they speak the real control plane over real sockets and answer from a
+script, so that a gateway can be tested alone.
 
-``FakeNode`` lives on the test's event loop. By default a pair answers the prompt's own tokens over and over: the prefill
-node sends output token 0, the decode node the rest. A test takes over by setting ``on_generate``.
+``FakeNode`` lives on the test's event loop. By default a pair answers the prompt's own tokens over and over: prefill
+sends output token 0, decode the rest. A test takes over by setting ``on_generate``.
 """
 
 import asyncio
@@ -272,12 +272,10 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def running(
-    folder: Path, *, gateway_options: dict[str, Any] | None = None, **config: Any
-) -> AsyncIterator[Stack]:
+async def running(folder: Path, *, options: dict[str, Any] | None = None, **config: Any) -> AsyncIterator[Stack]:
     """A gateway over the tiny model, ready for nodes."""
     values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder), **config}
-    gateway = Gateway(GatewayConfig(**values), folder, **(gateway_options or {}))
+    gateway = Gateway(GatewayConfig(**values), folder, **(options or {}))
     await gateway.start()
     async with aiohttp.ClientSession() as client:
         stack = Stack(gateway, client)

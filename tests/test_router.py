@@ -1,0 +1,109 @@
+"""The choice of a pair: least load, prefix affinity, pools that are large enough; and counts that come back to zero."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.router import Candidate, Router
+
+P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)
+D1, D2 = Candidate("d1", 10_000), Candidate("d2", 10_000)
+
+
+def router():
+    return Router(piece_tokens=4)
+
+
+def test_equals_take_turns():
+    pairs = [router_.choose([P1, P2], [D1, D2], [i] * 3, num_new=5) for router_ in [router()] for i in range(4)]
+    assert [(pair.prefill, pair.decode) for pair in pairs] == [("p1", "d1"), ("p2", "d2"), ("p1", "d1"), ("p2", "d2")]
+
+
+def test_a_long_prompt_keeps_a_prefill_node_busy_until_its_first_token():
+    chosen = router()
+    long = chosen.choose([P1, P2], [D1], list(range(1000)), num_new=1)
+    assert long.prefill == "p1"
+    assert [chosen.choose([P1, P2], [D1], [7] * 3, num_new=1).prefill for _ in range(3)] == ["p2", "p2", "p2"]
+    chosen.prefill_done(long)
+    assert chosen.choose([P1, P2], [D1], [7] * 3, num_new=1).prefill == "p1"
+
+
+def test_an_idle_pair_that_has_seen_the_prefix_gets_what_goes_on_from_it():
+    chosen = router()
+    prefix = list(range(100, 140))
+    for prompt in (prefix, [1, 2, 3, 4], prefix, [5, 6, 7, 8]):  # p1, p2, then p1 again by affinity, then p2 by turn
+        pair = chosen.choose([P1, P2], [D1, D2], prompt, num_new=4)
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    pair = chosen.choose([P1, P2], [D1, D2], [*prefix, 9, 9, 9], num_new=4)
+    assert (pair.prefill, pair.decode) == ("p1", "d1")
+    assert pair.num_compute == 3  # 43 tokens, of which ten pieces of four are cached
+
+
+def test_affinity_gives_way_to_load():
+    chosen = router()
+    prefix = list(range(100, 140))
+    first = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
+    chosen.choose([P1], [D1], list(range(1000, 1500)), num_new=4)  # p1 and d1 now have 500 tokens more to do
+    second = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
+    assert (first.prefill, second.prefill, second.decode) == ("p1", "p2", "d2")
+
+
+def test_prompts_of_different_salts_share_nothing():
+    chosen = router()
+    prefix = list(range(100, 140))
+    for salt in ("a", "b"):
+        pair = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4, salt=salt)
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert pair.prefill == "p2"
+    assert chosen.choose([P1, P2], [D1, D2], prefix, num_new=4, salt="b").prefill == "p2"
+
+
+def test_decode_nodes_are_filled_in_proportion_to_their_pools():
+    chosen = router()
+    small, large = Candidate("small", 100), Candidate("large", 300)
+    picks = [chosen.choose([P1], [small, large], [1, 2], num_new=8).decode for _ in range(8)]
+    assert picks.count("large") == 6
+
+
+def test_a_pool_that_is_too_small_is_never_chosen():
+    chosen = router()
+    tiny = Candidate("tiny", 10)
+    assert chosen.choose([tiny, P1], [D1], [1] * 11, num_new=1).prefill == "p1"
+    assert chosen.choose([P1], [tiny], [1] * 5, num_new=6) is None
+    assert chosen.choose([], [D1], [1], num_new=1) is None
+    assert chosen.load("tiny") == 0
+
+
+def test_a_node_that_is_gone_takes_its_load_and_its_cache_with_it():
+    chosen = router()
+    prefix = list(range(100, 140))
+    pair = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
+    chosen.forget("p1")
+    chosen.prefill_done(pair)  # its end is still reported
+    assert chosen.load("p1") == 0
+    assert chosen.choose([P1, P2], [D1], prefix, num_new=4).num_compute == 40
+
+
+def test_what_is_remembered_is_bounded():
+    chosen = Router(piece_tokens=4, max_pieces=10)
+    for i in range(50):
+        chosen.choose([P1, P2], [D1], [i] * 8, num_new=1)
+    assert len(chosen._holders) == 10
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 3)), max_size=40))
+def test_when_everything_has_ended_no_load_is_left(requests):
+    chosen = router()
+    open_pairs = []
+    for num_prompt, num_new, num_end in requests:
+        pair = chosen.choose([P1, P2], [D1, D2], list(range(num_prompt)), num_new=num_new)
+        open_pairs.append(pair)
+        for _ in range(min(num_end, len(open_pairs))):
+            ended = open_pairs.pop(0)
+            chosen.prefill_done(ended)
+            chosen.decode_done(ended)
+    for pair in open_pairs:
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert [chosen.load(node) for node in ("p1", "p2", "d1", "d2")] == [0, 0, 0, 0]
