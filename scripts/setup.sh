@@ -19,9 +19,12 @@ baton_fail() {
     exit 1
 }
 
-baton_meets() { # does this interpreter meet the requirements?
-    [ -x "$1" ] && "$1" -I "$baton_root/scripts/requirements.py" "$baton_root/pyproject.toml" ${baton_extra:+"$baton_extra"} \
-        > /dev/null 2>&1
+baton_requirements() { # PYTHON [OPTION...]
+    "$1" -I "$baton_root/scripts/requirements.py" "${@:2}" "$baton_root/pyproject.toml" ${baton_extra:+"$baton_extra"}
+}
+
+baton_meets() { # PYTHON [--pins FILE]: does this interpreter meet the requirements?
+    [ -x "$1" ] && baton_requirements "$@" > /dev/null 2>&1
 }
 
 baton_new_python() { # an interpreter that a new environment can be made with
@@ -68,16 +71,17 @@ baton_install() {
         "$base" -m venv --clear "$baton_venv" >&2 || baton_fail "making it failed: does $base have the module venv" \
             "(Debian, Ubuntu: apt install python3-venv), and is there room on the disk?"
     fi
-    printf 'baton: installing packages, once; this takes a few minutes\n' >&2
-    baton_install_torch || baton_fail "torch could not be installed; pip says why above. Run this again to go on."
-    requirements=$("$baton_venv/bin/python" -I "$baton_root/scripts/requirements.py" --list "$baton_root/pyproject.toml" \
-        ${baton_extra:+"$baton_extra"}) || baton_fail "pyproject.toml could not be read"
-    # shellcheck disable=SC2086
-    baton_pip $requirements || baton_fail "packages could not be installed; pip says why above. Run this again to go on."
+    if ! baton_meets "$baton_venv/bin/python" --pins "$baton_root/constraints.txt"; then
+        printf 'baton: installing packages, once; this takes a few minutes\n' >&2
+        baton_install_torch || baton_fail "torch could not be installed; pip says why above. Run this again to go on."
+        requirements=$(baton_requirements "$baton_venv/bin/python" --list) || baton_fail "pyproject.toml could not be read"
+        # shellcheck disable=SC2086
+        baton_pip $requirements || baton_fail "packages could not be installed; pip says why above. Run this again to go on."
+        printf 'baton: set up in %d s\n' "$((SECONDS - began))" >&2
+    fi
     rm -f "$baton_venv"/.baton-*
     : > "$baton_stamp"
     : > "${baton_stamp%-dev}"
-    printf 'baton: set up in %d s\n' "$((SECONDS - began))" >&2
 }
 
 baton_find() {
