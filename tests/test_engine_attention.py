@@ -39,7 +39,7 @@ def make_step(rows: list[tuple[int, int]], page_size: int, num_pages: int, devic
 def attend(backend: str, pool: KVPool, content: torch.Tensor, batch: StepBatch, qkv: tuple[Any, ...]) -> torch.Tensor:
     pool.tensor.copy_(content)
     q, k, v = (tensor.clone() for tensor in qkv)
-    return make_attention(backend, pool).prepare(batch).extend(1, q, k, v).float()
+    return make_attention(backend, pool, q.shape[1]).prepare(batch).extend(1, q, k, v).float()
 
 
 def compare(
@@ -95,7 +95,7 @@ def test_what_lies_behind_a_row_in_its_last_page_is_never_read(backend: str) -> 
     pool.tensor.fill_(float("nan"))
     batch = make_step([(0, 1), (0, 5)], 16, 4, "cpu", seed=0)
     qkv = torch.randn(6, 8, 16).split([4, 2, 2], dim=1)
-    out = make_attention(backend, pool).prepare(batch).extend(0, *qkv)
+    out = make_attention(backend, pool, 4).prepare(batch).extend(0, *qkv)
     assert out.isfinite().all()
     pool.close()
 
@@ -110,7 +110,7 @@ def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:
     q = torch.tensor([[[2.0**0.5, 0.0]]])
     k = torch.tensor([[[float(np.log(3)), 5.0]]])
     v = torch.tensor([[[0.0, 4.0]]])
-    out = make_attention("reference", pool).prepare(batch).extend(0, q, k, v)
+    out = make_attention("reference", pool, 1).prepare(batch).extend(0, q, k, v)
     torch.testing.assert_close(out, torch.tensor([[[1.0, 5.0]]]))
     assert keys[0, 0, 0].tolist() == k[0, 0].tolist()
     pool.close()
@@ -118,8 +118,8 @@ def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:
 
 def test_an_unknown_backend_is_refused_with_the_list_of_those_there_are() -> None:
     pool = KVPool(PageGeometry(1, 1, 2, 1, "float32"), 2)
-    with pytest.raises(ConfigError, match="--attention flash.*reference.*torch"):
-        make_attention("flash", pool)
+    with pytest.raises(ConfigError, match=r"--attention flash.*reference.*torch"):
+        make_attention("flash", pool, 1)
     pool.close()
 
 

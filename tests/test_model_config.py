@@ -128,7 +128,7 @@ def test_numbers_that_cannot_be_are_named(folder: Path, changes: dict[str, Any],
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", ""])
 def test_a_path_that_does_not_exist_is_said_to_be_one(path: str) -> None:
-    with pytest.raises(ConfigError, match="--model.*no such folder"):
+    with pytest.raises(ConfigError, match=r"--model.*no such folder"):
         ModelConfig.load(path)
 
 
@@ -140,7 +140,7 @@ def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.MonkeyPat
         raise LocalEntryNotFoundError("no connection, and nothing in the cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ConfigError, match="--model someone/model: neither a local folder.*nothing in the cache"):
+    with pytest.raises(ConfigError, match=r"--model someone/model: neither a local folder.*nothing in the cache"):
         ModelConfig.load("someone/model")
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.engine.attention.protocol import StepAttention
-from common.engine.layers import Linear, inverse_frequencies, rms_norm, rotate, rotations, silu_and_multiply
+from common.engine.layers import Linear, inverse_frequencies, rotations
 from common.engine.model_config import ModelConfig
+from common.engine.operations import Operations, make_operations
 
 
 @dataclass(slots=True)
@@ -98,36 +99,48 @@ class Decoder:
     """A model ready to run: weights, and the arithmetic that joins them."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        device = weights.embedding.device
         self.config = config
         self.weights = weights
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self._do: Operations = make_operations(config, device)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """Extend by ``tokens`` ``[N]`` at ``positions`` ``[N]``; ``[N, hidden]`` before the last norm.
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor) -> Tensor:
+        """Extend by ``tokens`` ``[N]`` at ``positions`` ``[N]``, and give what is wanted of the outcome.
 
-        ``attention`` writes the new KV into the pool and reads the old from it.
+        Args:
+            attention: writes the new KV into the pool and reads the old from it.
+            keep: ``[K]`` int64, which of the N to give; the last layer stops short for the others.
+        Returns:
+            ``[K, hidden]``, before the last norm.
         """
-        config = self.config
-        cos, sin = rotations(positions, self._frequencies)
         x = F.embedding(tokens, self.weights.embedding)
+        turn = rotations(positions, self._frequencies)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, rms_norm(x, layer.input_norm, config.rms_norm_eps), cos, sin)
-            x = x + layer.o(attention.extend(index, q, k, v).flatten(1))
-            normed = rms_norm(x, layer.post_norm, config.rms_norm_eps)
-            x = x + layer.down(silu_and_multiply(layer.gate_up(normed)))
-        return x
-
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[N, heads, head_dim]``, keys and values ``[N, kv_heads, head_dim]``, turned to their positions."""
-        config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+            q, k, v = self._qkv(layer, self._do.add_rms_norm(x, delta, layer.input_norm, self._eps), turn)
+            attended = attention.extend(index, q, k, v).flatten(1)
+            if index + 1 == len(self.weights.layers):
+                x, attended = x[keep], attended[keep]
+                if len(keep) == 0:
+                    return x
+            normed = self._do.add_rms_norm(x, layer.o(attended), layer.post_norm, self._eps)
+            delta = layer.down(self._do.silu_and_multiply(layer.gate_up(normed)))
+        assert delta is not None
+        return x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` of the positions to sample, to float32 ``[rows, vocab]``."""
-        return self.weights.head(rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)).float()
+        return self.weights.head(self._do.add_rms_norm(hidden, None, self.weights.norm, self._eps)).float()
+
+    @property
+    def _eps(self) -> float:
+        return self.config.rms_norm_eps
+
+    def _qkv(self, layer: LayerWeights, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Queries ``[N, heads, head_dim]``, keys and values ``[N, kv_heads, head_dim]``, turned to their positions."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = layer.qkv(x).view(len(x), -1, self.config.head_dim)
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        qkv = self._do.norm_and_rotate(qkv, heads, norms, turn, self._eps)
+        return tuple(torch.split(qkv, [heads, kv_heads, kv_heads], dim=1))

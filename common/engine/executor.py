@@ -120,13 +120,13 @@ class TorchExecutor:
         )
         batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
-        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch))
         sampled = [index for index, row in enumerate(rows) if row.sample]
+        lasts = torch.from_numpy(batch.first_new[1:][sampled] - 1).to(self.pool.device)
+        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), lasts)
         if not sampled:
             return StepResult(plan.step, ())
-        lasts = torch.from_numpy(batch.first_new[1:][sampled] - 1).to(self.pool.device)
         draws = [self._draw(rows[index]) for index in sampled]
-        chosen, logprobs = sample(self.model.logits(hidden[lasts]), draws)
+        chosen, logprobs = sample(self.model.logits(hidden), draws)
         self._last_tokens[torch.from_numpy(slots[sampled]).to(self.pool.device)] = chosen
         return StepResult(plan.step, tuple(chosen.tolist()), logprobs)
 
@@ -190,7 +190,7 @@ def load_executor(
     place = _device(device)
     dtype = config.resolve_dtype(dtype)
     pool = KVPool(config.geometry(page_size, dtype), num_pages, place)
-    backend = make_attention(attention, pool)
+    backend = make_attention(attention, pool, config.num_heads)
     weights = load_weights(config, folder or config.folder, dtype, place)
     weights.pack()
     return TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots)

@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer as plain functions over tensors: normalise, turn, gate, multiply."""
+"""The pieces of a decoder that outlast a step: linear layers, and the frequencies of the rotary embedding."""
 
 import math
 
@@ -49,17 +49,6 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last axis (Zhang and Sennrich, arXiv 1910.07467), in float32 inside."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """SwiGLU's middle (arXiv 2002.05202): ``[rows, 2 * width]``, gate before up, to ``[rows, width]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each pair, ``[head_dim / 2]`` float32.
 
@@ -85,10 +74,3 @@ def rotations(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each ``[N, head_dim / 2]`` float32, for the positions of one step."""
     angles = positions.float()[:, None] * frequencies
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + head_dim / 2) of ``[N, heads, head_dim]`` by their angles; rounds once, at the end."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

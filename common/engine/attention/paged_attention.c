@@ -1,0 +1,163 @@
+/* Attention straight from the pages, without gathering them first: online softmax (Milakov and Gimelshein, arXiv
+ * 1805.02867) over tiles of tokens, keys and values read once from where they lie.
+ *
+ * The queries of one KV head that belong together (its group of heads, a few neighbouring tokens) share each read. Sums
+ * are float32. head_dim is a multiple of 16 and at most MAX_DIM; the caller checks.
+ */
+#include "../kernels.h"
+
+#include <math.h>
+
+enum { TILE = 32, MAX_QUERIES = 16, MAX_DIM = 256 };
+
+/* Where one layer's keys and values lie. Strides in numbers; a token's numbers are contiguous. */
+typedef struct {
+    char *keys, *values;
+    const int32_t *page_table; /* [rows, table_width] */
+    long table_width, page_size, page_stride, head_stride;
+    long heads, kv_heads, dim;
+} Paged;
+
+/* Queries first_query .. first_query + num_queries of one row, whose first stands at `position` of its text. */
+typedef struct {
+    int64_t row, first_query, num_queries, position;
+} Piece;
+
+typedef struct {
+    float queries[MAX_QUERIES][MAX_DIM], sums[MAX_QUERIES][MAX_DIM];
+    float scores[MAX_QUERIES][TILE];
+    float best[MAX_QUERIES], total[MAX_QUERIES];
+} Scratch;
+
+INLINE ptrdiff_t token_at(const Paged *kv, long row, long head, long token) {
+    long page = kv->page_table[row * kv->table_width + token / kv->page_size];
+    return (ptrdiff_t)page * kv->page_stride + head * kv->head_stride + token % kv->page_size * kv->dim;
+}
+
+/* Scores of `count` queries from `first` on with one key. `count` is a constant: the sums stay in registers. */
+INLINE void score(Scratch *s, int first, const int count, const char *keys, ptrdiff_t at, long dim, long t, int dtype) {
+    vf parts[4] = {{0}};
+    for (long i = 0; i < dim; i += LANES) {
+        vf key = load(keys, at + i, dtype);
+        for (int m = 0; m < count; m++) parts[m] += key * load((const char *)s->queries[first + m], i, F32);
+    }
+    for (int m = 0; m < count; m++) s->scores[first + m][t] = sum(parts[m]);
+}
+
+/* Add `tokens` values, weighted, to the sums of `count` queries from `first` on, whose sums stay in registers. */
+INLINE void add_values(Scratch *s, int first, const int count, const char *values, const ptrdiff_t *at, long tokens,
+                       long dim, int dtype) {
+    for (long i = 0; i < dim; i += LANES) {
+        vf parts[4];
+        for (int m = 0; m < count; m++) parts[m] = load((const char *)s->sums[first + m], i, F32);
+        for (long t = 0; t < tokens; t++) {
+            vf value = load(values, at[t] + i, dtype);
+            for (int m = 0; m < count; m++) parts[m] += value * s->scores[first + m][t];
+        }
+        for (int m = 0; m < count; m++) store((char *)s->sums[first + m], i, parts[m], F32);
+    }
+}
+
+/* Scores to weights: keep the best so far as the zero point, and shrink older sums when it rises. */
+INLINE void reweigh(Scratch *s, int m, long visible, long dim) {
+    for (long t = visible < 0 ? 0 : visible; t < TILE; t++) s->scores[m][t] = -INFINITY;
+    if (visible <= 0) { /* a query that stands before the whole tile */
+        memset(s->scores[m], 0, sizeof s->scores[m]);
+        return;
+    }
+    vf low = load((const char *)s->scores[m], 0, F32), high = load((const char *)s->scores[m], LANES, F32);
+    vf both = larger(low, high);
+    float best = s->best[m];
+    for (int lane = 0; lane < LANES; lane++) best = both[lane] > best ? both[lane] : best;
+    if (best > s->best[m]) {
+        float shrink = s->best[m] == -INFINITY ? 0.0f : expf(s->best[m] - best);
+        s->total[m] *= shrink;
+        for (long i = 0; i < dim; i += LANES)
+            store((char *)s->sums[m], i, load((const char *)s->sums[m], i, F32) * shrink, F32);
+        s->best[m] = best;
+    }
+    vf low_weight = exponential(low - best), high_weight = exponential(high - best);
+    low_weight = choose(low == splat(-INFINITY), (vf){0}, low_weight);
+    high_weight = choose(high == splat(-INFINITY), (vf){0}, high_weight);
+    store((char *)s->scores[m], 0, low_weight, F32);
+    store((char *)s->scores[m], LANES, high_weight, F32);
+    s->total[m] += sum(low_weight + high_weight);
+}
+
+INLINE void each_four(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at, long tokens, int of_keys, int dtype) {
+    int m = 0;
+#define PART(count)                                                                                          \
+    if (of_keys)                                                                                             \
+        for (long t = 0; t < tokens; t++) score(s, m, count, kv->keys, at[t], kv->dim, t, dtype);            \
+    else                                                                                                     \
+        add_values(s, m, count, kv->values, at, tokens, kv->dim, dtype);
+    for (; m + 4 <= num; m += 4) { PART(4) }
+    for (; m + 2 <= num; m += 2) { PART(2) }
+    if (m < num) { PART(1) }
+#undef PART
+}
+
+/* One piece of a row at one KV head. q, out: [tokens, heads, dim] with strides in numbers. */
+INLINE void attend(const Paged *kv, const Piece *piece, long kv_head, const char *q, long q_stride, char *out,
+                   float scale, int dtype) {
+    Scratch s;
+    const long group = kv->heads / kv->kv_heads, dim = kv->dim;
+    const int num = (int)(piece->num_queries * group);
+    for (int m = 0; m < num; m++) {
+        ptrdiff_t from = (piece->first_query + m / group) * q_stride + (kv_head * group + m % group) * dim;
+        for (long i = 0; i < dim; i += LANES) store((char *)s.queries[m], i, load(q, from + i, dtype) * scale, F32);
+        memset(s.sums[m], 0, (size_t)dim * sizeof(float));
+        s.best[m] = -INFINITY;
+        s.total[m] = 0.0f;
+    }
+    const long length = piece->position + piece->num_queries; /* the last query sees this many tokens */
+    for (long start = 0; start < length; start += TILE) {
+        const long tokens = length - start < TILE ? length - start : TILE;
+        ptrdiff_t at[TILE];
+        for (long t = 0; t < tokens; t++) {
+            at[t] = token_at(kv, piece->row, kv_head, start + t);
+            const char *value = kv->values + at[t] * (ptrdiff_t)item_bytes(dtype);
+            for (long byte = 0; byte < dim * (long)item_bytes(dtype); byte += 64) __builtin_prefetch(value + byte);
+        }
+        each_four(&s, num, kv, at, tokens, 1, dtype);
+        for (int m = 0; m < num; m++) {
+            long visible = piece->position + m / group + 1 - start;
+            reweigh(&s, m, visible < tokens ? visible : tokens, dim);
+        }
+        each_four(&s, num, kv, at, tokens, 0, dtype);
+    }
+    for (int m = 0; m < num; m++) {
+        ptrdiff_t to = ((piece->first_query + m / group) * kv->heads + kv_head * group + m % group) * dim;
+        const float share = 1.0f / s.total[m];
+        for (long i = 0; i < dim; i += LANES)
+            store(out, to + i, load((const char *)s.sums[m], i, F32) * share, dtype);
+    }
+}
+
+INLINE void attend_all(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride, char *out,
+                       float scale, int dtype) {
+#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
+    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++)
+        attend(kv, pieces + unit / kv->kv_heads, unit % kv->kv_heads, q, q_stride, out, scale, dtype);
+}
+
+EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
+                                  char *out, float scale, int dtype) {
+    if (dtype == F32) attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F32);
+    if (dtype == BF16) attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, BF16);
+    if (dtype == F16) attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F16);
+}
+
+/* New keys and values [tokens, kv_heads, dim] (strides in numbers) into their pages. */
+EXPORT void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens,
+                           const char *k, const char *v, long stride, int dtype) {
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), head_bytes = kv->dim * item;
+#pragma omp parallel for schedule(static) if (num_tokens > 64)
+    for (long n = 0; n < num_tokens; n++)
+        for (long head = 0; head < kv->kv_heads; head++) {
+            ptrdiff_t to = pages[n] * kv->page_stride + head * kv->head_stride + offsets[n] * kv->dim;
+            ptrdiff_t from = n * stride + head * kv->dim;
+            memcpy(kv->keys + to * item, k + from * item, (size_t)head_bytes);
+            memcpy(kv->values + to * item, v + from * item, (size_t)head_bytes);
+        }
+}

@@ -1,0 +1,177 @@
+"""A few C functions, compiled once for this machine and kept: what torch would do in many passes, they do in one.
+
+The system's C compiler makes one shared library out of the package's C files; it lies in ``~/.cache/baton`` under a
+hash of sources, flags and processor. The library is linked *without* an OpenMP runtime, so that its threads are those of the
+team that torch has loaded already: two teams on the same cores cost a factor of ten. Where anything is missing,
+``load_kernels`` says so once in the log and returns None, and torch does the work.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LANES = 16  # every width is a multiple of this
+MAX_DIM = 256  # as in paged_attention.c
+MAX_QUERIES = 16
+
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "kernels.c", _FOLDER / "attention" / "paged_attention.c")
+_HEADERS = (_FOLDER / "kernels.h",)
+
+
+class Paged(Structure):
+    """Where one layer's keys and values lie; strides in numbers. The C struct of the same name."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("page_table", c_void_p),
+        ("table_width", c_long),
+        ("page_size", c_long),
+        ("page_stride", c_long),
+        ("head_stride", c_long),
+        ("heads", c_long),
+        ("kv_heads", c_long),
+        ("dim", c_long),
+    )
+
+
+class Kernels:
+    """The library's functions over contiguous CPU tensors. Widths are multiples of ``LANES``; see the C files."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._add_rms_norm = library.baton_add_rms_norm
+        self._add_rms_norm.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_long, c_float, c_int)
+        self._norm_and_rotate = library.baton_norm_and_rotate
+        self._norm_and_rotate.argtypes = (*(c_void_p,) * 5, *(c_long,) * 4, c_float, c_int)
+        self._silu_and_multiply = library.baton_silu_and_multiply
+        self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
+        self._paged_attention = library.baton_paged_attention
+        self._paged_attention.argtypes = (
+            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long),
+            *(c_void_p, c_float, c_int),
+        )
+        self._write_kv = library.baton_write_kv
+        self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
+        for function in vars(self).values():
+            function.restype = None
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """``x += delta`` in place, then its RMS norm; ``[rows, width]``."""
+        assert x.is_contiguous() and (delta is None or delta.is_contiguous())
+        out = torch.empty_like(x)
+        self._add_rms_norm(
+            x.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            eps,
+            DTYPES[x.dtype],
+        )
+        return out
+
+    def norm_and_rotate(
+        self, qkv: Tensor, num_heads: int, norms: tuple[Tensor, Tensor] | None, turn: tuple[Tensor, Tensor], eps: float
+    ) -> Tensor:
+        """Queries and keys inside ``[N, heads + 2 * kv_heads, head_dim]``, in place; ``turn`` is (cos, sin) float32."""
+        assert qkv.is_contiguous()
+        cos, sin = turn
+        q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms else (None, None)
+        rows, all_heads, dim = qkv.shape
+        self._norm_and_rotate(
+            *(qkv.data_ptr(), q_norm, k_norm, cos.data_ptr(), sin.data_ptr()),
+            *(rows, num_heads, (all_heads - num_heads) // 2, dim, eps, DTYPES[qkv.dtype]),
+        )
+        return qkv
+
+    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
+        """``[rows, 2 * width]`` to ``[rows, width]``."""
+        assert gate_up.is_contiguous()
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        self._silu_and_multiply(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPES[gate_up.dtype])
+        return out
+
+    def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
+        """Attend for every piece ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
+        self._paged_attention(
+            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0)),
+            *(out.data_ptr(), scale, DTYPES[q.dtype]),
+        )
+
+    def write_kv(self, kv: Paged, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keys and values ``[N, kv_heads, head_dim]`` into pages and offsets ``[N]`` int64."""
+        assert k.stride() == v.stride()
+        self._write_kv(
+            *(kv, pages.data_ptr(), offsets.data_ptr(), len(k)),
+            *(k.data_ptr(), v.data_ptr(), k.stride(0), DTYPES[k.dtype]),
+        )
+
+
+@cache
+def load_kernels() -> Kernels | None:
+    """The kernels of this machine, compiled now if they never were; None where they cannot be."""
+    try:
+        return Kernels(ctypes.CDLL(str(_built())))
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        reason = getattr(error, "stderr", None) or error
+        log.warning("no compiled CPU kernels, torch's own are used (slower): %s", str(reason).strip()[:500])
+        return None
+
+
+def _built() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    library = folder / f"kernels-{_fingerprint()}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = _compile(Path(place))
+            made.replace(library)  # whole or not at all, whoever else compiles at the same time
+    return library
+
+
+def _compile(place: Path) -> Path:
+    compiler = os.environ.get("CC", "cc")
+    objects = [place / f"{source.stem}.o" for source in _SOURCES]
+    for source, target in zip(_SOURCES, objects, strict=True):
+        _run(compiler, *FLAGS, "-c", str(source), "-o", str(target))
+    library = place / "kernels.so"
+    _run(compiler, "-shared", *map(str, objects), "-lm", "-o", str(library))  # no -fopenmp: see the file's docstring
+    return library
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    for file in (*_SOURCES, *_HEADERS):
+        digest.update(file.read_bytes())
+    digest.update(" ".join((*FLAGS, os.environ.get("CC", "cc"), platform.machine())).encode())
+    digest.update(_processor().encode())
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: model and features of the first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features", "CPU")))
