@@ -205,7 +205,7 @@ class ShmReader:
         try:
             socket.send_fds(connection, [hello], [self.store.fd])
         except OSError:
-            self._hang_up(writer)
+            self._fence(writer, "the prefill node left before it had the pool")
 
     def _turn_away(self, visitor: _Visitor, reason: str) -> None:
         self.dropped[reason] += 1

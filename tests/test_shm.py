@@ -1,0 +1,520 @@
+"""Shared memory between real processes: bytes arrive, only a word or death fences a writer, strangers get nothing."""
+
+import contextlib
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
+
+from common.errors import ConfigError, ErrorCode
+from common.messages import Connect, Connected, Handoff
+from common.pages import Owner, PageBooks
+from kv_transfer.receiver import Completed, PairLost, Receiver, TransferFailed
+from kv_transfer.sender import Sender
+from kv_transfer.transports import shm
+from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
+from kv_transfer.transports.shm import ShmReader, ShmWriter
+
+TESTS = Path(__file__).parent
+NUM_PAGES = 8
+KEY = ("r", 0)
+
+
+class Child:
+    """A writer in a process of its own; see ``shm_writer``."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+        command = [sys.executable, str(TESTS / "shm_writer.py")]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        assert self.answer() == self.process.pid
+
+    def tell(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, **command: Any) -> Any:
+        self.tell(**command)
+        return self.answer()
+
+    def attach(self, reader: ShmReader, connect: Connect) -> str:
+        self.tell(do="attach", peer=DECODE, connect=msgspec.json.encode(connect).decode())
+        assert self.process.stdout is not None
+        while not select.select([self.process.stdout], [], [], 0.005)[0]:
+            reader.poll(time.monotonic())
+        return str(self.answer())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child()
+    yield child
+    child.close()
+
+
+@pytest.fixture
+def store() -> Iterator[MemfdStore]:
+    store = MemfdStore(NUM_PAGES)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def reader(store: MemfdStore) -> Iterator[ShmReader]:
+    reader = ShmReader(store, DECODE)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def writer() -> Iterator[ShmWriter]:
+    store = MemfdStore(NUM_PAGES)
+    writer = ShmWriter(store)
+    yield writer
+    writer.close()
+    store.close()
+
+
+def offer(reader: ShmReader, epoch: int = 1, peer: str = PREFILL) -> Connect:
+    endpoint = reader.offer(peer, epoch)
+    return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, "shm", endpoint)
+
+
+def attach(reader: ShmReader, writer: ShmWriter, connect: Connect, *, peer: str = DECODE) -> str:
+    """In this process. Returns the problem, empty if none."""
+    try:
+        writer.attach(peer, connect)
+    except AttachError as error:
+        return str(error)
+    for _ in range(100):
+        reader.poll(0.0)
+        if news := writer.poll():
+            assert news == [Attached(peer, connect.epoch, news[0].problem)]
+            return news[0].problem
+    raise AssertionError("it never ends")
+
+
+def wait_for_news(reader: ShmReader, timeout_s: float = 5.0) -> list[Fenced]:
+    """Sleeps on the reader's own descriptor, as a node does."""
+    until = time.monotonic() + timeout_s
+    while (left := until - time.monotonic()) > 0:
+        select.select(reader.files(), [], [], left)
+        if news := reader.poll(0.0):
+            return news
+    return []
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- pages arrive -----------------------------------------------------------------------------------------------
+
+
+def test_pages_of_another_process_arrive_bit_by_bit(child: Child, reader: ShmReader, store: MemfdStore) -> None:
+    assert child.attach(reader, offer(reader)) == ""
+    assert child.ask(do="write", peer=DECODE, page=3, value=77) == 1
+    assert child.ask(do="write", peer=DECODE, page=NUM_PAGES - 1, value=78) == 1
+    filled = {page: set(store.read(page)) for page in range(NUM_PAGES)}
+    assert filled == {**{page: {0} for page in range(NUM_PAGES)}, 3: {77}, NUM_PAGES - 1: {78}}
+
+
+def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdStore, writer: ShmWriter) -> None:
+    books = PageBooks(NUM_PAGES)
+    sender, receiver = Sender(writer, digest="model"), Receiver(reader, books, name="decode-0", digest="model")
+    sender.on_message(DECODE, receiver.connect(PREFILL), 0.0)
+    pages = books.alloc(3, Owner.GRANT)
+    assert pages is not None
+    receiver.begin(KEY, PREFILL, first=1, pages=pages, num_pages=4)
+    sender.open(KEY, DECODE)
+    for index in range(4):
+        assert isinstance(writer.store, MemfdStore)
+        writer.store.fill(index, content(KEY, index))
+    sender.finish(KEY, Handoff("r", 0, 15, 9), [0, 1, 2, 3])
+    events, released = [], []
+    for _ in range(10):
+        receiver.poll(0.0)
+        sender.pump(0.0)
+        messages, news = sender.take()
+        released += news
+        for _, message in messages:
+            receiver.on_message(PREFILL, message)
+        messages, happened = receiver.take()
+        events += happened
+        for _, message in messages:
+            sender.on_message(DECODE, message, 0.0)
+    assert events == [Completed(KEY, Handoff("r", 0, 15, 9), tuple(pages))]
+    assert [release.ok for release in released] == [True]
+    assert [set(store.read(page)) for page in pages] == [{content(KEY, index)} for index in (1, 2, 3)]
+    books.free(pages, Owner.GRANT)
+    sender.close()
+    receiver.poll(0.0)
+    assert receiver.take() == ([], [PairLost(PREFILL, "the prefill node has let go of the pool")])
+
+
+def test_attaching_waits_for_a_reader_that_is_busy(reader: ShmReader, writer: ShmWriter) -> None:
+    writer.attach(DECODE, offer(reader))
+    assert writer.poll() == []
+    assert writer.poll() == []
+    assert select.select(writer.files(), [], [], 0)[0] == []
+    assert select.select(reader.files(), [], [], 0)[0] == list(reader.files())
+    reader.poll(0.0)
+    assert select.select(writer.files(), [], [], 0)[0] == list(writer.files())
+    assert writer.poll() == [Attached(DECODE, 1)]
+
+
+def test_attaching_outlasts_a_full_backlog(
+    store: MemfdStore, writer: ShmWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ShmReader(store, DECODE)
+    reader._listener.listen(0)
+    endpoint = offer(reader)
+    crowd = []
+    for _ in range(3):
+        visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            visitor.connect(f"\0{reader._name}")
+        crowd.append(visitor)
+    assert attach(reader, writer, endpoint) == ""
+    for visitor in crowd:
+        visitor.close()
+    reader.close()
+
+
+# ---- the fence --------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_that_lets_go_says_so(child: Child, reader: ShmReader) -> None:
+    child.attach(reader, offer(reader, epoch=4))
+    child.ask(do="detach", peer=DECODE)
+    assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node has let go of the pool")]
+
+
+def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None:
+    child.attach(reader, offer(reader, epoch=4))
+    assert reader.poll(0.0) == []
+    child.kill()
+    assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node's process has died")]
+    assert reader.poll(0.0) == []
+
+
+def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
+    child: Child, reader: ShmReader, store: MemfdStore
+) -> None:
+    books = PageBooks(NUM_PAGES)
+    receiver = Receiver(reader, books, name="decode-0", digest="model")
+    connect = receiver.connect(PREFILL)
+    assert child.attach(reader, connect) == ""
+    receiver.on_message(PREFILL, Connected(connect.epoch, "shm"))
+    for rid in "ab":
+        pages = books.alloc(2, Owner.GRANT)
+        assert pages is not None
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_pages=2)
+    receiver.cancel(("a", 0))
+    os.kill(child.process.pid, signal.SIGSTOP)
+    receiver.peer_lost(PREFILL)  # and its control connection seems gone
+    assert receiver.take()[1] == [
+        TransferFailed(("b", 0), ErrorCode.NODE_LOST, "the connection to the prefill node was lost")
+    ]
+    for now in (0.0, 100.0, 1e6):
+        receiver.poll(now)
+        assert books.count(Owner.QUARANTINE) == 4
+    os.kill(child.process.pid, signal.SIGCONT)  # it wakes, and does write
+    assert child.ask(do="write", peer=DECODE, page=0, value=9) == 1
+    receiver.poll(1e6)
+    assert books.count(Owner.QUARANTINE) == 4
+    child.kill()
+    select.select(reader.files(), [], [], 5.0)
+    receiver.poll(1e6)
+    receiver.check()
+    assert books.num_free == NUM_PAGES
+
+
+def test_a_connection_that_closes_without_a_word_proves_nothing(
+    reader: ShmReader, writer: ShmWriter, store: MemfdStore
+) -> None:
+    attach(reader, writer, offer(reader))
+    writer._mappings[DECODE].connection.close()
+    assert wait_for_news(reader, 0.1) == []
+    writer.write(DECODE, [(0, 2)])  # indeed
+
+
+def test_any_other_word_proves_nothing(reader: ShmReader, writer: ShmWriter) -> None:
+    attach(reader, writer, offer(reader))
+    writer._mappings[DECODE].connection.send(b"detached!")
+    assert wait_for_news(reader, 0.1) == []
+
+
+def test_nobody_lets_go_while_the_pool_is_still_in_view(reader: ShmReader, writer: ShmWriter) -> None:
+    attach(reader, writer, offer(reader))
+    memory = writer._mappings[DECODE].memory
+    connection = writer._mappings[DECODE].connection
+    view = memoryview(memory)
+    with pytest.raises(BufferError):
+        writer.detach(DECODE)
+    assert reader.poll(0.0) == []
+    view.release()
+    memory.close()
+    connection.close()
+
+
+def test_a_page_beyond_the_pool_is_never_written(reader: ShmReader, writer: ShmWriter) -> None:
+    attach(reader, writer, offer(reader))
+    for page in (NUM_PAGES, 2**40):
+        with pytest.raises(AssertionError):
+            writer.write(DECODE, [(0, page)])
+
+
+# ---- pairs that cannot be ---------------------------------------------------------------------------------------
+
+
+def test_an_offer_is_good_for_one_visit(reader: ShmReader, writer: ShmWriter) -> None:
+    connect = offer(reader)
+    assert attach(reader, writer, connect) == ""
+    second = ShmWriter(writer.store)
+    assert "would not hand over its pool" in attach(reader, second, connect)
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"endpoint": "baton-" + "0" * 32 + ":" + "0" * 64}, "is not on the host of this prefill node"),
+        ({"endpoint": "/etc/passwd"}, "offers an endpoint that shared memory does not understand"),
+        ({"endpoint": ""}, "offers an endpoint that shared memory does not understand"),
+        ({"epoch": 2}, "said one thing in its offer and another over its socket"),
+        ({"num_pages": NUM_PAGES + 1}, "said one thing in its offer and another over its socket"),
+        ({"num_pages": 2**50}, "said one thing in its offer and another over its socket"),
+    ],
+    ids=["other host", "path", "empty", "other epoch", "other size", "huge"],
+)
+def test_a_wrong_offer_is_refused_with_a_sentence(
+    reader: ShmReader, writer: ShmWriter, change: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in attach(reader, writer, msgspec.structs.replace(offer(reader), **change))
+
+
+def test_a_wrong_token_gets_nothing(reader: ShmReader, writer: ShmWriter) -> None:
+    connect = offer(reader)
+    name = connect.endpoint.split(":")[0]
+    wrong = msgspec.structs.replace(connect, endpoint=f"{name}:{'0' * 64}")
+    assert "would not hand over its pool" in attach(reader, writer, wrong)
+    assert reader.dropped == {"token": 1}
+    writer.detach(DECODE)
+    assert attach(reader, writer, connect) == ""  # whose own token is still good
+
+
+def test_another_start_of_the_decode_node_is_not_the_one_that_was_meant(reader: ShmReader, writer: ShmWriter) -> None:
+    assert "said one thing" in attach(reader, writer, offer(reader), peer="e" * 32)
+
+
+def test_a_withdrawn_offer_is_void(reader: ShmReader, writer: ShmWriter) -> None:
+    connect = offer(reader)
+    reader.withdraw(PREFILL)
+    assert "would not hand over its pool" in attach(reader, writer, connect)
+
+
+def test_a_pool_of_another_size_than_it_says_is_not_mapped(store: MemfdStore, writer: ShmWriter) -> None:
+    reader = ShmReader(store, DECODE)
+    small = MemfdStore(NUM_PAGES - 1)
+    store.fd, right = small.fd, store.fd
+    assert "is 448 bytes long, its pages have 512" in attach(reader, writer, offer(reader))
+    store.fd = right
+    small.close()
+    reader.close()
+
+
+def test_a_pool_whose_file_has_another_size_is_refused_at_start(store: MemfdStore) -> None:
+    store.num_pages += 1
+    with pytest.raises(ConfigError, match="the pool's file has 512 bytes, its pages have 576"):
+        ShmReader(store, DECODE)
+
+
+def test_a_pool_cannot_shrink_under_its_writers(reader: ShmReader, store: MemfdStore) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(store.fd, 64)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or platform.machine() != "x86_64", reason="becomes another user by system call")
+def test_another_user_gets_nothing(child: Child, reader: ShmReader) -> None:
+    connect = offer(reader)
+    child.ask(do="setuid", uid=65_534)
+    assert child.attach(reader, connect) == "decode-0 runs as another user than this prefill node"
+    visitor = _as_nobody(lambda: _visit(reader))
+    visitor.send(bytes.fromhex(connect.endpoint.split(":")[1]))
+    reader.poll(0.0)
+    assert reader.dropped == {"user": 2}
+    with pytest.raises(ConnectionResetError):
+        visitor.recv(100)
+    visitor.close()
+
+
+def _as_nobody(act: Any) -> Any:
+    """Run ``act`` in a thread that has another effective user."""
+    result = []
+
+    def run() -> None:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.syscall(117, -1, 65_534, -1) == 0  # setresuid of this thread alone
+        result.append(act())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+# ---- strangers --------------------------------------------------------------------------------------------------
+
+
+def _visit(reader: ShmReader) -> socket.socket:
+    visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    visitor.settimeout(5)
+    visitor.connect(f"\0{reader._name}")
+    return visitor
+
+
+@pytest.mark.parametrize("garbage", [b"x", b"detached", b"\0" * 31, b"\0" * 33, b"\xff" * 60_000], ids=len)
+def test_garbage_harms_nobody(reader: ShmReader, writer: ShmWriter, garbage: bytes) -> None:
+    num_before = open_descriptors()
+    with _visit(reader) as visitor:
+        socket.send_fds(visitor, [garbage], [0, 1, 2])
+        assert reader.poll(0.0) == []
+        with contextlib.suppress(ConnectionResetError):
+            assert visitor.recv(100) == b""
+    assert open_descriptors() == num_before
+    assert attach(reader, writer, offer(reader)) == ""
+
+
+def test_silent_visitors_are_dropped_in_time_and_in_number(reader: ShmReader, writer: ShmWriter) -> None:
+    num_before = open_descriptors()
+    visitors = [_visit(reader) for _ in range(shm.MAX_VISITORS + 5)]
+    reader.poll(0.0)
+    reader.poll(0.0)
+    assert reader.dropped == {"crowd": 5}
+    assert len(reader._visitors) == shm.MAX_VISITORS
+    assert attach(reader, writer, offer(reader)) == ""
+    writer.detach(DECODE)
+    reader.poll(shm.PATIENCE_S)
+    assert reader._visitors == {}
+    for visitor in visitors:
+        visitor.close()
+    reader.poll(shm.PATIENCE_S)
+    assert open_descriptors() == num_before
+
+
+def test_a_writer_meets_a_reader_that_talks_nonsense(writer: ShmWriter) -> None:
+    name = "baton-" + "a" * 32
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{name}")
+    listener.listen(8)
+    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+    hello = shm.HELLO.pack(shm.MAGIC, 1, GEOMETRY.pool_bytes(NUM_PAGES), DECODE.encode())
+    num_before = open_descriptors()
+    directory = os.open("/", os.O_RDONLY)
+    for frame, files, sentence in [
+        (b"hello", [], "as one file"),
+        (hello, [], "as one file"),
+        (hello, [directory, directory], "as one file"),
+        (hello + b"!", [directory], "said one thing"),
+        (hello, [directory], "bytes long"),
+        (b"", [], "would not hand over"),
+    ]:
+        writer.attach(DECODE, connect)
+        visitor, _ = listener.accept()
+        assert visitor.recv(100) == b"\0" * 32
+        if frame:
+            socket.send_fds(visitor, [frame], files)
+        else:
+            visitor.close()
+        (news,) = writer.poll()
+        assert sentence in news.problem
+        visitor.close()
+    os.close(directory)
+    assert open_descriptors() == num_before
+    listener.close()
+
+
+# ---- nothing is left --------------------------------------------------------------------------------------------
+
+
+def test_every_descriptor_is_closed(store: MemfdStore) -> None:
+    num_before = open_descriptors()
+    source = MemfdStore(4)
+    reader, writer = ShmReader(store, DECODE), ShmWriter(source)
+    for epoch in range(1, 20):
+        assert attach(reader, writer, offer(reader, epoch)) == ""
+        writer.detach(DECODE)
+        assert reader.poll(0.0) == [Fenced(PREFILL, epoch, "the prefill node has let go of the pool")]
+    attach(reader, writer, offer(reader, 20))
+    writer.attach("x" * 32, offer(reader, 21, "y" * 32))
+    writer.close()
+    reader.close()
+    source.close()
+    assert open_descriptors() == num_before
+    assert reader.files() == writer.files() == ()
+
+
+def test_letting_go_before_being_let_in_is_a_word_too(reader: ShmReader, writer: ShmWriter) -> None:
+    writer.attach(DECODE, offer(reader))
+    writer.detach(DECODE)
+    assert wait_for_news(reader) == [Fenced(PREFILL, 1, "the prefill node left before it had the pool")]
+
+
+def test_kill_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
+    before = set(os.listdir("/dev/shm"))
+    child.attach(reader, offer(reader))
+    child.ask(do="write", peer=DECODE, page=1, value=5)
+    child.kill()
+    assert set(os.listdir("/dev/shm")) == before
+    sockets = Path("/proc/net/unix").read_text()
+    name = reader._name
+    assert f"@{name}" in sockets
+    reader.close()
+    assert f"@{name}" not in Path("/proc/net/unix").read_text()
+
+
+def test_two_offers_and_two_writers_are_told_apart(reader: ShmReader, store: MemfdStore) -> None:
+    first, second = Child(), Child()
+    assert first.attach(reader, offer(reader, 1, "a" * 32)) == ""
+    assert second.attach(reader, offer(reader, 2, "b" * 32)) == ""
+    second.kill()
+    assert wait_for_news(reader) == [Fenced("b" * 32, 2, "the prefill node's process has died")]
+    assert first.ask(do="write", peer=DECODE, page=0, value=3) == 1
+    first.kill()
+    assert wait_for_news(reader) == [Fenced("a" * 32, 1, "the prefill node's process has died")]
+    first.close()
+    second.close()
