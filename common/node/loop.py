@@ -127,7 +127,8 @@ class Node:
     def stop(self) -> None:
         """Ask the loop to end; safe in a signal handler."""
         self._is_stopping = True
-        os.eventfd_write(self._wake, 1)
+        if self._wake >= 0:  # else it is closed already: Ctrl-C comes from the terminal and from the supervisor
+            os.eventfd_write(self._wake, 1)
 
     def close(self, reason: str) -> None:
         """Answer every open request, say goodbye, close every socket."""
@@ -136,7 +137,8 @@ class Node:
         self._gateway.send(Leave(), target=self._gateway_incarnation)
         for mailbox in [self._gateway, *self._links.values(), *([self._listen] if self._listen else [])]:
             mailbox.close()
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     def _wait(self, longest_s: float) -> None:
         files = [int(file) for file in self._role.files()]
