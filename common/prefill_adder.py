@@ -17,8 +17,9 @@ from enum import Enum, auto
 
 from common.growth import Growth, fits, is_extending, num_private_pages
 from common.pages import Owner, PageBooks
-from common.radix import Match, RadixCache, pack
+from common.radix import Match, RadixCache
 from common.request import Request
+from common.request_pages import packed_tokens
 
 #: Output tokens that are reserved for one request at most. SGLang's CLIP_MAX_NEW_TOKENS.
 CLIP_MAX_NEW_TOKENS = 4096
@@ -123,7 +124,7 @@ class PrefillAdder:
         if self.total_left <= 0 and not self._proves(request):
             return AddResult.NO_TOKEN
         # The last token is computed in any case: its logits are what is wanted.
-        match = self._cache.match(pack(request.tokens(0, request.num_tokens - 1)), request.salt)
+        match = self._cache.match(packed_tokens(request, request.num_tokens - 1), request.salt)
         num_tokens = self._fit(request.num_tokens - match.num_tokens)
         if num_tokens == 0:
             return AddResult.OTHER

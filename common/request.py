@@ -26,6 +26,8 @@ class Request:
         num_computed: tokens whose KV is in ``pages``.
         num_cached: prompt tokens that were found in this node's cache when it was admitted first.
         slot: row of the executor's request table; -1 while it has none.
+        packed: its first tokens in the radix cache's packed form, kept by ``request_pages.packed_tokens``. Tokens are
+            only ever appended, so it stays true.
     """
 
     rid: str
@@ -44,6 +46,7 @@ class Request:
     num_computed: int = 0
     num_cached: int = 0
     slot: int = -1
+    packed: bytes = b""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -4,28 +4,36 @@ A request's page table is made of pages that the radix cache owns (found at admi
 request's lock keeps them) and pages of its own: those not yet whole, and duplicates of what the cache already had.
 """
 
-from collections.abc import Sequence
-
 from common.pages import Owner, PageBooks
-from common.radix import Node, RadixCache
+from common.radix import TOKEN_BYTES, Inserted, Node, RadixCache, TokenKey, pack
 from common.request import Request
+
+
+def packed_tokens(request: Request, num_tokens: int) -> TokenKey:
+    """The first tokens of a request as the radix cache wants them; each is packed once in the request's life."""
+    num_packed = len(request.packed) // TOKEN_BYTES
+    if num_packed < num_tokens:
+        request.packed += pack(request.tokens(num_packed, num_tokens))
+    return request.packed[: num_tokens * TOKEN_BYTES]
 
 
 def cache_computed(cache: RadixCache, books: PageBooks, request: Request) -> int:
     """Offer the whole pages computed so far to the cache, and lock what it took. Returns how many pages it took.
 
-    Call it after a chunk, or whenever ``num_computed`` has grown. What the cache had from others stays a duplicate of
-    the request's own, and if that is all, the lock stays where it is.
+    Call it after a chunk, or whenever ``num_computed`` has grown. If the cache meanwhile got part of them from somebody
+    else, they stay the request's own until ``release``: to use what lies behind another's prefix it would have to lock
+    that prefix beside its own duplicate, and the other's pages would not come back when the other ends.
     """
     num_pages = request.num_computed // cache.page_size
     if num_pages <= len(request.pages) - len(request.own):
         return 0  # all of these were cached before
-    pages = request.pages[:num_pages]
-    inserted = cache.insert(request.tokens(0, num_pages * cache.page_size), pages, request.salt)
-    if inserted.num_adopted == 0:
+    key = packed_tokens(request, num_pages * cache.page_size)
+    num_locked = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
+    if len(cache.match(key, request.salt).pages) > num_locked:
         return 0
-    _disown(request, pages[inserted.first_adopted :])
-    move_lock(cache, request, inserted.node)
+    inserted = _offer(cache, request, num_pages)
+    if inserted.num_adopted:
+        move_lock(cache, request, inserted.node)
     return inserted.num_adopted
 
 
@@ -43,7 +51,7 @@ def release(cache: RadixCache, books: PageBooks, request: Request, *, keep: bool
     pages afterwards and nothing computed; its tokens stay.
     """
     if keep:
-        cache_computed(cache, books, request)
+        _offer(cache, request, request.num_computed // cache.page_size)
     books.free(request.own, Owner.REQUEST)
     cache.unlock(request.node)
     request.pages = []
@@ -52,9 +60,14 @@ def release(cache: RadixCache, books: PageBooks, request: Request, *, keep: bool
     request.num_computed = 0
 
 
-def _disown(request: Request, adopted: Sequence[int]) -> None:
-    """The cache has taken these: a run of the request's own pages, which are in the order of its page table."""
-    first = request.own.index(adopted[0])
-    end = first + len(adopted)
-    assert request.own[first:end] == list(adopted), "a request's own pages are not in the order of its page table"
-    del request.own[first:end]
+def _offer(cache: RadixCache, request: Request, num_pages: int) -> Inserted:
+    """Insert the first pages of a request; what the cache takes is no longer the request's own."""
+    pages = request.pages[:num_pages]
+    inserted = cache.insert(packed_tokens(request, num_pages * cache.page_size), pages, request.salt)
+    adopted = pages[inserted.first_adopted :]
+    if adopted:
+        first = request.own.index(adopted[0])
+        end = first + len(adopted)
+        assert request.own[first:end] == adopted, "a request's own pages are not in the order of its page table"
+        del request.own[first:end]
+    return inserted

@@ -235,15 +235,14 @@ def measure(num_repeats: int) -> list[Figure]:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    print(
-        f"{'microseconds':46} {'median':>8} {'p99':>8} {'preempted':>10} {'S python':>9} {'S rust':>7} {'mark':>6}  gain"
-    )
+    heads = f"{'median':>8} {'p99':>8} {'preempted':>10} {'S python':>9} {'S rust':>7} {'mark':>6}"
+    print(f"{'microseconds':46} {heads}  gain")
     for row in figures:
         against = row.python_tree_us or row.mark_us
         gain = f"{against / row.median_us:.1f}x" if against else ""
+        own = f"{row.median_us:8.1f} {row.p99_us:8.1f} {row.num_preempted:>4} /{row.num_samples:>4}"
         others = [f"{value:.0f}" if value else "" for value in (row.python_tree_us, row.rust_tree_us, row.mark_us)]
-        cells = f"{row.median_us:8.1f} {row.p99_us:8.1f} {row.num_preempted:>4} /{row.num_samples:>4} {others[0]:>9} {others[1]:>7} {others[2]:>6}"
-        print(f"{row.name:46} {cells}  {gain}")
+        print(f"{row.name:46} {own} {others[0]:>9} {others[1]:>7} {others[2]:>6}  {gain}")
     print("S: SGLang 0.5.23's trees as published for a Zen 5 machine. Gain: over its Python tree, or over the mark.")
     print(
         "Preempted: repetitions during which another process had the core; they are in the figures, most of all in p99."
