@@ -211,6 +211,18 @@ class Sender:
             self._handoffs[key] = handoff
         self._note_due(session)
 
+    def is_granted(self, key: Key) -> bool:
+        """Has the decode node set pages aside for this transfer?"""
+        session = self._sessions.get(key)
+        return session is not None and session.is_granted
+
+    def retract(self, key: Key) -> None:
+        """The source pages of a transfer without grants go to another use; the request is computed again later."""
+        session = self._live(key)
+        assert session is not None, f"{key} is over"
+        session.retract()
+        self._handoffs.pop(key, None)
+
     def abort(self, key: Key, reason: Reason, message: str = "") -> None:
         """No page leaves any more. ``Closed`` and ``Released`` follow when nothing is under way; idempotent."""
         session = self._live(key)

@@ -31,6 +31,7 @@ class SendEvent(StrEnum):
     START = "start"  # writes begin
     WRITTEN = "written"  # writes are over
     RECEIVED = "received"
+    RETRACT = "retract"  # nothing was granted yet, and the source pages are needed elsewhere: computed again later
     END = "end"  # abort, cancel, failure, lease run out
     FENCE = "fence"  # nothing is under way, or the mapping is gone
 
@@ -44,11 +45,13 @@ SEND_TABLE: dict[tuple[Sending, SendEvent], Sending] = {
     (Sending.OPEN, SendEvent.FINISH): Sending.HANDED,
     (Sending.OPEN, SendEvent.START): Sending.OPEN,
     (Sending.OPEN, SendEvent.WRITTEN): Sending.OPEN,
+    (Sending.OPEN, SendEvent.RETRACT): Sending.OPEN,
     (Sending.OPEN, SendEvent.END): Sending.CLOSING,
     (Sending.HANDED, SendEvent.GRANT): Sending.HANDED,
     (Sending.HANDED, SendEvent.START): Sending.HANDED,
     (Sending.HANDED, SendEvent.WRITTEN): Sending.HANDED,
     (Sending.HANDED, SendEvent.RECEIVED): Sending.CLOSED,
+    (Sending.HANDED, SendEvent.RETRACT): Sending.OPEN,
     (Sending.HANDED, SendEvent.END): Sending.CLOSING,
     (Sending.CLOSING, SendEvent.WRITTEN): Sending.CLOSING,
     (Sending.CLOSING, SendEvent.FENCE): Sending.CLOSED,
@@ -178,6 +181,12 @@ class SendSession:
             if index in self._early:
                 del self._early[index]
                 self._due.append(index)
+
+    def retract(self) -> None:
+        """Forget the source pages: nothing was granted, and they will be computed again."""
+        assert not self.is_granted, "somebody waits for these pages"
+        self.apply(SendEvent.RETRACT)
+        self.sources.clear()
 
     def has_ungrantable(self) -> bool:
         """With the prompt computed: is an index granted that the prompt does not have?"""

@@ -24,14 +24,15 @@ def build(parts: Parts) -> PrefillRole:
         chunk_tokens=capacity.chunk_tokens,
         max_requests=config.prefill_max_requests,
     )
+    sender = Sender(ShmWriter(parts.pool), digest=parts.digest, clock=parts.clock)
     scheduler = PrefillScheduler(
         parts.cache,
         parts.books,
         limits=limits,
         policy=policy_named(config.schedule_policy),
         eos_token_ids=parts.eos_token_ids,
+        is_granted=sender.is_granted,
     )
-    sender = Sender(ShmWriter(parts.pool), digest=parts.digest, clock=parts.clock)
     return PrefillRole(scheduler, sender, cache=parts.cache, books=parts.books)
 
 

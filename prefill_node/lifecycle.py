@@ -2,6 +2,10 @@
 
 Source pages go back on one event only, ``RELEASED``: the transfer plane says that nothing reads them any more. Every
 other end (the first token ends the output, an abort, a deadline) first closes the transfer and then waits for it.
+
+Only a request for which the decode node has granted nothing yet can be retracted, since nothing of it is on its way.
+That is what keeps several nodes from waiting for each other in a circle: a request with pages on both sides never waits
+for one that has pages on the prefill side alone.
 """
 
 from enum import StrEnum
@@ -19,6 +23,7 @@ class Event(StrEnum):
     ADMIT = "admit"
     SAMPLED = "sampled"  # the last chunk is computed, and the output goes on elsewhere
     CLOSE = "close"  # first token ended it, abort, deadline, failure
+    RETRACT = "retract"  # nobody waits for its pages yet, and somebody whose pages are awaited needs the room
     RELEASED = "released"
 
 
@@ -27,8 +32,10 @@ TABLE: dict[tuple[State, Event], State] = {
     (State.WAITING, Event.CLOSE): State.CLOSING,
     (State.WAITING, Event.RELEASED): State.DONE,
     (State.EXTENDING, Event.SAMPLED): State.SENDING,
+    (State.EXTENDING, Event.RETRACT): State.WAITING,
     (State.EXTENDING, Event.CLOSE): State.CLOSING,
     (State.EXTENDING, Event.RELEASED): State.DONE,
+    (State.SENDING, Event.RETRACT): State.WAITING,
     (State.SENDING, Event.CLOSE): State.CLOSING,
     (State.SENDING, Event.RELEASED): State.DONE,
     (State.CLOSING, Event.RELEASED): State.DONE,

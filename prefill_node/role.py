@@ -22,8 +22,8 @@ from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
 
 Key = tuple[str, int]
 
-#: Monotonic totals, beside those of the sender. ``overlapped_transfers``: of the prompts that were cut into chunks, those
-#: whose first page was in place before their last chunk began.
+#: Monotonic totals, beside those of the sender. ``overlapped_transfers``: of the prompts that were cut into chunks,
+#: those whose first page was in place before their last chunk began.
 COUNTERS = (
     "requests",
     "failed_requests",
@@ -33,6 +33,7 @@ COUNTERS = (
     "output_tokens",
     "chunked_requests",
     "overlapped_transfers",
+    "retractions",
 )
 
 
@@ -45,6 +46,7 @@ class PrefillRole:
         self._sender = sender
         self._cache = cache
         self._books = books
+        self._answered: dict[Key, None] = {}  # requests whose first token the gateway has; they may be retracted after
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # ---- events ---------------------------------------------------------------------------------------------------
@@ -74,6 +76,10 @@ class PrefillRole:
 
     def plan(self, now: float) -> StepPlan | None:
         plan = self._scheduler.plan(now)
+        for key in self._scheduler.retracted:
+            self._sender.retract(key)
+        self._totals["retractions"] += len(self._scheduler.retracted)
+        self._scheduler.retracted.clear()
         if plan is not None:
             self._count_overlap(plan)
         return plan
@@ -116,7 +122,9 @@ class PrefillRole:
         if first is None:
             self._sender.computed(request.key, request.pages[: computed.num_pages])
             return
-        self._answer_first(request, first, now)
+        if request.key not in self._answered:
+            self._answered[request.key] = None
+            self._answer_first(request, first, now)
         if first.finish:
             self._close(request.key, "finished", "")
         else:
@@ -165,6 +173,7 @@ class PrefillRole:
             request = self._scheduler.requests[release.key]
             was_closing = self._scheduler.states[release.key] is State.CLOSING
             self._scheduler.release(release.key)
+            self._answered.pop(release.key, None)
             if release.ok or was_closing:
                 continue
             self._answer_failure(request, ErrorCode.TRANSFER_FAILED, release.reason)

@@ -5,7 +5,7 @@ chunk budget by ``PrefillAdder``. After a chunk its whole pages enter the radix 
 of the last chunk is the first output token; the slot is free then, the pages stay until ``release``.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.errors import ErrorCode, RequestError
@@ -16,10 +16,12 @@ from common.policy import Policy
 from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder
 from common.radix import RadixCache
 from common.request import Request
-from common.request_pages import cache_computed, release
+from common.request_pages import cache_computed, packed_tokens, release
 from common.sampling import TokenLogprobs
 from common.step import Admit, PageDelta, Row, StepPlan, StepResult
 from prefill_node.lifecycle import TABLE, Event, State
+
+Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,27 @@ class PrefillScheduler:
     """Owns every request of a prefill node, from submission until its pages are back."""
 
     def __init__(
-        self, cache: RadixCache, books: PageBooks, *, limits: Limits, policy: Policy, eos_token_ids: Collection[int]
+        self,
+        cache: RadixCache,
+        books: PageBooks,
+        *,
+        limits: Limits,
+        policy: Policy,
+        eos_token_ids: Collection[int],
+        is_granted: Callable[[Key], bool],
     ) -> None:
         self._cache = cache
         self._books = books
         self._limits = limits
         self._policy = policy
         self._eos = frozenset(eos_token_ids)
-        self.requests: dict[tuple[str, int], Request] = {}  # every request that may hold pages
-        self.states: dict[tuple[str, int], State] = {}
-        self.waiting: dict[tuple[str, int], Request] = {}
-        self.extending: dict[tuple[str, int], Request] = {}
+        self._is_granted = is_granted
+        self.requests: dict[Key, Request] = {}  # every request that may hold pages
+        self.states: dict[Key, State] = {}
+        self.waiting: dict[Key, Request] = {}
+        self.extending: dict[Key, Request] = {}
+        self._first: dict[Key, FirstToken] = {}  # of retracted requests; what was said once is not said otherwise
+        self.retracted: list[Key] = []
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._in_flight: dict[int, list[Chunk]] = {}
         self._num_steps = 0
@@ -98,7 +110,7 @@ class PrefillScheduler:
         self.requests[request.key] = self.waiting[request.key] = request
         self.states[request.key] = State.WAITING
 
-    def close(self, key: tuple[str, int]) -> bool:
+    def close(self, key: Key) -> bool:
         """Stop computing a request. Its pages stay until ``release``. False if it is unknown or closing already."""
         if self.states.get(key) in (None, State.CLOSING):
             return False
@@ -106,12 +118,13 @@ class PrefillScheduler:
         self._advance(key, Event.CLOSE)
         return True
 
-    def release(self, key: tuple[str, int]) -> None:
+    def release(self, key: Key) -> None:
         """Nothing reads the request's pages any more: the one place where they are given back."""
         request = self.requests.pop(key)
         self._leave_batch(key)
         self._advance(key, Event.RELEASED)
         del self.states[key]
+        self._first.pop(key, None)
         release(self._cache, self._books, request, keep=False)  # whole pages went to the cache chunk by chunk
 
     def expired(self, now: float) -> list[Request]:
@@ -122,14 +135,14 @@ class PrefillScheduler:
             if request.deadline_at <= now and self.states[key] is not State.CLOSING
         ]
 
-    def _leave_batch(self, key: tuple[str, int]) -> None:
+    def _leave_batch(self, key: Key) -> None:
         self.waiting.pop(key, None)
         request = self.extending.pop(key, None)
         if request is not None:
             self._slots.append(request.slot)
             request.slot = -1
 
-    def _advance(self, key: tuple[str, int], event: Event) -> None:
+    def _advance(self, key: Key, event: Event) -> None:
         self.states[key] = advance(TABLE, self.states[key], event)
 
     # ---- one step -------------------------------------------------------------------------------------------------
@@ -138,12 +151,13 @@ class PrefillScheduler:
         """The next step, or None if nothing can be computed now."""
         if not self.extending and not self.waiting:
             return None
+        urgent = self._make_room()
         adder = PrefillAdder(
             self._cache,
             self._books,
             self._cache.page_size,
             Budgets(
-                total_tokens=(self._books.num_free + self._cache.num_evictable_pages) * self._cache.page_size,
+                total_tokens=(self._books.num_free + self._cache.num_evictable_pages) * self._cache.page_size + 1,
                 input_tokens=self._limits.max_prefill_tokens,
                 chunk_tokens=self._limits.chunk_tokens,
             ),
@@ -153,7 +167,7 @@ class PrefillScheduler:
         for request in self.extending.values():
             if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                 break
-        admitted = self._admit(adder, now)
+        admitted = self._admit(adder, urgent, now)
         if not adder.chunks:
             return None
         self._num_steps += 1
@@ -166,9 +180,44 @@ class PrefillScheduler:
             rows=tuple(_row(chunk) for chunk in adder.chunks),
         )
 
-    def _admit(self, adder: PrefillAdder, now: float) -> list[Request]:
+    def _make_room(self) -> list[Request]:
+        """The first waiting request for which a decode node holds pages, if it fits only by taking from those without.
+
+        A decode node keeps what it has granted until the transfer is over, so such a request must not wait for others
+        that wait for decode nodes: two nodes of each kind could then wait for one another for ever.
+        """
+        urgent = next((request for request in self.waiting.values() if self._is_granted(request.key)), None)
+        if urgent is None or self._fits(urgent):
+            return []
+        for victim in reversed(list(self.requests.values())):
+            if self.states[victim.key] in (State.EXTENDING, State.SENDING) and not self._is_granted(victim.key):
+                self._retract(victim)
+                if self._fits(urgent):
+                    break
+        return [urgent]
+
+    def _fits(self, request: Request) -> bool:
+        """Whether admission has pages and a slot for it now. The pages of its cached prefix are not counted twice."""
+        match = self._cache.match(packed_tokens(request, request.num_tokens - 1), request.salt)
+        num_needed = -(-request.num_tokens // self._cache.page_size) - len(match.pages)
+        self._cache.lock(match.node)
+        num_available = self._books.num_free + self._cache.num_evictable_pages
+        self._cache.unlock(match.node)
+        return num_needed <= num_available and bool(self._slots)
+
+    def _retract(self, request: Request) -> None:
+        """Take the pages back; their KV stays in the cache as long as there is room. It is next in line again."""
+        self._leave_batch(request.key)
+        release(self._cache, self._books, request, keep=True)
+        request.output.clear()
+        self._advance(request.key, Event.RETRACT)
+        self.waiting = {request.key: request, **self.waiting}
+        self.retracted.append(request.key)
+
+    def _admit(self, adder: PrefillAdder, urgent: list[Request], now: float) -> list[Request]:
         admitted: list[Request] = []
-        for request in self._policy.order(list(self.waiting.values()), now):
+        order = self._policy.order([r for r in self.waiting.values() if r not in urgent], now)
+        for request in [*urgent, *order]:
             if not self._slots:
                 break
             num_chunks = len(adder.chunks)
@@ -203,11 +252,12 @@ class PrefillScheduler:
         if sampled is None:
             return Computed(request, chunk.num_tokens, request.num_computed // self._cache.page_size)
         token, logprobs = sampled
-        request.output.append(token)
+        finish = finish_reason(request.sampling, self._eos, token=token, num_output=1)
+        first = self._first.setdefault(request.key, FirstToken(token, logprobs, finish))
+        request.output.append(first.token)
         self._leave_batch(request.key)
         self._advance(request.key, Event.SAMPLED)
-        finish = finish_reason(request.sampling, self._eos, token=token, num_output=1)
-        return Computed(request, chunk.num_tokens, len(request.pages), FirstToken(token, logprobs, finish))
+        return Computed(request, chunk.num_tokens, len(request.pages), first)
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
         """The chunks behind the rows of a plan that has not been committed."""

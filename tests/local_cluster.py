@@ -120,11 +120,16 @@ class LocalCluster:
         books = PageBooks(num_pages)
         cache = RadixCache(books, self._page_size, is_enabled=self._is_cached)
         limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
-        scheduler = prefill.PrefillScheduler(
-            cache, books, limits=limits, policy=policy_named("fcfs"), eos_token_ids=eos
-        )
         transport = InProcessWriter(self.wire, executor.pool)
         sender = Sender(transport, digest="model", clock=self.clock)
+        scheduler = prefill.PrefillScheduler(
+            cache,
+            books,
+            limits=limits,
+            policy=policy_named("fcfs"),
+            eos_token_ids=eos,
+            is_granted=sender.is_granted,
+        )
         return Member(name, PrefillRole(scheduler, sender, cache=cache, books=books), executor, transport)
 
     def _decode_node(self, name: str, num_pages: int) -> Member:

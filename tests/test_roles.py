@@ -1,5 +1,6 @@
 """Both roles under everything that can happen to them, over an engine whose tokens betray every wrong page."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -197,6 +198,24 @@ def test_a_full_batch_gives_way_to_a_finished_transfer_instead_of_deadlock() -> 
     assert_all_pages_are_back(cluster)
 
 
+def test_nodes_whose_pools_are_all_full_do_not_wait_for_each_other_in_a_circle() -> None:
+    cluster = LocalCluster(num_prefill=2, num_decode=2, page_size=4, prefill_pages=20, decode_pages=14, max_running=3)
+    random = Random(5)
+    wanted = {}
+    for number in range(60):
+        prompt = prompt_of(random.randint(1, 40), random.randint(0, 2))
+        wanted[f"r{number}"] = expected_output(prompt, max_new := random.randint(1, 14))
+        pair = (random.randint(0, 1), random.randint(0, 1))
+        cluster.submit(f"r{number}", prompt, sampling(max_new), pair=pair)
+    cluster.run()
+    for rid, answer in cluster.answers.items():
+        assert answer.error is None
+        assert answer.output == wanted[rid]
+    assert sum(cluster.counters(member)["retractions"] for member in cluster.prefill) > 0
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
 @pytest.mark.parametrize(
     ("table", "states", "events"),
     [(PREFILL_TABLE, PrefillState, PrefillEvent), (DECODE_TABLE, DecodeState, DecodeEvent)],
@@ -293,5 +312,5 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(
-    max_examples=3000, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -20,12 +20,12 @@ KEY = ("r", 0)
 
 # Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
 SEND = """
-         open   grant  compute finish start  written received end     fence
-early    open   early  .       .      .      .       .        closing .
-open     .      open   open    handed open   open    .        closing .
-handed   .      handed .       .      handed handed  closed   closing .
-closing  .      .      .       .      .      closing .        .       closed
-closed   .      .      .       .      .      .       .        .       .
+         open   grant  compute finish start  written received retract end     fence
+early    open   early  .       .      .      .       .        .       closing .
+open     .      open   open    handed open   open    .        open    closing .
+handed   .      handed .       .      handed handed  closed   open    closing .
+closing  .      .      .       .      .      closing .        .       .       closed
+closed   .      .      .       .      .      .       .        .       .       .
 """
 RECEIVE = """
              grant    deliver land     handoff  cancel       lose         close  fence
