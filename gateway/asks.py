@@ -28,10 +28,8 @@ from gateway.schema import (
     check_no_effect,
     refuse,
 )  # fmt: skip
-from gateway.text import Text
+from gateway.text import LONG_CHARACTERS, Text
 
-#: Texts longer than this are tokenized on a thread, so that streams go on meanwhile.
-INLINE_CHARACTERS = 64 << 10
 GREEDY_BELOW = 1e-5
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
@@ -81,6 +79,7 @@ class Asker:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         text = self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        await self._check_text(text, limits, "messages")
         ids = await self.tokenize(text, add_special_tokens=False, param="messages")
         check_prompt(ids, limits, self._text.vocab_size, "messages")
         return [self._openai_ask(body, request_id, request_id, ids, limits, None, logprobs)]
@@ -134,8 +133,8 @@ class Asker:
         return self._chat.render(plain, add_generation_prompt=add_generation_prompt is not False, **(kwargs or {}))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text; long ones are made on a thread."""
-        if len(text) <= INLINE_CHARACTERS:
+        """Token ids of a text; those of long ones are made on a thread, so that streams go on meanwhile."""
+        if len(text) <= LONG_CHARACTERS:
             return self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
 
         def encode() -> list[int]:
@@ -143,13 +142,21 @@ class Asker:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
 
+    async def _check_text(self, text: str, limits: Limits, param: str) -> None:
+        """Refuses a text that is far too long without tokenizing all of it: its beginning is too long already."""
+        length = limits.context_length
+        if len(text) > max(16 * length, LONG_CHARACTERS):
+            count = len(await self.tokenize(text[: 8 * length], add_special_tokens=False, param=param))
+            if count > length + length // 2:  # far enough for whatever the cut has done to the last word
+                raise _too_long(f"more than {length}", length, param)
+
     async def _tokenize_all(self, prompts: list[Prompt], param: str, limits: Limits) -> list[Sequence[int]]:
         ids: list[Sequence[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
                 if not prompt:
                     raise refuse("must not be empty", param)
-                check_length_of_text(prompt, limits, self._text.longest_piece, param)
+                await self._check_text(prompt, limits, param)
                 prompt = await self.tokenize(prompt, add_special_tokens=True, param=param)
             check_prompt(prompt, limits, limits.vocab_size, param)
             ids.append(prompt)
@@ -231,13 +238,6 @@ def split_prompts(given: Any, param: str = "prompt") -> list[Prompt]:
     if len(given) > MAX_PROMPTS:
         raise refuse(f"{len(given)} prompts in one request; at most {MAX_PROMPTS}", param)
     return list(given)
-
-
-def check_length_of_text(text: str, limits: Limits, longest_piece: int, param: str) -> None:
-    """Refuses at once a text that is too long whatever its tokens turn out to be. Raises RequestError."""
-    at_least = len(text) // (4 * max(longest_piece, 1))  # normalizing may join up to four characters to one
-    if at_least >= limits.context_length:
-        raise _too_long(f"at least {at_least}", limits.context_length, param)
 
 
 def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int, param: str) -> None:

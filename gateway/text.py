@@ -15,6 +15,9 @@ from tokenizers import Tokenizer
 
 from common.errors import ConfigError, ErrorCode, RequestError
 
+#: Texts longer than this are worth a thread of their own.
+LONG_CHARACTERS = 64 << 10
+
 
 def _byte_alphabet() -> dict[str, int]:
     """The characters with which byte-level tokenizers spell the 256 bytes (GPT-2's ``bytes_to_unicode``, inverted)."""
@@ -84,7 +87,6 @@ class Text:
 
     Attributes:
         vocab_size: one more than the largest id that the tokenizer knows.
-        longest_piece: bytes of the longest token, so that a text's length bounds the number of its tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -93,7 +95,6 @@ class Text:
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.longest_piece = max((len(token.encode()) for token in vocabulary), default=1)
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._pieces: list[bytes] | None = None
         if type(tokenizer.decoder).__name__ == "ByteLevel":
@@ -114,7 +115,11 @@ class Text:
     def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Token ids of a text. Raises RequestError naming ``param`` for text that no UTF-8 can carry."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > LONG_CHARACTERS:  # the batch call lets other threads run meanwhile; the single one does not
+                encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids: list[int] = encodings[0].ids
+            else:
+                ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{param}: not valid Unicode text", param=param) from error
         return ids

@@ -7,6 +7,7 @@ sends output token 0, decode the rest. A test takes over by setting ``on_generat
 
 import asyncio
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -157,6 +158,10 @@ class FakeNode:
         await self.until(lambda: any(isinstance(message, Registered) for message in self.heard))
         return self
 
+    async def until_refused(self) -> "FakeNode":
+        await self.until(lambda: self.refusal)
+        return self
+
     @property
     def refusal(self) -> str:
         return next((message.reason for message in self.heard if isinstance(message, Refused)), "")
@@ -245,7 +250,7 @@ class Stack:
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         """Status and JSON of an answer."""
-        data = body if isinstance(body, bytes) else json.dumps(body)
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json", **headers}
         async with self.client.post(self.url + path, data=data, headers=headers) as answer:
             return answer.status, await answer.json()

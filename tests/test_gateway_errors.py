@@ -1,0 +1,363 @@
+"""Bad input gets its answer at once, with the field at fault, and the service goes on."""
+
+import asyncio
+import contextlib
+import io
+import json
+import time
+from urllib.parse import urlsplit
+
+import pytest
+from fake_nodes import MODEL, make_model_folder, running, silent
+
+from common.errors import ErrorCode
+from common.messages import Generate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def stack(folder):
+    async with running(folder) as running_stack:
+        await running_stack.pair()
+        yield running_stack
+        status, _ = await running_stack.post("/v1/completions", {"prompt": "still there", "max_tokens": 1})
+        assert status == 200
+        assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
+
+
+HI = [{"role": "user", "content": "Hi"}]
+DEEP = b"[" * 200_000
+
+BAD_COMPLETIONS = [
+    (b"", None),
+    (b"{", None),
+    (b"\xff\xfe{}", None),
+    (b'{"prompt":"\xff"}', None),
+    (b'{"prompt":"a"} trailing', None),
+    (b"[]", None),
+    (b'"text"', None),
+    (b'{"prompt":"\\ud800"}', None),
+    (b'{"prompt":' + DEEP, "prompt[0][0]"),
+    (b'{"metadata":' + DEEP, None),
+    (b'{"prompt":"a","temperature":NaN}', "temperature"),
+    (b'{"prompt":"a","temperature":-Infinity}', "temperature"),
+    (b'{"prompt":"a","temperature":1e999}', "temperature"),
+    (b'{"prompt":"a","max_tokens":1e30}', "max_tokens"),
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [1, [2]]}, "prompt[1]"),
+    ({"prompt": [1, -2]}, "prompt"),
+    ({"prompt": [512]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [{"a": 1}]}, "prompt[0]"),
+    ({"prompt": "a" * 600}, "prompt"),
+    ({"prompt": "a" * 4_000_000}, "prompt"),
+    ({"prompt": [1] * 512}, "prompt"),
+    ({"prompt": ["a"] * 5000}, "prompt"),
+    ({"prompt": "a", "model": "other"}, "model"),
+    ({"prompt": "a", "model": 5}, "model"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 512}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": 1e9}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.1}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "seed": 2**64}, "seed"),
+    ({"prompt": "a", "seed": "x"}, "seed"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": ["x", ""]}, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ({"prompt": "a", "stop": ["x" * 300]}, "stop"),
+    ({"prompt": "a", "stop": [5]}, "stop[0]"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"prompt": "a", "stop_token_ids": [512]}, "stop_token_ids"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs"),
+    ({"prompt": "a", "deadline_ms": 0}, "deadline_ms"),
+    ({"prompt": "a", "deadline_ms": -5}, "deadline_ms"),
+    ({"prompt": "a", "priority": 2**40}, "priority"),
+    ({"prompt": "a", "cache_salt": "x" * 2000}, "cache_salt"),
+    ({"prompt": "a", "stream": "yes"}, "stream"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+    ({"prompt": "a", "promt": "b"}, "promt"),
+    ({"prompt": "a", "n": 2}, "n"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+]
+
+BAD_CHATS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "a" * 3000}]}, "messages"),
+    ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": HI, "logprobs": 1}, "logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HI, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": HI, "prompt": "a"}, "prompt"),
+]
+
+BAD_GENERATES = [
+    ({}, "text"),
+    ({"text": "a", "input_ids": [1]}, "text"),
+    ({"text": ""}, "text"),
+    ({"text": []}, "text"),
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [[1], 2]}, "input_ids[1]"),
+    ({"input_ids": ["a"]}, "input_ids[0]"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 1000}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
+    ({"text": "a", "sampling_params": {"n": 2}}, "sampling_params.n"),
+    ({"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+    ({"text": "a", "sampling_params": {"nothing": 2}}, "sampling_params.nothing"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+    ({"text": "a", "rid": ""}, "rid"),
+    ({"text": "a", "rid": "x" * 300}, "rid"),
+    ({"text": "a", "top_logprobs_num": 50}, "top_logprobs_num"),
+    ({"text": "a", "image_data": "x"}, "image_data"),
+    ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+    ({"text": "a", "unknown": 0}, "unknown"),
+]
+
+ALL_BAD = [
+    *(("/v1/completions", *case) for case in BAD_COMPLETIONS),
+    *(("/v1/chat/completions", *case) for case in BAD_CHATS),
+    *(("/generate", *case) for case in BAD_GENERATES),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [2**40]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [1, [2]]}, "tokens"),
+    ("/abort_request", {}, "rid"),
+    ("/abort_request", {"rid": "x", "abort_all": True}, "rid"),
+]
+
+
+async def test_every_bad_body_is_refused_at_once_with_the_field_named(stack):
+    warm_up = await stack.post("/v1/chat/completions", {"messages": HI, "max_tokens": 1})
+    assert warm_up[0] == 200
+    stack.nodes[0].generates.clear()
+    for path, body, param in ALL_BAD:
+        started_at = time.monotonic()
+        status, answer = await stack.post(path, body)
+        what = f"{path} {str(body)[:100]} -> {status} {answer}"
+        assert 400 <= status < 500, what
+        assert set(answer["error"]) == {"message", "type", "param", "code"}, what
+        assert answer["error"]["param"] == param, what
+        assert param is None or param.split("[")[0] in answer["error"]["message"], what
+        assert len(answer["error"]["message"]) < 500, what
+        assert time.monotonic() - started_at < 1.0, what
+    assert stack.nodes[0].generates == {}
+
+
+async def test_an_unknown_model_is_404_and_what_cannot_fit_has_its_own_code(folder):
+    async with running(folder) as stack:
+        await stack.node("prefill", num_pages=10)
+        await stack.node("decode", num_pages=20)
+        for body, status, code in (
+            ({"prompt": "a", "model": "b"}, 404, "model_not_found"),
+            ({"prompt": [1] * 161, "max_tokens": 1}, 400, "pool_too_small"),
+            ({"prompt": [1] * 160, "max_tokens": 161}, 400, "pool_too_small"),
+            ({"prompt": [1] * 600, "max_tokens": 1}, 400, "context_length_exceeded"),
+            ({"prompt": "a", "n": 3}, 400, "not_supported"),
+        ):
+            got, answer = await stack.post("/v1/completions", body)
+            assert (got, answer["error"]["code"]) == (status, code)
+        assert (await stack.post("/v1/completions", {"prompt": [1] * 160, "max_tokens": 160}))[0] == 200
+
+
+async def test_paths_methods_and_content_types(stack):
+    for method, path, kind, status in (
+        ("POST", "/nothing", "application/json", 404),
+        ("GET", "/v1/completions", "application/json", 405),
+        ("DELETE", "/health", "application/json", 405),
+        ("POST", "/v1/completions", "text/plain", 415),
+        ("POST", "/v1/completions", "application/x-www-form-urlencoded", 415),
+        ("POST", "/v1/completions", "application/json; charset=utf-8", 200),
+    ):
+        data = json.dumps({"prompt": "a", "max_tokens": 1})
+        headers = {"Content-Type": kind}
+        async with stack.client.request(method, stack.url + path, data=data, headers=headers) as answer:
+            assert answer.status == status
+            body = await answer.json()
+            assert status == 200 or body["error"]["message"]
+            assert (status == 405) == ("Allow" in answer.headers)
+
+
+async def test_large_bodies_are_refused_and_read_no_further(folder):
+    async with running(folder, max_body_bytes=1 << 20) as stack:
+        await stack.pair()
+        data = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
+        for body in (io.BytesIO(data), pieces(data)):
+            headers = {"Content-Type": "application/json"}
+            async with stack.client.post(stack.url + "/v1/completions", data=body, headers=headers) as answer:
+                assert answer.status == 413
+                assert (await answer.json())["error"]["code"] == "body_too_large"
+        assert (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+
+
+async def pieces(data):
+    for start in range(0, len(data), 1 << 16):
+        yield data[start : start + (1 << 16)]
+
+
+async def raw(stack, data, timeout_s=5.0):
+    """What the server answers to these bytes before it closes the connection."""
+    address = urlsplit(stack.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(data)
+    answer = b""
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(timeout_s):
+            while piece := await reader.read(1 << 16):
+                answer += piece
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return answer
+
+
+async def test_a_body_that_stops_arriving_is_given_up(folder):
+    async with running(folder, options={"body_timeout_s": 0.2}) as stack:
+        await stack.pair()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        started_at = time.monotonic()
+        answer = await raw(stack, head, timeout_s=1.0)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"body did not arrive" in answer
+        assert time.monotonic() - started_at < 2.0
+
+
+async def test_headers_that_stop_arriving_are_given_up(folder):
+    async with running(folder, options={"header_timeout_s": 0.3}) as stack:
+        started_at = time.monotonic()
+        assert await raw(stack, b"POST /v1/completions HTTP/1.1\r\nHost") == b""
+        assert time.monotonic() - started_at < 2.0
+
+
+async def test_broken_http_is_answered_or_dropped_and_hurts_nobody(stack):
+    for data in (
+        b"\x16\x03\x01 hello\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    ):
+        answer = await raw(stack, data, timeout_s=1.0)
+        assert answer.startswith(b"HTTP/1.") and answer.split()[1].startswith(b"4"), (data[:40], answer[:100])
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(stack):
+    body = b'{"prompt":"a","max_tokens":1}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    )
+    answer = await raw(stack, head + body)
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+
+
+async def test_the_key_is_asked_for_where_it_matters(folder):
+    async with running(folder, api_key="sesame") as stack:
+        await stack.pair()
+        body = {"prompt": "a", "max_tokens": 1}
+        assert (await stack.post("/v1/completions", body))[0] == 401
+        assert (await stack.post("/v1/completions", body, Authorization="Bearer sesam"))[0] == 401
+        assert (await stack.post("/v1/completions", body, Authorization="sesame"))[0] == 401
+        assert (await stack.post("/v1/completions", body, Authorization="Bearer sesame"))[0] == 200
+        assert (await stack.get("/v1/workers"))[0] == 401
+        for path in ("/health", "/ready", "/metrics", "/"):
+            assert (await stack.get(path))[0] == 200
+
+
+async def test_an_id_in_use_is_refused_and_free_again_afterwards(folder):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        prefill.on_generate = decode.on_generate = silent
+        body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
+        first = asyncio.ensure_future(stack.post("/generate", body))
+        await prefill.until(lambda: prefill.generates)
+        status, answer = await stack.post("/generate", body)
+        assert (status, answer["error"]["param"]) == (400, "rid")
+        prefill.tokens("mine", 0, (65,), finish="length")
+        assert (await first)[0] == 200
+        await decode.until(lambda: "mine" in decode.aborts)  # it must not wait for a handoff
+        again = asyncio.ensure_future(stack.post("/generate", body))
+        await prefill.until(lambda: sum(isinstance(message, Generate) for message in prefill.heard) == 2)
+        await asyncio.sleep(0.05)
+        prefill.tokens("mine", 0, (65,), finish="length")
+        assert (await again)[0] == 200
+
+
+async def test_too_many_requests_are_told_when_to_come_again(folder):
+    async with running(folder, max_queued_requests=1) as stack:
+        prefill, decode = await stack.pair(max_running=1)
+        prefill.on_generate = decode.on_generate = silent
+        body = {"prompt": "a", "max_tokens": 1}
+        calls = [asyncio.ensure_future(stack.post("/v1/completions", body)) for _ in range(2)]
+        await prefill.until(lambda: len(prefill.generates) == 2)
+        async with stack.client.post(stack.url + "/v1/completions", json=body) as answer:
+            assert answer.status == 429
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert (await answer.json())["error"]["code"] == "queue_full"
+        for rid in prefill.generates:
+            prefill.tokens(rid, 0, (65,), finish="length")
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200, 200]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_nodes_failure_before_the_first_token_is_the_answers_status(folder, is_stream):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        prefill.on_generate = silent
+        decode.on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.QUEUE_FULL, "full", 7.0)
+        body = {"prompt": "a", "stream": is_stream, "model": MODEL}
+        async with stack.client.post(stack.url + "/v1/completions", json=body) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+        await prefill.until(lambda: prefill.aborts)
+        assert decode.aborts == []
