@@ -25,10 +25,10 @@ def tokens_of(logits: torch.Tensor, params: SamplingParams, num_draws: int = 400
     return tokens.tolist()
 
 
-def acceptable(logits: list[float], draw: Draw) -> set[int]:
-    """What the definition draws; on the very edge of a cut or between two tokens, either side of it."""
+def is_acceptable(token: int, logits: list[float], draw: Draw) -> bool:
+    """Whether the definition draws this; on the very edge of a cut or between two tokens, either side will do."""
     nudges = (0.0, -1e-5, 1e-5)
-    return {naive(logits, draw, cut, where) for cut in nudges for where in nudges}
+    return any(naive(logits, draw, cut, where) == token for cut in nudges for where in nudges)
 
 
 def naive(logits: list[float], draw: Draw, cut_nudge: float = 0.0, where_nudge: float = 0.0) -> int:
@@ -150,11 +150,11 @@ params_strategy = st.builds(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab", [1, 7, 700, 2_500])
+@pytest.mark.parametrize("vocab", [1, 7, 701, 9_000])
 def test_any_batch_draws_what_the_definition_draws_row_by_row(vocab: int, device: str) -> None:
     """Rows with unlike parameters share a batch, and each gets what it would get alone."""
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(params=st.lists(params_strategy, min_size=1, max_size=5), seed=st.integers(0, 1000), spread=st.floats(0, 4))
     def check(params: list[SamplingParams], seed: int, spread: float) -> None:
         random = np.random.default_rng(seed)
@@ -167,15 +167,28 @@ def test_any_batch_draws_what_the_definition_draws_row_by_row(vocab: int, device
         alone = [sample(logits[i : i + 1].clone(), [draw])[0].item() for i, draw in enumerate(draws)]
         assert tokens.tolist() == alone
         for token, row, draw in zip(alone, logits.tolist(), draws, strict=True):
-            assert token in acceptable(row, draw)
+            assert is_acceptable(token, row, draw)
 
     check()
 
 
-def test_a_nearly_flat_distribution_is_ranked_in_full_for_top_p() -> None:
-    """Half of 5,000 equal tokens do not fit among the candidates; ties keep all of them."""
-    logits = torch.zeros(1, 5_000)
-    logits[0, :2_000] += 1e-3
-    tokens = tokens_of(logits, SamplingParams(top_p=0.3), 500)
-    assert max(tokens) < 2_000
-    assert max(tokens) > sampler.TOP_P_CANDIDATES
+def test_a_nearly_flat_distribution_is_ranked_in_full() -> None:
+    """The nucleus is wider than all strips that are looked at first; ties keep all of the better 20,000."""
+    logits = torch.zeros(1, 60_000)
+    logits[0, ::3] += 1e-3
+    for params in (SamplingParams(top_p=0.3), SamplingParams(top_k=15_000), SamplingParams(min_p=0.9995)):
+        tokens = tokens_of(logits, params, 500)
+        assert {token % 3 for token in tokens} == {0}
+        assert len({token // 6_000 for token in tokens}) == 10
+
+
+def test_the_likely_strips_give_what_the_whole_row_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (40, 30_000)).astype(np.float32))
+    draws = [
+        Draw(SamplingParams(top_k=20, top_p=0.95, seed=row) if row % 2 else SamplingParams(top_p=0.5, seed=row), row, 0)
+        for row in range(40)
+    ]
+    narrow, _ = sample(logits.clone(), draws)
+    monkeypatch.setattr(sampler, "NUM_STRIPS", 1_000_000)
+    whole, _ = sample(logits.clone(), draws)
+    assert torch.equal(narrow, whole)

@@ -1,9 +1,9 @@
 """A few C functions, compiled once for this machine and kept: what torch would do in many passes, they do in one.
 
 The system's C compiler makes one shared library out of the package's C files; it lies in ``~/.cache/baton`` under a
-hash of sources, flags and processor. The library is linked *without* an OpenMP runtime, so that its threads are those of the
-team that torch has loaded already: two teams on the same cores cost a factor of ten. Where anything is missing,
-``load_kernels`` says so once in the log and returns None, and torch does the work.
+hash of sources, flags and processor. The library is linked *without* an OpenMP runtime, so that its threads are
+those of the team that torch has loaded already: two teams on the same cores cost a factor of ten. Where anything is
+missing, ``load_kernels`` says so once in the log and returns None, and torch does the work.
 """
 
 import ctypes

@@ -7,8 +7,9 @@ same.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from common.sampling import SamplingParams, TokenLogprobs
 
-#: Tokens looked at before a whole row is sorted for top-p: enough unless the distribution is nearly flat.
-TOP_P_CANDIDATES = 1024
-_STRIP = 512  # tokens per strip of the two-level cumulative sum
+#: Strips of a row that are looked at first where a cut is asked for; the rest of the row only if that was not enough.
+NUM_STRIPS = 32
+_MOST_PER_STRIP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,23 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLo
     for row, draw in enumerate(draws):
         if draw.is_end_masked:
             logits[row, list(draw.end_ids)] = -math.inf
-    tokens = logits.argmax(dim=-1)
-    random_rows = [row for row, draw in enumerate(draws) if not draw.params.is_greedy]
-    if len(random_rows) == len(draws):
-        tokens = _draw(logits, draws, tokens)
-    elif random_rows:
-        index = torch.tensor(random_rows, device=logits.device)
-        tokens[index] = _draw(logits[index], [draws[row] for row in random_rows], tokens[index])
+    tokens = _argmax(logits)
+    for is_cut, method in ((True, _draw_among_likely), (False, _draw)):
+        rows = _rows(draws, is_cut=is_cut)
+        if rows:
+            index = torch.tensor(rows, device=logits.device)
+            part = logits if len(rows) == len(draws) else logits[index]
+            tokens[index] = method(part, tokens[index], [draws[row] for row in rows])
     return tokens, raw.of(tokens, logits)
+
+
+def _rows(draws: Sequence[Draw], *, is_cut: bool) -> list[int]:
+    """Rows that draw at random, with or without a cut."""
+    return [row for row, draw in enumerate(draws) if not draw.params.is_greedy and _has_cut(draw.params) == is_cut]
+
+
+def _has_cut(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -83,91 +93,147 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _draw(logits: Tensor, draws: Sequence[Draw], likeliest: Tensor) -> Tensor:
-    """Tokens ``[R]`` for rows that are all random. ``likeliest`` is each row's argmax."""
-    device = logits.device
-    params = [draw.params for draw in draws]
+def _argmax(logits: Tensor) -> Tensor:
+    """Index ``[R]`` of each row's first largest. In two levels: torch finds a maximum fast, but its place slowly."""
+    strips = logits.view(len(logits), -1, _strip_size(logits.shape[1]))
+    strip = strips.amax(dim=-1).argmax(dim=-1)
+    inside = strips[torch.arange(len(strips), device=logits.device), strip].argmax(dim=-1)
+    return strip * strips.shape[2] + inside
+
+
+@cache
+def _strip_size(width: int) -> int:
+    """Largest divisor of ``width`` up to a bound: strips tile a row without padding."""
+    return next(size for size in range(min(width, _MOST_PER_STRIP), 0, -1) if width % size == 0)
+
+
+def _draw_among_likely(logits: Tensor, likeliest: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Tokens ``[R]`` for rows that all have a cut.
+
+    Only the strips with the largest maxima are looked at. Whatever they leave out is at most ``bound``; a row whose
+    threshold is above that has all its kept tokens in them, any other is drawn from in full. A row's outcome depends on
+    the row alone.
+    """
+    num_rows, vocab = logits.shape
+    size = _strip_size(vocab)
+    if vocab <= NUM_STRIPS * size:
+        return _draw(logits, likeliest, draws)
+    strips = logits.view(num_rows, -1, size)
+    best_strips = strips.amax(dim=-1).topk(NUM_STRIPS + 1, dim=-1)
+    bound = best_strips.values[:, -1:]
+    chosen = best_strips.indices[:, :-1].sort(dim=-1).values  # back in order of token id
+    values = strips.gather(1, chosen[:, :, None].expand(-1, -1, size)).flatten(1)
     best = logits.gather(1, likeliest[:, None])
-    temperatures = torch.tensor([p.temperature for p in params], device=device)[:, None]
-    scaled = (logits - best) / temperatures  # 0 for the likeliest
-    weights = scaled.exp()
-    threshold = _threshold(scaled, weights, params)
-    if threshold is not None:
-        weights = torch.where(scaled >= threshold, weights, 0.0)
-    seeds = np.array([p.seed for p in params], np.uint64)
-    positions = np.array([draw.position for draw in draws], np.uint64)
-    tokens = _invert(weights, torch.from_numpy(uniforms(seeds, positions)).to(device))
-    # Rounding may land a hair beyond the last kept token; then the likeliest is as good as any.
-    return torch.where(weights.gather(1, tokens[:, None])[:, 0] > 0, tokens, likeliest)
+    cut = _Cut(draws, vocab, logits.device)
+    threshold = cut.threshold(values, best, _mass(logits, best, cut) if cut.needs_mass else None)
+    place = _invert(cut.weights(values, best, threshold), cut.uniforms)
+    tokens = chosen.gather(1, place[:, None] // size)[:, 0] * size + place % size
+    is_unsure = (threshold <= cut.scaled(bound, best))[:, 0].tolist()
+    rest = [row for row in range(num_rows) if is_unsure[row]]
+    if rest:
+        index = torch.tensor(rest, device=logits.device)
+        tokens[index] = _draw(logits[index], likeliest[index], [draws[row] for row in rest])
+    return tokens
+
+
+def _draw(logits: Tensor, likeliest: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Tokens ``[R]`` for rows that are all random, from the whole of each row."""
+    cut = _Cut(draws, logits.shape[1], logits.device)
+    best = logits.gather(1, likeliest[:, None])
+    threshold = None
+    if any(_has_cut(draw.params) for draw in draws):
+        threshold = cut.threshold(logits, best, _mass(logits, best, cut) if cut.needs_mass else None)
+    return _invert(cut.weights(logits, best, threshold), cut.uniforms)
+
+
+def _mass(logits: Tensor, best: Tensor, cut: "_Cut") -> Tensor:
+    """Sum of all weights of each row, ``[R, 1]`` float64."""
+    return cut.weights(logits, best, None).sum(dim=-1, keepdim=True, dtype=torch.float64)
+
+
+class _Cut:
+    """The rows' parameters as columns ``[R, 1]``, and the arithmetic of weights and thresholds over them.
+
+    A token's scaled logit is its distance below the row's best over the temperature, at most 0; its weight is e to
+    that.
+    """
+
+    def __init__(self, draws: Sequence[Draw], vocab: int, device: torch.device) -> None:
+        params = [draw.params for draw in draws]
+
+        def column(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype).to(device)[:, None]
+
+        self.temperature = column((p.temperature for p in params), torch.float32)
+        self.top_k = column((p.top_k if 0 < p.top_k < vocab else vocab for p in params), torch.int64)
+        self.top_p = column((p.top_p for p in params), torch.float64)
+        self.min_scaled = column((math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params), torch.float32)
+        self.needs_mass = any(p.top_p < 1 and not 0 < p.top_k < vocab for p in params)
+        self.has_ranks = any(p.top_p < 1 or 0 < p.top_k < vocab for p in params)
+        self.vocab = vocab
+        seeds = np.array([p.seed for p in params], np.uint64)
+        positions = np.array([draw.position for draw in draws], np.uint64)
+        self.uniforms = torch.from_numpy(uniforms(seeds, positions)).to(device)
+
+    def scaled(self, logits: Tensor, best: Tensor) -> Tensor:
+        return (logits - best).div_(self.temperature)
+
+    def weights(self, logits: Tensor, best: Tensor, threshold: Tensor | None) -> Tensor:
+        """``[R, width]``; 0 for tokens below the threshold."""
+        scaled = self.scaled(logits, best)
+        if threshold is None:
+            return scaled.exp_()
+        return scaled.masked_fill_(scaled < threshold, -math.inf).exp_()
+
+    def threshold(self, logits: Tensor, best: Tensor, mass: Tensor | None) -> Tensor:
+        """What a scaled logit must reach to be kept, ``[R, 1]``: by min-p, by top-k, by top-p of what top-k left.
+
+        Args:
+            logits: ``[R, width]``, of the whole vocabulary or of its likeliest part. Where a part does not reach far
+                enough down, the threshold is that of all of it or lower, and the caller sees that it is too low.
+            mass: from ``_mass``, where ``needs_mass``.
+        """
+        if not self.has_ranks:
+            return self.min_scaled.clamp(max=0.0)
+        ranked = _descending(self.scaled(logits, best))
+        width = ranked.shape[1]
+        running = ranked.exp().cumsum(dim=-1, dtype=torch.float64)
+        last = self.top_k.clamp(max=width) - 1
+        kept_mass = running.gather(1, last)
+        if mass is not None:
+            kept_mass = torch.where(self.top_k < self.vocab, kept_mass, mass)
+        # Those before the token that reaches top_p are the ones whose running sum falls short of it.
+        reach = torch.searchsorted(running, self.top_p * kept_mass)
+        found = ranked.gather(1, torch.minimum(reach, last))
+        is_beyond = (self.top_k > width) & ((self.top_k < self.vocab) | (self.top_p >= 1) | (reach >= width))
+        found = torch.where(is_beyond, -math.inf, found)
+        return torch.maximum(found, self.min_scaled).clamp(max=0.0)
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Rows sorted, largest first. On the CPU by numpy: torch carries indices along, at twenty times the cost."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
+    return values.sort(dim=-1, descending=True).values
 
 
 def _invert(weights: Tensor, where: Tensor) -> Tensor:
     """First index at which the running sum of ``weights`` exceeds ``where`` (``[R]`` float64, in [0, 1)) of its total.
 
-    Two levels, strips and then tokens of one strip, so that only one pass runs over the vocabulary.
+    In two levels, strips and then tokens of one strip, so that only one pass runs over the whole width. Rounding may
+    land a hair beyond the last token with a weight; then the heaviest is as good as any.
     """
-    rows, vocab = weights.shape
-    strips = torch.nn.functional.pad(weights, (0, -vocab % _STRIP)).view(rows, -1, _STRIP)
+    rows, width = weights.shape
+    strips = weights.view(rows, -1, _strip_size(width))
+    size = strips.shape[2]
     running = strips.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = where[:, None] * running[:, -1:]
     strip = torch.searchsorted(running, target, right=True).clamp(max=strips.shape[1] - 1)
     before = torch.where(strip > 0, running.gather(1, (strip - 1).clamp(min=0)), 0.0)
-    inside = strips.gather(1, strip[:, :, None].expand(-1, 1, _STRIP))[:, 0].double().cumsum(dim=-1)
-    offset = torch.searchsorted(inside, target - before, right=True).clamp(max=_STRIP - 1)
-    return (strip * _STRIP + offset)[:, 0].clamp(max=vocab - 1)
-
-
-def _threshold(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor | None:
-    """The scaled logit ``[R, 1]`` that a token must reach to be kept, None if all are: min-p, top-k, then top-p."""
-    device, vocab = scaled.device, scaled.shape[1]
-    has_top_k = any(0 < p.top_k < vocab for p in params)
-    has_top_p = any(p.top_p < 1 for p in params)
-    cuts: list[Tensor] = []
-    if any(p.min_p > 0 for p in params):
-        logs = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
-        cuts.append(torch.tensor(logs, device=device)[:, None])
-    if has_top_k or has_top_p:
-        cuts.append(_rank_threshold(scaled, weights, params, has_top_p))
-    if not cuts:
-        return None
-    return torch.stack(cuts).amax(dim=0).clamp(max=0.0)
-
-
-def _rank_threshold(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams], has_top_p: bool) -> Tensor:
-    """Threshold of top-k followed by top-p (of what top-k left)."""
-    device, vocab = scaled.device, scaled.shape[1]
-    kept = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    widest = max((k for k in kept if k < vocab), default=1)
-    needs_all = has_top_p and any(p.top_p < 1 and k == vocab for p, k in zip(params, kept, strict=True))
-    width = min(vocab, max(widest, TOP_P_CANDIDATES if needs_all else 1))
-    ranked = scaled.topk(width, dim=-1).values
-    limits = torch.tensor(kept, device=device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)[:, None]
-    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    threshold, is_found = _nucleus(ranked, limits, top_p, total)
-    if needs_all and width < vocab and not bool(is_found.all()):
-        threshold, _ = _nucleus(scaled.sort(dim=-1, descending=True).values, limits, top_p, total)
-    return threshold
-
-
-def _nucleus(ranked: Tensor, limits: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Threshold ``[R, 1]`` from logits ranked best first, and whether the ranks reached far enough to know it.
-
-    Args:
-        ranked: ``[R, width]``.
-        limits: ``[R, 1]`` tokens that top-k keeps (the vocabulary if it keeps all).
-        top_p, total: ``[R, 1]`` float64; ``total`` is the sum of weights over the whole vocabulary.
-    """
-    width = ranked.shape[1]
-    running = ranked.exp().double().cumsum(dim=-1)
-    last = limits.clamp(max=width) - 1
-    mass = torch.where(limits <= width, running.gather(1, last), total)
-    # Tokens before the one that reaches top_p number exactly those whose running sum falls short of it.
-    reach = torch.searchsorted(running, top_p * mass)
-    is_found = (limits <= width) | (reach < width) | (top_p >= 1)
-    index = torch.minimum(reach, last)
-    keeps_all = (top_p >= 1) & (limits > width)
-    return torch.where(keeps_all, -math.inf, ranked.gather(1, index)), is_found
+    inside = strips.gather(1, strip[:, :, None].expand(-1, 1, size))[:, 0].double().cumsum(dim=-1)
+    offset = torch.searchsorted(inside, target - before, right=True).clamp(max=size - 1)
+    index = strip * size + offset
+    return torch.where(weights.gather(1, index) > 0, index, _argmax(weights)[:, None])[:, 0]
 
 
 class _RawLogprobs:
