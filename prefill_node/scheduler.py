@@ -197,13 +197,13 @@ class PrefillScheduler:
         return [urgent]
 
     def _fits(self, request: Request) -> bool:
-        """Whether admission has pages and a slot for it now. The pages of its cached prefix are not counted twice."""
+        """Whether there are pages for it now. Those of its cached prefix are not counted twice."""
         match = self._cache.match(packed_tokens(request, request.num_tokens - 1), request.salt)
         num_needed = -(-request.num_tokens // self._cache.page_size) - len(match.pages)
         self._cache.lock(match.node)
         num_available = self._books.num_free + self._cache.num_evictable_pages
         self._cache.unlock(match.node)
-        return num_needed <= num_available and bool(self._slots)
+        return num_needed <= num_available
 
     def _retract(self, request: Request) -> None:
         """Take the pages back; their KV stays in the cache as long as there is room. It is next in line again."""
