@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,9 +24,10 @@ def command(*words: str, folder: Path, **variables: str) -> "subprocess.Complete
 
 
 def test_an_active_environment_that_will_do_is_used_as_it_is_and_at_once(tmp_path):
-    began = time.monotonic()
+    before = os.times()
     found = command("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"', folder=tmp_path)
-    assert time.monotonic() - began < 1.0
+    after = os.times()  # of processor time: the machine may be busy with something else
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
     assert found.stdout.strip() == f"{sys.prefix}/bin/python"
     assert not (tmp_path / "venv").exists()
 
