@@ -190,7 +190,7 @@ class _Cut:
 
         Args:
             logits: ``[R, width]``, of the whole vocabulary or of its likeliest part. Where a part does not reach far
-                enough down, the threshold is that of all of it or lower, and the caller sees that it is too low.
+                enough down to tell, the answer is minus infinity.
             mass: from ``_mass``, where ``needs_mass``.
         """
         if not self.has_ranks:
@@ -205,9 +205,10 @@ class _Cut:
         # Those before the token that reaches top_p are the ones whose running sum falls short of it.
         reach = torch.searchsorted(running, self.top_p * kept_mass)
         found = ranked.gather(1, torch.minimum(reach, last))
-        is_beyond = (self.top_k > width) & ((self.top_k < self.vocab) | (self.top_p >= 1) | (reach >= width))
-        found = torch.where(is_beyond, -math.inf, found)
-        return torch.maximum(found, self.min_scaled).clamp(max=0.0)
+        keeps_all = (self.top_p >= 1) & (self.top_k >= self.vocab)
+        found = torch.maximum(torch.where(keeps_all, -math.inf, found), self.min_scaled).clamp(max=0.0)
+        is_beyond = ~keeps_all & (self.top_k > width) & ((self.top_k < self.vocab) | (reach >= width))
+        return torch.where(is_beyond, -math.inf, found)
 
 
 def _descending(values: Tensor) -> Tensor:
