@@ -58,11 +58,13 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def spawn(argv: Sequence[str], log: Path, **options: Any) -> "subprocess.Popen[bytes]":
+def spawn(
+    argv: Sequence[str], log: Path, variables: dict[str, str] | None = None, **options: Any
+) -> "subprocess.Popen[bytes]":
     """A process that writes what it says into ``log`` and never outlives this one."""
     with log.open("ab") as output:
         return subprocess.Popen(
-            argv, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            argv, cwd=ROOT, env=environment() | (variables or {}), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             preexec_fn=_die_with_parent, **options,
         )  # fmt: skip
 
@@ -80,13 +82,15 @@ class Service:
         model: folder of the checkpoint.
         prefill, decode: how many nodes of each; they are called prefill-0, decode-0 and so on.
         gateway_options, node_options: further flags; ``only`` adds some for single nodes, by name.
+        variables: of the environment.
     """
 
     def __init__(
         self, logs: Path, model: Path = SMALL_MODEL, *, prefill: int = 1, decode: int = 1,
         gateway_options: dict[str, Any] | None = None, node_options: dict[str, Any] | None = None,
-        only: dict[str, dict[str, Any]] | None = None,
+        only: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
+        logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
         self.model = model
         self.nodes = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
@@ -95,6 +99,7 @@ class Service:
         self._gateway_options = {"heartbeat_interval": HEARTBEAT_S, **(gateway_options or {})}
         self._node_options = {"dtype": "float32", "threads": 1, "max_total_tokens": 8192, **(node_options or {})}
         self._only = only or {}
+        self._variables = variables
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._num_starts = 0
 
@@ -113,7 +118,8 @@ class Service:
         for name in names or ("gateway", *self.nodes):
             assert name not in self.processes, f"{name} runs already"
             self._num_starts += 1
-            self.processes[name] = spawn(self._argv(name), self.logs / f"{self._num_starts:03d}-{name}.log")
+            log = self.logs / f"{self._num_starts:03d}-{name}.log"
+            self.processes[name] = spawn(self._argv(name), log, self._variables)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until the gateway knows all nodes that should run, in their present start."""
