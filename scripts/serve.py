@@ -110,6 +110,10 @@ def _local(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
+def _url(config: ServeConfig) -> str:
+    return f"http://{_bracketed(_local(config.host))}:{config.port}"
+
+
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -123,10 +127,9 @@ async def wait_until_ready(config: ServeConfig) -> None:
     Raises:
         NotReady: that took longer than ``ready_timeout``.
     """
-    url = f"http://{_bracketed(_local(config.host))}:{config.port}"
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     began = told_at = time.monotonic()
-    async with aiohttp.ClientSession(url, headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
+    async with aiohttp.ClientSession(_url(config), headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
         while (missing := await _missing(session, config)) or (missing := await _failed_request(session, config)):
             now = time.monotonic()
             if now - began > config.ready_timeout:
@@ -186,7 +189,7 @@ async def serve(config: ServeConfig) -> int:
         await asyncio.wait({running, ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not ready.exception():
             supervisor.has_been_ready = True
-            print(f"ready http://{_bracketed(config.host)}:{config.port}", flush=True)
+            print(f"ready {_url(config)}", flush=True)
             await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
         return _status(running, ready)
     finally:

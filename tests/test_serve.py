@@ -127,6 +127,30 @@ def test_ctrl_c_reaches_every_process_of_the_group_and_is_no_error():
         assert not any("Traceback" in line for line in service.lines), "\n".join(service.lines)
 
 
+def test_asked_twice_it_stops_at_once_even_if_a_node_hangs():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        nodes["decode_node"].suspend()
+        service.process.send_signal(signal.SIGINT)
+        while not any("stopping" in line for line in service.lines):
+            time.sleep(0.01)
+        assert service.stop(signal.SIGINT) < 2
+        assert service.process.returncode == 130
+        _, alive = psutil.wait_procs(nodes.values(), 2)
+        assert not alive
+
+
+def test_a_node_that_hangs_does_not_keep_it_from_stopping_in_time():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        nodes["prefill_node"].suspend()
+        assert service.stop(signal.SIGTERM) < 5
+        assert service.process.returncode == 0
+        assert not any(process.is_running() for process in nodes.values())
+
+
 def test_a_service_can_be_stopped_while_it_loads():
     with serving() as service:
         while not any("starting" in line for line in service.lines):
