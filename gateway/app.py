@@ -166,7 +166,7 @@ class Gateway:
         until = self._clock.now() + GRACE_S
         while self._control.num_in_flight and self._clock.now() < until:
             await asyncio.sleep(0.02)
-        self._control.abort_all(ErrorCode.SHUTTING_DOWN, "the server is stopping")
+        self._control.shut()
         await self._runner.cleanup()
         self._control.close()
         self._asker.close()

@@ -34,7 +34,7 @@ from common.messages import (
 from gateway.admission import Admission
 from gateway.registry import Limits, Node, Registry
 from gateway.relay import Ask, Relay
-from gateway.router import Candidate, Pair, Router
+from gateway.router import Pair, Router
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Control:
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in self.mailbox.sockets]
         self._is_drain_due = False
+        self._is_shut = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: self._on_tokens,
@@ -111,10 +112,6 @@ class Control:
     def num_in_flight(self) -> int:
         return len(self._legs)
 
-    def is_known(self, rid: str) -> bool:
-        """Whether a request of this id is under way."""
-        return rid in self._legs
-
     def limits(self) -> Limits:
         """What the nodes can do for one request. Raises RequestError while no pair is there."""
         limits = self.registry.limits()
@@ -128,6 +125,8 @@ class Control:
         Raises:
             RequestError: an id is in use, too many are in flight, or no pair of nodes fits; nothing was sent then.
         """
+        if self._is_shut:
+            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         now = self._clock.now()
         for relay in relays:
             if relay.ask.rid in self._legs:
@@ -146,10 +145,7 @@ class Control:
             self._send_out(relay, pair)
 
     def _choose(self, ask: Ask) -> Pair | None:
-        prefills, decodes = (
-            [Candidate(node.incarnation, node.capacity_tokens) for node in self.registry.able(role)]
-            for role in ("prefill", "decode")
-        )
+        prefills, decodes = self.registry.able("prefill"), self.registry.able("decode")
         return self._router.choose(prefills, decodes, ask.prompt, num_new=ask.sampling.max_new_tokens, salt=ask.salt)
 
     def _send_out(self, relay: Relay, pair: Pair) -> None:
@@ -190,6 +186,11 @@ class Control:
         """Ends everything under way. Returns how many requests that were."""
         return sum(self._fail(rid, RequestError(code, message)) for rid in list(self._legs))
 
+    def shut(self) -> None:
+        """The gateway stops: everything under way ends, and nothing new is sent out."""
+        self._is_shut = True
+        self.abort_all(ErrorCode.SHUTTING_DOWN, "the server is stopping")
+
     def _on_deadline(self, rid: str) -> None:
         message = f"the request's deadline of {self._legs[rid].relay.ask.timeout_s:g} s has passed"
         self._fail(rid, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
@@ -225,19 +226,22 @@ class Control:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     def _send(self, message: Message, incarnation: str) -> bool:
-        if not self._is_drain_due:  # sending may swallow the edge that announces input
+        self._drain_soon()
+        return self.mailbox.send(message, target=incarnation)
+
+    def _drain_soon(self) -> None:
+        """After anything that touches the socket, which may swallow the edge that announces input."""
+        if not self._is_drain_due:
             self._is_drain_due = True
             self._loop.call_soon(self._drain)
-        return self.mailbox.send(message, target=incarnation)
 
     def _drain(self) -> None:
         self._is_drain_due = False
         letters = self.mailbox.receive(RECEIVE_AT_ONCE)
         for letter in letters:
             self._handle(letter)
-        if len(letters) == RECEIVE_AT_ONCE and not self._is_drain_due:
-            self._is_drain_due = True
-            self._loop.call_soon(self._drain)
+        if len(letters) == RECEIVE_AT_ONCE:
+            self._drain_soon()
 
     def _handle(self, letter: Letter) -> None:
         try:
@@ -248,15 +252,16 @@ class Control:
             self._fail(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _look_for_lost(self) -> None:
+        self._drain_soon()
         for incarnation in self.mailbox.lost(list(self.registry.nodes)):
             self._lose(incarnation)
 
     def _tick(self) -> None:
-        self._drain()
+        self._tick_handle = self._loop.call_later(1.0, self._tick)
+        self._drain()  # what has arrived counts, however late the loop is
         self._look_for_lost()
         for incarnation in self.registry.silent(self._clock.now()):
             self._lose(incarnation)
-        self._tick_handle = self._loop.call_later(1.0, self._tick)
 
     def _on_tokens(self, sender: str, message: Tokens) -> None:
         leg = self._legs.get(message.rid)
@@ -281,16 +286,16 @@ class Control:
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
         if not self.registry.heard(sender, self._clock.now(), message):
-            self.mailbox.send(Unknown(), target=sender)
+            self._send(Unknown(), sender)
 
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.registry.named(message.name)
         if namesake is not None and namesake.incarnation != sender:
-            if not self.mailbox.send(Ping(), target=namesake.incarnation):
+            if not self._send(Ping(), namesake.incarnation):
                 self._lose(namesake.incarnation)  # the one it replaces has gone unnoticed
         was_known = sender in self.registry.nodes
         answer = self.registry.register(sender, message, self._clock.now())
-        self.mailbox.send(answer, target=sender)
+        self._send(answer, sender)
         if isinstance(answer, Registered):
             if not was_known:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)

@@ -26,6 +26,7 @@ OnDone = Callable[[str, int], None]
 #: Paths that need no key: they tell nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 LINGER_S = 5.0
+CLIENT_GONE = 499
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -79,7 +80,10 @@ class Front:
         path = request.raw_path.partition("?")[0]
         try:
             response = await self._route(request, path)
-        except (ConnectionError, asyncio.CancelledError, HTTPException):
+        except (ConnectionError, asyncio.CancelledError):
+            self._on_done(path if path in self._routes else "other", CLIENT_GONE)
+            raise
+        except HTTPException:
             raise
         except Exception as error:
             if not isinstance(error, RequestError):

@@ -29,19 +29,17 @@ class Node:
     incarnation: str
     register: Register
     starts: int
-    joined_at: float
     seen_at: float
     heartbeat: Heartbeat | None = None
     is_leaving: bool = False
+    capacity_tokens: int = 0  # that its whole pool holds
+
+    def __post_init__(self) -> None:
+        self.capacity_tokens = self.register.num_pages * self.register.geometry.page_size
 
     @property
     def name(self) -> str:
         return self.register.name
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that its whole pool holds."""
-        return self.register.num_pages * self.register.geometry.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +80,12 @@ class Registry:
         self._lost_after_s = lost_after_s
         self._starts: dict[str, dict[str, int]] = {}  # by name: incarnation -> number of that start
         self.nodes: dict[str, Node] = {}  # by incarnation, in order of arrival
+        self._able: dict[str, list[Node]] = {}  # what able() and limits() said since nodes came or went last
+        self._limits: Limits | None = None
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """A node introduces itself, for the first time or again."""
+        self._changed()
         known = self.nodes.get(incarnation)
         others = [node for node in self.nodes.values() if node is not known]
         refusal = self._refusal(incarnation, register, others)
@@ -96,10 +97,8 @@ class Registry:
             starts[incarnation] = max(starts.values(), default=0) + 1
             if len(starts) > MAX_STARTS_REMEMBERED:
                 del starts[next(iter(starts))]
-        if known is not None:
-            known.register, known.seen_at = register, now
-        else:
-            self.nodes[incarnation] = Node(incarnation, register, starts[incarnation], joined_at=now, seen_at=now)
+        heartbeat = known.heartbeat if known is not None else None
+        self.nodes[incarnation] = Node(incarnation, register, starts[incarnation], now, heartbeat)
         return Registered(starts[incarnation], self._heartbeat_s)
 
     def _refusal(self, incarnation: str, register: Register, others: list[Node]) -> str:
@@ -140,9 +139,11 @@ class Registry:
         """A node stops on purpose: no new requests for it."""
         if incarnation in self.nodes:
             self.nodes[incarnation].is_leaving = True
+            self._changed()
 
     def remove(self, incarnation: str) -> Node | None:
         """A node is gone."""
+        self._changed()
         return self.nodes.pop(incarnation, None)
 
     def silent(self, now: float) -> list[str]:
@@ -151,7 +152,14 @@ class Registry:
 
     def able(self, role: str) -> list[Node]:
         """Nodes of a role that take new requests, in order of arrival."""
-        return [node for node in self.nodes.values() if node.register.role == role and not node.is_leaving]
+        if role not in self._able:
+            nodes = self.nodes.values()
+            self._able[role] = [node for node in nodes if node.register.role == role and not node.is_leaving]
+        return self._able[role]
+
+    def _changed(self) -> None:
+        self._able.clear()
+        self._limits = None
 
     @property
     def is_ready(self) -> bool:
@@ -160,10 +168,10 @@ class Registry:
     def limits(self) -> Limits | None:
         """What one request may ask for; None while there is no pair of nodes."""
         prefills, decodes = self.able("prefill"), self.able("decode")
-        if not prefills or not decodes:
-            return None
+        if self._limits is not None or not prefills or not decodes:
+            return self._limits
         first = prefills[0].register
-        return Limits(
+        self._limits = Limits(
             context_length=first.context_length,
             vocab_size=first.vocab_size,
             prompt_tokens=max(node.capacity_tokens for node in prefills),
@@ -172,6 +180,7 @@ class Registry:
             generation=first.generation,
             max_running=sum(node.register.max_running for node in decodes),
         )
+        return self._limits
 
 
 def _conflict(new: Register, other: Register) -> str:

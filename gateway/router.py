@@ -11,17 +11,19 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 MAX_HOLDERS = 16
 MAX_PIECES = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Protocol):
     """A node that could take a request: who, and the tokens its pool holds."""
 
-    incarnation: str
-    capacity_tokens: int
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def capacity_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,18 @@
 """The choice of a pair: least load, prefix affinity, pools that are large enough; and counts that come back to zero."""
 
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.router import Candidate, Router
+from gateway.router import Router
+
+
+@dataclass(frozen=True)
+class Candidate:
+    incarnation: str
+    capacity_tokens: int
+
 
 P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)
 D1, D2 = Candidate("d1", 10_000), Candidate("d2", 10_000)
