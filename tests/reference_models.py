@@ -20,7 +20,7 @@ _TINY: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 1024,
     "bos_token_id": None,
     "eos_token_id": None,

@@ -41,10 +41,10 @@ def executor(folder: Path) -> None:
 def test_a_small_model_is_what_was_saved(folder: Path) -> None:
     config = load(folder)
     assert (config.family, config.num_layers, config.hidden_size) == ("llama", 1, 48)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
     assert (config.vocab_size, config.context_length, config.dtype) == (211, 1024, "float32")
     assert not config.has_qk_norm
-    assert config.geometry(16, "bfloat16").shape == (1, 2, 2, 16, 16)
+    assert config.geometry(16, "bfloat16").shape == (1, 2, 2, 16, 32)
     assert config.geometry(16, "auto").dtype == "float32"
 
 
