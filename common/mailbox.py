@@ -2,8 +2,8 @@
 
 A ``Mailbox`` either binds (many peers, each known by its incarnation) or connects (one peer). Nothing here blocks and
 nothing that a stranger sends raises: what cannot be decoded is counted, logged once per reason, and dropped. A peer
-whose connection closes is noticed at once: a bound mailbox probes everyone it is asked to watch, and ZMQ refuses to route
-to those that are gone.
+whose connection closes is noticed at once: a bound mailbox probes everyone it is asked to watch, and ZMQ refuses to
+route to those that are gone.
 """
 
 import logging

@@ -17,7 +17,7 @@ class Admit(NamedTuple):
     slot: int
     sampling: SamplingParams
     prompt_len: int  # tokens of the original prompt: output number i sits at position prompt_len + i
-    last_token: int | None  # token sampled elsewhere whose KV is still to be computed; None while the prompt is extended
+    last_token: int | None  # sampled elsewhere, its KV still to be computed; None while the prompt is extended
 
 
 class PageDelta(NamedTuple):
