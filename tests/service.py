@@ -190,7 +190,11 @@ class Service:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
-            yield Client(self, session)
+            client = Client(self, session)
+            try:
+                yield client
+            finally:
+                await client.leave_all()
 
 
 @contextlib.contextmanager
@@ -266,6 +270,7 @@ class Client:
     def __init__(self, service: Service, session: aiohttp.ClientSession) -> None:
         self.service = service
         self.session = session
+        self._exchanges: list[Exchange] = []
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and decoded answer."""
@@ -284,7 +289,12 @@ class Client:
         exchange = Exchange(time.monotonic())
         body = {**body_of(prompt, max_new, **options), "stream": True}
         exchange.work = asyncio.create_task(self._follow(exchange, body))
+        self._exchanges.append(exchange)
         return exchange
+
+    async def leave_all(self) -> None:
+        """Go away from whatever is still under way."""
+        await asyncio.gather(*(exchange.leave() for exchange in self._exchanges))
 
     async def _follow(self, exchange: Exchange, body: dict[str, Any]) -> None:
         try:
