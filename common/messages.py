@@ -116,13 +116,13 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generate(Message, frozen=True, tag="generate"):
-    """gateway -> both nodes of the pair: one request (one attempt at it)."""
+    """gateway -> both nodes of the pair, or to a decode node alone: one request (one attempt at it)."""
 
     rid: Id
     attempt: Count
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    prefill: Peer
+    prefill: Peer | None  # None: the decode node computes the prompt by itself
     decode: Peer
     timeout_s: Annotated[float, Meta(gt=0)]  # the request's own deadline, from now
     cache_salt: Text = ""

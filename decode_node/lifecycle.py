@@ -13,7 +13,7 @@ class State(StrEnum):
     READY = "ready"  # every page is here; waits for a slot
     RUNNING = "running"  # one token a step
     RETRACTED = "retracted"  # lost its pages; waits, before all others, to be computed again
-    EXTENDING = "extending"  # prompt and output so far are being computed again, chunk by chunk
+    EXTENDING = "extending"  # its prompt (and output so far, if it was retracted) is computed here, chunk by chunk
     DONE = "done"
 
 
@@ -22,7 +22,7 @@ class Event(StrEnum):
     RECEIVED = "received"
     TAKE_UP = "take up"
     RETRACT = "retract"
-    RESUME = "resume"
+    EXTEND = "extend"
     SAMPLED = "sampled"
     END = "end"
 
@@ -33,7 +33,8 @@ TABLE: dict[tuple[State, Event], State] = {
     (State.READY, Event.TAKE_UP): State.RUNNING,
     (State.RUNNING, Event.RETRACT): State.RETRACTED,
     (State.EXTENDING, Event.RETRACT): State.RETRACTED,
-    (State.RETRACTED, Event.RESUME): State.EXTENDING,
+    (State.WAITING, Event.EXTEND): State.EXTENDING,
+    (State.RETRACTED, Event.EXTEND): State.EXTENDING,
     (State.EXTENDING, Event.SAMPLED): State.RUNNING,
     **{(state, Event.END): State.DONE for state in State if state is not State.DONE},
 }

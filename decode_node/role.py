@@ -31,6 +31,9 @@ COUNTERS = (
     "output_tokens",
     "retractions",
     "resumed_tokens_computed",
+    "prompt_tokens_computed",
+    "prompt_tokens_cached",
+    "local_prefills",
 )
 
 #: A prefill node that has not answered ``Connect`` by then counts as lost.
@@ -90,7 +93,9 @@ class DecodeRole:
         plan = self._scheduler.plan(now)
         self._totals["retractions"] += self._scheduler.num_retractions - retractions
         if plan is not None:
-            self._totals["resumed_tokens_computed"] += self._scheduler.num_extended_tokens(plan)
+            for chunk in self._scheduler.chunks(plan):
+                name = "resumed_tokens_computed" if chunk.request.output else "prompt_tokens_computed"
+                self._totals[name] += chunk.num_tokens
         elif (stuck := self._scheduler.stuck()) is not None:
             message = f"the pool of {self._books.num_pages} pages cannot hold {stuck.num_tokens} tokens and one more"
             self._fail(stuck, ErrorCode.OUT_OF_PAGES, message)
@@ -125,12 +130,13 @@ class DecodeRole:
             return  # said twice
         self._totals["requests"] += 1
         try:
-            self._scheduler.submit(request)
+            self._scheduler.submit(request, is_local=message.prefill is None)
         except RequestError as error:
             self._answer_failure(request.key, error.code, error.message)
             return
-        self._source[request.key] = message.prefill.incarnation
-        self._dial(message.prefill, now)
+        if message.prefill is not None:
+            self._source[request.key] = message.prefill.incarnation
+            self._dial(message.prefill, now)
 
     def _dial(self, peer: Peer, now: float) -> None:
         if peer.incarnation in self._peers:
@@ -197,12 +203,15 @@ class DecodeRole:
     def _answer(self, sampled: Sampled, now: float) -> None:
         request = sampled.request
         self._totals["output_tokens"] += 1
-        timings = {}
-        if len(request.output) == 2:
-            timings = {
-                "decode_queue_s": request.admitted_at - request.arrived_at,
-                "handoff_s": now - request.admitted_at,
-            }
+        timings: dict[str, float] = {}
+        is_local_first = len(request.output) == 1
+        if is_local_first:
+            self._totals["local_prefills"] += 1
+            self._totals["prompt_tokens_cached"] += request.num_cached
+        if is_local_first or (len(request.output) == 2 and request.key in self._source):
+            queued_s, since_s = request.admitted_at - request.arrived_at, now - request.admitted_at
+            names = ("prefill_queue_s", "prefill_s") if is_local_first else ("decode_queue_s", "handoff_s")
+            timings = dict(zip(names, (queued_s, since_s), strict=True))
         self.outbox.gateway.append(
             Tokens(
                 request.rid,
@@ -211,6 +220,7 @@ class DecodeRole:
                 tokens=(sampled.token,),
                 logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
                 finish=sampled.finish,
+                cached_tokens=request.num_cached if is_local_first else 0,
                 timings=timings,
             )
         )
@@ -234,9 +244,11 @@ class DecodeRole:
         return list(self._peers)
 
     def load(self) -> Load:
+        scheduler = self._scheduler
+        num_waiting = len(scheduler.waiting) + len(scheduler.local) + len(scheduler.retracted)
         return Load(
-            num_waiting=len(self._scheduler.waiting) + len(self._scheduler.retracted),
-            num_running=len(self._scheduler.requests) - len(self._scheduler.waiting) - len(self._scheduler.retracted),
+            num_waiting=num_waiting,
+            num_running=len(self._scheduler.requests) - num_waiting,
             num_free_pages=self._books.num_free,
             num_cached_pages=self._cache.num_pages,
             num_quarantined_pages=self._books.count(Owner.QUARANTINE),

@@ -1,7 +1,8 @@
 """The decode node's batch: which requests grow by a token, and who gives way when pages run short. Pure.
 
+A prompt comes from a prefill node, or is computed here, in chunks that ride in the same steps as the decode rows.
 Each step takes up the requests whose prompts have arrived, gives every running one the page it is about to enter, and
-adds chunks of retracted requests that are computed again. When pages run short the cache is evicted first; then running
+adds chunks of local prompts and of retracted requests. When pages run short the cache is evicted first; then running
 requests are retracted, least work lost first, and go to the front of the queue. The last one is never retracted.
 """
 
@@ -86,6 +87,7 @@ class DecodeScheduler:
         self.requests: dict[Key, Request] = {}
         self.states: dict[Key, State] = {}
         self.waiting: dict[Key, Request] = {}
+        self.local: dict[Key, Request] = {}  # waiting too, but to be computed here
         self.receiving: dict[Key, Request] = {}
         self.ready: dict[Key, Request] = {}
         self.retracted: dict[Key, Request] = {}
@@ -98,20 +100,27 @@ class DecodeScheduler:
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Take a request into the queue, or raise ``RequestError`` (queue full, prompt larger than the pool)."""
+    def submit(self, request: Request, *, is_local: bool = False) -> None:
+        """Take a request into the queue.
+
+        Args:
+            is_local: its prompt is computed here, not received.
+        Raises:
+            RequestError: the queue is full, or the prompt is larger than the pool.
+        """
         capacity = self._books.num_pages * self._cache.page_size
         if len(request.prompt) + 1 > capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens; the decode node's pool holds {capacity}, output included",
+                f"the prompt has {len(request.prompt)} tokens, a decode node's pool {capacity} with the output",
                 param="prompt",
             )
         bound = self._limits.max_queued
-        if bound is not None and len(self.waiting) >= bound:
+        if bound is not None and len(self.waiting) + len(self.local) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
         assert request.key not in self.requests
-        self.requests[request.key] = self.waiting[request.key] = request
+        self.requests[request.key] = request
+        (self.local if is_local else self.waiting)[request.key] = request
         self.states[request.key] = State.WAITING
 
     def received(self, key: Key, *, token: int) -> Request:
@@ -143,7 +152,7 @@ class DecodeScheduler:
         return [request for request in self.requests.values() if request.deadline_at <= now]
 
     def _leave_batch(self, request: Request) -> None:
-        for queue in (self.waiting, self.ready, self.retracted, self.extending, self.running):
+        for queue in (self.waiting, self.local, self.ready, self.retracted, self.extending, self.running):
             queue.pop(request.key, None)
         if request.slot >= 0:
             self._slots.append(request.slot)
@@ -181,10 +190,14 @@ class DecodeScheduler:
     def _spare_tokens(self, request: Request) -> int:
         """Tokens that must stay available beyond the prompts' pages if ``request`` is let in.
 
-        With nobody to compete with, only its next token counts: a lone request may use the whole pool.
+        Prompts that have waited longer for being computed here are left room. With nobody to compete with, only the
+        next token counts: a lone request may use the whole pool.
         """
-        holders = self._holders()
-        return self._expected([*holders, request]) if holders else 1
+        page_size = self._cache.page_size
+        ahead = [other for other in self.local.values() if other.arrived_at <= request.arrived_at]
+        holders = [*self._holders(), *ahead]
+        room = sum(-(-other.num_tokens // page_size) * page_size for other in ahead)
+        return room + self._expected([*holders, request]) if holders else 1
 
     def _expected(self, requests: list[Request]) -> int:
         return expected_tokens(requests, self._ratio.value, self._limits.clip_tokens)
@@ -195,7 +208,7 @@ class DecodeScheduler:
         """The next step, or None if nothing can be computed now (see ``stuck``)."""
         joining = self._take_up()
         grown = self._grow()
-        chunks, resumed = self._resume(now)
+        chunks, begun = self._extend(now)
         rows = [request for request in self.running.values() if self._has_room(request)]
         if not rows and not chunks:
             self._ratio.reset()
@@ -212,10 +225,10 @@ class DecodeScheduler:
             step=self._num_steps,
             admits=tuple(
                 [Admit(r.slot, r.sampling, len(r.prompt), r.output[-1]) for r in joining]
-                + [Admit(r.slot, r.sampling, len(r.prompt), None) for r in resumed]
+                + [Admit(r.slot, r.sampling, len(r.prompt), None) for r in begun]
             ),
             pages=tuple(
-                [PageDelta(r.slot, 0, tuple(r.pages)) for r in [*joining, *resumed]]
+                [PageDelta(r.slot, 0, tuple(r.pages)) for r in [*joining, *begun]]
                 + [PageDelta(r.slot, len(r.pages) - 1, (r.pages[-1],)) for r in grown]
             ),
             rows=tuple([Row(r.slot, r.num_computed, None, True) for r in rows] + [_row(chunk) for chunk in chunks]),
@@ -270,28 +283,32 @@ class DecodeScheduler:
         self._move(request, Event.RETRACT, self.retracted)
         self.num_retractions += 1
 
-    def _resume(self, now: float) -> tuple[list[Chunk], list[Request]]:
-        """Chunks of retracted requests, as far as the budgets reach, first come first."""
-        if not self.extending and not self.retracted:
+    def _extend(self, now: float) -> tuple[list[Chunk], list[Request]]:
+        """Chunks of requests that are computed here, as far as the budgets reach: begun, then retracted, then new."""
+        if not self.extending and not self.retracted and not self.local:
             return [], []
         adder = self._adder()
         for request in self.extending.values():
             if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                 break
-        resumed: list[Request] = []
-        for request in sorted(self.retracted.values(), key=lambda r: r.arrived_at):
+        begun: list[Request] = []
+        retracted = sorted(self.retracted.values(), key=lambda r: r.arrived_at)
+        for request in [*retracted, *self._policy.order(list(self.local.values()), now)]:
             if not self._slots:
                 break
             num_chunks = len(adder.chunks)
             result = adder.add_one_req(request)
             if len(adder.chunks) > num_chunks:
-                del self.retracted[request.key]
+                if self.local.pop(request.key, None) is None:
+                    del self.retracted[request.key]
+                else:
+                    request.admitted_at = now
                 request.slot = self._slots.pop()
-                self._move(request, Event.RESUME, self.extending)
-                resumed.append(request)
+                self._move(request, Event.EXTEND, self.extending)
+                begun.append(request)
             if result is not AddResult.CONTINUE:
                 break
-        return adder.chunks, resumed
+        return adder.chunks, begun
 
     def _adder(self) -> PrefillAdder:
         page_size = self._cache.page_size
@@ -317,7 +334,7 @@ class DecodeScheduler:
         """The request that can never go on, once ``plan`` gave nothing: nobody holds pages that could come back."""
         if self.receiving or self.ready or self.extending or self._in_flight or self._books.count(Owner.QUARANTINE):
             return None
-        return next(iter([*self.running.values(), *self.retracted.values()]), None)
+        return next(iter([*self.running.values(), *self.retracted.values(), *self.local.values()]), None)
 
     def commit(self, result: StepResult) -> list[Sampled]:
         """Take in what a step computed. Rows of requests that ended meanwhile are ignored."""
@@ -348,16 +365,16 @@ class DecodeScheduler:
         finish = finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
         return Sampled(request, token, logprobs, finish)
 
-    def num_extended_tokens(self, plan: StepPlan) -> int:
-        """Tokens of a plan that are computed again after a retraction."""
-        return sum(chunk.num_tokens for chunk in self._in_flight[plan.step][1])
+    def chunks(self, plan: StepPlan) -> list[Chunk]:
+        """The chunks in a plan that has not been committed: prompts computed here, and what was retracted."""
+        return self._in_flight[plan.step][1]
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Every request is in exactly the place its state says, and every slot is in one place."""
         places = {
-            State.WAITING: self.waiting,
+            State.WAITING: {**self.waiting, **self.local},
             State.RECEIVING: self.receiving,
             State.READY: self.ready,
             State.RUNNING: self.running,

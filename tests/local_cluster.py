@@ -49,7 +49,7 @@ class Member:
 class Answer:
     """What the client of one request has got."""
 
-    legs: tuple[Member, Member]
+    legs: list[Member]
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
     finish: str = ""
@@ -160,15 +160,17 @@ class LocalCluster:
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
-        pair: tuple[int, int] = (0, 0),
+        pair: tuple[int | None, int] = (0, 0),
         salt: str = "",
         timeout_s: float = 1e6,
     ) -> Answer:
-        """Send one request to a pair of nodes, decode first."""
-        legs = (self.prefill[pair[0]], self.decode[pair[1]])
+        """Send one request to a pair of nodes, decode first; or to a decode node alone."""
+        decode = self.decode[pair[1]]
+        prefill = None if pair[0] is None else self.prefill[pair[0]]
+        legs = [decode] if prefill is None else [prefill, decode]
         answer = self.answers[rid] = Answer(legs)
         message = Generate(
-            rid, 0, tuple(prompt), sampling, legs[0].peer, legs[1].peer, timeout_s=timeout_s, cache_salt=salt
+            rid, 0, tuple(prompt), sampling, prefill and prefill.peer, decode.peer, timeout_s=timeout_s, cache_salt=salt
         )
         for leg in reversed(legs):
             if leg.is_alive:

@@ -100,6 +100,37 @@ def test_any_number_of_nodes_gives_the_same_tokens(
     cluster.close()
 
 
+@pytest.mark.parametrize("chunk_tokens", [16, None])
+def test_a_decode_node_that_prefills_by_itself_gives_the_same_tokens(
+    model: tuple[Path, list[Case]], chunk_tokens: int | None
+) -> None:
+    folder, cases = model
+    cluster = LocalCluster(folder, num_prefill=0, chunk_tokens=chunk_tokens)
+    for tag in ("cold", "cached"):
+        for number, (prompt, _) in enumerate(cases):
+            cluster.submit(f"{tag}{number}", prompt, greedy(), pair=(None, 0))
+        cluster.run()
+        for number, (_, expected) in enumerate(cases):
+            assert cluster.answers[f"{tag}{number}"].output == expected
+    counters = cluster.counters(cluster.decode[0])
+    assert counters["local_prefills"] == 2 * len(cases)
+    assert counters["pages_received"] == 0
+    assert counters["prompt_tokens_cached"] > 0
+    cluster.close()
+
+
+def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case]]) -> None:
+    folder, cases = model
+    small = [case for case in cases if len(case[0]) <= 65] * 3
+    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2)
+    for number, (prompt, _) in enumerate(small):
+        cluster.submit(f"r{number}", prompt, greedy(), pair=(None if number % 2 else 0, 0))
+    cluster.run()
+    for number, (_, expected) in enumerate(small):
+        assert cluster.answers[f"r{number}"].output == expected
+    cluster.close()
+
+
 def test_without_a_radix_cache_nothing_is_kept_and_tokens_are_the_same(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     cluster = LocalCluster(folder, chunk_tokens=64, is_cached=False)

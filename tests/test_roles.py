@@ -256,9 +256,9 @@ class Cluster(RuleBasedStateMachine):
         head=st.integers(0, 2),
         length=st.integers(1, 40),
         max_new=st.integers(1, 14),
-        pair=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+        pair=st.tuples(st.sampled_from([0, 1, None]), st.integers(0, 1)),
     )
-    def submit(self, head: int, length: int, max_new: int, pair: tuple[int, int]) -> None:
+    def submit(self, head: int, length: int, max_new: int, pair: tuple[int | None, int]) -> None:
         rid = f"r{self.num_requests}"
         self.num_requests += 1
         prompt = prompt_of(length, head)
