@@ -24,7 +24,7 @@ from common.messages import Connect, Connected, Handoff
 from common.pages import Owner, PageBooks
 from kv_transfer.receiver import Completed, PairLost, Receiver, TransferFailed
 from kv_transfer.sender import Sender
-from kv_transfer.transports import shm
+from kv_transfer.transports import shm_hello, shm_reader
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 
@@ -421,18 +421,18 @@ def test_garbage_harms_nobody(reader: ShmReader, writer: ShmWriter, garbage: byt
 
 def test_silent_visitors_are_dropped_in_time_and_in_number(reader: ShmReader, writer: ShmWriter) -> None:
     num_before = open_descriptors()
-    visitors = [_visit(reader) for _ in range(shm.MAX_VISITORS + 5)]
+    visitors = [_visit(reader) for _ in range(shm_reader.MAX_VISITORS + 5)]
     reader.poll(0.0)
     reader.poll(0.0)
     assert reader.dropped == {"crowd": 5}
-    assert len(reader._visitors) == shm.MAX_VISITORS
+    assert len(reader._visitors) == shm_reader.MAX_VISITORS
     assert attach(reader, writer, offer(reader)) == ""
     writer.detach(DECODE)
-    reader.poll(shm.PATIENCE_S)
+    reader.poll(shm_reader.PATIENCE_S)
     assert reader._visitors == {}
     for visitor in visitors:
         visitor.close()
-    reader.poll(shm.PATIENCE_S)
+    reader.poll(shm_reader.PATIENCE_S)
     assert open_descriptors() == num_before
 
 
@@ -442,7 +442,7 @@ def test_a_writer_meets_a_reader_that_talks_nonsense(writer: ShmWriter) -> None:
     listener.bind(f"\0{name}")
     listener.listen(8)
     connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
-    hello = shm.HELLO.pack(shm.MAGIC, 1, GEOMETRY.pool_bytes(NUM_PAGES), DECODE.encode())
+    hello = shm_hello.HELLO.pack(shm_hello.MAGIC, 1, GEOMETRY.pool_bytes(NUM_PAGES), DECODE.encode())
     num_before = open_descriptors()
     directory = os.open("/", os.O_RDONLY)
     for frame, files, sentence in [

@@ -1,0 +1,22 @@
+"""What the two processes say to each other over the socket of a pool, and who it is that says it.
+
+Every frame is one packet of fixed size. Writer: the token of its offer. Reader: ``HELLO``, and with it the descriptor
+of its pool. Writer, at the end: ``DETACHED``.
+"""
+
+import re
+import socket
+import struct
+
+TOKEN_BYTES = 32
+HELLO = struct.Struct("<8sQQ32s")  # magic, epoch, bytes of the pool, incarnation of the reader
+MAGIC = b"batonshm"
+DETACHED = b"detached"
+ENDPOINT = re.compile(r"(baton-[0-9a-f]{32}):([0-9a-f]{64})")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid

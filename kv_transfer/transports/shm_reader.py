@@ -1,0 +1,245 @@
+"""The decode node's side of shared memory: let the right processes have the pool, and watch them until they cannot
+write.
+
+See ``shm`` for the whole story.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import select
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from kv_transfer.transports.base import Fenced, PageStore
+from kv_transfer.transports.shm_hello import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0  # a visitor that has not shown a token by then is dropped
+MAX_VISITORS = 64
+_SO_PEERPIDFD = 77  # Linux 6.5: a pidfd of the very process that connected, whatever became of its number
+
+
+def _peer_pidfd(connection: socket.socket) -> int:
+    """A pidfd of the process at the other end; raises OSError if it cannot be watched."""
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pidfd = os.pidfd_open(peer_credentials(connection)[0])
+    try:
+        # The number could have been used again had the process died before; then its end is closed.
+        if connection.recv(1, socket.MSG_PEEK) == b"":
+            raise ConnectionResetError("the peer has gone")
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+def _is_dead(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+@dataclass(slots=True, eq=False)
+class _Visitor:
+    connection: socket.socket
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class _Writer:
+    """A process that may have our pool mapped. ``connection`` is None once it has closed its end."""
+
+    peer: str
+    epoch: int
+    connection: socket.socket | None
+    pidfd: int
+
+
+class ShmReader:
+    """``ReaderTransport`` of a decode node.
+
+    Args:
+        store: the pool; its memfd is sealed here against changes of size, where it allows that.
+        incarnation: of this process; the writer compares it with the peer it means, unless it is empty.
+
+    Raises:
+        ConfigError: this kernel has no pidfds, or the pool's file has not the size of the pool.
+    """
+
+    name = "shm"
+
+    def __init__(self, store: PageStore, incarnation: str = "") -> None:
+        self.store = store
+        self.dropped: Counter[str] = Counter()  # visitors turned away, by reason
+        self._incarnation = incarnation.encode()
+        self._num_bytes = store.geometry.pool_bytes(store.num_pages)
+        assert len(self._incarnation) <= 32
+        self._check_host()
+        self._name = f"baton-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen(1_024)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._offers: dict[bytes, tuple[str, int]] = {}  # token -> peer, epoch
+        self._visitors: dict[int, _Visitor] = {}  # by descriptor of the connection
+        self._writers: dict[int, _Writer] = {}  # by descriptor, of the connection and of the process
+        self._news: list[Fenced] = []
+
+    def _check_host(self) -> None:
+        size = os.fstat(self.store.fd).st_size
+        if size != self._num_bytes:
+            raise ConfigError(f"the pool's file has {size} bytes, its pages have {self._num_bytes}")
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            raise ConfigError(f"--transport shm needs pidfd_open, which this system refuses: {error}") from error
+        try:
+            fcntl.fcntl(self.store.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            log.debug("the pool's file cannot be sealed: %s", error)
+
+    # ---- offers -------------------------------------------------------------------------------------------------
+
+    def offer(self, peer: str, epoch: int) -> str:
+        self.withdraw(peer)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._offers[token] = (peer, epoch)
+        return f"{self._name}:{token.hex()}"
+
+    def withdraw(self, peer: str) -> None:
+        self._offers = {token: offer for token, offer in self._offers.items() if offer[0] != peer}
+
+    # ---- news ---------------------------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> list[Fenced]:
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor == self._listener.fileno():
+                self._let_in(now)
+            elif descriptor in self._visitors:
+                self._greet(self._visitors[descriptor])
+            elif descriptor in self._writers:
+                self._hear(descriptor, self._writers[descriptor])
+        for visitor in [v for v in self._visitors.values() if v.since + PATIENCE_S <= now]:
+            self._turn_away(visitor, "silent")
+        news, self._news = self._news, []
+        return news
+
+    def _let_in(self, now: float) -> None:
+        for _ in range(MAX_VISITORS):
+            try:
+                connection, _address = self._listener.accept()
+            except OSError:  # no more, or no descriptors left
+                return
+            connection.setblocking(False)
+            visitor = _Visitor(connection, now)
+            pid, uid = peer_credentials(connection)
+            if uid != os.geteuid() or pid <= 0:
+                self._turn_away(visitor, "user")
+                continue
+            if len(self._visitors) >= MAX_VISITORS:
+                self._turn_away(next(iter(self._visitors.values())), "crowd")
+            self._visitors[connection.fileno()] = visitor
+            self._epoll.register(connection, select.EPOLLIN)
+            self._greet(visitor)
+
+    def _greet(self, visitor: _Visitor) -> None:
+        """Let the visitor show its token; hand over the pool if that is an offer's."""
+        connection = visitor.connection
+        try:
+            token = connection.recv(TOKEN_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            token = b""
+        offer = self._offers.pop(token, None)
+        if offer is None:
+            self._turn_away(visitor, "token")
+            return
+        peer, epoch = offer
+        try:
+            pidfd = _peer_pidfd(connection)
+        except OSError as error:
+            log.warning("a prefill node on this host cannot be watched, so it gets no pool: %s", error)
+            self._turn_away(visitor, "pidfd")
+            return
+        del self._visitors[connection.fileno()]
+        # Known as a writer before it has the descriptor, and until it is fenced, whatever happens to the connection.
+        writer = _Writer(peer, epoch, connection, pidfd)
+        self._writers[connection.fileno()] = self._writers[pidfd] = writer
+        self._epoll.register(pidfd, select.EPOLLIN)
+        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation)
+        try:
+            socket.send_fds(connection, [hello], [self.store.fd])
+        except OSError:
+            self._fence(writer, "the prefill node left before it had the pool")
+
+    def _turn_away(self, visitor: _Visitor, reason: str) -> None:
+        self.dropped[reason] += 1
+        if self.dropped[reason] == 1:
+            log.warning("turned a visitor of the pool's socket away (%s); further ones are only counted", reason)
+        if self._visitors.pop(visitor.connection.fileno(), None) is not None:
+            self._epoll.unregister(visitor.connection)
+        visitor.connection.close()
+
+    def _hear(self, descriptor: int, writer: _Writer) -> None:
+        if descriptor == writer.pidfd:
+            # Asked again: the event may be of an earlier process, whose descriptor had this number a moment ago.
+            if _is_dead(writer.pidfd):
+                self._fence(writer, "the prefill node's process has died")
+            return
+        assert writer.connection is not None
+        try:
+            word = writer.connection.recv(len(DETACHED) + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            word = b""
+        if word == DETACHED:
+            self._fence(writer, "the prefill node has let go of the pool")
+        else:
+            self._hang_up(writer)
+
+    def _hang_up(self, writer: _Writer) -> None:
+        """The connection is of no use any more; the process may still have the pool mapped."""
+        if writer.connection is not None:
+            del self._writers[writer.connection.fileno()]
+            self._epoll.unregister(writer.connection)
+            writer.connection.close()
+            writer.connection = None
+
+    def _fence(self, writer: _Writer, reason: str) -> None:
+        self._hang_up(writer)
+        del self._writers[writer.pidfd]
+        self._epoll.unregister(writer.pidfd)
+        os.close(writer.pidfd)
+        self._news.append(Fenced(writer.peer, writer.epoch, reason))
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def files(self) -> Sequence[int]:
+        return () if self._epoll.closed else (self._epoll.fileno(),)
+
+    def close(self) -> None:
+        """Close every descriptor. Writers that have the pool mapped keep it."""
+        for visitor in self._visitors.values():
+            visitor.connection.close()
+        for descriptor, writer in self._writers.items():
+            if descriptor == writer.pidfd:
+                os.close(descriptor)
+            elif writer.connection is not None:
+                writer.connection.close()
+        self._visitors.clear()
+        self._writers.clear()
+        self._listener.close()
+        self._epoll.close()

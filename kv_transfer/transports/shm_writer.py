@@ -1,0 +1,182 @@
+"""The prefill node's side of shared memory: ask for a peer's pool, map it, and write into it.
+
+See ``shm`` for the whole story.
+"""
+
+import array
+import contextlib
+import mmap
+import os
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.messages import Connect
+from kv_transfer.transports.base import Attached, AttachError, PageStore
+from kv_transfer.transports.shm_hello import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
+
+
+@dataclass(slots=True, eq=False)
+class _Attaching:
+    """A pool that is being asked for. ``connection`` is None as long as the reader's backlog is full."""
+
+    connect: Connect
+    name: str
+    token: bytes
+    connection: socket.socket | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Mapping:
+    connection: socket.socket
+    memory: mmap.mmap
+
+
+class ShmWriter:
+    """``WriterTransport`` of a prefill node. A write is over when it returns."""
+
+    name = "shm"
+
+    def __init__(self, store: PageStore) -> None:
+        self.store = store
+        self._epoll = select.epoll()
+        self._attaching: dict[str, _Attaching] = {}
+        self._mappings: dict[str, _Mapping] = {}
+        self._num_tickets = 0
+        self._done: list[int] = []
+
+    # ---- attaching ----------------------------------------------------------------------------------------------
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        assert peer not in self._attaching and peer not in self._mappings, "detach first"
+        endpoint = ENDPOINT.fullmatch(connect.endpoint)
+        if endpoint is None:
+            raise AttachError(f"{connect.name} offers an endpoint that shared memory does not understand")
+        attaching = _Attaching(connect, endpoint[1], bytes.fromhex(endpoint[2]))
+        self._dial(attaching)
+        self._attaching[peer] = attaching
+
+    def _dial(self, attaching: _Attaching) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(f"\0{attaching.name}")
+            if peer_credentials(connection)[1] != os.geteuid():
+                raise AttachError(f"{attaching.connect.name} runs as another user than this prefill node")
+            connection.send(attaching.token)
+        except BlockingIOError:  # its backlog is full: again at the next poll
+            connection.close()
+        except OSError as error:
+            connection.close()
+            raise AttachError(
+                f"{attaching.connect.name} is not on the host of this prefill node: its socket cannot be reached"
+                f" ({error.strerror})"
+            ) from error
+        except AttachError:
+            connection.close()
+            raise
+        else:
+            attaching.connection = connection
+            self._epoll.register(connection, select.EPOLLIN)
+
+    def poll(self) -> list[Attached]:
+        if not self._attaching:
+            return []
+        news = []
+        for peer, attaching in list(self._attaching.items()):
+            try:
+                if attaching.connection is None:
+                    self._dial(attaching)
+                is_over = attaching.connection is not None and self._receive(peer, attaching, attaching.connection)
+                problem = ""
+            except AttachError as error:
+                is_over, problem = True, str(error)
+                self.detach(peer)
+            if is_over:
+                news.append(Attached(peer, attaching.connect.epoch, problem))
+        return news
+
+    def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
+        """Take the pool's descriptor and map it. False if it is not there yet; raises AttachError."""
+        who = attaching.connect.name
+        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        try:
+            hello, ancillary, flags, _ = connection.recvmsg(HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise AttachError(f"{who} broke off the connection over its socket ({error.strerror})") from error
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        try:
+            if not hello:
+                raise AttachError(f"{who} would not hand over its pool: another token, user or process namespace")
+            if flags & socket.MSG_CTRUNC or len(descriptors) != 1:
+                raise AttachError(f"{who} did not hand over its pool as one file")
+            memory = self._map(peer, attaching.connect, hello, descriptors[0])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._epoll.unregister(connection)
+        del self._attaching[peer]
+        self._mappings[peer] = _Mapping(connection, memory)
+        return True
+
+    def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
+        num_bytes = self.store.geometry.pool_bytes(connect.num_pages)
+        expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
+        if hello not in expected:
+            raise AttachError(f"{connect.name} said one thing in its offer and another over its socket")
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise AttachError(f"the pool of {connect.name} is {size} bytes long, its pages have {num_bytes}")
+        try:
+            memory = mmap.mmap(descriptor, num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise AttachError(f"the pool of {connect.name} cannot be mapped: {error}") from error
+        memory.madvise(mmap.MADV_DONTFORK)  # a child could outlive us and the fence with us
+        return memory
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
+        num_bytes = self.store.geometry.page_bytes
+        with memoryview(self._mappings[peer].memory) as memory:
+            for source, target in pages:
+                with memory[target * num_bytes : (target + 1) * num_bytes] as into:
+                    assert len(into) == num_bytes, f"page {target} is not in the peer's pool"
+                    self.store.export_page(source, into)
+        self._num_tickets += 1
+        self._done.append(self._num_tickets)
+        return self._num_tickets
+
+    def done(self) -> list[int]:
+        tickets, self._done = self._done, []
+        return tickets
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def detach(self, peer: str) -> None:
+        attaching = self._attaching.pop(peer, None)
+        mapping = self._mappings.pop(peer, None)
+        connection = attaching.connection if attaching is not None else None
+        if connection is not None:
+            self._epoll.unregister(connection)
+        if mapping is not None:
+            mapping.memory.close()  # raises if somebody still has a view of it, and then nothing is said
+            connection = mapping.connection
+        if connection is None:
+            return
+        with contextlib.suppress(OSError):  # the reader may have gone
+            connection.send(DETACHED)
+        connection.close()
+
+    def files(self) -> Sequence[int]:
+        return () if self._epoll.closed else (self._epoll.fileno(),)
+
+    def close(self) -> None:
+        for peer in [*self._attaching, *self._mappings]:
+            self.detach(peer)
+        self._epoll.close()
