@@ -11,32 +11,27 @@ revives the key. Whatever a peer sends is checked before it counts; what cannot 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from common.clock import Clock, MonotonicClock
 from common.messages import (
     Cancel,
     Closed,
     Connect,
-    Connected,
     Delivered,
     Grant,
     Handoff,
     Message,
     Received,
-    Refused,
 )
+from kv_transfer.pairs import Pair, Pairs
 from kv_transfer.session import Key, SendEvent, Sending, SendSession
-from kv_transfer.transports.base import AttachError, WriterTransport, to_message
-
-Reason = Literal["finished", "cancelled", "aborted", "failed", "unknown"]
+from kv_transfer.tombs import End, Tombs
+from kv_transfer.tombs import Reason as Reason
+from kv_transfer.transports.base import WriterTransport
 
 EARLY_LEASE_S = 30.0
-TOMBSTONE_LEASE_S = 300.0
 MAX_EARLY = 4_096
-MAX_TOMBSTONES = 65_536
-MAX_PEERS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +46,6 @@ class Released:
     key: Key
     ok: bool
     reason: str
-
-
-@dataclass(slots=True)
-class _Pair:
-    """A decode node whose pool we may write to, once attached. ``granted``: its pages that some transfer may write."""
-
-    epoch: int
-    num_pages: int
-    is_attached: bool = False
-    granted: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    reason: Reason
-    message: str
-    until: float = 0.0
 
 
 class Sender:
@@ -85,13 +63,12 @@ class Sender:
     ) -> None:
         assert num_parts == 1, "a page has one part as long as one process writes all of it"
         self._transport = transport
-        self._digest = digest
         self._clock = clock or MonotonicClock()
-        self._pairs: dict[str, _Pair] = {}
+        self._pairs = Pairs(transport, digest)
         self._sessions: dict[Key, SendSession] = {}  # opened and not closed
         self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
-        self._ends: dict[Key, _End] = {}  # of sessions that are closing
-        self._tombs: dict[tuple[str, Key], _End] = {}
+        self._ends: dict[Key, End] = {}  # of sessions that are closing
+        self._tombs = Tombs()
         self._handoffs: dict[Key, Handoff] = {}  # known, but the decode node has granted nothing yet
         self._due: dict[Key, None] = {}  # sessions with pages to write, first come first served
         self._tickets: dict[int, tuple[Key, list[int]]] = {}
@@ -110,47 +87,14 @@ class Sender:
         ``Connected`` or ``Refused`` (with a sentence) comes out of ``take``, as soon as attaching has worked or failed.
         ``Connected`` also says that no write of an earlier epoch is under way.
         """
-        pair = self._pairs.get(peer)
-        if pair is not None and connect.epoch <= pair.epoch:
+        if self._pairs.is_stale(peer, connect):
             self._totals["stale_messages"] += 1
             return
         self._sever(peer, "the decode node has connected anew", is_all=False)
-        problem = self._mismatch(connect)
-        if not problem:
-            try:
-                self._transport.attach(peer, connect)
-            except AttachError as error:
-                problem = str(error)
-        if problem:
-            self._messages.append((peer, Refused(problem)))
-            return
-        self._pairs[peer] = _Pair(connect.epoch, connect.num_pages)
-        self._settle_attachments()
-
-    def _mismatch(self, connect: Connect) -> str:
-        ours, theirs = to_message(self._transport.store.geometry), connect.geometry
-        if connect.transport != self._transport.name:
-            return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
-        if self._digest and connect.digest != self._digest:
-            return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
-        if theirs != ours:
-            return f"pages of {connect.name} are {theirs}, those of this prefill node {ours}"
-        if len(self._pairs) >= MAX_PEERS:
-            return f"this prefill node already writes to {MAX_PEERS} decode nodes"
-        return ""
-
-    def _settle_attachments(self) -> None:
-        for news in self._transport.poll():
-            pair = self._pairs.get(news.peer)
-            if pair is None or pair.epoch != news.epoch:
-                continue
-            if news.problem:
-                self._transport.detach(news.peer)
-                del self._pairs[news.peer]
-                self._messages.append((news.peer, Refused(news.problem)))
-            else:
-                pair.is_attached = True
-                self._messages.append((news.peer, Connected(pair.epoch, self._transport.name)))
+        refused = self._pairs.offer(peer, connect)
+        if refused is not None:
+            self._messages.append((peer, refused))
+        self._messages += self._pairs.settle()
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone, or as good as: its transfers end, and its pool is out of reach from here on."""
@@ -159,24 +103,23 @@ class Sender:
 
     def _sever(self, peer: str, why: str, *, is_all: bool) -> None:
         """Let go of a peer's pool. Transfers to it end without a word; if not ``is_all``, ungranted ones go on."""
-        self._transport.detach(peer)
-        self._pairs.pop(peer, None)
+        self._pairs.drop(peer)
         for session in [s for s in self._sessions.values() if s.peer == peer and (is_all or s.is_granted)]:
-            end = self._ends.get(session.key, _End("failed", why))
+            end = self._ends.get(session.key, End("failed", why))
             for ticket in [t for t, (key, _) in self._tickets.items() if key == session.key]:
                 del self._tickets[ticket]
             session.sever()
             self._forget(session, end, is_ok=False)
         for owner, key in [known for known in self._early if known[0] == peer]:
             del self._early[owner, key]
-            self._bury(peer, key, _End("failed", why))
+            self._tombs.bury(peer, key, End("failed", why), now=self._now)
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
     def open(self, key: Key, peer: str) -> None:
         """The request is known now and will be computed for this decode node (by incarnation), connected or not."""
         assert key not in self._sessions, f"{key} is open already"
-        tomb = self._tombs.get((peer, key))
+        tomb = self._tombs.get(peer, key)
         if tomb is not None:
             self._released.append(Released(key, False, tomb.message or f"the transfer is {tomb.reason}"))
             return
@@ -251,11 +194,11 @@ class Sender:
 
     def _on_grant(self, peer: str, grant: Grant) -> None:
         key = (grant.rid, grant.attempt)
-        pair = self._pairs.get(peer)
-        if pair is None or not pair.is_attached or grant.epoch != pair.epoch:
+        pair = self._pairs.attached(peer, grant.epoch)
+        if pair is None:
             self._totals["stale_messages"] += 1
             return
-        tomb = self._tombs.get((peer, key))
+        tomb = self._tombs.get(peer, key)
         if tomb is not None:
             self._answer_closed(peer, key, tomb)
             return
@@ -278,19 +221,19 @@ class Sender:
         session = self._sessions.get(key)
         if session is not None and session.peer != peer:
             self._totals["refused_grants"] += 1
-            self._bury_and_answer(peer, key, _End("unknown", "this request goes to another decode node"))
+            self._bury_and_answer(peer, key, End("unknown", "this request goes to another decode node"))
             return None
         if session is not None:
             return session
         if (peer, key) not in self._early:
             if len(self._early) >= MAX_EARLY:
                 self._totals["refused_grants"] += 1
-                self._bury_and_answer(peer, key, _End("unknown", f"{MAX_EARLY} grants wait for requests already"))
+                self._bury_and_answer(peer, key, End("unknown", f"{MAX_EARLY} grants wait for requests already"))
                 return None
             self._early[peer, key] = (SendSession(key, peer, Sending.EARLY), self._now + EARLY_LEASE_S)
         return self._early[peer, key][0]
 
-    def _problem(self, pair: _Pair, session: SendSession, grant: Grant) -> str:
+    def _problem(self, pair: Pair, session: SendSession, grant: Grant) -> str:
         """Why this grant cannot be meant, as a sentence; empty if it can."""
         end = grant.first + len(grant.pages)
         most = len(session.sources) if session.state is Sending.HANDED else self._transport.store.num_pages
@@ -317,7 +260,7 @@ class Sender:
             self._totals["stale_messages"] += 1
             return
         session.apply(SendEvent.RECEIVED)
-        self._forget(session, _End("finished", ""), is_ok=True)
+        self._forget(session, End("finished", ""), is_ok=True)
 
     def _on_cancel(self, peer: str, key: Key) -> None:
         session = self._sessions.get(key)
@@ -327,8 +270,8 @@ class Sender:
         if session is not None:
             self._end(session, "cancelled", "the decode node does not want it any more")
             return
-        tomb = self._tombs.get((peer, key))
-        self._bury_and_answer(peer, key, tomb or _End("unknown", "cancelled before the request was known"))
+        tomb = self._tombs.get(peer, key)
+        self._bury_and_answer(peer, key, tomb or End("unknown", "cancelled before the request was known"))
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
@@ -342,7 +285,7 @@ class Sender:
             return
         session.end()
         self._due.pop(session.key, None)
-        self._ends[session.key] = _End(reason, message)
+        self._ends[session.key] = End(reason, message)
         self._close_if_still(session)
 
     def _close_if_still(self, session: SendSession) -> None:
@@ -353,32 +296,26 @@ class Sender:
         self._answer_closed(session.peer, session.key, end)
         self._forget(session, end, is_ok=end.reason == "finished")
 
-    def _forget(self, session: SendSession, end: _End, *, is_ok: bool) -> None:
+    def _forget(self, session: SendSession, end: End, *, is_ok: bool) -> None:
         """The one place where a transfer leaves the books; source pages go back to the role, if it opened the key."""
         key, peer = session.key, session.peer
-        pair = self._pairs.get(peer)
+        pair = self._pairs.by_peer.get(peer)
         if pair is not None:
             pair.granted.difference_update(session.targets.values())
         self._early.pop((peer, key), None)
         for table in (self._ends, self._handoffs, self._due, self._first_delivered_at):
             table.pop(key, None)
-        self._bury(peer, key, end)
+        self._tombs.bury(peer, key, end, now=self._now)
         if self._sessions.get(key) is session:
             del self._sessions[key]
             reason = end.message or ("the decode node has it" if is_ok else f"the transfer was {end.reason}")
             self._released.append(Released(key, is_ok, reason))
 
-    def _bury(self, peer: str, key: Key, end: _End) -> None:
-        self._tombs.pop((peer, key), None)
-        self._tombs[peer, key] = _End(end.reason, end.message, self._now + TOMBSTONE_LEASE_S)
-        if len(self._tombs) > MAX_TOMBSTONES:
-            del self._tombs[next(iter(self._tombs))]
-
-    def _bury_and_answer(self, peer: str, key: Key, end: _End) -> None:
-        self._bury(peer, key, end)
+    def _bury_and_answer(self, peer: str, key: Key, end: End) -> None:
+        self._tombs.bury(peer, key, end, now=self._now)
         self._answer_closed(peer, key, end)
 
-    def _answer_closed(self, peer: str, key: Key, end: _End) -> None:
+    def _answer_closed(self, peer: str, key: Key, end: End) -> None:
         self._messages.append((peer, Closed(*key, end.reason, end.message)))
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -390,7 +327,7 @@ class Sender:
             Whether more pages could be written at once.
         """
         self._now = now
-        self._settle_attachments()
+        self._messages += self._pairs.settle()
         self._expire()
         for key in list(self._due):
             if max_pages <= 0:
@@ -443,11 +380,7 @@ class Sender:
             if until > self._now:
                 break
             self._end(session, "unknown", f"the request did not come within {EARLY_LEASE_S:.0f} s of the grant")
-        while self._tombs:
-            owner, tomb = next(iter(self._tombs.items()))
-            if tomb.until > self._now:
-                break
-            del self._tombs[owner]
+        self._tombs.expire(self._now)
 
     # ---- results ------------------------------------------------------------------------------------------------
 
@@ -476,7 +409,7 @@ class Sender:
 
     def peers(self) -> Sequence[str]:
         """Decode nodes that have offered their pool; only these can be lost."""
-        return list(self._pairs)
+        return list(self._pairs.by_peer)
 
     def close(self) -> None:
         """Let go of every pool."""
@@ -499,14 +432,14 @@ class Sender:
             is_due = bool(session.num_due) and session.state is not Sending.EARLY
             assert is_due == (session.key in self._due), "pages are due and nobody knows"
             if session.is_granted:
-                pair = self._pairs.get(session.peer)
+                pair = self._pairs.by_peer.get(session.peer)
                 assert pair is not None and pair.epoch == session.epoch, "a transfer outlived its pair"
                 granted.setdefault(session.peer, []).extend(session.targets.values())
         assert not in_flight, "a write is under way for nobody"
-        for peer, pair in self._pairs.items():
+        for peer, pair in self._pairs.by_peer.items():
             pages = granted.get(peer, [])
             assert len(pages) == len(set(pages)), "two transfers may write one page"
             assert set(pages) == pair.granted, "granted pages are miscounted"
         tables = (self._due, self._handoffs, self._ends, self._first_delivered_at)
         assert all(key in self._sessions for table in tables for key in table), "something is left of an ended transfer"
-        assert len(self._early) <= MAX_EARLY and len(self._tombs) <= MAX_TOMBSTONES and len(self._pairs) <= MAX_PEERS
+        assert len(self._early) <= MAX_EARLY

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from kv_fakes import DECODE, PREFILL, Couple
+from kv_fakes import DECODE, PREFILL, Couple, MemfdStore
 
 from common.errors import ErrorCode
 from common.messages import (
@@ -20,11 +20,13 @@ from common.messages import (
     Received,
     Refused,
 )
-from common.pages import Owner
+from common.pages import Owner, PageBooks
 from kv_transfer import sender as sender_module
-from kv_transfer.receiver import Completed, Finished, TransferFailed
-from kv_transfer.sender import EARLY_LEASE_S, TOMBSTONE_LEASE_S
-from kv_transfer.transports.inprocess import Wire
+from kv_transfer import tombs as tombs_module
+from kv_transfer.receiver import Completed, Finished, Receiver, TransferFailed
+from kv_transfer.sender import EARLY_LEASE_S
+from kv_transfer.tombs import LEASE_S, Reason
+from kv_transfer.transports.inprocess import InProcessReader, Wire
 
 KEY = ("r", 0)
 
@@ -294,7 +296,7 @@ def test_cancel_at_every_point(point: int) -> None:
 
 @pytest.mark.parametrize("reason", ["aborted", "failed", "finished"])
 @pytest.mark.parametrize("point", POINTS)
-def test_abort_at_every_point(point: int, reason: sender_module.Reason) -> None:
+def test_abort_at_every_point(point: int, reason: Reason) -> None:
     couple = slow()
     for act in _scripts()[:point]:
         act(couple)
@@ -454,14 +456,14 @@ def test_a_grant_for_a_request_that_never_comes_is_answered_when_its_lease_is_ov
 def test_tombstones_go_when_their_lease_is_over(couple: Couple) -> None:
     couple.to_prefill.append(Cancel("r", 0))
     couple.hear_decode()
-    couple.now = TOMBSTONE_LEASE_S
+    couple.now = LEASE_S
     couple.pump()
     couple.open(KEY, 2)
     assert KEY not in couple.released
 
 
 def test_tombstones_and_early_grants_are_bounded(couple: Couple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "MAX_TOMBSTONES", 3)
+    monkeypatch.setattr(tombs_module, "MAX_TOMBS", 3)
     monkeypatch.setattr(sender_module, "MAX_EARLY", 2)
     for attempt in range(10):
         couple.to_prefill.append(Cancel("c", attempt))
@@ -548,12 +550,19 @@ def test_another_decode_node_cannot_touch_a_transfer(couple: Couple) -> None:
     couple.hear_decode()
     couple.finish(KEY)
     stranger = "x" * 32
-    for message in (Cancel("r", 0), Received("r", 0), Grant("r", 0, 1, 0, (4,))):
+    reader = InProcessReader(couple.wire, MemfdStore(16))
+    connect = Receiver(reader, PageBooks(16), digest="model").connect(PREFILL)
+    for message in (connect, Cancel("r", 0), Received("r", 0), Grant("r", 0, 1, 0, (4,)), Grant("r", 1, 1, 0, (4,))):
         couple.sender.on_message(stranger, message, 0.0)
     messages, released = couple.sender.take()
     assert not released
-    assert [(peer, type(message)) for peer, message in messages if peer == stranger] == [(stranger, Closed)]
+    answers = [message for peer, message in messages if peer == stranger]
+    assert [type(message) for message in answers] == [Connected, Closed, Closed]  # nothing yet about attempt 1
     couple.to_decode.extend(message for peer, message in messages if peer == DECODE)
+    couple.open(("r", 2), 2)
+    couple.sender.on_message(stranger, Grant("r", 2, 1, 0, (5,)), 0.0)
+    ((_, closed),), _ = couple.sender.take()
+    assert closed == Closed("r", 2, "unknown", "this request goes to another decode node")
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
 
@@ -640,6 +649,28 @@ def test_the_same_message_twice_changes_nothing(couple: Couple) -> None:
     assert isinstance(couple.events[KEY], Completed)
     assert couple.sender.counters()["stale_messages"] == 1
     assert couple.receiver.counters()["stale_messages"] == 2
+
+
+def test_an_ungranted_prompt_may_be_retracted_and_computed_again(couple: Couple) -> None:
+    couple.open(KEY, 2)
+    couple.finish(KEY)
+    assert not couple.sender.is_granted(KEY)
+    couple.sender.retract(KEY)
+    couple.settle()
+    couple.begin(KEY, 2)
+    couple.run()
+    assert not couple.writer.written
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def test_a_granted_prompt_is_not_retracted(couple: Couple) -> None:
+    couple.open(KEY, 2)
+    couple.begin(KEY, 2)
+    couple.hear_decode()
+    with pytest.raises(AssertionError):
+        couple.sender.retract(KEY)
 
 
 # ---- pairs ------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_fakes import DECODE, GEOMETRY, PREFILL, Couple
+from kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, Couple
 
 from common.pages import Owner
 from kv_transfer.receiver import Completed
-from kv_transfer.sender import Reason
 from kv_transfer.session import Key
+from kv_transfer.tombs import Reason
 from kv_transfer.transports.inprocess import Wire
 
 REASONS: tuple[Reason, ...] = ("finished", "aborted", "failed")
@@ -59,6 +59,17 @@ class Nodes:
         for key in pick(self.opened(), number):
             self.finished[key] = None
             self.couple.finish(key)
+
+    def retract(self, number: int) -> None:
+        """The prefill node needs the source pages of a prompt without grants, and will compute it again."""
+        keys = self.couple.source_pages if self.is_alive else ()
+        waiting = (k for k in keys if k not in self.couple.released and not self.couple.sender.is_granted(k))
+        for key in pick(waiting, number):
+            for page in self.couple.source_pages[key]:
+                self.couple.source.fill(page, JUNK)
+            self.finished.pop(key, None)
+            self.couple.sender.retract(key)
+            self.settle()
 
     def abort(self, number: int) -> None:
         for key in pick(self.sizes, number):
@@ -231,7 +242,7 @@ def pick(keys: Iterable[Key], number: int) -> list[Key]:
 WEIGHTS = {
     **dict.fromkeys(("arrive", "open", "begin", "compute"), 5),
     **dict.fromkeys(("go_on", "hear_prefill", "hear_decode", "pump", "tick", "finish", "give_back"), 3),
-    **dict.fromkeys(("extend", "poll", "cancel", "abort"), 2),
+    **dict.fromkeys(("extend", "poll", "cancel", "abort", "retract"), 2),
     **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die"), 1),
 }
 ACTIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)]

@@ -1,0 +1,83 @@
+"""The decode nodes whose pools a prefill node may write to: who fits, under which epoch, which pages are granted."""
+
+from dataclasses import dataclass, field
+
+from common.messages import Connect, Connected, Message, Refused
+from kv_transfer.transports.base import AttachError, WriterTransport, to_message
+
+MAX_PEERS = 1_024
+
+
+@dataclass(slots=True)
+class Pair:
+    """A decode node's offer, of use once attached. ``granted``: its pages that some transfer may write."""
+
+    epoch: int
+    num_pages: int
+    is_attached: bool = False
+    granted: set[int] = field(default_factory=set)
+
+
+class Pairs:
+    """Every pair of one prefill node, by the peer's incarnation. ``digest`` empty: models are not compared."""
+
+    def __init__(self, transport: WriterTransport, digest: str) -> None:
+        self._transport = transport
+        self._digest = digest
+        self.by_peer: dict[str, Pair] = {}
+
+    def is_stale(self, peer: str, connect: Connect) -> bool:
+        """Is there a pair of this epoch or a later one already?"""
+        pair = self.by_peer.get(peer)
+        return pair is not None and connect.epoch <= pair.epoch
+
+    def attached(self, peer: str, epoch: int) -> Pair | None:
+        """The pair, if pages can be granted under this epoch."""
+        pair = self.by_peer.get(peer)
+        return pair if pair is not None and pair.is_attached and pair.epoch == epoch else None
+
+    def offer(self, peer: str, connect: Connect) -> Refused | None:
+        """Begin to attach to a peer that was dropped before; ``settle`` tells how it ended, if not this does."""
+        problem = self._mismatch(connect)
+        if not problem:
+            try:
+                self._transport.attach(peer, connect)
+            except AttachError as error:
+                problem = str(error)
+        if problem:
+            return Refused(problem)
+        self.by_peer[peer] = Pair(connect.epoch, connect.num_pages)
+        return None
+
+    def _mismatch(self, connect: Connect) -> str:
+        """Why this decode node does not fit, as a sentence; empty if it does."""
+        ours, theirs = to_message(self._transport.store.geometry), connect.geometry
+        if connect.transport != self._transport.name:
+            return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
+        if self._digest and connect.digest != self._digest:
+            return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
+        if theirs != ours:
+            return f"pages of {connect.name} are {theirs}, those of this prefill node {ours}"
+        if len(self.by_peer) >= MAX_PEERS:
+            return f"this prefill node already writes to {MAX_PEERS} decode nodes"
+        return ""
+
+    def settle(self) -> list[tuple[str, Message]]:
+        """Answers to peers whose attachment has succeeded or failed by now."""
+        answers: list[tuple[str, Message]] = []
+        for news in self._transport.poll():
+            pair = self.by_peer.get(news.peer)
+            if pair is None or pair.epoch != news.epoch:
+                continue
+            if news.problem:
+                self.drop(news.peer)
+                answers.append((news.peer, Refused(news.problem)))
+            else:
+                pair.is_attached = True
+                answers.append((news.peer, Connected(pair.epoch, self._transport.name)))
+        return answers
+
+    def drop(self, peer: str) -> None:
+        """Let go of a peer's pool, known or not. After it no write reaches that pool."""
+        self._transport.detach(peer)
+        self.by_peer.pop(peer, None)
