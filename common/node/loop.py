@@ -73,6 +73,7 @@ class Node:
         self._is_stopping = False
         self._is_checked = True
         self._num_failed_checks = 0
+        self._num_dropped = 0  # by mailboxes that are closed by now
         self.is_registered = False
         self.refused: str | None = None
         self._poller = zmq.Poller()
@@ -135,7 +136,7 @@ class Node:
         self._role.stop(reason)
         self._flush()
         self._gateway.send(Leave(), target=self._gateway_incarnation)
-        for mailbox in [self._gateway, *self._links.values(), *([self._listen] if self._listen else [])]:
+        for mailbox in self._mailboxes():
             mailbox.close()
         wake, self._wake = self._wake, -1
         os.close(wake)
@@ -149,8 +150,9 @@ class Node:
             if file not in self._files:
                 self._poller.register(file, zmq.POLLIN)
         self._files = files
-        until_heartbeat = max(0.0, self._next_heartbeat_at - self._clock.now())
-        self._poller.poll(math.ceil(min(longest_s, until_heartbeat) * 1_000))
+        if self.is_registered:
+            longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
+        self._poller.poll(math.ceil(longest_s * 1_000))
 
     # ---- hearing ----------------------------------------------------------------------------------------------------
 
@@ -240,6 +242,7 @@ class Node:
         mailbox = self._links.pop(incarnation, None)
         if mailbox is not None:
             self._unwatch(mailbox)
+            self._num_dropped += mailbox.dropped.total()
             mailbox.close()
 
     def _heartbeat(self) -> Heartbeat:
@@ -250,8 +253,15 @@ class Node:
             num_free_pages=load.num_free_pages,
             num_cached_pages=load.num_cached_pages,
             num_quarantined_pages=load.num_quarantined_pages,
-            counters={**self._role.counters(), "failed_checks": float(self._num_failed_checks)},
+            counters={
+                **self._role.counters(),
+                "dropped_messages": float(self._num_dropped + sum(m.dropped.total() for m in self._mailboxes())),
+                "failed_checks": float(self._num_failed_checks),
+            },
         )
+
+    def _mailboxes(self) -> list[Mailbox]:
+        return [self._gateway, *self._links.values(), *([] if self._listen is None else [self._listen])]
 
 
 def listen_mailbox(context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int) -> Mailbox:
