@@ -485,6 +485,19 @@ def test_under_ignore_eos_a_request_is_admitted_if_all_can_grow_to_their_ends() 
         assert adder.add_one_req(request(8, 12, ignore_eos=True)) is expected
 
 
+def test_under_ignore_eos_nothing_is_expected_back_from_a_prompt_still_being_computed() -> None:
+    # One prompt of 16 tokens holds 4 pages, is half computed and has 4 tokens to come: 1 page more. The new one takes a
+    # page and grows by 12 tokens, 3 more: 4 + 1 + 1 + 3 = 9. By counting steps the first would have ended by then.
+    for num_pages, expected in [(8, NO_TOKEN), (9, CONTINUE)]:
+        pool = Pool(num_pages)
+        half = request(16, 4, ignore_eos=True)
+        adder = pool.adder(chunk=8)
+        assert adder.add_one_req(half) is CONTINUE
+        compute(pool, adder)
+        adder = pool.adder(reserve_output=True, running=[half])
+        assert adder.add_one_req(request(4, 12, ignore_eos=True)) is expected
+
+
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), is_enabled=st.booleans())
 def test_under_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled: bool) -> None:
