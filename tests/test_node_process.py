@@ -1,0 +1,110 @@
+"""What stands around a role: how much a node holds, the engine's thread, when an output ends."""
+
+import select
+import threading
+
+import pytest
+
+from common.config import NodeConfig
+from common.errors import ConfigError
+from common.finish import finish_reason
+from common.geometry import PageGeometry
+from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, plan_capacity
+from common.node.engine_thread import EngineThread
+from common.sampling import SamplingParams
+from common.step import StepPlan, StepResult
+
+TINY = PageGeometry(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")
+
+
+def test_a_node_holds_what_the_flags_say() -> None:
+    config = NodeConfig(max_total_tokens=100, max_running_requests=4, max_queued_requests=7, chunked_prefill_size=32)
+    capacity = plan_capacity(config, TINY, device="cpu", context_length=1000)
+    assert capacity.num_pages == 6  # whole pages of 16
+    assert capacity.num_slots == 4
+    assert capacity.max_queued == 7
+    assert capacity.chunk_tokens == 32
+
+
+def test_without_flags_a_cpu_node_takes_a_bounded_pool_and_chunks() -> None:
+    capacity = plan_capacity(NodeConfig(), TINY, device="cpu", context_length=1000)
+    assert capacity.num_pages == CPU_POOL_TOKENS // 16
+    assert capacity.chunk_tokens == CPU_CHUNK_TOKENS
+    assert capacity.num_slots == 256
+
+
+def test_minus_one_turns_chunking_off() -> None:
+    assert (
+        plan_capacity(NodeConfig(chunked_prefill_size=-1), TINY, device="cpu", context_length=99).chunk_tokens is None
+    )
+
+
+def test_a_pool_without_a_single_page_is_refused_by_flag() -> None:
+    huge = PageGeometry(num_layers=4096, num_kv_heads=65536, head_dim=65536, page_size=16, dtype="float32")
+    with pytest.raises(ConfigError, match="--memory-fraction"):
+        plan_capacity(NodeConfig(), huge, device="cpu", context_length=1000)
+
+
+class Engine:
+    """Computes nothing, when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_run = threading.Event()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.may_run.wait(10)
+        if plan.step == 13:
+            raise RuntimeError("the device is on fire")
+        return StepResult(plan.step, (plan.step,))
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(step, (), (), ())
+
+
+def test_the_engine_thread_wakes_the_loop_once_for_each_step() -> None:
+    engine = Engine()
+    thread = EngineThread(engine)
+    for step in (1, 2, 3):
+        engine.may_run.clear()
+        thread.submit(plan(step))
+        assert thread.is_busy
+        assert thread.take() is None
+        engine.may_run.set()
+        assert select.select([thread.fileno()], [], [], 5)[0]
+        result = thread.take()
+        assert result is not None
+        assert result.tokens == (step,)
+        assert not thread.is_busy
+        assert not select.select([thread.fileno()], [], [], 0)[0]
+    thread.close()
+
+
+def test_what_the_engine_raises_is_raised_in_the_loop() -> None:
+    engine = Engine()
+    engine.may_run.set()
+    thread = EngineThread(engine)
+    thread.submit(plan(13))
+    assert select.select([thread.fileno()], [], [], 5)[0]
+    with pytest.raises(RuntimeError, match="on fire"):
+        thread.take()
+    thread.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "num_output", "options", "expected"),
+    [
+        (5, 1, {}, ""),
+        (5, 3, {}, "length"),
+        (9, 1, {}, "stop"),
+        (9, 3, {}, "stop"),
+        (9, 1, {"ignore_eos": True}, ""),
+        (9, 3, {"ignore_eos": True}, "length"),
+        (7, 1, {"stop_token_ids": (7,), "ignore_eos": True}, "stop"),
+    ],
+)
+def test_an_output_ends_at_its_last_allowed_token_or_at_an_end_token(
+    token: int, num_output: int, options: dict[str, object], expected: str
+) -> None:
+    sampling = SamplingParams(max_new_tokens=3, **options)  # type: ignore[arg-type]
+    assert finish_reason(sampling, (9,), token=token, num_output=num_output) == expected
