@@ -1,13 +1,13 @@
 """Our engine against ``transformers``: same weights, same number format, same threads, in one run.
 
 The model has Qwen3-0.6B's shape and random weights, made in memory. Decode starts from caches filled with random KV, so
-that no time goes into prompts that are not measured. Both sides take turns, and a figure is the median of its rounds.
-The limits are what this machine did just now: how fast it reads memory, and its best matrix product.
+that no time goes into prompts that are not measured. Both sides take turns, and a figure is that of the best of its rounds,
+as are the limits, which are what this machine did just now: how fast it reads memory, and its best matrix product.
+Neighbours on the machine only ever make a round slower.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -185,10 +185,10 @@ def measure_limits(options: Options) -> Limits:
     device = torch.device(options.device)
     ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
     readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
-    read = max(ballast.nbytes / median_s(reader, 5, device) for reader in readers)
+    read = max(ballast.nbytes / best_s(reader, 9, device) for reader in readers)
     size = 4096 if options.dtype != "float32" or device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(TORCH_DTYPES[options.dtype])
-    flops = 2 * size**3 / median_s(lambda: a @ a, 5, device)
+    flops = 2 * size**3 / best_s(lambda: a @ a, 9, device)
     return Limits(read, flops)
 
 
@@ -255,18 +255,18 @@ def decode_transformers(model: Any, batch: int, steps: int, options: Options) ->
 def take_turns(
     ours: Callable[[], object], theirs: Callable[[], object] | None, options: Options
 ) -> tuple[float, float | None]:
-    """Median seconds of both, run alternately after one round that does not count."""
+    """Best seconds of both, run alternately after one round that does not count."""
     device = torch.device(options.device)
     pairs = [
         (timed(ours, device), timed(theirs, device) if theirs else None) for _ in range(max(2, options.rounds + 1))
     ][1:]
     theirs_s = [pair[1] for pair in pairs if pair[1] is not None]
-    return statistics.median(pair[0] for pair in pairs), statistics.median(theirs_s) if theirs_s else None
+    return min(pair[0] for pair in pairs), min(theirs_s) if theirs_s else None
 
 
-def median_s(run: Callable[[], object], rounds: int, device: torch.device) -> float:
+def best_s(run: Callable[[], object], rounds: int, device: torch.device) -> float:
     timed(run, device)
-    return statistics.median(timed(run, device) for _ in range(rounds))
+    return min(timed(run, device) for _ in range(rounds))
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.engine.attention import BACKENDS, make_attention
 from common.engine.batch import RowArrays, StepBatch, make_batch
 from common.engine.kv_pool import KVPool
+from common.engine.layers import Linear
 from common.errors import ConfigError
 from common.geometry import PageGeometry
 
@@ -88,13 +89,42 @@ def test_long_rows_keep_their_precision(backend: str, device: str) -> None:
     compare(backend, device, "float32", [(1500, 1), (900, 70), (0, 300)], 16, (4, 2, 32))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(2, 2, 32), (4, 2, 64), (8, 1, 128), (4, 1, 256), (6, 2, 32)])
 @pytest.mark.parametrize("backend", FAST)
-def test_what_lies_behind_a_row_in_its_last_page_is_never_read(backend: str) -> None:
+def test_long_extends_equal_the_reference_whatever_their_tiles_cut(
+    backend: str, heads: tuple[int, int, int], dtype: str, device: str
+) -> None:
+    """Rows ending inside and on the edge of tiles of 32 and 256 tokens, cold and with a prefix, one decoding."""
+    skip_if_not_served(backend, device)
+    compare(backend, device, dtype, [(0, 33), (0, 256), (37, 1), (250, 70), (512, 32), (5, 289)], 16, heads)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_a_row_longer_than_one_thread_takes_on_is_cut_into_pieces(backend: str) -> None:
+    compare(backend, "cpu", "bfloat16", [(30, 1_100)], 64, (2, 1, 32))
+
+
+def test_products_after_attention_are_what_they_were_before() -> None:
+    """Matrix units have state, shared with oneDNN in the same thread."""
+    torch.manual_seed(0)
+    linear = Linear(torch.randn(64, 64).bfloat16())
+    linear.pack()
+    x = torch.randn(40, 64).bfloat16()
+    before = linear(x)
+    compare("cpu", "cpu", "bfloat16", [(0, 40)], 16, (2, 1, 32))
+    assert torch.equal(linear(x), before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("backend", FAST)
+def test_what_lies_behind_a_row_in_its_last_page_is_never_read(backend: str, dtype: str) -> None:
     """NaN in every place that no token of the row has reached."""
-    pool = KVPool(PageGeometry(2, 2, 16, 16, "float32"), 4)
+    pool = KVPool(PageGeometry(2, 2, 32, 16, dtype), 8)
     pool.tensor.fill_(float("nan"))
-    batch = make_step([(0, 1), (0, 5)], 16, 4, "cpu", seed=0)
-    qkv = torch.randn(6, 8, 16).split([4, 2, 2], dim=1)
+    batch = make_step([(0, 1), (0, 5), (0, 50)], 16, 8, "cpu", seed=0)
+    qkv = torch.randn(56, 8, 32).to(pool.tensor).split([4, 2, 2], dim=1)
     out = make_attention(backend, pool, 4).prepare(batch).extend(0, *qkv)
     assert out.isfinite().all()
     pool.close()

@@ -29,8 +29,8 @@ MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "kernels.c", _FOLDER / "attention" / "paged_attention.c")
-_HEADERS = (_FOLDER / "kernels.h",)
+_SOURCES = tuple(_FOLDER / name for name in ("kernels.c", "attention/paged_attention.c", "attention/amx_attention.c"))
+_HEADERS = tuple(_FOLDER / name for name in ("kernels.h", "attention/paged.h"))
 
 
 class Paged(Structure):
@@ -69,6 +69,11 @@ class Kernels:
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
         for function in vars(self).values():
             function.restype = None
+        self._amx_attention = library.baton_amx_attention
+        self._amx_attention.argtypes = (POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float)
+        self._amx_attention.restype = c_int
+        #: Whether ``amx_attention`` works here: asked of the processor and of the kernel.
+        self.has_amx = bool(library.baton_has_amx())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """``x += delta`` in place, then its RMS norm; ``[rows, width]``."""
@@ -113,6 +118,15 @@ class Kernels:
             *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0)),
             *(out.data_ptr(), scale, DTYPES[q.dtype]),
         )
+
+    def amx_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
+        """As ``paged_attention``, for long pieces in bfloat16; see amx_attention.c for the shapes it takes."""
+        assert self.has_amx
+        is_done = self._amx_attention(
+            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0), out.data_ptr(), scale)
+        )
+        if not is_done:
+            raise MemoryError("attention could not get memory for one row's values")
 
     def write_kv(self, kv: Paged, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Keys and values ``[N, kv_heads, head_dim]`` into pages and offsets ``[N]`` int64."""

@@ -1,7 +1,8 @@
-"""The CPU backend: C straight over the pages for decode rows and short extends, torch's flash attention for long ones.
+"""The CPU backend: C straight over the pages, matrix instructions for long extends.
 
-The C kernel reads every key and value once, where it lies, and is bound by memory when few queries share the reading.
-A long extend is bound by arithmetic; there torch's kernel with its matrix instructions wins, gathering included.
+Decode rows and short extends are bound by memory: the C kernel reads every key and value once, where it lies. Long
+extends are bound by arithmetic: in bfloat16 on a processor with AMX they have a kernel of their own, elsewhere torch's
+flash attention takes them, row by row.
 """
 
 import ctypes
@@ -16,46 +17,55 @@ from common.engine.batch import StepBatch
 from common.engine.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, Paged, load_kernels
 from common.engine.kv_pool import KVPool
 
-#: From so many new tokens on, a row is torch's.
+#: From so many new tokens on, a row is worth matrix instructions.
 LONG_EXTEND = 32
+#: New tokens of one row that one thread takes on at a time.
+LONG_PIECE = 1024
 
 
 class CpuAttention:
     """See the file's docstring.
 
     Args:
+        num_heads: query heads of the model.
         kernels: the compiled functions.
     """
 
-    def __init__(self, pool: KVPool, kernels: Kernels) -> None:
-        self._pool = pool
-        self._kernels = kernels
+    def __init__(self, pool: KVPool, num_heads: int, kernels: Kernels) -> None:
+        self.pool = pool
+        self.kernels = kernels
+        self.group = num_heads // pool.geometry.num_kv_heads
+        geometry = pool.geometry
+        fits_tiles = geometry.page_size % 16 == 0 and geometry.head_dim % 32 == 0 and 32 % self.group == 0
+        self.uses_amx = kernels.has_amx and geometry.dtype == "bfloat16" and fits_tiles
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
-        return CpuStep(self._pool, self._kernels, batch)
+        return CpuStep(self, batch)
 
 
 class CpuStep:
     """One step of ``CpuAttention``: its rows cut into pieces, once for all layers."""
 
-    def __init__(self, pool: KVPool, kernels: Kernels, batch: StepBatch) -> None:
-        self._pool = pool
-        self._kernels = kernels
+    def __init__(self, backend: CpuAttention, batch: StepBatch) -> None:
+        self._pool = backend.pool
+        self._kernels = backend.kernels
         self._batch = batch
         is_long = batch.rows.num_new >= LONG_EXTEND
-        self._long = [ExtendRow(batch, int(row)) for row in np.flatnonzero(is_long)]
-        self._short = np.flatnonzero(~is_long)
-        self._pieces: Tensor | None = None
+        longs = np.flatnonzero(is_long)
+        self._short = pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
+        self._tiled = pieces(batch, longs if backend.uses_amx else longs[:0], LONG_PIECE)
+        self._rest = [] if backend.uses_amx else [ExtendRow(batch, int(row)) for row in longs]
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         paged = self._paged(layer, q.shape[1])
+        scale = q.shape[2] ** -0.5
         self._kernels.write_kv(paged, self._batch.token_pages, self._batch.token_offsets, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
         if len(self._short):
-            if self._pieces is None:
-                self._pieces = pieces(self._batch, self._short, MAX_QUERIES // (q.shape[1] // k.shape[1]))
-            self._kernels.paged_attention(paged, self._pieces, q, out, q.shape[2] ** -0.5)
-        for row in self._long:
+            self._kernels.paged_attention(paged, self._short, q, out, scale)
+        if len(self._tiled):
+            self._kernels.amx_attention(paged, self._tiled, q, out, scale)
+        for row in self._rest:
             out[row.first : row.end] = row.attend(q[row.first : row.end], self._pool.layer(layer))
         return out
 
@@ -84,7 +94,7 @@ def pieces(batch: StepBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]], m
         for first in range(0, num_new, most)
     ]
     cut.sort(key=lambda piece: -piece[3])
-    return torch.tensor(np.array(cut, np.int64))
+    return torch.from_numpy(np.array(cut, np.int64).reshape(-1, 4))
 
 
 def cpu_attention(pool: KVPool, num_heads: int) -> AttentionBackend:
@@ -92,4 +102,4 @@ def cpu_attention(pool: KVPool, num_heads: int) -> AttentionBackend:
     geometry = pool.geometry
     is_taken = geometry.head_dim % LANES == 0 and geometry.head_dim <= MAX_DIM
     kernels = load_kernels() if is_taken and num_heads // geometry.num_kv_heads <= MAX_QUERIES else None
-    return CpuAttention(pool, kernels) if kernels else TorchAttention(pool)
+    return CpuAttention(pool, num_heads, kernels) if kernels else TorchAttention(pool)

@@ -4,35 +4,17 @@
  * The queries of one KV head that belong together (its group of heads, a few neighbouring tokens) share each read. Sums
  * are float32. head_dim is a multiple of 16 and at most MAX_DIM; the caller checks.
  */
-#include "../kernels.h"
+#include "paged.h"
 
 #include <math.h>
 
 enum { TILE = 32, MAX_QUERIES = 16, MAX_DIM = 256 };
-
-/* Where one layer's keys and values lie. Strides in numbers; a token's numbers are contiguous. */
-typedef struct {
-    char *keys, *values;
-    const int32_t *page_table; /* [rows, table_width] */
-    long table_width, page_size, page_stride, head_stride;
-    long heads, kv_heads, dim;
-} Paged;
-
-/* Queries first_query .. first_query + num_queries of one row, whose first stands at `position` of its text. */
-typedef struct {
-    int64_t row, first_query, num_queries, position;
-} Piece;
 
 typedef struct {
     float queries[MAX_QUERIES][MAX_DIM], sums[MAX_QUERIES][MAX_DIM];
     float scores[MAX_QUERIES][TILE];
     float best[MAX_QUERIES], total[MAX_QUERIES];
 } Scratch;
-
-INLINE ptrdiff_t token_at(const Paged *kv, long row, long head, long token) {
-    long page = kv->page_table[row * kv->table_width + token / kv->page_size];
-    return (ptrdiff_t)page * kv->page_stride + head * kv->head_stride + token % kv->page_size * kv->dim;
-}
 
 /* Scores of `count` queries from `first` on with one key. `count` is a constant: the sums stay in registers. */
 INLINE void score(Scratch *s, int first, const int count, const char *keys, ptrdiff_t at, long dim, long t, int dtype) {

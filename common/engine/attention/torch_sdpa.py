@@ -83,14 +83,13 @@ class ExtendRow:
     def attend(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
         """``[n, heads, head_dim]`` of this row's n new tokens."""
         keys, values = (_gather(paged, self._table)[:, :, : self._length] for paged in kv)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=self._visible,
-            is_causal=self._visible is None,
-            enable_gqa=True,
-        )
+        queries = q.transpose(0, 1)[None]
+        if self._visible is None:
+            out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        else:
+            # With both a mask and grouped heads torch has only its slow way on CUDA: repeat the heads instead.
+            keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._visible)
         return out[0].transpose(0, 1)
 
 
