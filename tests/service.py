@@ -125,20 +125,20 @@ class Service:
         """Until the gateway knows all nodes that should run, in their present start."""
         wanted = {process.pid for name, process in self.processes.items() if name != "gateway"}
         ends = time.monotonic() + timeout_s
-        while {worker["register"]["pid"] for worker in self._workers()} != wanted:
+        while (workers := self._workers()) is None or {worker["register"]["pid"] for worker in workers} != wanted:
             for name, process in self.processes.items():
                 assert process.poll() is None, f"{name} ended with {process.returncode}\n{self.log()}"
             assert time.monotonic() < ends, f"not ready in {timeout_s:g} s\n{self.log()}"
             time.sleep(0.02)
 
-    def _workers(self) -> list[dict[str, Any]]:
+    def _workers(self) -> list[dict[str, Any]] | None:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", "/v1/workers")
             found: list[dict[str, Any]] = json.loads(connection.getresponse().read())["workers"]
             return found
         except OSError:
-            return []
+            return None
         finally:
             connection.close()
 
