@@ -7,6 +7,7 @@ route to those that are gone.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_WAITING = 65_536
+NUM_PROBES = 6
+PROBE_EVERY_S = 0.02
 _PING = msgspec.msgpack.encode(Ping())
 
 
@@ -61,6 +64,8 @@ class Mailbox:
         self._message = msgspec.msgpack.Decoder(accepts)
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
+        self._num_probes_left = 0
+        self._probed_at = 0.0
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
         self._configure(self._socket, incarnation, is_bound=self._is_bound)
         events = zmq.EVENT_DISCONNECTED | (0 if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -170,11 +175,25 @@ class Mailbox:
         return Link(connected, disconnected)
 
     def lost(self, watched: Iterable[str]) -> list[str]:
-        """Bound mailboxes: which of these peers have gone. Costs nothing unless some connection closed."""
-        if not self.link().disconnected:
+        """Bound mailboxes: which of these peers have gone. Costs nothing unless some connection closed lately.
+
+        ZMQ tells of a closed connection a moment before it stops routing to it, so the peers are probed a few times, a
+        little apart; call this again soon while ``is_probing``.
+        """
+        if self.link().disconnected:
+            self._num_probes_left, self._probed_at = NUM_PROBES, 0.0
+        now = time.monotonic()
+        if not self._num_probes_left or now < self._probed_at + PROBE_EVERY_S:
             return []
+        self._num_probes_left, self._probed_at = self._num_probes_left - 1, now
+        self._socket.get(zmq.EVENTS)  # lets ZMQ take note of what its I/O thread has done; sending alone may not
         header = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, ""))
         return [peer for peer in watched if not self._send([header, _PING], peer)]
+
+    @property
+    def is_probing(self) -> bool:
+        """A connection closed lately, and ``lost`` may still find out whose it was."""
+        return self._num_probes_left > 0
 
     def close(self) -> None:
         self._socket.disable_monitor()

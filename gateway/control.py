@@ -15,7 +15,7 @@ import zmq
 
 from common.clock import Clock
 from common.errors import ErrorCode, RequestError
-from common.mailbox import Letter, Mailbox
+from common.mailbox import PROBE_EVERY_S, Letter, Mailbox
 from common.messages import (
     Abort,
     Failed,
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 #: Seconds by which the nodes' own timeout is later than the gateway's, which is the one that the client sees.
 NODE_TIMEOUT_MARGIN_S = 5.0
 RECEIVE_AT_ONCE = 1_000
+#: How long a node waits for the news that the one whose name it has is gone, before it is refused.
+NAMESAKE_WAIT_S = 0.5
 
 
 @dataclass(slots=True)
@@ -79,7 +81,9 @@ class Control:
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in self.mailbox.sockets]
         self._is_drain_due = False
+        self._is_probe_due = False
         self._is_shut = False
+        self._is_closed = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: self._on_tokens,
@@ -100,6 +104,7 @@ class Control:
     def close(self) -> None:
         """Stops listening. Requests must have ended before."""
         assert not self._legs
+        self._is_closed = True
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         for fd in self._fds:
@@ -237,6 +242,8 @@ class Control:
 
     def _drain(self) -> None:
         self._is_drain_due = False
+        if self._is_closed:
+            return
         letters = self.mailbox.receive(RECEIVE_AT_ONCE)
         for letter in letters:
             self._handle(letter)
@@ -255,6 +262,14 @@ class Control:
         self._drain_soon()
         for incarnation in self.mailbox.lost(list(self.registry.nodes)):
             self._lose(incarnation)
+        if self.mailbox.is_probing and not self._is_probe_due:
+            self._is_probe_due = True
+            self._loop.call_later(PROBE_EVERY_S, self._probe_again)
+
+    def _probe_again(self) -> None:
+        self._is_probe_due = False
+        if not self._is_closed:
+            self._look_for_lost()
 
     def _tick(self) -> None:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
@@ -290,13 +305,22 @@ class Control:
 
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.registry.named(message.name)
-        if namesake is not None and namesake.incarnation != sender:
-            if not self._send(Ping(), namesake.incarnation):
-                self._lose(namesake.incarnation)  # the one it replaces has gone unnoticed
+        if namesake is None or namesake.incarnation == sender:
+            self._admit(sender, message)
+        elif self._send(Ping(), namesake.incarnation):  # the one it replaces may have died a moment ago
+            self._loop.call_later(NAMESAKE_WAIT_S, self._admit, sender, message)
+        else:
+            self._lose(namesake.incarnation)
+            self._admit(sender, message)
+
+    def _admit(self, sender: str, message: Register) -> None:
+        if self._is_closed:
+            return
         was_known = sender in self.registry.nodes
         answer = self.registry.register(sender, message, self._clock.now())
-        self._send(answer, sender)
-        if isinstance(answer, Registered):
+        if not self._send(answer, sender):
+            self._lose(sender)
+        elif isinstance(answer, Registered):
             if not was_known:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
         else:

@@ -154,8 +154,12 @@ class FakeNode:
                 self._changed.clear()
                 await self._changed.wait()
 
+    @property
+    def is_registered(self) -> bool:
+        return any(isinstance(message, Registered) for message in self.heard)
+
     async def registered(self) -> "FakeNode":
-        await self.until(lambda: any(isinstance(message, Registered) for message in self.heard))
+        await self.until(lambda: self.is_registered)
         return self
 
     async def until_refused(self) -> "FakeNode":
@@ -167,14 +171,13 @@ class FakeNode:
         return next((message.reason for message in self.heard if isinstance(message, Refused)), "")
 
     async def _run(self) -> None:
-        self.send(self.register)
         next_beat = 0.0
         loop = asyncio.get_running_loop()
         while True:
             is_unknown = any(isinstance(letter.message, Unknown) for letter in self._receive())
             if self.mailbox.link().connected or is_unknown:
                 self.send(self.register)
-            if self.is_beating and loop.time() > next_beat:
+            if self.is_beating and self.is_registered and loop.time() > next_beat:
                 next_beat = loop.time() + 0.2
                 self.beat(steps_total=3.0)
             await asyncio.sleep(0.002)
@@ -194,6 +197,8 @@ class FakeNode:
 
     async def kill(self) -> None:
         """Gone without a word."""
+        if self._work.done():
+            return
         self._work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._work

@@ -323,6 +323,24 @@ async def test_tokens_reach_the_client_as_they_are_made_whoever_comes_first(fold
             assert await anext(arriving) == "[DONE]"
 
 
+async def test_half_a_character_makes_no_chunk(folder):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        prefill.on_generate = decode.on_generate = silent
+        body = {"prompt": "x", "max_tokens": 9, "stream": True}
+        call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
+        await prefill.until(lambda: prefill.generates)
+        (rid,) = prefill.generates
+        ids = ids_of("a🚀b")
+        assert len(ids) > 3
+        for i, token in enumerate(ids):
+            (decode if i else prefill).tokens(rid, i, (token,), finish="length" if i == len(ids) - 1 else "")
+            await asyncio.sleep(0.02)
+        async with await call as answer:
+            chunks = [event["choices"][0]["text"] async for event in events(answer) if event != "[DONE]"]
+        assert chunks == ["a", "🚀", "b"]
+
+
 # ---- the others --------------------------------------------------------------------------------
 
 
@@ -361,7 +379,9 @@ async def test_workers_tell_what_nodes_last_said_of_themselves(stack):
 async def test_metrics_are_prometheus_text_and_count_what_happened(stack):
     await stack.post("/v1/completions", {"prompt": "abcd", "max_tokens": 3})
     await stack.post("/v1/completions", {"prompt": ""})
-    _, text = await stack.get("/metrics")
+    text = ""
+    while text.count("baton_node_steps_total{") < 2:
+        _, text = await stack.get("/metrics")
     for line in (
         'baton_http_answers_total{path="/v1/completions",status="200"} 1.0',
         'baton_http_answers_total{path="/v1/completions",status="400"} 1.0',

@@ -163,7 +163,8 @@ async def test_a_node_that_falls_silent_is_lost_and_may_come_back(stack):
     decode.beat()
     await decode.until(lambda: any(isinstance(message, Unknown) for message in decode.heard))
     decode.is_beating = True
-    await decode.until(lambda: sum(isinstance(message, Registered) for message in decode.heard) >= 2)
+    while (await stack.get("/ready"))[0] != 200:
+        await asyncio.sleep(0.01)
     assert await serves(stack)
 
 
@@ -221,6 +222,18 @@ async def test_another_nodes_tokens_are_not_taken(stack):
     owner.tokens(rid, 1, (65,), finish="length")
     async with await call as answer:
         assert (await answer.json())["usage"]["completion_tokens"] == 2
+
+
+async def test_a_first_token_that_comes_twice_counts_once(stack):
+    prefill, decode = stack.nodes
+    call, rid = await under_way(stack)
+    for _ in range(2):
+        prefill.tokens(rid, 0, (65,))
+    decode.tokens(rid, 1, (65,), finish="length")
+    async with await call as answer:
+        assert (await answer.json())["usage"]["completion_tokens"] == 2
+    _, answer = await stack.get("/v1/workers")
+    assert [worker["load_tokens"] for worker in answer["workers"]] == [0, 0]
 
 
 async def test_garbage_on_the_control_port_is_counted_and_hurts_nobody(stack):
@@ -315,6 +328,7 @@ async def test_a_long_prompt_does_not_hold_up_other_streams(folder):
             text = "Shall I compare thee to a summer's day? " * 25_000
             long = asyncio.ensure_future(stack.post("/tokenize", {"prompt": text}))
             slowest = 0.0
+            started_at = time.monotonic()
             i = 1
             while not long.done():
                 sent_at = time.monotonic()
@@ -324,5 +338,5 @@ async def test_a_long_prompt_does_not_hold_up_other_streams(folder):
                 i += 1
             assert (await long)[1]["count"] > 100_000
             assert i > 3
-            assert slowest < 0.4
+            assert slowest < 0.5 * (time.monotonic() - started_at)
             decode.tokens(rid, i, (65,), finish="length")
