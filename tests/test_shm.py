@@ -335,6 +335,15 @@ def test_a_wrong_token_gets_nothing(reader: ShmReader, writer: ShmWriter) -> Non
     assert attach(reader, writer, connect) == ""  # whose own token is still good
 
 
+def test_a_token_with_more_behind_it_is_none(reader: ShmReader) -> None:
+    token = bytes.fromhex(offer(reader).endpoint.split(":")[1])
+    with _visit(reader) as visitor:
+        visitor.send(token + b"!")
+        reader.poll(0.0)
+        assert visitor.recv(100) == b""
+    assert reader.dropped == {"token": 1}
+
+
 def test_another_start_of_the_decode_node_is_not_the_one_that_was_meant(reader: ShmReader, writer: ShmWriter) -> None:
     assert "said one thing" in attach(reader, writer, offer(reader), peer="e" * 32)
 

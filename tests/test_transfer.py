@@ -778,6 +778,21 @@ def test_grants_and_deliveries_of_an_earlier_epoch_are_refused(couple: Couple) -
     assert couple.target.num_landed == 0
 
 
+def test_late_proof_about_an_earlier_epoch_says_nothing_about_this_one(couple: Couple) -> None:
+    couple.to_prefill.append(couple.receiver.connect(PREFILL))
+    couple.settle()
+    couple.hear_decode()  # lets go of the pool under epoch 1; the reader's transport will say so when it is asked
+    couple.hear_prefill()
+    couple.open(KEY, 2)
+    couple.begin(KEY, 2)
+    couple.poll()
+    assert KEY not in couple.events
+    assert couple.receiver.is_connected(PREFILL)
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
 def test_an_old_offer_is_counted_and_ignored(couple: Couple) -> None:
     first = couple.receiver.connect(PREFILL)
     second = couple.receiver.connect(PREFILL)
