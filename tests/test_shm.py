@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,24 @@ def test_any_other_word_proves_nothing(reader: ShmReader, writer: ShmWriter) -> 
     attach(reader, writer, offer(reader))
     writer._mappings[DECODE].connection.send(b"detached!")
     assert wait_for_news(reader, 0.1) == []
+
+
+def test_an_event_meant_for_an_earlier_process_proves_nothing(reader: ShmReader, writer: ShmWriter) -> None:
+    """One look at epoll may tell of a descriptor whose number is another process's by the time it is looked at."""
+    attach(reader, writer, offer(reader))
+    (pidfd, process), *_ = [(fd, w) for fd, w in reader._writers.items() if fd == w.pidfd]
+    reader._hear(pidfd, process)
+    assert reader.poll(0.0) == []
+
+
+def test_a_child_of_the_writer_does_not_inherit_the_pool(reader: ShmReader, writer: ShmWriter) -> None:
+    def num_unforked() -> int:
+        mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+        return sum("memfd:baton-test" in head and " dc" in tail for head, tail in pairwise(mappings))
+
+    assert num_unforked() == 0
+    attach(reader, writer, offer(reader))
+    assert num_unforked() == 1
 
 
 def test_nobody_lets_go_while_the_pool_is_still_in_view(reader: ShmReader, writer: ShmWriter) -> None:
