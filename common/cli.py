@@ -15,7 +15,7 @@ from common.config import NOT_YET, OTHER_VARIABLES, SMALL_MODEL, GatewayConfig, 
 from common.errors import ConfigError
 from common.options import Option, merge, options_of, read_file, unknown_variables
 
-Config = TypeVar("Config", GatewayConfig, NodeConfig, ServeConfig)
+Config = TypeVar("Config")
 
 CLASSES: dict[str, type] = {
     "serve": ServeConfig,
@@ -24,6 +24,9 @@ CLASSES: dict[str, type] = {
     "decode": NodeConfig,
 }
 
+#: Commands whose configuration lives with them, and the prefix of their environment variables.
+OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_"}
+
 
 def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: str, help: str = "") -> Config:
     """The configuration that a command runs with; exits the process on ``--help`` and on anything wrong.
@@ -31,7 +34,7 @@ def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: st
     Args:
         cls: its configuration class.
         argv: words after the program's name; None for this process's own.
-        command: ``gateway``, ``prefill``, ``decode`` or ``serve``: the file's table, and the role of a node.
+        command: ``gateway``, ``prefill``, ``decode``, ``serve``, ...: the file's table, and the role of a node.
         help: what the command does, shown by ``--help``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -54,9 +57,10 @@ def parse(cls: type[Config], words: Sequence[str], *, command: str, help: str = 
             raise ConfigError(f"{flag} is not available yet: {NOT_YET[flag]}")
     flags = _typed(cls, words, command=command, help=help)
     path = flags.pop("config", None) or os.environ.get("BATON_CONFIG")
-    file = read_file(path, command, CLASSES) if path else {}
-    known: list[str] = [found.env for other in CLASSES.values() for found in options_of(other).values()]
-    unknown_variables(os.environ, [*known, *OTHER_VARIABLES])
+    file = read_file(path, command, [*CLASSES, *OTHER_COMMANDS]) if path else {}
+    known: list[str] = [found.env for other in [*CLASSES.values(), cls] for found in options_of(other).values()]
+    others = tuple(prefix for other, prefix in OTHER_COMMANDS.items() if other != command)
+    unknown_variables(os.environ, [*known, *OTHER_VARIABLES], others)
     values: dict[str, Any] = merge(cls, flags=flags, environ=os.environ, file=file, file_name=path or "")
     if cls is NodeConfig:
         values["role"] = command

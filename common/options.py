@@ -57,6 +57,7 @@ class Option:
     maximum: float | None
     metavar: str
     is_secret: bool
+    env_prefix: str = ENV_PREFIX
 
     @property
     def flag(self) -> str:
@@ -64,17 +65,21 @@ class Option:
 
     @property
     def env(self) -> str:
-        return ENV_PREFIX + self.name.upper()
+        return self.env_prefix + self.name.upper()
 
 
 def options_of(cls: type) -> dict[str, Option]:
-    """The options of a configuration class by field name, in order; fields without help (the role) are none."""
+    """The options of a configuration class by field name, in order; fields without help (the role) are none.
+
+    A class whose options would collide with others' in the environment has an ``ENV_PREFIX`` of its own.
+    """
     hints = get_type_hints(cls)
+    prefix = getattr(cls, "ENV_PREFIX", ENV_PREFIX)
     fields = [field for field in dataclasses.fields(cls) if field.metadata.get("help")]
-    return {field.name: _option(field, hints[field.name]) for field in fields}
+    return {field.name: _option(field, hints[field.name], prefix) for field in fields}
 
 
-def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
+def _option(field: "dataclasses.Field[Any]", hint: Any, prefix: str) -> Option:
     is_union = get_origin(hint) in (types.UnionType, Union)
     kinds = [arg for arg in (get_args(hint) if is_union else (hint,)) if arg is not type(None)]
     assert len(kinds) == 1, f"{field.name}: one type, perhaps None beside it"
@@ -83,7 +88,15 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
     assert kind in (bool, int, float, str), f"{field.name}: {kind} is no option type"
     metadata = dict(field.metadata)
     metadata["metavar"] = metadata["metavar"] or ("|".join(choices) if choices else kind.__name__.upper())
-    return Option(name=field.name, default=field.default, kind=kind, choices=choices, allows_none=is_union, **metadata)
+    return Option(
+        name=field.name,
+        default=field.default,
+        kind=kind,
+        choices=choices,
+        allows_none=is_union,
+        env_prefix=prefix,
+        **metadata,
+    )
 
 
 def merge(
@@ -114,15 +127,15 @@ def merge(
     return values
 
 
-def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> None:
-    """Refuse BATON_* variables that no command knows.
+def unknown_variables(environ: Mapping[str, str], known: Iterable[str], other_prefixes: tuple[str, ...] = ()) -> None:
+    """Refuse BATON_* variables that no command knows; those with another command's own prefix are its business.
 
     Raises:
         ConfigError: names the variable and the nearest known one.
     """
     known = list(known)
     for name in environ:
-        if name.startswith(ENV_PREFIX) and name not in known:
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(other_prefixes):
             raise ConfigError(f"the environment variable {name} is not a known option{_did_you_mean(name, known)}")
 
 

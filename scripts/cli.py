@@ -14,6 +14,7 @@ Usage: baton COMMAND [OPTIONS]
   gateway   the gateway alone; nodes of other machines dial it
   prefill   one prefill node
   decode    one decode node
+  loadtest  load an OpenAI-compatible server, and say how it did
   bench     one benchmark by name
 
 baton COMMAND --help shows a command's options."""
@@ -29,6 +30,10 @@ def main() -> int:
         from scripts.serve import main as serve
 
         return serve(rest)
+    if command == "loadtest":
+        from scripts.load.main import main as loadtest
+
+        return loadtest(rest)
     if command == "bench":
         from scripts.bench import main as bench
 

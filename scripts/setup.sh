@@ -64,7 +64,7 @@ baton_finds() { # could pip install this?
 }
 
 baton_install() {
-    local base began=$SECONDS requirements
+    local base began=$SECONDS requirements stale
     if [ ! -x "$baton_venv/bin/python" ] || ! "$baton_venv/bin/python" -c 'import pip' 2> /dev/null; then
         base=$(baton_new_python) || exit 1
         printf 'baton: making an environment in %s with %s\n' "$baton_venv" "$("$base" --version)" >&2
@@ -79,15 +79,19 @@ baton_install() {
         baton_pip $requirements || baton_fail "packages could not be installed; pip says why above. Run this again to go on."
         printf 'baton: set up in %d s\n' "$((SECONDS - began))" >&2
     fi
-    rm -f "$baton_venv"/.baton-*
+    # What was installed for another extra is still there; what was installed from other files is not this.
+    for stale in "$baton_venv"/.baton-*; do
+        case $stale in "$baton_plain_stamp" | "$baton_plain_stamp"-*) ;; *) rm -f "$stale" ;; esac
+    done
     : > "$baton_stamp"
-    : > "${baton_stamp%-dev}"
+    : > "$baton_plain_stamp"
 }
 
 baton_find() {
     local active hash
     hash=$(cat "$baton_root/pyproject.toml" "$baton_root/constraints.txt" | cksum) || exit 1
-    baton_stamp=$baton_venv/.baton-${hash%% *}${baton_extra:+-$baton_extra}
+    baton_plain_stamp=$baton_venv/.baton-${hash%% *}
+    baton_stamp=$baton_plain_stamp${baton_extra:+-$baton_extra}
     baton_python=$baton_venv/bin/python
     for active in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}"; do
         [ -n "$active" ] && [ "$active" != "$baton_venv" ] && baton_meets "$active/bin/python" && {

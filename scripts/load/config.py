@@ -1,0 +1,233 @@
+"""What a load test can be told: every option, and which combinations cannot be."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from common.errors import ConfigError
+from common.options import option
+from scripts.load.lengths import parse_lengths
+from scripts.load.schedule import Arrival, RateProfile
+
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+SECONDS = "Seconds, or with a unit: 200ms, 30s, 5m."
+
+
+def seconds(text: str | None, flag: str) -> float | None:
+    """``0.2``, ``200ms``, ``30s``, ``5m``, ``1h`` in seconds; None for None.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(us|ms|s|m|h|)", text.strip())
+    if not found:
+        raise ConfigError(f"{flag} must be seconds, perhaps with a unit (200ms, 30s, 5m), not {text!r}")
+    return float(found.group(1)) * UNITS[found.group(2)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadtestConfig:
+    """What ``loadtest`` runs with. Everything is optional: without any flag, 60 requests at 1 per second."""
+
+    ENV_PREFIX: ClassVar[str] = "BATON_LOADTEST_"
+
+    # Where to
+    url: str = option("http://127.0.0.1:8000", "Server to load; a path before /v1 is kept.", metavar="URL")
+    api_key: str | None = option(None, "Sent as a bearer token. Better set by environment than here.", is_secret=True)
+    model: str | None = option(None, "Name of the model; otherwise the first that the server lists.")
+    endpoint: Literal["completions", "chat", "generate"] = option(
+        "completions", "completions and chat are OpenAI's, generate is SGLang's, with the server's own timings."
+    )
+    stream: bool = option(True, "Stream answers. Without, all tokens of an answer come at its end.")
+    timeout: str = option("600", f"A request that takes longer is given up and counts as failed. {SECONDS}")
+    header: str | None = option(None, "One more header for every request.", metavar="'NAME: VALUE'")
+    extra_body: str | None = option(None, "More fields for every body.", metavar="JSON")
+    verify_tls: bool = option(True, "Check the server's certificate.")
+
+    # When
+    rate: str | None = option(
+        None,
+        "Requests per second: 4, a ramp over --duration 1..10, or steps 1x30,2x30 (rate x seconds). "
+        "With --trace: the trace's pace is scaled to this mean rate.  [default: 1]",
+    )
+    arrival: Arrival = option("poisson", "How requests arrive at that rate.")
+    cv: float = option(2.0, "Of gamma arrivals: standard deviation over mean of the gaps.", minimum=0.01, maximum=100)
+    burst_size: int = option(8, "Of burst arrivals: requests at one instant.", minimum=1)
+    concurrency: int | None = option(
+        None, "Closed loop instead of --rate: so many requests are always under way.", minimum=1, maximum=100_000
+    )
+    num_requests: int | None = option(
+        None, "Arrivals in all (a session counts once).  [default: 60, if no --duration]", minimum=1
+    )
+    duration: str | None = option(None, f"No arrivals after this. {SECONDS}")
+    warmup: str = option("0", f"Requests intended before this are not measured. {SECONDS}")
+    cooldown: str = option("0", f"Nor are those in the last part of the schedule. {SECONDS}")
+    seed: int = option(0, "Of everything that is drawn: same seed, same requests at the same instants.", minimum=0)
+
+    # What
+    input_len: str = option(
+        "128", "Prompt tokens: N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA, file:PATH; then :max=N."
+    )
+    output_len: str = option("32", "Output tokens, likewise.")
+    prefix_len: int = option(0, "Tokens in front of --input-len that all requests of a group share.", minimum=0)
+    prefix_groups: int = option(1, "Groups, drawn evenly.", minimum=1)
+    turns: str = option("1", "Requests of a session, one after another, each with all before it in its prompt.")
+    think: str = option("0", f"Mean pause between an answer and the next turn, exponential. {SECONDS}")
+    tenants: int = option(0, "Tenants among which requests are drawn evenly, sent as `user`; 0 for none.", minimum=0)
+    mix: str | None = option(
+        None,
+        "Classes of requests: NAME:share=2,input=300,output=uniform:10:50,priority=1,deadline=2s,tenant=T,"
+        "slo-ttft=1s,slo-itl=50ms,prefix=100,groups=4,turns=3,think=1s; NAME:... (options above are the defaults).",
+    )
+    trace: str | None = option(
+        None, "Replay a trace: Mooncake, Azure, BurstGPT or Qwen-Bailian; or requests of your own as JSON lines."
+    )
+    trace_unit: Literal["auto", "s", "ms", "us"] = option("auto", "Unit of the trace's timestamps.")
+    trace_window: str | None = option(None, "Replay only this part, in seconds of the trace.", metavar="FROM:TO")
+    trace_jitter: bool = option(False, "Spread requests that share a tick of the trace's clock evenly over the tick.")
+    time_scale: float = option(
+        1.0, "Seconds of replay per second of the trace: 0.1 plays it ten times as fast.", minimum=1e-9
+    )
+    length_scale: float = option(1.0, "Prompts, outputs and shared prefixes of a trace times this.", minimum=1e-6)
+    max_input_len: int | None = option(None, "Longer prompts of a trace are cut to this.", minimum=1)
+    max_output_len: int | None = option(None, "Longer outputs of a trace are cut to this.", minimum=1)
+    prompt: Literal["ids", "text"] = option("ids", "Send token ids (exact lengths) or words. chat always sends words.")
+    tokenizer: str | None = option(None, "tokenizer.json, so that words come to the exact number of tokens.")
+    vocab_size: int | None = option(None, "Token ids are drawn below this; otherwise the server is asked.", minimum=16)
+    ignore_eos: bool = option(True, "Ask the server to go on to the full length (not in OpenAI's own API).")
+    return_token_ids: bool = option(False, "Ask for token ids in the answers (Baton, vLLM), to count them exactly.")
+
+    # What is good
+    slo_ttft: str | None = option(None, f"Time to first token that is good. {SECONDS}")
+    slo_itl: str | None = option(None, f"99 % of a request's gaps between tokens must be within this. {SECONDS}")
+    slo_tpot: str | None = option(None, f"Mean time per token after the first that is good. {SECONDS}")
+    slo_e2e: str | None = option(None, f"Time to the last token that is good. {SECONDS}")
+    slo_attainment: float = option(0.9, "Share of requests that must be good.", minimum=0.0, maximum=1.0)
+    find_goodput: bool = option(False, "Search for the highest rate at which that share is good.")
+    search_steps: int = option(5, "Of --find-goodput: bisections after the limit has been enclosed.", minimum=0)
+    sweep: str | None = option(None, "One run at each of these rates.", metavar="RATE,RATE,...")
+    save_outputs: str | None = option(None, "Write every output, for --expect-file of another run.", metavar="FILE")
+    expect_file: str | None = option(None, "Outputs must equal these, token for token.", metavar="FILE")
+
+    # What comes out
+    json: str | None = option(None, "Write the report.", metavar="FILE")
+    jsonl: str | None = option(None, "Write one line per request.", metavar="FILE")
+    parquet: str | None = option(None, "Write one row per request (needs pyarrow).", metavar="FILE")
+    html: str | None = option(None, "Write the report as one self-contained page.", metavar="FILE")
+    live: bool = option(True, "Show progress, where standard error is a terminal.")
+    scrape: str = option("auto", "Server's metrics to record alongside: a URL, auto (/metrics) or none.")
+    scrape_interval: float = option(1.0, "Seconds between two scrapes.", minimum=0.05)
+
+    # The client itself
+    clients: int | None = option(None, "Client processes; otherwise as many as the load needs.", minimum=1, maximum=64)
+    max_send_lateness: str = option("25ms", f"A run is invalid if 1 % of requests go out later than this. {SECONDS}")
+
+    def __post_init__(self) -> None:
+        _check_times(self)
+        _check_load(self)
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
+        if self.header is not None and (":" not in self.header or "\n" in self.header or "\r" in self.header):
+            raise ConfigError("--header must be 'NAME: VALUE'")
+        if self.find_goodput and not self.slos:
+            raise ConfigError("--find-goodput needs at least one of --slo-ttft, --slo-itl, --slo-tpot, --slo-e2e")
+        if self.find_goodput and (self.concurrency or self.sweep):
+            raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
+        if self.expect_file and not self.stream and self.return_token_ids:
+            raise ConfigError("--return-token-ids needs --stream")
+        if self.tokenizer and self.endpoint != "chat" and self.prompt != "text":
+            raise ConfigError("--tokenizer is for words: add --prompt text")
+        _ = self.body_fields
+
+    # ---- the same, understood ---------------------------------------------------------------------------------------
+
+    @property
+    def duration_s(self) -> float | None:
+        return seconds(self.duration, "--duration")
+
+    @property
+    def timeout_s(self) -> float:
+        return seconds(self.timeout, "--timeout") or 0.0
+
+    @property
+    def warmup_s(self) -> float:
+        return seconds(self.warmup, "--warmup") or 0.0
+
+    @property
+    def cooldown_s(self) -> float:
+        return seconds(self.cooldown, "--cooldown") or 0.0
+
+    @property
+    def lateness_s(self) -> float:
+        return seconds(self.max_send_lateness, "--max-send-lateness") or 0.0
+
+    @property
+    def slos(self) -> dict[str, float]:
+        """Limits in seconds by ttft, itl, tpot, e2e; those that are set."""
+        names = ("ttft", "itl", "tpot", "e2e")
+        limits = {name: seconds(getattr(self, f"slo_{name}"), f"--slo-{name}") for name in names}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def profile(self) -> RateProfile:
+        return RateProfile.parse(self.rate or "1", self.duration_s)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """Part of the trace to replay."""
+        try:
+            begin, _, end = (self.trace_window or "0:").partition(":")
+            found = (float(begin or 0), float(end) if end else float("inf"))
+        except ValueError:
+            found = (1.0, 0.0)
+        if not 0 <= found[0] < found[1]:
+            raise ConfigError(f"--trace-window must be FROM:TO in seconds, not {self.trace_window!r}")
+        return found
+
+    @property
+    def body_fields(self) -> dict[str, Any]:
+        """Of --extra-body."""
+        try:
+            fields = json.loads(self.extra_body or "{}")
+        except json.JSONDecodeError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ConfigError("--extra-body must be a JSON object")
+        return fields
+
+
+def _check_times(config: LoadtestConfig) -> None:
+    for name in ("duration", "timeout", "warmup", "cooldown", "think", "max_send_lateness"):
+        found = seconds(getattr(config, name), "--" + name.replace("_", "-"))
+        if found == 0 and name in ("duration", "timeout"):
+            raise ConfigError(f"--{name} must be more than 0")
+    _ = config.slos, config.window, config.profile
+    for name in ("input_len", "output_len", "turns"):
+        parse_lengths(getattr(config, name), "--" + name.replace("_", "-"))
+
+
+def _check_load(config: LoadtestConfig) -> None:
+    if config.concurrency and config.rate:
+        raise ConfigError(
+            "--concurrency makes a closed loop and --rate an open one: choose one. "
+            "(A limit on an open loop would hide the server's delays.)"
+        )
+    if config.concurrency and config.sweep:
+        raise ConfigError("--sweep is over rates: leave --concurrency out")
+    if config.trace is None:
+        for name in ("trace_window", "max_input_len", "max_output_len"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --trace")
+        if config.trace_jitter or config.time_scale != 1 or config.length_scale != 1:
+            raise ConfigError("--trace-jitter, --time-scale and --length-scale need --trace")
+    elif config.mix or config.turns != "1" or config.prefix_len:
+        raise ConfigError("--trace brings its own lengths and sessions: leave --mix, --turns and --prefix-len out")
+    elif config.rate and config.time_scale != 1:
+        raise ConfigError("--rate and --time-scale both set the pace of the trace: choose one")
+    elif config.rate and not re.fullmatch(r"[\d.]+", config.rate):
+        raise ConfigError("with --trace, --rate must be one number, the mean rate")

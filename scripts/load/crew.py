@@ -1,0 +1,280 @@
+"""The parent of the client processes: starts them, makes bodies a little ahead of time, and collects what comes back.
+
+What comes back is kept as received, and read when the run is over.
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import BatonError
+from scripts.load.plan import Planned
+from scripts.load.wire import (
+    Ask,
+    Done,
+    EndOfAsks,
+    Finished,
+    FrameReader,
+    FrameWriter,
+    Go,
+    Halt,
+    Ready,
+    Setup,
+    Tick,
+    to_parent,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD_START_S = 0.02
+READY_TIMEOUT_S = 30.0
+MAX_FEED_BEFORE_START_S = 0.4
+MAX_BYTES_BEFORE_START = 16 << 20
+LOOKAHEAD_S = 5.0
+GRACE_S = 5.0
+EXIT_TIMEOUT_S = 2.0
+
+
+class ClientFailed(BatonError):
+    """A client process ended before its work did."""
+
+
+@dataclass
+class Outcome:
+    """What a crew brings home.
+
+    Attributes:
+        start_at: instant 0 on the monotonic clock.
+        dones: one for each request sent, in the order in which they ended.
+        planned: every request handed out, in order.
+        finished: one for each client process.
+        feed_cpu_s: CPU seconds that making bodies and collecting answers took here.
+    """
+
+    start_at: float = 0.0
+    ended_at: float = 0.0
+    dones: list[Done] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    feed_cpu_s: float = 0.0
+    was_halted: bool = False
+
+
+class _Member:
+    """One client process and the pipes to it."""
+
+    def __init__(self, on_frame: Callable[["_Member", Any], None], on_end: Callable[["_Member"], None]) -> None:
+        environ = dict(os.environ)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
+        environ["PYTHONSAFEPATH"] = "1"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "scripts.load.shard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+        )
+        self.reader = FrameReader(to_parent, lambda frame: on_frame(self, frame), lambda: on_end(self))
+        self.writer = FrameWriter()
+        self.is_ready = asyncio.Event()
+        self.finished: Finished | None = None
+        self.tick: Tick | None = None
+
+    async def connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self.process.stdin and self.process.stdout
+        await loop.connect_write_pipe(lambda: self.writer, self.process.stdin)
+        await loop.connect_read_pipe(lambda: self.reader, self.process.stdout)
+
+    async def close(self) -> None:
+        """End the process, gently if it listens."""
+        self.writer.transport.abort()
+        deadline_at = time.monotonic() + EXIT_TIMEOUT_S
+        while self.process.poll() is None and time.monotonic() < deadline_at:
+            await asyncio.sleep(0.005)
+        self.reader.transport.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                pipe.close()
+
+
+class Crew:
+    """Client processes for one run.
+
+    Args:
+        setup: sent to each, with its part of the slots.
+        num_clients: how many.
+        body: makes the body of a request.
+        on_tick: called with the sum of all processes' states, for a live view.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        num_clients: int,
+        body: Callable[[Planned], bytes],
+        on_tick: Callable[[Sequence[Tick]], None] | None = None,
+    ) -> None:
+        self._setup = setup
+        self._num_clients = num_clients
+        self._body = body
+        self._on_tick = on_tick
+        self._members: list[_Member] = []
+        self._outcome = Outcome()
+        self._all_ended = asyncio.Event()
+        self._failure = ""
+        self._is_stopping = False
+
+    async def start(self) -> None:
+        """Start the processes; they import while the plan is being made."""
+        self._members = [_Member(self._on_frame, self._on_end) for _ in range(self._num_clients)]
+        for number, member in enumerate(self._members):
+            await member.connect()
+            slots = self._setup.slots // self._num_clients + (number < self._setup.slots % self._num_clients)
+            values = {name: getattr(self._setup, name) for name in Setup.__struct_fields__}
+            member.writer.send(Setup(**values | {"slots": slots}))
+
+    async def run(self, chains: Iterable[Sequence[Planned]]) -> Outcome:
+        """Send all of it; return when everything has ended.
+
+        Raises:
+            ClientFailed: a process died.
+        """
+        cpu_s = time.process_time()
+        feeding = asyncio.create_task(self._feed(iter(chains)))
+        ending = asyncio.create_task(self._all_ended.wait())
+        try:
+            await asyncio.wait({feeding, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done():
+                feeding.result()
+            await ending
+        finally:
+            for pending in (feeding, ending):
+                pending.cancel()
+            await asyncio.gather(feeding, ending, return_exceptions=True)
+            await self.close()
+        if self._failure:
+            raise ClientFailed(self._failure)
+        outcome = self._outcome
+        outcome.finished = [member.finished for member in self._members if member.finished]
+        outcome.ended_at = time.monotonic()
+        outcome.feed_cpu_s = time.process_time() - cpu_s
+        return outcome
+
+    async def _feed(self, chains: Iterable[Sequence[Planned]]) -> None:
+        """Hand requests out, chains in turn to each process; the clock starts when there is enough of a start."""
+        for member in self._members:
+            await asyncio.wait_for(member.is_ready.wait(), READY_TIMEOUT_S)
+        began_at, has_started, num_bytes = time.monotonic(), False, 0
+        for number, chain in enumerate(chains):
+            member = self._members[number % len(self._members)]
+            if not has_started and self._is_a_start(number, chain[0].at, num_bytes, began_at):
+                has_started = await self._go()
+            if has_started:
+                await self._until_near(chain[0].at)
+                await member.writer.drain()
+                if self._is_over():
+                    break
+            for planned in chain:
+                self._outcome.planned.append(planned)
+                ask = self._ask(planned)
+                num_bytes += len(ask.body)
+                member.writer.send(ask)
+            if number % 16 == 15:
+                await asyncio.sleep(0)
+        if not has_started:
+            await self._go()
+        for member in self._members:
+            member.writer.send(EndOfAsks())
+
+    def _is_over(self) -> bool:
+        stop_s = self._setup.stop_after_s
+        return self._outcome.was_halted or (0 < stop_s < time.monotonic() - self._outcome.start_at)
+
+    def _ask(self, planned: Planned) -> Ask:
+        body = self._body(planned)
+        return Ask(planned.index, planned.at, planned.session, planned.think_s, planned.turns_left, body)
+
+    def _is_a_start(self, number: int, at: float, num_bytes: int, began_at: float) -> bool:
+        """Whether enough has been handed out for the clock to start: a few seconds' worth, or all that time allows."""
+        if time.monotonic() - began_at > MAX_FEED_BEFORE_START_S or num_bytes > MAX_BYTES_BEFORE_START:
+            return True
+        return number >= 4 * self._setup.slots + 64 if self._setup.slots else at > LOOKAHEAD_S
+
+    async def _until_near(self, at: float) -> None:
+        """Wait until a request is due in a few seconds: making all bodies at once would take the server's cores."""
+        if not self._setup.slots:
+            while (wait_s := self._outcome.start_at + at - LOOKAHEAD_S - time.monotonic()) > 0:
+                await asyncio.sleep(min(wait_s, 0.2))
+                if self._outcome.was_halted:
+                    return
+
+    async def _go(self) -> bool:
+        for member in self._members:
+            await member.writer.drain()
+        self._outcome.start_at = time.monotonic() + HEAD_START_S
+        for member in self._members:
+            member.writer.send(Go(self._outcome.start_at))
+        return True
+
+    async def close(self) -> None:
+        """End the processes."""
+        self._is_stopping = True
+        await asyncio.gather(*(member.close() for member in self._members))
+
+    def halt(self) -> None:
+        """End the run now, with what there is."""
+        if self._outcome.was_halted:
+            return
+        self._outcome.was_halted = True
+        for member in self._members:
+            if not member.finished:
+                member.writer.send(Halt())
+        asyncio.get_running_loop().call_later(GRACE_S, self._all_ended.set)
+
+    def _on_frame(self, member: _Member, frame: Any) -> None:
+        if isinstance(frame, Done):
+            self._outcome.dones.append(frame)
+        elif isinstance(frame, Tick):
+            member.tick = frame
+            ticks = [other.tick for other in self._members if other.tick]
+            if self._on_tick and len(ticks) == len(self._members):
+                self._on_tick(ticks)
+        elif isinstance(frame, Ready):
+            member.is_ready.set()
+        elif isinstance(frame, Finished):
+            member.finished = frame
+            if all(other.finished for other in self._members):
+                self._all_ended.set()
+
+    def _on_end(self, member: _Member) -> None:
+        if member.finished or self._is_stopping:
+            return
+        self._failure = f"a client process ended early (status {member.process.poll()})"
+        self._all_ended.set()
+
+
+def resolve_host(host: str, port: int) -> str:
+    """An address of the host, looked up once so that no request pays for it.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # Servers listen on IPv4 more often than on both.
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def num_clients_for(rate: float, output_tokens: float, slots: int) -> int:
+    """Processes for a load: one carries 8,000 events per second, or 1,000 requests under way, with room to spare."""
+    needed = max(rate * output_tokens / 8000, rate / 500, slots / 1000)
+    return max(1, min(int(-(-needed // 1)), os.cpu_count() or 1, 16))

@@ -1,0 +1,77 @@
+"""How long prompts and outputs are: a fixed number of tokens, a distribution, or a file of numbers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError
+
+Ints = NDArray[np.int64]
+FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or file:PATH"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of token counts, always at least 1.
+
+    Attributes:
+        text: as the user wrote it.
+        draw: ``(rng, count)`` to that many lengths.
+    """
+
+    text: str
+    draw: Callable[[np.random.Generator, int], Ints]
+
+    @property
+    def mean(self) -> float:
+        """Estimated from a fixed sample; for choosing the number of client processes."""
+        return float(self.draw(np.random.default_rng(0), 1000).mean())
+
+
+def parse_lengths(text: str, flag: str) -> Lengths:
+    """``128``, ``uniform:100:500``, ``normal:200:50``, ``lognormal:200:0.8`` (median, sigma), ``file:PATH``.
+
+    A trailing ``:max=N`` bounds what is drawn. A file holds one number per line; they are drawn with replacement.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    body, _, limit = text.partition(":max=")
+    kind, *words = body.split(":")
+    try:
+        top = int(limit) if limit else 2**31 - 1
+        if kind == "file":
+            numbers = np.array(Path(":".join(words)).read_text().split(), dtype=np.float64).astype(np.int64)
+            return _bounded(text, top, lambda rng, count: rng.choice(numbers, count))
+        values = [float(word) for word in ([kind] if kind[:1].isdigit() else words)]
+        if not all(math.isfinite(value) and value >= 0 for value in values):
+            raise ValueError
+        if kind[:1].isdigit() and not words:
+            (fixed,) = values
+            if fixed < 1 or fixed != int(fixed):
+                raise ValueError
+            return _bounded(text, top, lambda rng, count: np.full(count, fixed))
+        low, high = values
+        draws: dict[str, Callable[[np.random.Generator, int], NDArray[np.float64]]] = {
+            "uniform": lambda rng, count: rng.integers(int(low), int(high), count, endpoint=True).astype(np.float64),
+            "normal": lambda rng, count: rng.normal(low, high, count),
+            "lognormal": lambda rng, count: low * np.exp(high * rng.standard_normal(count)),
+        }
+        if (kind == "uniform" and not 1 <= low <= high) or low < 1:
+            raise ValueError
+        return _bounded(text, top, draws[kind])
+    except (ValueError, KeyError, OSError) as error:
+        because = f" ({error})" if isinstance(error, OSError) else ""
+        raise ConfigError(f"{flag} must be {FORMS}, perhaps with :max=N after it, not {text!r}{because}") from None
+
+
+def _bounded(text: str, top: int, draw: Callable[[np.random.Generator, int], NDArray[np.number]]) -> Lengths:
+    def bounded(rng: np.random.Generator, count: int) -> Ints:
+        drawn: Ints = np.clip(np.rint(draw(rng, count)), 1, top).astype(np.int64)
+        return drawn
+
+    return Lengths(text, bounded)

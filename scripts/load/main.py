@@ -1,0 +1,125 @@
+"""``loadtest``: the command.
+
+Exit status: 0 fine, 1 the run could not be made, 2 wrong options, 3 a run is invalid, 4 regressed (``--compare``),
+5 outputs differ from the expected ones, 130 stopped.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from common.cli import resolve
+from common.errors import BatonError, ConfigError
+from scripts.load.config import LoadtestConfig
+from scripts.load.report import Report, write_json, write_jsonl
+
+FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
+HELP = """Load an OpenAI-compatible server and say how it did: Baton, vLLM, SGLang, llama.cpp's server.
+
+\b
+Two more forms:
+  loadtest --compare BEFORE.json AFTER.json    what changed, and whether it is significant
+  loadtest --demo                              serve the small model, load it for a minute, write a report
+
+Latencies count from the instant at which a request should have gone out. Exit status: 0 fine, 1 failed, 2 wrong
+options, 3 the run is invalid (the client could not keep up), 4 regressed, 5 outputs differ."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if "--compare" in words:
+            from scripts.load.compare import compare_command
+
+            return compare_command(words)
+        if "--demo" in words:
+            from scripts.load.demo import demo_command
+
+            return demo_command([word for word in words if word != "--demo"])
+        config = resolve(LoadtestConfig, words, command="loadtest", help=HELP)
+        return load_command(config)
+    except ConfigError as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        return WRONG
+    except BatonError as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+def load_command(config: LoadtestConfig) -> int:
+    """Run what the configuration asks for and write what it wants written."""
+    check_outputs(config)
+    from scripts.load.live import watched
+
+    if config.find_goodput or config.sweep:
+        from scripts.load.search import search_command
+
+        return search_command(config)
+    report = watched(config)
+    return finish(config, report)
+
+
+def finish(config: LoadtestConfig, report: Report) -> int:
+    """Print the summary, write the files, give the exit status."""
+    from scripts.load.table import summary_lines
+
+    print("\n".join(summary_lines(report)))
+    write_files(config, report)
+    if report.outputs and report.outputs["differ"]:
+        return DIFFERENT
+    return FINE if report.is_valid else INVALID
+
+
+def write_files(config: LoadtestConfig, report: Report) -> None:
+    """Those of --json, --jsonl, --parquet, --html and --save-outputs that are asked for."""
+    began_at = time.monotonic()
+    if config.json:
+        write_json(report.to_dict(), config.json)
+    if config.jsonl:
+        write_jsonl(report.records, config.jsonl)
+    if config.parquet:
+        from scripts.load.parquet import write_parquet
+
+        write_parquet(report.records, config.parquet)
+    if config.save_outputs:
+        from scripts.load.outputs import save_outputs
+
+        save_outputs(report.records, config.save_outputs)
+    if config.html:
+        from scripts.load.html import write_html
+
+        write_html([report], config.html)
+    names = [name for name in (config.json, config.jsonl, config.parquet, config.html, config.save_outputs) if name]
+    if names:
+        print(f"written in {time.monotonic() - began_at:.1f} s: {', '.join(names)}")
+
+
+def check_outputs(config: LoadtestConfig) -> None:
+    """Refuse now what would fail after the run.
+
+    Raises:
+        ConfigError: a folder is not there, or pyarrow is missing.
+    """
+    for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
+        path = getattr(config, name)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: there is no such folder")
+    if config.parquet:
+        from scripts.load.parquet import require_pyarrow
+
+        require_pyarrow()
+    if config.expect_file and not Path(config.expect_file).is_file():
+        raise ConfigError(f"--expect-file {config.expect_file}: there is no such file")
+
+
+def at_rate(config: LoadtestConfig, rate: float) -> LoadtestConfig:
+    """The same load at another rate."""
+    return replace(config, rate=f"{rate:.6g}", sweep=None, find_goodput=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

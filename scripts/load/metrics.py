@@ -1,0 +1,233 @@
+"""From records to figures: latencies, rates, goodput, errors, fairness, caching, tokens.
+
+Headline latencies count from the *intended* instant, so that a stalled server, or a stalled client, cannot hide by
+delaying what comes after (Tene's "coordinated omission"); those from the actual send stand beside them. Failures have
+no latency; they count as misses wherever something is judged.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from scripts.load import stats
+from scripts.load.records import Record
+from scripts.load.workload import Kind
+
+Figures = dict[str, Any]
+
+
+def latencies(records: Sequence[Record], rng: np.random.Generator) -> Figures:
+    """Summaries in seconds, over requests that succeeded.
+
+    ``ttft``, ``e2e``: from the intended instant; ``ttft_sent``, ``e2e_sent``: from the send. ``itl``: gaps between
+    successive events with output. ``tpot``: per request, time after the first event over tokens after it.
+    ``first_gap``: between first and second event alone, where disaggregation shows.
+    """
+    good = [record for record in records if record.is_ok and record.stamps_s]
+    gaps = [np.array(record.gaps_s) for record in good]
+    every_gap = np.concatenate(gaps) if gaps else np.array([])
+    itl = stats.summary(every_gap, rng)
+    if len(every_gap):
+        for name, share in stats.QUANTILES.items():
+            itl[name + "_ci"] = stats.clustered_quantile_interval(gaps, share, rng)
+        itl["mean_ci"] = _ratio_of_sums(gaps, rng)
+    return {
+        "ttft": stats.summary([record.ttft_s for record in good], rng),
+        "ttft_sent": stats.summary([record.stamps_s[0] - record.released_s for record in good], rng),
+        "itl": itl,
+        "tpot": stats.summary([tpot for record in good if (tpot := record.tpot_s) is not None], rng),
+        "first_gap": stats.summary([gap[0] for gap in gaps if len(gap)], rng),
+        "e2e": stats.summary([record.e2e_s for record in good], rng),
+        "e2e_sent": stats.summary([record.stamps_s[-1] - record.released_s for record in good], rng),
+    }
+
+
+def _ratio_of_sums(clusters: Sequence[stats.Floats], rng: np.random.Generator) -> list[float]:
+    sums = np.array([cluster.sum() for cluster in clusters])
+    sizes = np.array([len(cluster) for cluster in clusters])
+    picks = rng.integers(0, len(sums), (400, len(sums)))
+    below = sizes[picks].sum(axis=1)
+    means = sums[picks].sum(axis=1)[below > 0] / below[below > 0]
+    return [float(value) for value in np.quantile(means, (0.025, 0.975))] if len(means) else []
+
+
+def throughput(records: Sequence[Record], begin_s: float, end_s: float) -> Figures:
+    """Rates inside a window: what was received in it, whoever asked when.
+
+    Args:
+        records: all of the run, measured or not.
+    """
+    length = max(end_s - begin_s, 1e-9)
+    out = 0.0
+    requests = tokens_in = events = 0
+    for record in records:
+        scale = record.num_output / record.num_counted if record.num_counted else 1.0
+        inside = [n for at, n in zip(record.stamps_s, record.counts, strict=True) if begin_s <= at < end_s]
+        out += scale * sum(inside)
+        events += len(inside)
+        if record.is_ok and begin_s <= record.stamps_s[-1] <= end_s:
+            requests += 1
+        if record.stamps_s and begin_s <= record.stamps_s[0] < end_s:
+            tokens_in += record.num_input if record.usage_prompt is None else record.usage_prompt
+    return {
+        "window_s": [begin_s, end_s],
+        "requests_per_s": requests / length,
+        "output_tokens_per_s": out / length,
+        "input_tokens_per_s": tokens_in / length,
+        "events_per_s": events / length,
+    }
+
+
+# ---- service levels -------------------------------------------------------------------------------------------------
+
+
+def misses(record: Record, limits: dict[str, float]) -> list[str]:
+    """Which limits a request breaks; ``failed`` if it has no answer to judge, ``deadline`` if it missed its own."""
+    if not record.is_ok or not record.stamps_s:
+        return ["failed"]
+    broken = []
+    gaps = record.gaps_s
+    for name, limit in limits.items():
+        value: float | None
+        if name == "itl":
+            value = float(np.quantile(gaps, 0.99)) if gaps else None
+        else:
+            value = {"ttft": record.ttft_s, "e2e": record.e2e_s, "tpot": record.tpot_s}[name]
+        if value is not None and value > limit:
+            broken.append(name)
+    if record.deadline_ms is not None and record.e2e_s * 1e3 > record.deadline_ms:
+        broken.append("deadline")
+    return broken
+
+
+def limits_of(kind: Kind | None, slos: dict[str, float]) -> dict[str, float]:
+    """A class's limits: its own over the run's."""
+    return slos | dict(kind.slos if kind else ())
+
+
+def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, Kind], seconds: float) -> Figures:
+    """Attainment and goodput. Without any limit every answered request is good.
+
+    Args:
+        records: the measured ones.
+        seconds: over which they were intended.
+    """
+    broken = [misses(record, limits_of(kinds.get(record.class_name), slos)) for record in records]
+    good = sum(not names for names in broken)
+    low, high = stats.proportion_interval(good, len(records))
+    return {
+        "limits_s": slos,
+        "good": good,
+        "count": len(records),
+        "attainment": good / len(records) if records else 0.0,
+        "attainment_ci": [low, high],
+        "goodput_per_s": good / seconds if seconds > 0 else 0.0,
+        "misses": dict(Counter(name for names in broken for name in names)),
+    }
+
+
+# ---- other questions ------------------------------------------------------------------------------------------------
+
+
+def errors(records: Sequence[Record]) -> Figures:
+    """Failures by kind, with an example of what the server said."""
+    failed = [record for record in records if not record.is_ok]
+    kinds = Counter(record.error for record in failed)
+    examples = {record.error: record.message for record in reversed(failed) if record.message}
+    return {
+        "count": len(failed),
+        "share": len(failed) / len(records) if records else 0.0,
+        "kinds": dict(kinds.most_common()),
+        "examples": examples,
+    }
+
+
+def groups(
+    records: Sequence[Record], field: str, slos: dict[str, float], kinds: dict[str, Kind], rng: np.random.Generator
+) -> Figures:
+    """The main figures for each class or tenant, if there are several."""
+    names = list(dict.fromkeys(getattr(record, field) for record in records))
+    if len(names) < 2:
+        return {}
+    found = {}
+    for name in sorted(names):
+        own = [record for record in records if getattr(record, field) == name]
+        good = [record for record in own if record.is_ok and record.stamps_s]
+        found[name or "(none)"] = {
+            "count": len(own),
+            "failed": len(own) - len(good),
+            "output_tokens": sum(record.num_output for record in good),
+            "attainment": service(own, slos, kinds, 1.0)["attainment"],
+            "ttft": stats.summary([record.ttft_s for record in good], rng),
+            "e2e": stats.summary([record.e2e_s for record in good], rng),
+        }
+    return found
+
+
+def fairness(tenants: Figures, records: Sequence[Record]) -> Figures:
+    """How evenly tenants are served.
+
+    ``service_jain``: Jain's index over the share of its asked output that each tenant got; ``ttft_ratio``: worst over
+    best median time to first token.
+    """
+    if not tenants:
+        return {}
+    asked: Counter[str] = Counter()
+    for record in records:
+        asked[record.tenant or "(none)"] += record.num_output_asked
+    shares = [figures["output_tokens"] / max(1, asked[name]) for name, figures in tenants.items()]
+    medians = [figures["ttft"]["p50"] for figures in tenants.values() if figures["ttft"]["count"]]
+    return {
+        "tenants": len(tenants),
+        "service_jain": stats.jain_index(shares),
+        "ttft_ratio": max(medians) / min(medians) if medians and min(medians) > 0 else None,
+    }
+
+
+def caching(records: Sequence[Record]) -> Figures:
+    """Prompt tokens that the server found cached, against the most that any cache could have."""
+    asked = sum(record.num_input for record in records)
+    found: Figures = {
+        "prompt_tokens": asked,
+        "ideal_tokens": sum(record.ideal_cached for record in records),
+        "ideal_share": sum(record.ideal_cached for record in records) / asked if asked else 0.0,
+        "achieved_tokens": None,
+        "achieved_share": None,
+    }
+    said = [record for record in records if record.usage_cached is not None and record.usage_prompt]
+    if said:
+        cached = sum(record.usage_cached or 0 for record in said)
+        found["achieved_tokens"] = cached
+        found["achieved_share"] = cached / sum(record.usage_prompt or 0 for record in said)
+    return found
+
+
+def tokens(records: Sequence[Record]) -> Figures:
+    """Whether the server's usage agrees with what was sent and what was counted."""
+    good = [record for record in records if record.is_ok]
+    said = [record for record in good if record.usage_output is not None]
+    exact = [record for record in said if record.has_counts]
+    return {
+        "input_asked": sum(record.num_input for record in good),
+        "input_said": sum(record.usage_prompt or 0 for record in said),
+        "output_asked": sum(record.num_output_asked for record in good),
+        "output_said": sum(record.usage_output or 0 for record in said),
+        "output_counted": sum(record.num_counted for record in good),
+        "without_usage": len(good) - len(said),
+        "counted_exactly": len(exact),
+        # Fewer tokens than events cannot be; where tokens were counted, any difference is an error.
+        "usage_mismatches": sum(record.usage_output != record.num_counted for record in exact)
+        + sum((record.usage_output or 0) < record.num_counted for record in said if not record.has_counts),
+        "other_length_than_asked": sum(record.num_output != record.num_output_asked for record in good),
+    }
+
+
+def stages(records: Sequence[Record], rng: np.random.Generator) -> Figures:
+    """Summaries of the stages that the server times itself, by name, in seconds."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.timings.items():
+            found.setdefault(name, []).append(value)
+    return {name: stats.summary(values, rng) for name, values in found.items()}

@@ -1,0 +1,98 @@
+"""What the server says about itself before the run: the model's name and the size of its vocabulary."""
+
+import http.client
+import json
+import ssl
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from common.errors import ConfigError
+
+TIMEOUT_S = 10.0
+#: Ids drawn where nobody says how large the vocabulary is: inside that of nearly every model.
+USUAL_VOCAB = (100, 10_000)
+SHARE_OF_SPECIALS = 64
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server as it was found.
+
+    Attributes:
+        model: None if it lists none.
+        vocab_size: None if it does not say.
+        kind: Baton, llama.cpp, vllm, ... as far as it can be told.
+        details: what it says about itself, for the report.
+    """
+
+    model: str | None
+    vocab_size: int | None
+    kind: str
+    details: dict[str, Any]
+
+    @property
+    def vocab(self) -> tuple[int, int]:
+        """Range of ids that are safe to send: special tokens live at either end."""
+        if self.vocab_size is None:
+            return USUAL_VOCAB
+        low = min(100, self.vocab_size // 8)
+        return low, max(low + 1, self.vocab_size - max(SHARE_OF_SPECIALS, self.vocab_size // 100))
+
+
+def probe(url: str, *, api_key: str | None, verify_tls: bool = True) -> Server:
+    """Ask the server.
+
+    Raises:
+        ConfigError: nothing answers, or it wants a key.
+    """
+    parts = urlsplit(url)
+    models = get_json(parts, "/v1/models", api_key, verify_tls)
+    entries = models.get("data") if isinstance(models, dict) else None
+    first = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
+    meta = first.get("meta") if isinstance(first.get("meta"), dict) else {}
+    server = get_json(parts, "/server_info", api_key, verify_tls)
+    limits = server.get("limits") if isinstance(server, dict) else None
+    vocab = (limits or {}).get("vocab_size") or (meta or {}).get("n_vocab")
+    details = {name: server[name] for name in ("version", "model", "limits") if name in server} if server else {}
+    return Server(first.get("id"), int(vocab) if vocab else None, str(first.get("owned_by", "")), details)
+
+
+def get_json(parts: SplitResult, path: str, api_key: str | None, verify_tls: bool) -> Any:
+    """The answer to a GET as JSON; an empty dict if it is none, or an error."""
+    status, body = get(parts, path, api_key, verify_tls)
+    if status in (401, 403):
+        raise ConfigError(f"--url {parts.geturl()} wants an API key: set BATON_LOADTEST_API_KEY")
+    try:
+        return json.loads(body) if status == 200 else {}
+    except json.JSONDecodeError:
+        return {}
+
+
+def get(parts: SplitResult, path: str, api_key: str | None, verify_tls: bool) -> tuple[int, bytes]:
+    """Status and body of a GET.
+
+    Raises:
+        ConfigError: nothing answers.
+    """
+    connection = connect(parts, verify_tls)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        connection.request("GET", parts.path.rstrip("/").removesuffix("/v1") + path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(f"--url {parts.geturl()}: nothing answers there ({error or type(error).__name__})") from None
+    finally:
+        connection.close()
+
+
+def connect(parts: SplitResult, verify_tls: bool) -> http.client.HTTPConnection:
+    host = parts.hostname or ""
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(host, parts.port or 80, timeout=TIMEOUT_S)
+    context = ssl.create_default_context()
+    if not verify_tls:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(host, parts.port or 443, timeout=TIMEOUT_S, context=context)

@@ -1,0 +1,119 @@
+"""The report of a run, and its JSON.
+
+``Report.to_json`` is what ``--json`` writes and ``--compare`` reads: every figure, and the samples that comparisons
+need. All times are seconds; ``schema`` rises when a field changes its meaning.
+"""
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.errors import ConfigError
+from common.options import options_of
+from scripts.load.config import LoadtestConfig
+from scripts.load.metrics import Figures
+from scripts.load.records import Record
+
+SCHEMA = 1
+MAX_SAMPLES = 20_000
+
+
+@dataclass
+class Report:
+    """Everything about one run.
+
+    Attributes:
+        reasons: why the run is invalid; empty if it is valid.
+        arrivals, client: see ``validity.arrival_check``, ``validity.client_load``.
+        latency, throughput, service, errors, classes, tenants, fairness, caching, tokens, stages: see ``metrics``.
+        outputs: with --expect-file: how many were compared, and how many differ.
+        scrape: the server's own series, ``{name: [[seconds, value], ...]}``.
+        start_up_s: from the command's start to the first request.
+        records: one for each request; not in the JSON.
+    """
+
+    config: Figures
+    server: Figures
+    started_at: str
+    notes: list[str]
+    length_s: float
+    reasons: list[str]
+    arrivals: Figures
+    client: Figures
+    latency: Figures
+    throughput: Figures
+    service: Figures
+    errors: Figures
+    classes: Figures
+    tenants: Figures
+    fairness: Figures
+    caching: Figures
+    tokens: Figures
+    stages: Figures
+    outputs: Figures
+    scrape: dict[str, list[list[float]]]
+    num_requests: int
+    num_measured: int
+    start_up_s: float | None = None
+    rate: float | None = None
+    records: list[Record] = field(default_factory=list, repr=False)
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.reasons
+
+    @property
+    def measured(self) -> list[Record]:
+        return [record for record in self.records if record.is_measured]
+
+    def to_dict(self) -> Figures:
+        """As JSON, without the records, with samples of the measured requests."""
+        found = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "records"}
+        good = [record for record in self.measured if record.is_ok and record.stamps_s][:MAX_SAMPLES]
+        gaps = [gap for record in good for gap in record.gaps_s]
+        step = max(1, len(gaps) // MAX_SAMPLES)
+        samples = {
+            "ttft": [round(record.ttft_s, 6) for record in good],
+            "e2e": [round(record.e2e_s, 6) for record in good],
+            "tpot": [round(tpot, 6) for record in good if (tpot := record.tpot_s) is not None],
+            "itl": [round(gap, 6) for gap in gaps[::step]],
+        }
+        return {"schema": SCHEMA, "is_valid": self.is_valid, **found, "samples": samples}
+
+
+def config_figures(config: LoadtestConfig) -> Figures:
+    """The configuration without what nobody must see."""
+    secrets = {name for name, found in options_of(LoadtestConfig).items() if found.is_secret}
+    shown = {name: value for name, value in asdict(config).items() if name not in secrets}
+    if shown.get("header"):
+        shown["header"] = shown["header"].split(":")[0] + ": ..."
+    return shown
+
+
+def write_json(content: Any, path: str) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+
+
+def read_json(path: str) -> Figures:
+    """A report written earlier.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    try:
+        content: Figures = msgspec.json.decode(Path(path).read_bytes())
+        if content["schema"] != SCHEMA:
+            raise ConfigError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}")
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no report of a load test: {error}") from None
+    return content
+
+
+def write_jsonl(records: list[Record], path: str) -> None:
+    """One line per request, fields as in ``records.Record``."""
+    encode = msgspec.json.Encoder().encode
+    with Path(path).open("wb") as file:
+        for record in records:
+            file.write(encode(record) + b"\n")

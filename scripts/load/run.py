@@ -1,0 +1,270 @@
+"""One run: plan, send, read what came back, judge it.
+
+``run_load`` is the door for programs (benchmarks use nothing else of this package)::
+
+    report = run_load(LoadtestConfig(url="http://127.0.0.1:8000", rate="4", num_requests=100))
+    report.is_valid, report.latency["ttft"]["p99"], report.records[0].stamps_s
+"""
+
+import asyncio
+import datetime
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.errors import ConfigError
+from scripts.load import metrics, validity
+from scripts.load.config import LoadtestConfig
+from scripts.load.crew import Crew, Outcome, num_clients_for, resolve_host
+from scripts.load.outputs import compare_outputs
+from scripts.load.plan import ideal_cached
+from scripts.load.probe import Server, probe
+from scripts.load.prompts import PATHS, Prompts
+from scripts.load.records import Record, record_of
+from scripts.load.report import Report, config_figures
+from scripts.load.scrape import Scraper
+from scripts.load.wire import Setup, Tick
+from scripts.load.workload import Plan, make_plan, rng_of
+
+OnTick = Callable[[Sequence[Tick], Plan], None]
+FIGURES = 99  # the stream of the seed that bootstraps use
+
+
+def run_load(config: LoadtestConfig, *, on_tick: OnTick | None = None, server: Server | None = None) -> Report:
+    """Run a load test to its end.
+
+    Args:
+        config: ``rate`` must be one that can be run; searches and sweeps are ``scripts/load/search.py``.
+        on_tick: called a few times a second with the state of each client process.
+        server: what ``probe`` found, if that has been asked already.
+
+    Raises:
+        ConfigError: the server does not answer, or the plan cannot be made.
+        ClientFailed: a client process died.
+    """
+    return asyncio.run(run_load_async(config, on_tick=on_tick, server=server))
+
+
+async def run_load_async(
+    config: LoadtestConfig, *, on_tick: OnTick | None = None, server: Server | None = None
+) -> Report:
+    """As ``run_load``, inside a running loop. Cancelling it ends the client processes."""
+    load = _Load(config, on_tick)
+    return await load.run(server)
+
+
+def setup_of(config: LoadtestConfig) -> Setup:
+    """What client processes need to know.
+
+    Raises:
+        ConfigError: the host has no address.
+    """
+    parts = urlsplit(config.url)
+    is_tls = parts.scheme == "https"
+    host, port = parts.hostname or "", parts.port or (443 if is_tls else 80)
+    try:
+        address = resolve_host(host, port)
+    except OSError as error:
+        raise ConfigError(f"--url {config.url}: {error}") from None
+    path = parts.path.rstrip("/").removesuffix("/v1") + PATHS[config.endpoint]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {parts.netloc.rpartition('@')[2]}",
+        "Content-Type: application/json",
+        "Accept: text/event-stream" if config.stream else "Accept: application/json",
+    ]
+    if config.api_key:
+        lines.append(f"Authorization: Bearer {config.api_key}")
+    if config.header:
+        lines.append(config.header)
+    head = "\r\n".join([*lines, "Content-Length: "]).encode()
+    return Setup(
+        address,
+        port,
+        host if is_tls else "",
+        config.verify_tls,
+        head,
+        config.concurrency or 0,
+        config.timeout_s,
+        (config.duration_s or 0.0) if config.concurrency else 0.0,
+    )
+
+
+class _Load:
+    """The steps of a run, with what they share."""
+
+    def __init__(self, config: LoadtestConfig, on_tick: OnTick | None) -> None:
+        self._config = config
+        self._on_tick = on_tick
+        self._began_at = time.monotonic()
+
+    async def run(self, server: Server | None) -> Report:
+        config = self._config
+        setup = setup_of(config)
+        crew = Crew(setup, self._num_clients(), lambda planned: prompts.body(planned), lambda ticks: self._tick(ticks))
+        await crew.start()  # they import while we think
+        try:
+            found = server or probe(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
+            self._plan = make_plan(config)
+            prompts = self._prompts(found)
+        except BaseException:
+            await crew.close()
+            raise
+        scraper = Scraper(config)
+        scraping = asyncio.create_task(scraper.run())
+        started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with _halted_by_signal(crew):
+            try:
+                outcome = await crew.run(self._plan.chains)
+            finally:
+                scraping.cancel()
+                with suppress(asyncio.CancelledError):
+                    await scraping
+        return self._report(outcome, found, scraper, started_at)
+
+    def _num_clients(self) -> int:
+        config = self._config
+        if config.clients:
+            return config.clients
+        if config.concurrency or config.trace:
+            return num_clients_for(0.0, 0.0, config.concurrency or 0)
+        legs = config.profile.legs
+        rate = max(max(leg.first, leg.last) for leg in legs)
+        from scripts.load.lengths import parse_lengths
+
+        return num_clients_for(rate, parse_lengths(config.output_len, "--output-len").mean, 0)
+
+    def _prompts(self, server: Server) -> Prompts:
+        config = self._config
+        tokenizer = None
+        if config.tokenizer:
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(config.tokenizer)
+        vocab = server.vocab
+        if config.vocab_size:
+            vocab = Server(None, config.vocab_size, "", {}).vocab
+        return Prompts(
+            config.seed,
+            vocab,
+            config.endpoint,
+            config.model or server.model,
+            config.prompt == "text",
+            tokenizer,
+            config.stream,
+            config.ignore_eos,
+            config.return_token_ids or bool(config.expect_file or config.save_outputs),
+            config.body_fields,
+        )
+
+    def _tick(self, ticks: Sequence[Tick]) -> None:
+        if self._on_tick:
+            self._on_tick(ticks, self._plan)
+
+    def _report(self, outcome: Outcome, server: Server, scraper: Scraper, started_at: str) -> Report:
+        config, plan = self._config, self._plan
+        cpu_s = time.process_time()
+        records = records_of(outcome)
+        parse_cpu_s = time.process_time() - cpu_s
+        begin_s, end_s, is_open = self._window(outcome, records)
+        for record in records:
+            is_before_cooldown = not config.cooldown_s or record.intended_s < end_s
+            record.is_measured = record.intended_s >= begin_s and is_before_cooldown
+        measured = [record for record in records if record.is_measured]
+        firsts = [record for record in records if record.turn == 0]
+        num_events = sum(len(record.stamps_s) for record in records)
+        client = validity.client_load(outcome, parse_cpu_s, num_events)
+        arrivals = validity.arrival_check(firsts if is_open else records, config, plan.is_checked and is_open)
+        missing = (plan.num_chains or 0) - len(firsts) if is_open and not outcome.was_halted else 0
+        reasons = validity.verdict(measured, arrivals, client, config, missing)
+        if outcome.was_halted:
+            reasons.append("the run was stopped before its end")
+        rng = rng_of(config.seed, FIGURES)
+        tenants = metrics.groups(measured, "tenant", config.slos, plan.kinds, rng)
+        window = self._throughput_window(begin_s, end_s, is_open, records)
+        return Report(
+            config=config_figures(config),
+            server={"model": server.model, "kind": server.kind, **server.details},
+            started_at=started_at,
+            notes=[*plan.notes, *scraper.notes],
+            length_s=outcome.ended_at - outcome.start_at,
+            reasons=reasons,
+            arrivals=arrivals,
+            client=client,
+            latency=metrics.latencies(measured, rng),
+            throughput=metrics.throughput(records, *window),
+            service=metrics.service(measured, config.slos, plan.kinds, window[1] - window[0]),
+            errors=metrics.errors(measured),
+            classes=metrics.groups(measured, "class_name", config.slos, plan.kinds, rng),
+            tenants=tenants,
+            fairness=metrics.fairness(tenants, measured),
+            caching=metrics.caching(measured),
+            tokens=metrics.tokens(measured),
+            stages=metrics.stages(measured, rng),
+            outputs=compare_outputs(config, records),
+            scrape=scraper.since(outcome.start_at),
+            num_requests=len(records),
+            num_measured=len(measured),
+            start_up_s=outcome.start_at
+            - self._began_at
+            + min((r.sent_s for r in records if r.sent_s >= 0), default=0.0),
+            rate=arrivals["intended_rate"],
+            records=records,
+        )
+
+    def _window(self, outcome: Outcome, records: list[Record]) -> tuple[float, float, bool]:
+        """Between which intended instants requests are measured."""
+        config, plan = self._config, self._plan
+        end_s = plan.seconds
+        if end_s is None:
+            end_s = max((record.ended_s for record in records), default=0.0)
+        return config.warmup_s, end_s - config.cooldown_s, plan.is_open
+
+    def _throughput_window(
+        self, begin_s: float, end_s: float, is_open: bool, records: list[Record]
+    ) -> tuple[float, float]:
+        """With a duration: the measured part of it. Otherwise until the last answer, as other tools count."""
+        if self._config.duration_s is None or end_s <= begin_s:
+            end_s = max([end_s, *(record.ended_s for record in records if record.is_measured)])
+        return begin_s, end_s
+
+
+def records_of(outcome: Outcome) -> list[Record]:
+    """All requests of a run, in the order of the plan, read."""
+    planned = {one.index: one for one in outcome.planned}
+    by_time = sorted(outcome.dones, key=lambda done: done.intended_at)
+    ideal = ideal_cached(planned[done.index] for done in by_time)
+    gc.disable()  # many small objects, none of them in cycles
+    try:
+        records = [
+            record_of(done, planned[done.index], outcome.start_at, cached)
+            for done, cached in zip(by_time, ideal, strict=True)
+        ]
+    finally:
+        gc.enable()
+    return sorted(records, key=lambda record: record.index)
+
+
+class _halted_by_signal:
+    """While inside, Ctrl-C and SIGTERM end the run early, with a report of what there is."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._loop = asyncio.get_running_loop()
+        self._signals: list[int] = []
+
+    def __enter__(self) -> None:
+        import signal
+        import threading
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._loop.add_signal_handler(number, self._crew.halt)
+                self._signals.append(number)
+
+    def __exit__(self, *error: Any) -> None:
+        for number in self._signals:
+            self._loop.remove_signal_handler(number)

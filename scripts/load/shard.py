@@ -1,0 +1,128 @@
+"""A client process: reads asks from standard input, sends them in time, writes what came back to standard output.
+
+``python -m scripts.load.shard`` is started by ``scripts/load/crew.py``. It imports next to nothing, so that the first
+request goes out soon, and collects no garbage while it runs, since a pause would look like the server's.
+"""
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+from scripts.load.client import Client
+from scripts.load.wire import (
+    Ask,
+    EndOfAsks,
+    Finished,
+    Frame,
+    FrameReader,
+    FrameWriter,
+    Go,
+    Halt,
+    Ready,
+    Setup,
+    to_client,
+)
+
+TICK_S = 0.25
+MAX_BYTES_WAITING = 64 << 20
+
+
+class Shard:
+    """Glue between the pipes and the client."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._client: Client | None = None
+        self._reader = FrameReader(to_client, self._on_frame, self._on_end)
+        self._writer = FrameWriter()
+        self._began_at = self._began_cpu_s = 0.0
+        self._is_paused = self._is_finished = False
+
+    async def run(self) -> None:
+        await self._loop.connect_write_pipe(lambda: self._writer, os.fdopen(1, "wb"))
+        await self._loop.connect_read_pipe(lambda: self._reader, os.fdopen(0, "rb"))
+        await self._over.wait()
+
+    def _on_frame(self, frame: Any) -> None:
+        client = self._client
+        if isinstance(frame, Setup):
+            self._client = Client(frame, self._on_done, self._finish)
+            self._send(Ready())
+        elif client is None:
+            raise AssertionError("Setup comes first")
+        elif isinstance(frame, Ask):
+            client.add(frame)
+            if client.bytes_waiting > MAX_BYTES_WAITING and not self._is_paused:
+                self._is_paused = True
+                self._reader.transport.pause_reading()
+        elif isinstance(frame, EndOfAsks):
+            client.end_of_asks()
+        elif isinstance(frame, Go):
+            self._began_at, self._began_cpu_s = time.monotonic(), time.process_time()
+            client.go(frame.start_at)
+            self._loop.call_later(TICK_S, self._tick)
+        elif isinstance(frame, Halt):
+            client.halt()
+            self._finish()
+
+    def _on_done(self, done: Frame) -> None:
+        self._send(done)
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._is_paused and self._client and self._client.bytes_waiting < MAX_BYTES_WAITING // 2:
+            self._is_paused = False
+            self._reader.transport.resume_reading()
+
+    def _tick(self) -> None:
+        if self._client and not self._is_finished:
+            self._send(self._client.tick())
+            self._resume()
+            self._loop.call_later(TICK_S, self._tick)
+
+    def _finish(self) -> None:
+        client = self._client
+        if self._is_finished or client is None:
+            return
+        self._is_finished = True
+        client.close()
+        cpu_s, wall_s = time.process_time() - self._began_cpu_s, time.monotonic() - self._began_at
+        self._send(Finished(cpu_s, wall_s, list(client.lags), client.num_connections, client.num_unsent))
+        self._writer.transport.close()  # after what is still to be written
+
+    def _send(self, frame: Frame) -> None:
+        self._writer.send(frame)
+
+    def _on_end(self) -> None:
+        self._over.set()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says what to do about Ctrl-C
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    gc.freeze()
+    gc.disable()
+    try:
+        import uvloop
+
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    except ImportError:
+        runner = asyncio.Runner()
+    with runner:
+        runner.run(_run())
+
+
+async def _run() -> None:
+    await Shard().run()
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

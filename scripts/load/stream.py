@@ -1,0 +1,290 @@
+"""From the bytes of a response, as received, to tokens with instants; done when the run no longer minds.
+
+Chunk framing is undone, server-sent events are cut apart, and each event gets the instant at which the piece with its
+last byte came. Then one JSON decoder, typed to what is looked at and nothing else, reads all dialects: OpenAI's
+completions and chat (vLLM, SGLang, llama.cpp's server, Baton) and the native ``/generate`` of SGLang and Baton.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from scripts.load.connection import follow_chunks, read_head
+from scripts.load.wire import Done
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: Any = None
+    token_ids: list[int] | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Meta(msgspec.Struct):
+    id: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: Any = None
+    timings: dict[str, float] | None = None
+
+
+class _Event(msgspec.Struct):
+    id: str | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+    text: str | None = None
+    output_ids: list[int] | None = None
+    meta_info: _Meta | None = None
+    timings: dict[str, Any] | None = None
+
+
+_decode = msgspec.json.Decoder(_Event, strict=False).decode
+
+
+class Answer:
+    """What a response said.
+
+    Attributes:
+        status: of HTTP; 0 if there was none.
+        error, message: why it failed, by kind and in the server's words; empty if it did not.
+        stamps, counts: of each event that brought output: its instant, and how many tokens it brought (1 if unsaid).
+        has_counts: whether the server said how many.
+        text, ids: the output; ids only if the server sends them.
+        timings: the server's own, by name, in seconds.
+    """
+
+    __slots__ = (
+        "counts", "error", "finish", "has_counts", "ids", "message", "num_events", "request_id", "stamps", "status",
+        "texts", "timings", "usage_cached", "usage_output", "usage_prompt",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.error = self.message = self.finish = self.request_id = ""
+        self.stamps: list[float] = []
+        self.counts: list[int] = []
+        self.has_counts = False
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.num_events = 0
+        self.usage_prompt: int | None = None
+        self.usage_output: int | None = None
+        self.usage_cached: int | None = None
+        self.timings: dict[str, float] = {}
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def read_answer(done: Done) -> Answer:
+    """Everything that ``done`` holds, understood."""
+    answer = Answer()
+    answer.error = done.error
+    head_end = done.raw.find(b"\r\n\r\n")
+    if head_end < 0:
+        return answer
+    answer.status, headers = read_head(done.raw[:head_end])
+    is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
+    parts = _dechunked(done.raw, head_end + 4) if is_chunked else iter([(head_end + 4, done.raw[head_end + 4 :])])
+    if answer.status != 200:
+        _read_refusal(answer, b"".join(body for _, body in parts))
+    elif b"event-stream" in headers.get(b"content-type", b""):
+        _read_events(answer, parts, done)
+    else:
+        _read_whole(answer, b"".join(body for _, body in parts), done.ended_at)
+    return answer
+
+
+def _dechunked(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+    """Offset in ``raw`` and bytes of each chunk; of an unfinished last one what there is."""
+    while True:
+        line_end = raw.find(b"\r\n", at)
+        if line_end < 0:
+            return
+        try:
+            size = int(raw[at:line_end].partition(b";")[0], 16)
+        except ValueError:
+            return
+        if size == 0:
+            return
+        begin = line_end + 2
+        yield begin, raw[begin : begin + size]
+        at = begin + size + 2
+
+
+def events(parts: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Offset in the raw bytes just behind each server-sent event, and the event without the empty line after it."""
+    rest = b""
+    for begin, body in parts:
+        if not rest and body.endswith(b"\n\n") and body.find(b"\n\n") == len(body) - 2:  # the usual: one in a chunk
+            yield begin + len(body), body[:-2]
+            continue
+        whole = rest + body
+        origin = begin - len(rest)
+        at = 0
+        while True:
+            end, width = _empty_line(whole, at)
+            if end < 0:
+                break
+            yield origin + end + width, whole[at:end]
+            at = end + width
+        rest = whole[at:]
+
+
+def _empty_line(data: bytes, at: int) -> tuple[int, int]:
+    plain, dos = data.find(b"\n\n", at), data.find(b"\r\n\r\n", at)
+    if dos >= 0 and (plain < 0 or dos < plain):
+        return dos, 4
+    return plain, 2
+
+
+def _read_events(answer: Answer, parts: Iterator[tuple[int, bytes]], done: Done) -> None:
+    stamps = array("d", done.stamps)
+    ends = array("Q")
+    total = 0
+    for size in array("I", done.sizes):
+        total += size
+        ends.append(total)
+    is_done = False
+    for end, event in events(parts):
+        data = event[6:] if event.startswith(b"data: ") and b"\n" not in event else _data_of(event)
+        if not data:
+            continue
+        if data == b"[DONE]":
+            is_done = True
+            continue
+        try:
+            parsed = _decode(data)
+        except msgspec.DecodeError as error:
+            answer.error, answer.message = answer.error or "bad_json", str(error)
+            return
+        answer.num_events += 1
+        _take(answer, parsed, stamps[min(bisect_left(ends, end), len(stamps) - 1)])
+    if not answer.error and not is_done and not answer.finish:
+        answer.error, answer.message = "truncated", "the stream ended without [DONE] and without a finish reason"
+    if not answer.error and not answer.stamps:
+        answer.error, answer.message = "empty", "the stream brought no output"
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = event.replace(b"\r\n", b"\n").split(b"\n")
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
+
+
+def _take(answer: Answer, event: _Event, at: float) -> None:
+    if event.error is not None:
+        answer.error = answer.error or "stream_" + _error_kind(event.error)
+        answer.message = _error_message(event.error)
+        return
+    if event.id and not answer.request_id:
+        answer.request_id = event.id
+    if event.usage is not None:
+        _take_usage(answer, event.usage)
+    if event.meta_info is not None:
+        _take_native(answer, event, event.meta_info, at)
+    for choice in event.choices:
+        delta = choice.delta
+        text = choice.text or ""
+        if delta is not None:
+            text = delta.content or delta.reasoning_content or delta.reasoning or ""
+        if text or choice.token_ids:
+            answer.stamps.append(at)
+            answer.counts.append(len(choice.token_ids) if choice.token_ids else 1)
+            answer.texts.append(text)
+            if choice.token_ids:
+                answer.has_counts = True
+                answer.ids += choice.token_ids
+        if choice.finish_reason:
+            answer.finish = str(choice.finish_reason)
+    if event.timings:
+        answer.timings.update({key: value for key, value in event.timings.items() if isinstance(value, float)})
+
+
+def _take_usage(answer: Answer, usage: _Usage) -> None:
+    answer.usage_prompt, answer.usage_output = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        answer.usage_cached = usage.prompt_tokens_details.cached_tokens
+
+
+def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
+    """An event of ``/generate``, cumulative or not: ``completion_tokens`` always counts from the beginning."""
+    before = answer.usage_output or 0
+    num_new = (meta.completion_tokens or 0) - before
+    answer.request_id = meta.id
+    answer.usage_prompt, answer.usage_cached = meta.prompt_tokens, meta.cached_tokens
+    answer.usage_output = meta.completion_tokens
+    if num_new > 0:
+        answer.has_counts = True
+        answer.stamps.append(at)
+        answer.counts.append(num_new)
+    text, ids = event.text or "", event.output_ids or []
+    so_far = answer.text
+    answer.texts = [text] if text.startswith(so_far) else [so_far, text]
+    answer.ids = ids if len(ids) == answer.usage_output else answer.ids + ids
+    if meta.finish_reason:
+        reason = meta.finish_reason
+        answer.finish = str(reason.get("type", "")) if isinstance(reason, dict) else str(reason)
+        if answer.finish == "abort":
+            answer.error, answer.message = "stream_abort", str(reason)
+    answer.timings.update(meta.timings or {})
+
+
+def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
+    """A response that was not streamed: all of its output came at its end."""
+    try:
+        event = _decode(body)
+    except msgspec.DecodeError as error:
+        answer.error, answer.message = answer.error or "bad_json", str(error)
+        return
+    message = msgspec.json.decode(body)
+    if isinstance(message, dict) and message.get("choices") and isinstance(message["choices"][0], dict):
+        said = message["choices"][0].get("message") or {}
+        event.choices[0].delta = _Delta(content=said.get("content")) if said else None
+    _take(answer, event, ended_at)
+    answer.num_events = 1
+    if not answer.error and not answer.stamps:
+        answer.error, answer.message = "empty", "the answer has no output"
+
+
+def _read_refusal(answer: Answer, body: bytes) -> None:
+    answer.error = answer.error or f"http_{answer.status}"
+    try:
+        content = msgspec.json.decode(body)
+        answer.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
+    except msgspec.DecodeError:
+        answer.message = body[:300].decode(errors="replace")
+
+
+def _error_kind(error: Any) -> str:
+    return str((error.get("code") or error.get("type") or "error") if isinstance(error, dict) else "error")
+
+
+def _error_message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
+
+
+def is_whole(raw: bytes, body_at: int) -> bool:
+    """Whether a chunked body is complete; for tests."""
+    return follow_chunks(raw, body_at)[1]

@@ -1,0 +1,140 @@
+"""The summary on the terminal: plain text, the most important first."""
+
+from typing import Any
+
+from scripts.load.metrics import Figures
+from scripts.load.report import Report
+
+WIDTH = 100
+ROWS = (
+    ("time to first token", "ttft"),
+    ("  from the send", "ttft_sent"),
+    ("gap between tokens", "itl"),
+    ("  first to second", "first_gap"),
+    ("time per output token", "tpot"),
+    ("end to end", "e2e"),
+    ("  from the send", "e2e_sent"),
+)
+
+
+def milliseconds(value: Any) -> str:
+    """A duration in seconds, as milliseconds with three or four digits that count."""
+    if not isinstance(value, int | float):
+        return "-"
+    scaled = value * 1e3
+    return f"{scaled:,.0f}" if scaled >= 1000 else f"{scaled:.1f}" if scaled >= 10 else f"{scaled:.2f}"
+
+
+def percent(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, int | float) else "-"
+
+
+def summary_lines(report: Report) -> list[str]:
+    """The whole summary."""
+    lines = [*report.notes, "", *_load_lines(report), "", *_latency_lines(report.latency), "", *_rate_lines(report)]
+    lines += _service_lines(report) + _group_lines("class", report.classes) + _group_lines("tenant", report.tenants)
+    lines += _other_lines(report)
+    lines += ["", *_verdict_lines(report)]
+    return lines
+
+
+def _load_lines(report: Report) -> list[str]:
+    arrivals, client = report.arrivals, report.client
+    late = arrivals["lateness"]
+    rate = f"{arrivals['achieved_rate']:.4g}/s" if arrivals["achieved_rate"] else "-"
+    intended = f" of {arrivals['intended_rate']:.4g}/s intended" if arrivals["intended_rate"] else ""
+    shape = f", CV {arrivals['cv']:.2f}" if arrivals["cv"] is not None else ""
+    if arrivals["cv_expected"] is not None and shape:
+        shape += f" ({arrivals['cv_expected']:.2f} expected)"
+    if arrivals["ks_p"] is not None:
+        shape += f", KS p {arrivals['ks_p']:.2g}"
+    per_event = f"{client['cpu_ms_per_event']:.4f} ms per token event" if client["cpu_ms_per_event"] else "-"
+    return [
+        f"requests   {report.num_requests:,} sent, {report.num_measured:,} measured, "
+        f"{report.errors['count']:,} failed, in {report.length_s:.1f} s",
+        f"arrivals   {rate}{intended}{shape}; sent late p50 {milliseconds(late['p50'])} ms, "
+        f"p99 {milliseconds(late['p99'])} ms",
+        f"client     {client['processes']} process{'es' if client['processes'] > 1 else ''}, CPU {per_event}, "
+        f"loop lag p99 {milliseconds(client['lag_p99_s'])} ms, "
+        f"first request {report.start_up_s or 0:.2f} s after start",
+    ]
+
+
+def _latency_lines(latency: Figures) -> list[str]:
+    names = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+    lines = [f"{'ms':24}" + "".join(f"{name:>10}" for name in names)]
+    for title, name in ROWS:
+        figures = latency[name]
+        if figures["count"]:
+            lines.append(f"{title:24}" + "".join(f"{milliseconds(figures[column]):>10}" for column in names))
+    lines.append("Latencies count from the intended instant; 95 % intervals are in the JSON and on the page.")
+    return lines
+
+
+def _rate_lines(report: Report) -> list[str]:
+    rates = report.throughput
+    return [
+        f"throughput {rates['requests_per_s']:.3g} requests/s, {rates['output_tokens_per_s']:,.1f} tokens/s out, "
+        f"{rates['input_tokens_per_s']:,.1f} tokens/s in"
+    ]
+
+
+def _service_lines(report: Report) -> list[str]:
+    service = report.service
+    low, high = service["attainment_ci"]
+    limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in service["limits_s"].items())
+    lines = [
+        f"goodput    {service['goodput_per_s']:.3g} requests/s; {percent(service['attainment'])} good "
+        f"({percent(low)} to {percent(high)}) within {limits or 'no limit but success'}"
+    ]
+    if service["misses"]:
+        lines.append("misses     " + ", ".join(f"{name} {count:,}" for name, count in service["misses"].items()))
+    for name, count in report.errors["kinds"].items():
+        example = report.errors["examples"].get(name, "")
+        lines.append(f"error      {name} x {count:,}{': ' + example if example else ''}"[:WIDTH])
+    return lines
+
+
+def _group_lines(title: str, groups: Figures) -> list[str]:
+    if not groups:
+        return []
+    lines = ["", f"{title:24}{'count':>10}{'failed':>10}{'good':>10}{'TTFT p50':>10}{'TTFT p99':>10}{'E2E p50':>10}"]
+    for name, own in list(groups.items())[:20]:
+        cells = [f"{own['count']:,}", f"{own['failed']:,}", percent(own["attainment"])]
+        cells += [milliseconds(own["ttft"].get(share)) for share in ("p50", "p99")]
+        cells.append(milliseconds(own["e2e"].get("p50")))
+        lines.append(f"{name[:23]:24}" + "".join(f"{cell:>10}" for cell in cells))
+    return lines
+
+
+def _other_lines(report: Report) -> list[str]:
+    caching, tokens, fairness, outputs = report.caching, report.tokens, report.fairness, report.outputs
+    lines = []
+    if fairness:
+        ratio = f"{fairness['ttft_ratio']:.2f}" if fairness["ttft_ratio"] else "-"
+        lines.append(f"fairness   Jain {fairness['service_jain']:.3f}, worst over best median TTFT {ratio}")
+    if caching["ideal_tokens"] or caching["achieved_tokens"]:
+        lines.append(
+            f"cache      {percent(caching['achieved_share'])} of prompt tokens; "
+            f"a perfect cache would have held {percent(caching['ideal_share'])}"
+        )
+    if tokens["usage_mismatches"]:
+        lines.append(f"usage      of {tokens['usage_mismatches']:,} answers disagrees with the tokens that came")
+    if tokens["input_said"] and tokens["input_asked"] and tokens["input_said"] != tokens["input_asked"]:
+        lines.append(f"prompts    {tokens['input_asked']:,} tokens, {tokens['input_said']:,} by the server's count")
+    if tokens["other_length_than_asked"]:
+        lines.append(f"lengths    {tokens['other_length_than_asked']:,} answers are not of the length asked for")
+    if outputs:
+        lines.append(
+            f"outputs    {outputs['compared']:,} compared, {outputs['differ']:,} differ, "
+            f"{outputs['not_compared']:,} not compared"
+        )
+    for name, figures in report.stages.items():
+        lines.append(f"stage      {name}: p50 {milliseconds(figures['p50'])} ms, p99 {milliseconds(figures['p99'])} ms")
+    return lines
+
+
+def _verdict_lines(report: Report) -> list[str]:
+    if report.is_valid:
+        return ["The run is valid."]
+    return ["THE RUN IS INVALID:", *(f"  - {reason}" for reason in report.reasons)]

@@ -1,0 +1,296 @@
+"""Request traces: who came when, with how many tokens, sharing what.
+
+Known by their fields: Mooncake (FAST'25; JSON lines with ``hash_ids`` of 512 tokens, milliseconds), Qwen-Bailian (JSON
+lines with ``chat_id`` and ``hash_ids`` of 16 tokens, seconds), Azure's LLM inference traces (CSV with a date,
+Splitwise, ISCA'24), BurstGPT (CSV, seconds), and one's own requests as JSON lines (``prompt``, ``messages`` or
+``input_length``). What was understood is said in ``Trace.notes``, the unit of time first of all.
+"""
+
+import csv
+import datetime
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import ConfigError
+from scripts.load.plan import HASH, UNIQUE, Piece, Planned, key
+
+UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+MOONCAKE_TOKENS, QWEN_TOKENS = 512, 16
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of a trace; ``at`` in the trace's own unit, None if it has no clock."""
+
+    at: float | None
+    num_input: int
+    num_output: int
+    hash_ids: tuple[int, ...] = ()
+    class_name: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trace:
+    """A trace, read.
+
+    Attributes:
+        format: its name.
+        unit: of its timestamps: s, ms, us; empty without timestamps.
+        piece_tokens: prompt tokens that one of its hash ids stands for.
+        rows: in order of time; ``at`` in seconds from the first.
+        notes: what was understood and left out, as sentences.
+    """
+
+    format: str
+    unit: str
+    piece_tokens: int
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def has_times(self) -> bool:
+        return bool(self.unit)
+
+
+def read_trace(path: str, unit: str = "auto") -> Trace:
+    """Read a file of any known format.
+
+    Raises:
+        ConfigError: it cannot be read, or is in none of the formats; names line and field.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            if first.lstrip().startswith("{"):
+                name, tokens, rows = _json_lines(file, path)
+            else:
+                name, tokens, rows = _csv(file, path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace {path} cannot be read: {error}") from None
+    notes: list[str] = []
+    kept = [row for row in rows if row.extra or (row.num_input > 0 and row.num_output > 0)]
+    if len(kept) < len(rows):
+        notes.append(f"{len(rows) - len(kept)} of {len(rows)} rows without tokens left out")
+    if not kept:
+        raise ConfigError(f"--trace {path} holds no request")
+    found = _with_times(kept, name, unit, notes, path)
+    return Trace(name, found, tokens, kept, notes)
+
+
+def _with_times(rows: list[Row], name: str, unit: str, notes: list[str], path: str) -> str:
+    """Turn instants into seconds from the first; the unit they were in."""
+    instants = [row.at for row in rows if row.at is not None]
+    if not instants:
+        notes.append(f"{len(rows):,} requests, format {name}, without timestamps")
+        return ""
+    if len(instants) < len(rows):
+        raise ConfigError(f"--trace {path}: some lines have a timestamp and some have none")
+    found = _unit(name, instants) if unit == "auto" else unit
+    scale = UNIT_S[found]
+    start = min(instants)
+    for row in rows:
+        assert row.at is not None
+        row.at = (row.at - start) * scale
+    rows.sort(key=lambda row: row.at or 0.0)
+    span = rows[-1].at or 0.0
+    rate = f", {len(rows) / span:.3g} requests/s" if span else ""
+    how = "detected" if unit == "auto" else "given"
+    notes.insert(0, f"{len(rows):,} requests over {span:,.1f} s{rate}; format {name}, timestamps in {found} ({how})")
+    return found
+
+
+def _unit(name: str, instants: list[float]) -> str:
+    """What the timestamps of a format are in, unless they themselves say otherwise.
+
+    Mooncake counts whole milliseconds; files "in its format" made by others count seconds, which shows in fractions, or
+    in so slow a pace as milliseconds that it must be them.
+    """
+    if name != "Mooncake":
+        return "s"
+    if any(at != int(at) for at in instants[:10_000]):
+        return "s"
+    span = max(instants) - min(instants)
+    return "ms" if span == 0 or len(instants) / span < 10 else "s"
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
+    rows: list[Row] = []
+    name, tokens = "", 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            if not name:
+                name, tokens = _json_format(content)
+            rows.append(_own_row(content) if name == "own" else _hash_row(content, name))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"--trace {path}, line {number}: {type(error).__name__} {error}") from None
+    return name, tokens, rows
+
+
+def _json_format(content: dict[str, Any]) -> tuple[str, int]:
+    if "hash_ids" in content and "chat_id" in content:
+        return "Qwen-Bailian", QWEN_TOKENS
+    if "hash_ids" in content:
+        return "Mooncake", MOONCAKE_TOKENS
+    return "own", MOONCAKE_TOKENS
+
+
+def _hash_row(content: dict[str, Any], name: str) -> Row:
+    kind = str(content.get("type", "")) if name == "Qwen-Bailian" else ""
+    ids = tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
+    return Row(float(content["timestamp"]), int(content["input_length"]), int(content["output_length"]), ids, kind)
+
+
+OWN_FIELDS = ("at", "timestamp", "input_length", "output_length", "class", "hash_ids")
+
+
+def _own_row(content: dict[str, Any]) -> Row:
+    """``at`` (seconds), ``class``, ``input_length``, ``output_length``; all other fields go into the body as they are."""
+    extra = {name: value for name, value in content.items() if name not in OWN_FIELDS}
+    at = content.get("at", content.get("timestamp"))
+    prompt = extra.get("prompt")
+    num_input = int(content.get("input_length", len(prompt) if isinstance(prompt, list) else 0))
+    num_output = int(content.get("output_length", extra.pop("max_tokens", 0)))
+    if not num_input and "prompt" not in extra and "messages" not in extra:
+        raise ValueError("neither prompt nor messages nor input_length")
+    return Row(None if at is None else float(at), num_input, num_output or 32, (), str(content.get("class", "")), extra)
+
+
+def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
+    reader = csv.DictReader(lines)
+    names = {name.strip() for name in reader.fieldnames or ()}
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
+        name, columns = "Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
+    elif {"Timestamp", "Request tokens", "Response tokens"} <= names:
+        name, columns = "BurstGPT", ("Timestamp", "Request tokens", "Response tokens", "Model")
+    else:
+        raise ConfigError(
+            f"--trace {path} is in no known format: neither JSON lines, nor Azure's or BurstGPT's CSV "
+            f"(its columns are {', '.join(sorted(names)) or 'none'})"
+        )
+    rows = []
+    for number, cells in enumerate(reader, 2):
+        try:
+            at = _date(cells[columns[0]]) if name == "Azure" else float(cells[columns[0]])
+            counts = int(float(cells[columns[1]])), int(float(cells[columns[2]]))
+            rows.append(Row(at, *counts, (), cells.get(columns[3]) or ""))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--trace {path}, line {number}: {error}") from None
+    return name, MOONCAKE_TOKENS, rows
+
+
+def _date(text: str) -> float:
+    """Seconds of a UTC date with up to nine digits of fraction, such as 2023-11-16 18:17:03.9799600."""
+    date, _, fraction = text.strip().partition(".")
+    digits = "".join(itertools.takewhile(str.isdigit, fraction))
+    whole = datetime.datetime.fromisoformat(date[:19]).replace(tzinfo=datetime.UTC)
+    return whole.timestamp() + (int(digits) / 10 ** len(digits) if digits else 0.0)
+
+
+# ---- from rows to a plan --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a trace is played.
+
+    Attributes:
+        window: seconds of the trace from and to.
+        time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
+        has_jitter: spread requests of one tick over it.
+    """
+
+    window: tuple[float, float] = (0.0, float("inf"))
+    time_scale: float | None = 1.0
+    mean_rate: float = 1.0
+    has_jitter: bool = False
+    length_scale: float = 1.0
+    max_input: int | None = None
+    max_output: int | None = None
+
+
+def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Planned]:
+    """The trace as a plan; adds to ``trace.notes`` what became of it.
+
+    Raises:
+        ConfigError: nothing is in the window, or the trace has no times to be scaled.
+    """
+    low, high = replay.window
+    rows = [row for row in trace.rows if not trace.has_times or low <= (row.at or 0.0) < high]
+    if not rows:
+        raise ConfigError(f"--trace-window {low:g}:{high:g} holds no request of the trace")
+    at = np.array([row.at or 0.0 for row in rows]) - (low if trace.has_times else 0.0)
+    if replay.has_jitter and trace.has_times:
+        at = _jittered(at, rng, trace.notes)
+    if trace.has_times:
+        at = at - at[0] if not low else at
+        at = at * _scale(at, replay, trace.notes)
+    timed = enumerate(zip(rows, at.tolist(), strict=True))
+    return [_planned(number, row, instant, trace, replay) for number, (row, instant) in timed]
+
+
+def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
+    """Requests at one instant are spread evenly at random up to the next tick."""
+    gaps = np.diff(np.unique(at))
+    if not len(gaps):
+        return at
+    (tick, _), *_ = Counter(np.round(gaps, 3).tolist()).most_common(1)
+    notes.append(f"requests spread within ticks of {tick:g} s")
+    return np.sort(at + rng.uniform(0.0, tick, len(at)))
+
+
+def _scale(at: Any, replay: Replay, notes: list[str]) -> float:
+    span = float(at[-1] - at[0])
+    natural = (len(at) - 1) / span if span else 0.0
+    if replay.time_scale is None:
+        scale = natural / replay.mean_rate if natural else 1.0
+    else:
+        scale = replay.time_scale
+    if natural:
+        pace = f"over {span * scale:,.1f} s (time x {scale:.4g}): {natural / scale:.3g}/s"
+        notes.append(f"{len(at):,} requests replayed {pace}")
+    return scale
+
+
+def _planned(number: int, row: Row, at: float, trace: Trace, replay: Replay) -> Planned:
+    num_input = _scaled(row.num_input, replay.length_scale, replay.max_input) if row.num_input else 0
+    num_output = _scaled(row.num_output, replay.length_scale, replay.max_output)
+    size = max(1, round(trace.piece_tokens * replay.length_scale))
+    extra = row.extra or None
+    fields: dict[str, Any] = {name: row.extra.get(name) for name in ("priority", "deadline_ms")} if row.extra else {}
+    pieces = _pieces(number, num_input, row.hash_ids, size)
+    tenant = str(row.extra.get("user", "")) if row.extra else ""
+    return Planned(number, at, pieces, num_output, row.class_name, tenant, extra=extra, **fields)
+
+
+def _scaled(length: int, scale: float, most: int | None) -> int:
+    scaled = max(1, round(length * scale))
+    return scaled if most is None else min(scaled, most)
+
+
+def _pieces(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Piece, ...]:
+    """Each hash id is ``size`` tokens; the last one what remains, less or (where lengths were rounded) more."""
+    pieces: list[Piece] = []
+    left = num_input
+    for hash_id in hash_ids:
+        if left <= 0:
+            break
+        pieces.append((key(HASH, hash_id), min(size, left)))
+        left -= size
+    if left > 0:
+        pieces.append((key(UNIQUE, number), left))
+    return tuple(pieces)

@@ -1,0 +1,113 @@
+"""Whether a run can be believed: did the load arrive as it was meant to, and did the client keep up?
+
+A run that fails here is marked invalid and the command exits non-zero, whatever its latencies look like.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from scripts.load import stats
+from scripts.load.config import LoadtestConfig
+from scripts.load.crew import Outcome
+from scripts.load.records import Record
+
+MIN_FOR_TEST = 20
+P_VALUE = 1e-4
+RATE_TOLERANCE = 0.02
+MAX_CPU = 0.9
+MAX_LAG_S = 0.05
+
+
+def arrival_check(records: Sequence[Record], config: LoadtestConfig, is_checked: bool) -> dict[str, Any]:
+    """How requests really went out, against how they should have.
+
+    Args:
+        records: all of an open loop's first turns.
+        is_checked: whether instants follow ``--arrival``; a trace's are only compared with the trace.
+
+    Returns:
+        ``achieved_rate`` and ``intended_rate`` (per second), ``cv`` of the gaps and ``cv_expected`` (in operational
+        time, where the rate is 1), ``ks_p`` (None where the distribution has no spread to test), ``distinct_gaps``
+        (share of gaps that differ from each other), ``lateness`` (released minus intended, seconds).
+    """
+    released = np.sort(np.array([record.released_s for record in records if record.released_s >= 0]))
+    intended = np.sort(np.array([record.intended_s for record in records]))
+    lateness = np.array([record.released_s - record.intended_s for record in records if record.released_s >= 0])
+    found: dict[str, Any] = {
+        "count": len(released),
+        "intended_rate": _rate(intended),
+        "achieved_rate": _rate(released),
+        "lateness": {
+            "p50": float(np.quantile(lateness, 0.5)) if len(lateness) else 0.0,
+            "p99": float(np.quantile(lateness, 0.99)) if len(lateness) else 0.0,
+            "max": float(lateness.max()) if len(lateness) else 0.0,
+        },
+        "cv": None,
+        "cv_expected": None,
+        "ks_p": None,
+        "distinct_gaps": None,
+    }
+    if len(released) < 3:
+        return found
+    found["distinct_gaps"] = len(np.unique(np.round(np.diff(released), 6))) / (len(released) - 1)
+    gaps = np.diff(config.profile.to_operational(released) if is_checked else released)
+    found["cv"] = float(gaps.std() / gaps.mean()) if gaps.mean() > 0 else None
+    if is_checked:
+        found["cv_expected"] = {"poisson": 1.0, "gamma": config.cv, "constant": 0.0, "burst": None}[config.arrival]
+        if config.arrival == "poisson":
+            found["ks_p"] = stats.ks_test(gaps, stats.exponential_cdf)[1]
+        elif config.arrival == "gamma":
+            shape = 1 / config.cv**2
+            found["ks_p"] = stats.ks_test(gaps, lambda values: stats.gamma_cdf(values, shape))[1]
+    return found
+
+
+def _rate(instants: stats.Floats) -> float | None:
+    span = float(instants[-1] - instants[0]) if len(instants) > 1 else 0.0
+    return (len(instants) - 1) / span if span > 0 else None
+
+
+def client_load(outcome: Outcome, parse_cpu_s: float, num_events: int) -> dict[str, Any]:
+    """What the client itself cost: CPU seconds, loop lag in seconds, CPU milliseconds per event with output."""
+    lags = [lag for finished in outcome.finished for lag in finished.lags]
+    cpu_s = [finished.cpu_s for finished in outcome.finished]
+    total_s = sum(cpu_s) + outcome.feed_cpu_s + parse_cpu_s
+    return {
+        "processes": len(outcome.finished),
+        "cpu_s": {"clients": sum(cpu_s), "feed": outcome.feed_cpu_s, "parse": parse_cpu_s},
+        "busiest": max((finished.cpu_s / max(finished.wall_s, 1e-9) for finished in outcome.finished), default=0.0),
+        "cpu_ms_per_event": total_s * 1e3 / num_events if num_events else None,
+        "lag_p50_s": float(np.quantile(lags, 0.5)) if lags else 0.0,
+        "lag_p99_s": float(np.quantile(lags, 0.99)) if lags else 0.0,
+        "connections": sum(finished.num_connections for finished in outcome.finished),
+    }
+
+
+def verdict(
+    records: Sequence[Record], arrivals: dict[str, Any], client: dict[str, Any], config: LoadtestConfig, missing: int
+) -> list[str]:
+    """Why the run cannot be believed, as sentences; empty if it can."""
+    reasons = []
+    if not records:
+        return ["no request was measured"]
+    if missing:
+        reasons.append(f"{missing} scheduled requests were never sent")
+    late = arrivals["lateness"]["p99"]
+    if late > config.lateness_s:
+        limit = config.lateness_s * 1e3
+        reasons.append(f"1 % of requests went out more than {late * 1e3:.1f} ms late (limit {limit:g})")
+    intended, achieved = arrivals["intended_rate"], arrivals["achieved_rate"]
+    if intended and achieved and arrivals["count"] >= MIN_FOR_TEST and abs(achieved / intended - 1) > RATE_TOLERANCE:
+        reasons.append(f"requests went out at {achieved:.4g}/s instead of {intended:.4g}/s")
+    if arrivals["ks_p"] is not None and arrivals["count"] >= MIN_FOR_TEST and arrivals["ks_p"] < P_VALUE:
+        reasons.append(
+            f"the gaps between requests are not those of {config.arrival} arrivals (p = {arrivals['ks_p']:.1e})"
+        )
+    if client["busiest"] > MAX_CPU:
+        reasons.append(f"a client process used {client['busiest']:.0%} of a core: give it --clients")
+    if client["lag_p99_s"] > MAX_LAG_S:
+        lag = client["lag_p99_s"] * 1e3
+        reasons.append(f"the client's loop was up to {lag:.0f} ms late (p99): stamps are uncertain")
+    return reasons

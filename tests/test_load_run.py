@@ -1,0 +1,176 @@
+"""Whole runs against a mock whose latencies are known: what the report says is what the mock did."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from load_mock import MockServer, mock_server
+
+from common.errors import ConfigError
+from scripts.load.config import LoadtestConfig
+from scripts.load.report import Report
+from scripts.load.run import run_load
+
+
+def load(server: MockServer, **options: object) -> Report:
+    return run_load(LoadtestConfig(url=server.url, scrape="none", **options))  # type: ignore[arg-type]
+
+
+def is_close(value: float, truth: float) -> bool:
+    """Within 2 % or 1 ms."""
+    return abs(value - truth) <= max(0.02 * truth, 0.001)
+
+
+def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--ttft", "0.12", "--itl", "0.02") as server:
+        report = load(server, rate="25", num_requests=50, output_len="12", input_len="40", seed=3)
+    assert report.num_requests == len(server.truth) == 50
+    truth = sorted(server.truth, key=lambda one: one["arrived_at"])
+    records = sorted(report.records, key=lambda record: record.sent_s)
+    firsts = [one["stamps"][0] - one["arrived_at"] for one in truth]
+    gaps = [b - a for one in truth for a, b in itertools.pairwise(one["stamps"])]
+    spans = [one["stamps"][-1] - one["stamps"][0] for one in truth]
+    for share, name in ((0.5, "p50"), (0.9, "p90")):
+        assert is_close(report.latency["ttft_sent"][name], float(np.quantile(firsts, share)))
+    assert is_close(report.latency["itl"]["p50"], float(np.median(gaps)))
+    assert is_close(report.latency["itl"]["mean"], float(np.mean(gaps)))
+    assert is_close(report.latency["tpot"]["p50"], float(np.median(spans)) / 11)
+    lag = np.median([record.stamps_s[0] - record.sent_s for record in records]) - np.median(firsts)
+    assert 0 <= lag < 0.001, "a token is stamped soon after it was written"
+    assert report.tokens["output_said"] == report.tokens["output_counted"] == 50 * 12
+    assert report.tokens["input_said"] == report.tokens["input_asked"] == 50 * 40
+    assert report.tokens["usage_mismatches"] == report.tokens["other_length_than_asked"] == 0
+    assert report.errors["count"] == 0 and report.service["attainment"] == 1
+    assert report.start_up_s is not None and report.start_up_s < 2
+
+
+def test_a_stalled_server_cannot_hide_behind_its_own_delay(tmp_path: Path) -> None:
+    """20/s for 4 s, 4 at a time, nothing moves for 3 s: of 80 requests the 4 slowest waited 2.8 s and more."""
+    with mock_server(tmp_path, "--ttft", "0.02", "--capacity", "4", "--stall", "0.5:3") as server:
+        report = load(server, rate="20", arrival="constant", num_requests=80, output_len="1")
+    assert 2.7 < report.latency["ttft"]["p95"] < 2.95
+    assert report.latency["ttft"]["p50"] > 1.0
+    assert report.arrivals["lateness"]["p50"] < 0.002, "no request waited for an answer"
+    assert report.arrivals["achieved_rate"] == pytest.approx(20, rel=0.01)
+
+
+def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: Path) -> None:
+    flags = ("--drop", "5", "--refuse", "7", "--sour", "11", "--hang", "13", "--itl", "0.002")
+    with mock_server(tmp_path, *flags) as server:
+        report = load(server, rate="80", num_requests=78, output_len="6", timeout="1s")
+    numbers = range(1, 79)
+    refused = {n for n in numbers if n % 7 == 0}
+    dropped = {n for n in numbers if n % 5 == 0} - refused
+    sour = {n for n in numbers if n % 11 == 0} - refused - dropped
+    hung = {n for n in numbers if n % 13 == 0} - refused - dropped - sour
+    expected = {"http_500": len(refused), "dropped": len(dropped), "stream_node_lost": len(sour), "timeout": len(hung)}
+    assert report.errors["kinds"] == dict(sorted(expected.items(), key=lambda item: -item[1]))
+    assert report.errors["examples"]["http_500"] == "out of luck"
+    bad = sum(expected.values())
+    assert report.errors["count"] == bad
+    assert report.service["good"] == 78 - bad and report.service["misses"] == {"failed": bad}
+    assert len(server.truth) == 78, "nothing was sent twice"
+
+
+@pytest.mark.parametrize("flags", [("--split",), ("--crlf",), ("--bunch", "3"), ("--split", "--crlf")])
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "generate"])
+def test_every_dialect_and_framing_gives_the_same_tokens(tmp_path: Path, flags: tuple[str, ...], endpoint: str) -> None:
+    with mock_server(tmp_path, *flags) as server:
+        report = load(server, rate="100", num_requests=6, output_len="10", endpoint=endpoint, return_token_ids=True)
+    assert report.errors["count"] == 0
+    text = "".join(f" t{number}" for number in range(10))
+    assert {record.text for record in report.records} == {text}
+    assert {record.num_output for record in report.records} == {10}
+    if endpoint == "generate":
+        assert report.stages["prefill_s"]["p50"] == 0.25
+    if endpoint != "chat":
+        assert {tuple(record.ids) for record in report.records} == {tuple(range(10))}
+
+
+def test_a_closed_loop_keeps_as_many_under_way_as_it_should(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--ttft", "0.03") as server:
+        report = load(server, concurrency=4, num_requests=40, output_len="1")
+    spans = [(record.released_s, record.ended_s) for record in report.records]
+    most = max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
+    assert most == 4
+    assert report.num_requests == 40
+    assert report.is_valid or all("late" not in reason for reason in report.reasons)
+
+
+def test_a_closed_loop_over_a_time_ends_in_time(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--ttft", "0.02") as server:
+        report = load(server, concurrency=2, duration="0.6", output_len="1")
+    assert 20 < report.num_requests <= 62
+    assert max(record.intended_s for record in report.records) < 0.75
+
+
+def test_turns_of_a_session_follow_each_other_and_carry_what_came_before(tmp_path: Path) -> None:
+    options = {"turns": "3", "think": "30ms", "input_len": "20", "output_len": "4", "prefix_len": 16}
+    with mock_server(tmp_path, "--ttft", "0.01") as server:
+        report = load(server, rate="40", num_requests=8, **options)
+    assert report.num_requests == 24
+    for session in range(8):
+        own = [record for record in report.records if record.session == session]
+        assert [record.turn for record in own] == [0, 1, 2]
+        assert [record.num_input for record in own] == [36, 60, 84]
+        for before, after in itertools.pairwise(own):
+            assert after.intended_s >= before.ended_s
+            assert after.released_s - after.intended_s < 0.05
+    # Sixteen tokens are shared by all; a later turn finds its whole past: 40, then 64 tokens with the answers drawn.
+    assert report.caching["ideal_tokens"] == 7 * 16 + 8 * (16 + 20) + 8 * (16 + 20 + 4 + 20)
+
+
+def test_several_client_processes_send_one_schedule(tmp_path: Path) -> None:
+    with mock_server(tmp_path) as server:
+        one = load(server, rate="200", num_requests=60, output_len="2", clients=1, seed=9)
+        three = load(server, rate="200", num_requests=60, output_len="2", clients=3, seed=9)
+    assert three.client["processes"] == 3
+    assert [round(record.intended_s, 6) for record in one.records] == [
+        round(record.intended_s, 6) for record in three.records
+    ]
+    assert [record.prompt_digest for record in one.records] == [record.prompt_digest for record in three.records]
+    bodies = sorted(str(truth["body"]) for truth in server.truth)
+    assert bodies[::2] == bodies[1::2], "both runs sent the same requests"
+
+
+def test_a_client_that_cannot_keep_up_says_so(tmp_path: Path) -> None:
+    with mock_server(tmp_path) as server:
+        report = load(server, rate="50", num_requests=30, output_len="1", max_send_lateness="1us")
+    assert not report.is_valid
+    assert "went out more than" in report.reasons[0]
+
+
+def test_nothing_behind_the_address_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="nothing answers"):
+        run_load(LoadtestConfig(url="http://127.0.0.1:9"))
+
+
+def test_a_server_that_dies_makes_failures_not_a_hang(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--drop", "1") as server:
+        report = load(server, rate="100", num_requests=10, output_len="4")
+    assert report.errors["kinds"] == {"dropped": 10}
+    assert report.latency["ttft"]["count"] == 0
+
+
+def test_answers_that_do_not_stream_are_read_whole(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--ttft", "0.02") as server:
+        report = load(server, rate="50", num_requests=5, output_len="4", stream=False)
+    assert report.errors["count"] == 0
+    assert report.tokens["output_said"] == 20
+
+
+def test_usage_that_disagrees_with_the_tokens_is_reported(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--wrong-usage") as server:
+        report = load(server, rate="50", num_requests=5, output_len="4", return_token_ids=True)
+    assert report.tokens["usage_mismatches"] == 5
+
+
+def test_caching_is_set_against_the_most_that_is_possible(tmp_path: Path) -> None:
+    """Two groups share 64 tokens each: of ten prompts the first of each group finds nothing."""
+    with mock_server(tmp_path) as server:
+        shared = {"prefix_len": 64, "prefix_groups": 2}
+        report = load(server, rate="50", num_requests=10, input_len="16", output_len="1", **shared)
+    groups = {record.group for record in report.records}
+    assert report.caching["ideal_tokens"] == (10 - len(groups)) * 64
+    assert report.caching["achieved_tokens"] == report.caching["ideal_tokens"]
