@@ -30,6 +30,18 @@ CLIENT_GONE = 499
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
+class _OurFaults(logging.Filter):
+    """Keeps tracebacks out of the log that only say that a client left, or does not speak HTTP."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        return not isinstance(error, ConnectionError | HttpProcessingError)
+
+
+http_log = logging.getLogger(f"{__name__}.http")
+http_log.addFilter(_OurFaults())
+
+
 class HttpError(RequestError):
     """A fault of the HTTP message itself, with its own status."""
 
@@ -71,6 +83,7 @@ class Front:
             self.handle,
             handler_cancellation=True,
             access_log=None,
+            logger=http_log,
             keepalive_timeout=header_timeout_s,
             lingering_time=LINGER_S,
         )

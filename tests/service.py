@@ -292,6 +292,10 @@ class Client:
         self._exchanges.append(exchange)
         return exchange
 
+    def forget(self, exchange: Exchange) -> None:
+        """It is over, and of no more interest."""
+        self._exchanges.remove(exchange)
+
     async def leave_all(self) -> None:
         """Go away from whatever is still under way."""
         await asyncio.gather(*(exchange.leave() for exchange in self._exchanges))
@@ -472,7 +476,9 @@ def _is_alive(pid: int) -> bool:
 def _tcp(inodes: set[str] | None) -> set[int]:
     """Ports listened on, through these sockets or by anybody."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and (inodes is None or row[9] in inodes)}
+    return {
+        int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and (inodes is None or row[9] in inodes)
+    }
 
 
 def _unix(inodes: set[str] | None) -> set[str]:

@@ -99,7 +99,9 @@ async def test_a_node_killed_in_idleness_is_missed_by_nobody(pairs: Service, vic
     async with pairs.client() as client:
         await asyncio.gather(*(client.generate(prompt_of(40, 50 + i), 4) for i in range(4)))
         pairs.kill(victim)
-        answers = await asyncio.gather(*(client.generate(prompt_of(40, i), 4) for i in range(4)), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(client.generate(prompt_of(40, i), 4) for i in range(4)), return_exceptions=True
+        )
         # One of them may have been sent out before the gateway saw the connection close.
         assert all("node_lost" in str(answer) for answer in answers if isinstance(answer, BaseException)), answers
         await asyncio.gather(*(client.generate(prompt_of(40, 70 + i), 4) for i in range(4)))
@@ -185,7 +187,9 @@ async def test_pages_that_a_frozen_prefill_node_might_write_stay_aside_until_it_
             await exchange.leave()
             await asyncio.sleep(1.0)
             frozen = (await client.workers())["decode-0"]["heartbeat"]
-            assert frozen["num_quarantined_pages"] == -(-3500 // 16), "pages were given back while they might be written"
+            assert frozen["num_quarantined_pages"] == -(-3500 // 16), (
+                "pages were given back while they might be written"
+            )
         finally:
             if ending == "wakes":
                 pair.resume("prefill-0")

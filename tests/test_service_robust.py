@@ -150,7 +150,7 @@ async def test_bad_input_in_between_does_not_disturb_a_stream(service: Service) 
 
 async def test_what_is_not_http_is_hung_up_on(service: Service) -> None:
     async with service.client() as client:
-        for data in (b"\0" * 50, b"GET\r\n\r\n", b"\x16\x03\x01" * 9):
+        for data in (b"\0" * 50, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"\x16\x03\x01" * 9):
             reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
             writer.write(data)
             await asyncio.wait_for(reader.read(), 5)
@@ -214,7 +214,13 @@ def throw_bytes(port: int, seed: int) -> None:
     """Random bytes, a broken greeting, and a greeting followed by nonsense, each over a connection of its own."""
     drawn = random.Random(seed)
     greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48
-    for data in (drawn.randbytes(1000), b"\xff" * 64, greeting, greeting + drawn.randbytes(500), b"GET / HTTP/1.1\r\n\r\n"):
+    for data in (
+        drawn.randbytes(1000),
+        b"\xff" * 64,
+        greeting,
+        greeting + drawn.randbytes(500),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             connection.sendall(data)
 

@@ -80,7 +80,9 @@ async def test_the_pieces_of_a_stream_make_up_the_text_of_the_whole_answer(servi
         assert pieces[0]["choices"][0]["delta"]["role"] == "assistant"
 
         exchange = await client.begin(VERSE, 80).end()
-        assert all(later.startswith(earlier) for earlier, later in zip(exchange.texts, exchange.texts[1:], strict=False))
+        assert all(
+            later.startswith(earlier) for earlier, later in zip(exchange.texts, exchange.texts[1:], strict=False)
+        )
         _, answer = await client.post("/detokenize", {"tokens": list(exchange.ids)})
         assert exchange.texts[-1] == answer["text"]
 
