@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes ------------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -64,8 +64,8 @@ def spawn(
     """A process that writes what it says into ``log`` and never outlives this one."""
     with log.open("ab") as output:
         return subprocess.Popen(
-            argv, cwd=ROOT, env=environment() | (variables or {}), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent, **options,
+            argv, cwd=ROOT, env=environment() | (variables or {}), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, preexec_fn=_die_with_parent, **options,
         )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def running(logs: Path, model: Path = SMALL_MODEL, **options: Any) -> Iterator[S
         service.close()
 
 
-# ---- what a client sees ----------------------------------------------------------------------------------------------
+# ---- what a client sees ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -417,7 +417,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [drawn.randrange(4, 1000) for _ in range(length)]
 
 
-# ---- residue ---------------------------------------------------------------------------------------------------------
+# ---- residue --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

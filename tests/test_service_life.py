@@ -33,7 +33,7 @@ def assert_idle(pids: dict[str, int], seconds: float = WATCHED_S) -> None:
     assert not busy
 
 
-# ---- one command -----------------------------------------------------------------------------------------------------
+# ---- one command ----------------------------------------------------------------------------------------------------
 
 
 class Serve:
@@ -142,7 +142,7 @@ async def test_nothing_outlives_a_serve_that_is_killed_under_load(serve: Serve) 
     wait_for_nothing(traces, asked_at + 5)
 
 
-# ---- processes of one's own --------------------------------------------------------------------------------------------
+# ---- processes of one's own -----------------------------------------------------------------------------------------
 
 
 async def test_nodes_wait_cheaply_for_a_gateway_that_is_not_there_yet_or_no_more(tmp_path: Path) -> None:

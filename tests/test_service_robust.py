@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield service
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input ------------------------------------------------------------------------------------------------------
 
 #: path, body, the field that the answer must name, its status.
 BAD: list[tuple[str, Any, str, int]] = [
@@ -162,7 +162,7 @@ async def test_what_is_not_http_is_hung_up_on(service: Service) -> None:
         await client.generate("To be", 2)
 
 
-# ---- too much ----------------------------------------------------------------------------------------------------------
+# ---- too much -------------------------------------------------------------------------------------------------------
 
 
 async def test_a_burst_over_the_bounds_gets_429_with_a_time_and_everything_ends(
@@ -203,7 +203,7 @@ async def test_nodes_keep_their_own_bound_when_the_gateway_has_a_larger_one(
             await client.generate(prompt_of(30, 99), 4)
 
 
-# ---- garbage -----------------------------------------------------------------------------------------------------------
+# ---- garbage --------------------------------------------------------------------------------------------------------
 
 
 def data_port(row: dict[str, Any]) -> int:

@@ -32,7 +32,7 @@ async def events(client: Client, path: str, body: dict[str, Any]) -> list[dict[s
     return [json.loads(line.removeprefix(b"data: ")) for line in lines[:-2]]
 
 
-# ---- tokens as they are made -----------------------------------------------------------------------------------------
+# ---- tokens as they are made ----------------------------------------------------------------------------------------
 
 
 async def test_tokens_arrive_one_by_one_over_the_whole_generation(service: Service) -> None:
@@ -61,7 +61,7 @@ def check_spread(exchange: Exchange, num_tokens: int) -> None:
     assert statistics.median(gaps) > 0
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 async def test_the_pieces_of_a_stream_make_up_the_text_of_the_whole_answer(service: Service) -> None:
@@ -121,7 +121,7 @@ async def test_a_stop_token_ends_the_output_and_is_not_shown(service: Service) -
         await client.settled()
 
 
-# ---- seeds, log-probabilities, usage -----------------------------------------------------------------------------------
+# ---- seeds, log-probabilities, usage --------------------------------------------------------------------------------
 
 
 async def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(service: Service) -> None:
@@ -180,7 +180,7 @@ async def test_usage_tells_what_was_cached_the_second_time(service: Service) -> 
         assert salted["meta_info"]["cached_tokens"] == 0
 
 
-# ---- clients that go away ----------------------------------------------------------------------------------------------
+# ---- clients that go away -------------------------------------------------------------------------------------------
 
 
 async def test_a_client_that_goes_away_ends_both_legs_wherever_its_request_is(service: Service) -> None:
