@@ -30,7 +30,7 @@ class KVPool:
         self.num_pages = num_pages
         self.device = torch.device(device)
         num_bytes = geometry.pool_bytes(num_pages)
-        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
