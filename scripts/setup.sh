@@ -6,8 +6,8 @@
 # 4. Otherwise .venv is made, or brought up to date, once. Commands started meanwhile wait for it.
 #
 # A command that needs the extra "dev" as well sets baton_extra=dev before sourcing. BATON_VENV puts .venv elsewhere.
-# torch comes first and alone: without a GPU its CPU build (200 MB) instead of PyPI's CUDA build (several GB). With an
-# NVIDIA GPU PyPI's build is taken; BATON_TORCH_INDEX names another package index, for another CUDA version, say.
+# torch comes first and alone: without a GPU its CPU build (200 MB), where pip finds one, instead of the CUDA build that the
+# package index has (several GB). BATON_TORCH_INDEX names a further index: of CPU builds, or of another CUDA version.
 
 baton_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 baton_extra=${baton_extra:-}
@@ -42,18 +42,16 @@ baton_pip() {
 }
 
 baton_install_torch() {
-    local pin index=${BATON_TORCH_INDEX:-} cpu_index=https://download.pytorch.org/whl/cpu
+    local pin index=${BATON_TORCH_INDEX:-}
     pin=$(sed -n 's/^torch==\([^ ]*\).*/\1/p' "$baton_root/constraints.txt")
     "$baton_venv/bin/python" -c "from importlib.metadata import version
 exit(version('torch').split('+')[0] != '$pin')" 2> /dev/null && return
-    if [ -z "$index" ] && [ "$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia/version ] && ! command -v nvidia-smi > /dev/null
-    then
-        # Where pip looks anyway (a folder of wheels, a mirror), else PyTorch's own index.
-        pin=$pin+cpu
-        baton_finds "torch==$pin" || index=$cpu_index
-        if [ -n "$index" ] && ! baton_finds --extra-index-url "$index" "torch==$pin"; then
-            printf 'baton: no CPU build of torch was found; taking the much larger one from PyPI\n' >&2
-            pin=${pin%+cpu} index=
+    if [ "$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia/version ] && ! command -v nvidia-smi > /dev/null; then
+        if baton_finds ${index:+--extra-index-url "$index"} "torch==$pin+cpu"; then
+            pin=$pin+cpu
+        else
+            printf 'baton: torch comes in its CUDA build, several GB; set BATON_TORCH_INDEX to the index of CPU builds that\n' >&2
+            printf 'baton: pytorch.org names to take 200 MB instead\n' >&2
         fi
     fi
     baton_pip ${index:+--extra-index-url "$index"} "torch==$pin"
