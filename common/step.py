@@ -18,6 +18,7 @@ class Admit(NamedTuple):
     sampling: SamplingParams
     prompt_len: int  # tokens of the original prompt: output number i sits at position prompt_len + i
     last_token: int | None  # sampled elsewhere, its KV still to be computed; None while the prompt is extended
+    history: tuple[int, ...] = ()  # all tokens so far, prompt and output; only if ``sampling.has_penalties``
 
 
 class PageDelta(NamedTuple):
@@ -35,6 +36,8 @@ class Row(NamedTuple):
     start: int
     tokens: tuple[int, ...] | None  # None: one token, the one sampled (or admitted) last for this slot
     sample: bool  # sample a token from the logits of the row's last position
+    targets: tuple[int, ...] = ()  # prompt tokens whose log-probability is wanted: targets[i] follows tokens[first + i],
+    first_target: int = 0  # where ``first`` is this
 
     @property
     def num_tokens(self) -> int:
@@ -59,8 +62,10 @@ class StepResult:
         step: number of the plan that was run.
         tokens: one sampled token id for each row with ``sample``, in row order.
         logprobs: aligned with ``tokens``; None for rows that did not ask. Empty when no row asked.
+        prompt_logprobs: for each row with ``targets``, in row order, one per target.
     """
 
     step: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
