@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from common.clock import Clock
-from common.mailbox import Mailbox
+from common.mailbox import PROBE_EVERY_S, Mailbox
 from common.messages import (
     FromDecode,
     FromGateway,
@@ -152,6 +152,8 @@ class Node:
         self._files = files
         if self.is_registered:
             longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
+        if self._listen is not None and self._listen.is_probing:
+            longest_s = min(longest_s, PROBE_EVERY_S)
         self._poller.poll(math.ceil(longest_s * 1_000))
 
     # ---- hearing ----------------------------------------------------------------------------------------------------
