@@ -34,7 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     config = resolve(GatewayConfig, argv, command="gateway", help="Speak HTTP and text, choose nodes, relay tokens.")
     logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s gateway %(levelname)s %(message)s"
+        level=config.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s gateway %(message)s",
+        datefmt="%H:%M:%S",
     )
     try:
         gateway = Gateway(config, model_folder(config.model, config.revision))

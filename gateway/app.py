@@ -8,13 +8,12 @@ goes away cancels its handler, and the handler's ``finally`` aborts what is stil
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 from aiohttp import web
@@ -29,58 +28,16 @@ from gateway.chat import ChatTemplate
 from gateway.control import Control
 from gateway.front import Front, json_response
 from gateway.metrics import Metrics
+from gateway.outlet import Outlet, Render, stream, whole
 from gateway.registry import Registry
-from gateway.relay import Ask, Delta, Relay
-from gateway.render import ChatRender, CompletionRender, NativeRender, as_error, error_body, event
+from gateway.relay import Ask, Relay
+from gateway.render import ChatRender, CompletionRender, NativeRender
 from gateway.router import Router
 from gateway.schema import AbortRequest, Body, Chat, Codec, Completion, Detokenize, Native, OpenAI, Tokenize, refuse
 from gateway.text import Text
 
-log = logging.getLogger(__name__)
-
 MAX_QUEUED_REQUESTS = 512
 GRACE_S = 2.0
-#: A client that stops reading keeps its connection so long after its request's deadline.
-STALL_S = 60.0
-SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
-
-
-class Render(Protocol):
-    """One way to write outputs down; see ``gateway.render``."""
-
-    def first(self, relays: Sequence[Relay]) -> bytes: ...
-    def chunk(self, relay: Relay, delta: Delta, *, with_usage: bool) -> bytes: ...
-    def last(self, relays: Sequence[Relay], *, with_usage: bool) -> bytes: ...
-    def answer(self, relays: Sequence[Relay]) -> Any: ...
-
-
-class Outlet:
-    """Where the outputs of one HTTP request report that they have something new."""
-
-    def __init__(self, *, only_ends: bool) -> None:
-        self._only_ends = only_ends
-        self._changed: dict[int, Relay] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self, relay: Relay) -> None:
-        if self._only_ends and not relay.is_ended:
-            return
-        self._changed[relay.number] = relay
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def changed(self) -> list[Relay]:
-        """Waits for news; returns the outputs that have some, each once."""
-        if not self._changed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        changed, self._changed = list(self._changed.values()), {}
-        return changed
 
 
 class Gateway:
@@ -234,8 +191,8 @@ class Gateway:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         async with self._under_way(asks, arrived_at, only_ends=not body.stream) as (relays, outlet):
             if body.stream:
-                return await self._stream(request, relays, outlet, render, with_usage=with_usage)
-            return await self._whole(relays, outlet, render)
+                return await stream(request, relays, outlet, render, with_usage=with_usage)
+            return await whole(relays, outlet, render)
 
     async def _native(self, request: web.BaseRequest) -> web.StreamResponse:
         arrived_at = self._clock.now()
@@ -250,8 +207,8 @@ class Gateway:
         )
         async with self._under_way(asks, arrived_at, only_ends=not body.stream) as (relays, outlet):
             if body.stream:
-                return await self._stream(request, relays, outlet, render, with_usage=False)
-            return await self._whole(relays, outlet, render)
+                return await stream(request, relays, outlet, render, with_usage=False)
+            return await whole(relays, outlet, render)
 
     @contextlib.asynccontextmanager
     async def _under_way(
@@ -270,67 +227,6 @@ class Gateway:
             for relay in relays:
                 if not relay.is_ended:
                     self._control.abort(relay.ask.rid, "the client has gone")
-
-    async def _whole(self, relays: list[Relay], outlet: Outlet, render: Render) -> web.Response:
-        """Waits for all outputs; the first error is everybody's."""
-        num_open = len(relays)
-        while num_open:
-            for relay in await outlet.changed():
-                num_open -= 1
-                if relay.error is not None:
-                    raise relay.error
-        return json_response(render.answer(relays))
-
-    async def _stream(
-        self, request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render, *, with_usage: bool
-    ) -> web.StreamResponse:
-        """Server-sent events. Nothing is sent before there is something, so that an early failure has its status."""
-        changed = await outlet.changed()
-        for relay in changed:
-            if relay.error is not None:
-                raise relay.error
-        response = web.StreamResponse(headers=SSE_HEADERS)
-        await response.prepare(request)
-        try:
-            async with asyncio.timeout(relays[0].ask.timeout_s + STALL_S):
-                await self._write_events(response, relays, changed, outlet, render, with_usage=with_usage)
-        except TimeoutError as error:
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the client has stopped reading") from error
-        except RequestError as error:
-            await response.write(event(error_body(error)))
-        except ConnectionError:
-            raise
-        except Exception as error:  # the status has gone out already
-            log.exception("a stream failed")
-            await response.write(event(error_body(as_error(error))))
-        await response.write_eof()
-        return response
-
-    async def _write_events(
-        self, response: web.StreamResponse, relays: list[Relay], changed: list[Relay], outlet: Outlet, render: Render,
-        *, with_usage: bool,
-    ) -> None:  # fmt: skip
-        out = [render.first(relays)]
-        num_open = len(relays)
-        while num_open:
-            for relay in changed:
-                if relay.error is not None:
-                    if data := b"".join(out):
-                        await response.write(data)
-                    raise relay.error
-                delta = relay.take()
-                if delta is not None:
-                    out.append(render.chunk(relay, delta, with_usage=with_usage))
-                    num_open -= delta.is_last
-            if not num_open:
-                out.append(render.last(relays, with_usage=with_usage))
-            if data := b"".join(out):
-                await response.write(data)
-            out.clear()
-            if num_open:
-                changed = await outlet.changed()
 
     # ---- the others --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@ whoever still works on it is told."""
 
 import asyncio
 import contextlib
+import json
 import time
+from urllib.parse import urlsplit
 
 import pytest
 import zmq
@@ -78,6 +80,7 @@ async def test_a_client_that_goes_away_aborts_every_output_of_its_batch(stack):
     prefill, decode = stack.nodes
     call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json={"prompt": ["a", "b", "c"]}))
     await decode.until(lambda: len(decode.generates) == 3)
+    await prefill.until(lambda: len(prefill.generates) == 3)
     prefill.tokens(next(iter(prefill.generates)), 0, (65,), finish="length")
     await asyncio.sleep(0.05)
     call.cancel()
@@ -131,6 +134,34 @@ async def test_a_stream_that_fails_midway_ends_with_an_error_event(stack):
         "code": "out_of_pages",
     }
     await prefill.until(lambda: rid in prefill.aborts)
+
+
+async def test_a_client_that_stops_reading_is_cut_off_after_its_deadline(folder, monkeypatch):
+    monkeypatch.setattr("gateway.outlet.STALL_S", 0.2)
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair(context_length=200_000, num_pages=20_000)
+        prefill.on_generate = decode.on_generate = silent
+        address = urlsplit(stack.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 10)
+        body = json.dumps(
+            {"text": "a", "stream": True, "deadline_ms": 700, "sampling_params": {"max_new_tokens": 99_000}}
+        )
+        writer.write(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await prefill.until(lambda: prefill.generates)
+        (rid,) = prefill.generates
+        prefill.tokens(rid, 0, (65,))
+        for i in range(100):  # all the text so far with each: more than the buffers hold
+            decode.tokens(rid, 1 + 1000 * i, (65,) * 1000)
+            await asyncio.sleep(0.005)
+        await decode.until(lambda: rid in decode.aborts)
+        await asyncio.sleep(0.4)
+        assert len(stack.gateway._runner.server.connections) == 0
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 20):
+                pass
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 # ---- nodes that go --------------------------------------------------------------------------------------------------
@@ -254,8 +285,8 @@ async def test_requests_spread_over_the_nodes_there_are(folder):
         for node in nodes:
             node.on_generate = silent
         calls = [asyncio.ensure_future(stack.post("/v1/completions", BODY)) for _ in range(6)]
-        await nodes[5].until(lambda: len(nodes[5].generates) == 2)
-        await asyncio.sleep(0.05)
+        for node in nodes:
+            await node.until(lambda node=node: len(node.generates) == 2)
         assert [len(node.generates) for node in nodes] == [2] * 6
         assert await stack.post("/abort_request", {"abort_all": True}) == (200, {"aborted": 6})
         await asyncio.gather(*calls)

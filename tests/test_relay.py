@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from fake_nodes import make_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ErrorCode, RequestError
@@ -34,6 +34,7 @@ def ids_of(text):
     return TEXT.encode(text, add_special_tokens=False)
 
 
+@settings(deadline=None)
 @given(
     st.text(min_size=1, max_size=30), st.permutations(range(6)), st.lists(st.integers(1, 30), min_size=5, max_size=5)
 )

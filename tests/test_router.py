@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.router import Router
@@ -101,6 +101,7 @@ def test_what_is_remembered_is_bounded():
     assert len(chosen._holders) == 10
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 3)), max_size=40))
 def test_when_everything_has_ended_no_load_is_left(requests):
     chosen = router()

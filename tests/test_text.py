@@ -2,7 +2,7 @@
 
 import pytest
 from fake_nodes import CORPUS, EOS, TEMPLATE, make_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -27,11 +27,13 @@ def detokenize(ids, cuts, skip_special):
     return "".join(detokenizer.push(tuple(piece)) for piece in in_pieces(ids, cuts)) + detokenizer.flush()
 
 
+@settings(deadline=None)
 @given(ids_of_any_kind, st.lists(st.integers(0, 60), max_size=60), st.booleans())
 def test_deltas_of_any_ids_cut_anywhere_join_to_what_decoding_all_at_once_gives(ids, cuts, skip_special):
     assert detokenize(ids, cuts, skip_special) == TEXT.decode(ids, skip_special=skip_special)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40), st.lists(st.integers(0, 200), max_size=60))
 def test_text_comes_back_as_it_was(text, cuts):
     ids = TEXT.encode(text, add_special_tokens=False)
@@ -92,6 +94,7 @@ def cut_by_definition(text, stops):
     return text, None
 
 
+@settings(deadline=None)
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),

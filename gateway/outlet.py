@@ -1,0 +1,121 @@
+"""From relays to an HTTP answer: all at once, or as server-sent events while the tokens come."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from common.errors import RequestError
+from gateway.front import json_response
+from gateway.relay import Delta, Relay
+from gateway.render import as_error, error_body, event
+
+log = logging.getLogger(__name__)
+
+#: A client that stops reading keeps its connection so long after its request's deadline.
+STALL_S = 60.0
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class Render(Protocol):
+    """One way to write outputs down; see ``gateway.render``."""
+
+    def first(self, relays: Sequence[Relay]) -> bytes: ...
+    def chunk(self, relay: Relay, delta: Delta, *, with_usage: bool) -> bytes: ...
+    def last(self, relays: Sequence[Relay], *, with_usage: bool) -> bytes: ...
+    def answer(self, relays: Sequence[Relay]) -> Any: ...
+
+
+class Outlet:
+    """Where the outputs of one HTTP request report that they have something new."""
+
+    def __init__(self, *, only_ends: bool) -> None:
+        self._only_ends = only_ends
+        self._changed: dict[int, Relay] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self, relay: Relay) -> None:
+        if self._only_ends and not relay.is_ended:
+            return
+        self._changed[relay.number] = relay
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def changed(self) -> list[Relay]:
+        """Waits for news; returns the outputs that have some, each once."""
+        if not self._changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        changed, self._changed = list(self._changed.values()), {}
+        return changed
+
+
+async def whole(relays: list[Relay], outlet: Outlet, render: Render) -> web.Response:
+    """Waits for all outputs; the first error is everybody's."""
+    num_open = len(relays)
+    while num_open:
+        for relay in await outlet.changed():
+            num_open -= 1
+            if relay.error is not None:
+                raise relay.error
+    return json_response(render.answer(relays))
+
+
+async def stream(
+    request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render, *, with_usage: bool
+) -> web.StreamResponse:
+    """Server-sent events. Nothing is sent before there is something, so that an early failure has its status."""
+    changed = await outlet.changed()
+    for relay in changed:
+        if relay.error is not None:
+            raise relay.error
+    response = web.StreamResponse(headers=SSE_HEADERS)
+    await response.prepare(request)
+    try:
+        async with asyncio.timeout(relays[0].ask.timeout_s + STALL_S):
+            try:
+                await _write_events(response, relays, changed, outlet, render, with_usage=with_usage)
+            except ConnectionError:
+                raise
+            except Exception as error:  # the status has gone out already
+                if not isinstance(error, RequestError):
+                    log.exception("a stream failed")
+                await response.write(event(error_body(as_error(error))))
+            await response.write_eof()
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client has stopped reading") from error
+    return response
+
+
+async def _write_events(
+    response: web.StreamResponse, relays: list[Relay], changed: list[Relay], outlet: Outlet, render: Render,
+    *, with_usage: bool,
+) -> None:  # fmt: skip
+    out = [render.first(relays)]
+    num_open = len(relays)
+    while num_open:
+        for relay in changed:
+            if relay.error is not None:
+                if data := b"".join(out):
+                    await response.write(data)
+                raise relay.error
+            delta = relay.take()
+            if delta is not None:
+                out.append(render.chunk(relay, delta, with_usage=with_usage))
+                num_open -= delta.is_last
+        if not num_open:
+            out.append(render.last(relays, with_usage=with_usage))
+        if data := b"".join(out):
+            await response.write(data)
+        out.clear()
+        if num_open:
+            changed = await outlet.changed()
