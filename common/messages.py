@@ -146,6 +146,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish: Literal["", "stop", "length"] = ""  # non-empty: the last of these tokens ended the output
     cached_tokens: Count = 0  # with index 0: prompt tokens that prefill found in its cache
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with index 0: of the prompt, from ``prompt_logprobs_from`` on
     timings: dict[str, float] = {}
 
 

@@ -20,6 +20,8 @@ from common.pages import Owner, PageBooks
 from common.radix import Match, RadixCache
 from common.request import Request
 from common.request_pages import packed_tokens
+from common.sampling import TokenLogprobs
+from common.step import Admit, Row, StepResult
 
 #: Output tokens that are reserved for one request at most. SGLang's CLIP_MAX_NEW_TOKENS.
 CLIP_MAX_NEW_TOKENS = 4096
@@ -56,6 +58,56 @@ class Chunk:
     start: int
     num_tokens: int
     is_last: bool
+
+    def to_row(self) -> Row:
+        """What the executor is asked for: the extend, the sample that ends it, the prompt tokens to be judged."""
+        request, end = self.request, self.start + self.num_tokens
+        targets: tuple[int, ...] = ()
+        wanted = request.sampling.prompt_logprobs_from
+        first = max(self.start + 1, wanted or 0)
+        if wanted is not None and not request.output:
+            targets = request.prompt[first : end + 1]
+        return Row(
+            request.slot,
+            self.start,
+            request.tokens(self.start, end),
+            self.is_last,
+            targets=targets,
+            first_target=first - 1 - self.start if targets else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What a step found out about one chunk.
+
+    Attributes:
+        sampled: token and its log-probability, of a last chunk.
+        prompt_logprobs: of the chunk's targets, if it had any.
+    """
+
+    sampled: tuple[int, TokenLogprobs | None] | None
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
+def chunk_results(chunks: Sequence[Chunk], result: StepResult, *, num_before: int = 0) -> list[ChunkResult]:
+    """Take a step's result apart by chunk. ``num_before`` sampled rows without targets came before the chunks."""
+    tokens = iter(result.tokens[num_before:])
+    logprobs = iter(result.logprobs[num_before:] or (None,) * len(result.tokens))
+    judged = iter(result.prompt_logprobs)
+    return [
+        ChunkResult(
+            (next(tokens), next(logprobs)) if chunk.is_last else None,
+            next(judged) if chunk.to_row().targets else (),
+        )
+        for chunk in chunks
+    ]
+
+
+def admit_row(request: Request, *, last_token: int | None = None) -> Admit:
+    """How a request takes its slot. ``last_token``: sampled elsewhere or before, if its prompt is not extended now."""
+    history = request.tokens() if request.sampling.has_penalties else ()
+    return Admit(request.slot, request.sampling, len(request.prompt), last_token, history)
 
 
 class PrefillAdder:
@@ -123,8 +175,7 @@ class PrefillAdder:
             return AddResult.OTHER
         if self.total_left <= 0 and not self._proves(request):
             return AddResult.NO_TOKEN
-        # The last token is computed in any case: its logits are what is wanted.
-        match = self._cache.match(packed_tokens(request, request.num_tokens - 1), request.salt)
+        match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
         num_tokens = self._fit(request.num_tokens - match.num_tokens)
         if num_tokens == 0:
             return AddResult.OTHER

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.sampling import SamplingParams
+from common.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from common.radix import Node
@@ -25,6 +25,7 @@ class Request:
         node: the radix node whose path is locked for this request.
         num_computed: tokens whose KV is in ``pages``.
         num_cached: prompt tokens that were found in this node's cache when it was admitted first.
+        prompt_logprobs: of prompt tokens from ``sampling.prompt_logprobs_from`` on, as far as they are computed.
         slot: row of the executor's request table; -1 while it has none.
         packed: its first tokens in the radix cache's packed form, kept by ``request_pages.packed_tokens``. Tokens are
             only ever appended, so it stays true.
@@ -45,6 +46,7 @@ class Request:
     node: "Node | None" = None
     num_computed: int = 0
     num_cached: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int = -1
     packed: bytes = b""
 
@@ -60,6 +62,17 @@ class Request:
     def num_left(self) -> int:
         """Output tokens it may still produce."""
         return self.sampling.max_new_tokens - len(self.output)
+
+    @property
+    def num_cacheable(self) -> int:
+        """Tokens that a cached prefix may stand for: the rest must be computed, since something of it is wanted.
+
+        The last token's logits always are; with prompt log-probabilities, those before each token asked for.
+        """
+        first = self.sampling.prompt_logprobs_from
+        if first is None or self.output:
+            return self.num_tokens - 1
+        return max(0, min(self.num_tokens, first) - 1)
 
     def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
         """Prompt and output tokens at positions ``start .. end``."""

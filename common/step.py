@@ -36,8 +36,8 @@ class Row(NamedTuple):
     start: int
     tokens: tuple[int, ...] | None  # None: one token, the one sampled (or admitted) last for this slot
     sample: bool  # sample a token from the logits of the row's last position
-    targets: tuple[int, ...] = ()  # prompt tokens whose log-probability is wanted: targets[i] follows tokens[first + i],
-    first_target: int = 0  # where ``first`` is this
+    targets: tuple[int, ...] = ()  # prompt tokens to be judged: targets[i] follows tokens[first_target + i]
+    first_target: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -221,6 +221,7 @@ class DecodeRole:
                 logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
                 finish=sampled.finish,
                 cached_tokens=request.num_cached if is_local_first else 0,
+                prompt_logprobs=tuple(request.prompt_logprobs) if is_local_first else (),
                 timings=timings,
             )
         )

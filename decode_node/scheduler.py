@@ -15,12 +15,12 @@ from common.lifecycle import advance
 from common.new_token_ratio import NewTokenRatio, expected_tokens
 from common.pages import Owner, PageBooks
 from common.policy import Policy
-from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder
+from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
 from common.radix import RadixCache
 from common.request import Request
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
-from common.step import Admit, PageDelta, Row, StepPlan, StepResult
+from common.step import PageDelta, Row, StepPlan, StepResult
 from decode_node.admission import Admission, Refusal, Reservation
 from decode_node.lifecycle import TABLE, Event, State
 
@@ -223,15 +223,12 @@ class DecodeScheduler:
         grown = [request for request in grown if request.slot >= 0 and request.key not in fresh]
         return StepPlan(
             step=self._num_steps,
-            admits=tuple(
-                [Admit(r.slot, r.sampling, len(r.prompt), r.output[-1]) for r in joining]
-                + [Admit(r.slot, r.sampling, len(r.prompt), None) for r in begun]
-            ),
+            admits=tuple([admit_row(r, last_token=r.output[-1]) for r in joining] + [admit_row(r) for r in begun]),
             pages=tuple(
                 [PageDelta(r.slot, 0, tuple(r.pages)) for r in [*joining, *begun]]
                 + [PageDelta(r.slot, len(r.pages) - 1, (r.pages[-1],)) for r in grown]
             ),
-            rows=tuple([Row(r.slot, r.num_computed, None, True) for r in rows] + [_row(chunk) for chunk in chunks]),
+            rows=tuple([Row(r.slot, r.num_computed, None, True) for r in rows] + [chunk.to_row() for chunk in chunks]),
         )
 
     def _take_up(self) -> list[Request]:
@@ -339,24 +336,23 @@ class DecodeScheduler:
     def commit(self, result: StepResult) -> list[Sampled]:
         """Take in what a step computed. Rows of requests that ended meanwhile are ignored."""
         rows, chunks = self._in_flight.pop(result.step)
-        tokens = iter(zip(result.tokens, result.logprobs or (None,) * len(result.tokens), strict=True))
         effects: list[Sampled] = []
-        for request in rows:
-            token, logprobs = next(tokens)
+        logprobs = result.logprobs or (None,) * len(result.tokens)
+        for request, token, logprob in zip(rows, result.tokens, logprobs, strict=False):
             if self.running.get(request.key) is request:
                 request.num_computed += 1
-                effects.append(self._sampled(request, token, logprobs))
-        for chunk in chunks:
-            sampled = next(tokens) if chunk.is_last else None
+                effects.append(self._sampled(request, token, logprob))
+        for chunk, found in zip(chunks, chunk_results(chunks, result, num_before=len(rows)), strict=True):
             request = chunk.request
             if self.extending.get(request.key) is not request:
                 continue
             request.num_computed = chunk.start + chunk.num_tokens
+            request.prompt_logprobs += found.prompt_logprobs
             cache_computed(self._cache, self._books, request)
-            if sampled is not None:
+            if found.sampled is not None:
                 del self.extending[request.key]
                 self._move(request, Event.SAMPLED, self.running)
-                effects.append(self._sampled(request, *sampled))
+                effects.append(self._sampled(request, *found.sampled))
         self._books.end_step(result.step)
         return effects
 
@@ -388,8 +384,3 @@ class DecodeScheduler:
         assert self._admission.reservations.keys() == self.receiving.keys()
         taken = [request.slot for request in [*self.running.values(), *self.extending.values()]]
         assert sorted(self._slots + taken) == list(range(self._limits.max_running)), "a slot is lost or taken twice"
-
-
-def _row(chunk: Chunk) -> Row:
-    end = chunk.start + chunk.num_tokens
-    return Row(chunk.request.slot, chunk.start, chunk.request.tokens(chunk.start, end), chunk.is_last)

@@ -147,6 +147,7 @@ class PrefillRole:
                 logprobs=() if first.logprobs is None else (first.logprobs,),
                 finish=first.finish,
                 cached_tokens=request.num_cached,
+                prompt_logprobs=tuple(request.prompt_logprobs),
                 timings=timings,
             )
         )

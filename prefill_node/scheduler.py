@@ -13,12 +13,12 @@ from common.finish import Finish, finish_reason
 from common.lifecycle import advance
 from common.pages import PageBooks
 from common.policy import Policy
-from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder
+from common.prefill_adder import AddResult, Budgets, Chunk, ChunkResult, PrefillAdder, admit_row, chunk_results
 from common.radix import RadixCache
 from common.request import Request
 from common.request_pages import cache_computed, packed_tokens, release
 from common.sampling import TokenLogprobs
-from common.step import Admit, PageDelta, Row, StepPlan, StepResult
+from common.step import PageDelta, StepPlan, StepResult
 from prefill_node.lifecycle import TABLE, Event, State
 
 Key = tuple[str, int]
@@ -175,9 +175,9 @@ class PrefillScheduler:
         self._books.begin_step(self._num_steps)
         return StepPlan(
             step=self._num_steps,
-            admits=tuple(Admit(r.slot, r.sampling, len(r.prompt), None) for r in admitted),
+            admits=tuple(admit_row(request) for request in admitted),
             pages=tuple(PageDelta(r.slot, 0, tuple(r.pages)) for r in admitted),
-            rows=tuple(_row(chunk) for chunk in adder.chunks),
+            rows=tuple(chunk.to_row() for chunk in adder.chunks),
         )
 
     def _make_room(self) -> list[Request]:
@@ -198,7 +198,7 @@ class PrefillScheduler:
 
     def _fits(self, request: Request) -> bool:
         """Whether there are pages for it now. Those of its cached prefix are not counted twice."""
-        match = self._cache.match(packed_tokens(request, request.num_tokens - 1), request.salt)
+        match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
         num_needed = -(-request.num_tokens // self._cache.page_size) - len(match.pages)
         self._cache.lock(match.node)
         num_available = self._books.num_free + self._cache.num_evictable_pages
@@ -210,6 +210,7 @@ class PrefillScheduler:
         self._leave_batch(request.key)
         release(self._cache, self._books, request, keep=True)
         request.output.clear()
+        request.prompt_logprobs.clear()
         self._advance(request.key, Event.RETRACT)
         self.waiting = {request.key: request, **self.waiting}
         self.retracted.append(request.key)
@@ -236,22 +237,21 @@ class PrefillScheduler:
     def commit(self, result: StepResult) -> list[Computed]:
         """Take in what a step computed. Rows of requests that were closed meanwhile are ignored."""
         chunks = self._in_flight.pop(result.step)
-        tokens = iter(zip(result.tokens, result.logprobs or (None,) * len(result.tokens), strict=True))
         effects: list[Computed] = []
-        for chunk in chunks:
-            sampled = next(tokens) if chunk.is_last else None
+        for chunk, sampled in zip(chunks, chunk_results(chunks, result), strict=True):
             if self.extending.get(chunk.request.key) is chunk.request:
                 effects.append(self._commit_chunk(chunk, sampled))
         self._books.end_step(result.step)
         return effects
 
-    def _commit_chunk(self, chunk: Chunk, sampled: tuple[int, TokenLogprobs | None] | None) -> Computed:
+    def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> Computed:
         request = chunk.request
         request.num_computed = chunk.start + chunk.num_tokens
+        request.prompt_logprobs += result.prompt_logprobs
         cache_computed(self._cache, self._books, request)
-        if sampled is None:
+        if result.sampled is None:
             return Computed(request, chunk.num_tokens, request.num_computed // self._cache.page_size)
-        token, logprobs = sampled
+        token, logprobs = result.sampled
         finish = finish_reason(request.sampling, self._eos, token=token, num_output=1)
         first = self._first.setdefault(request.key, FirstToken(token, logprobs, finish))
         request.output.append(first.token)
@@ -274,8 +274,3 @@ class PrefillScheduler:
         assert self.states.keys() == self.requests.keys()
         slots = sorted(self._slots + [request.slot for request in self.extending.values()])
         assert slots == list(range(self._limits.max_running)), "a slot is lost or taken twice"
-
-
-def _row(chunk: Chunk) -> Row:
-    end = chunk.start + chunk.num_tokens
-    return Row(chunk.request.slot, chunk.start, chunk.request.tokens(chunk.start, end), chunk.is_last)
