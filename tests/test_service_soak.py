@@ -93,6 +93,35 @@ async def test_answers_stay_exact_while_clients_leave_and_everything_is_short(
     assert sum(totals[name]["retractions"] for name in ("decode-0", "decode-1")) > 0
 
 
+#: Options under which something is as small as it may be.
+EXTREMES = {
+    "one slot": {"max_running_requests": 1},
+    "one page": {"max_total_tokens": 192, "page_size": 192, "chunked_prefill_size": -1},
+    "one request's pool": {"max_total_tokens": 184, "page_size": 4},
+    "whole prompts": {"chunked_prefill_size": -1, "max_prefill_tokens": 1, "max_total_tokens": 400},
+    "one prompt at a time": {"prefill_max_requests": 1, "chunked_prefill_size": 16, "page_size": 1},
+    "no cache": {"disable_radix_cache": True, "max_total_tokens": 250, "page_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "one request's pool" else pytest.param(name, marks=pytest.mark.deep) for name in EXTREMES]
+)
+async def test_requests_end_well_and_exact_however_little_there_is_of_something(
+    model: tuple[Path, list[Case]], tmp_path: Path, name: str
+) -> None:
+    folder, cases = model
+    options = dict(EXTREMES[name])
+    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
+    with running(tmp_path / "logs", folder, node_options=options, variables=hopeful) as service:
+        async with service.client() as client:
+            crowd = Crowd(client, cases, seed=3)
+            await asyncio.wait_for(crowd.work(num_clients=12, num_requests=6), 60)
+            await client.settled()
+    assert crowd.num_failed == 0
+    assert crowd.num_well > 40
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
