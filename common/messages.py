@@ -100,6 +100,16 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     counters: dict[str, float]  # monotonic totals since the process began, by name
 
 
+class Flush(Message, frozen=True, tag="flush"):
+    """gateway -> node: forget every cached page that nobody uses."""
+
+
+class Flushed(Message, frozen=True, tag="flushed"):
+    """node -> gateway: done; so many pages were forgotten."""
+
+    num_pages: Count
+
+
 class Leave(Message, frozen=True, tag="leave"):
     """node -> gateway: I am stopping on purpose; send me nothing more."""
 
@@ -238,7 +248,7 @@ class Closed(Message, frozen=True, tag="closed"):
     message: Text = ""
 
 
-FromNode = Register | Heartbeat | Leave | Tokens | Failed | Ping
-FromGateway = Registered | Refused | Unknown | Generate | Abort | Ping
+FromNode = Register | Heartbeat | Leave | Flushed | Tokens | Failed | Ping
+FromGateway = Registered | Refused | Unknown | Generate | Abort | Flush | Ping
 FromDecode = Connect | Grant | Received | Cancel | Ping
 FromPrefill = Connected | Refused | Delivered | Handoff | Closed | Ping

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ErrorCode, RequestError
-from common.messages import Abort, Closed, Failed, Generate, Message, Peer, Tokens
+from common.messages import Abort, Closed, Failed, Flush, Flushed, Generate, Message, Peer, Tokens
 from common.node.outbox import Outbox
 from common.node.role import Load, request_from
 from common.pages import Owner, PageBooks
@@ -61,6 +61,8 @@ class DecodeRole:
             self._generate(message, now)
         elif isinstance(message, Abort):
             self._end((message.rid, message.attempt))
+        elif isinstance(message, Flush):
+            self.outbox.gateway.append(Flushed(self._cache.clear()))
         self._settle(now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:

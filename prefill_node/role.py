@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ErrorCode, RequestError
-from common.messages import Abort, Connect, Failed, Generate, Handoff, Message, Tokens
+from common.messages import Abort, Connect, Failed, Flush, Flushed, Generate, Handoff, Message, Tokens
 from common.node.outbox import Outbox
 from common.node.role import Load, request_from
 from common.pages import Owner, PageBooks
@@ -56,6 +56,8 @@ class PrefillRole:
             self._generate(message, now)
         elif isinstance(message, Abort):
             self._close((message.rid, message.attempt), "aborted", "the gateway ended it")
+        elif isinstance(message, Flush):
+            self.outbox.gateway.append(Flushed(self._cache.clear()))
         self._settle()
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
