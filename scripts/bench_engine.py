@@ -1,8 +1,8 @@
 """Our engine against ``transformers``: same weights, same number format, same threads, in one run.
 
 The model has Qwen3-0.6B's shape and random weights, made in memory. Decode starts from caches filled with random KV, so
-that no time goes into prompts that are not measured. Both sides take turns, and a figure is that of the best of its rounds,
-as are the limits, which are what this machine did just now: how fast it reads memory, and its best matrix product.
+that no time goes into prompts that are not measured. Both sides take turns, and a figure is its best round, as are
+the limits, which are what this machine did just now: how fast it reads memory, and its best matrix product.
 Neighbours on the machine only ever make a round slower.
 """
 
@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the layers, one round, 8 new tokens")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="7 layers, one round, 8 new tokens")
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here too")
     args = parser.parse_args(argv)
@@ -83,16 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Options(
         device=args.device,
         dtype=args.dtype,
-        num_layers=7 if args.quick else 28,
+        num_layers=7 if args.quick else args.layers,
         prefills=tuple(args.prefill),
         batches=tuple(args.batch),
         new_tokens=8 if args.quick else args.new_tokens,
-        rounds=1 if args.quick else 3,
+        rounds=1 if args.quick else args.rounds,
         with_transformers=not args.ours_only,
         attention=args.attention,
     )
     limits, lines = measure(options)
-    print(table(options, limits, lines))
     if args.json:
         content = {"options": vars(options), "limits": vars(limits), "lines": [vars(line) for line in lines]}
         args.json.write_text(json.dumps(content, indent=2) + "\n")
@@ -100,13 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(options: Options) -> tuple[Limits, list[Line]]:
-    """Every line of the table."""
+    """Every line of the table, each printed as soon as it is known."""
     torch.manual_seed(0)
     config = model_shape(options.num_layers)
     ours, theirs = build(config, options)
     limits = measure_limits(options)
-    lines = [measure_prefill(num_tokens, ours, theirs, limits, options) for num_tokens in options.prefills]
-    lines += [measure_decode(batch, ours, theirs, limits, options) for batch in options.batches]
+    print(heading(options, limits), flush=True)
+    lines = []
+    for measure_one, counts in ((measure_prefill, options.prefills), (measure_decode, options.batches)):
+        for count in counts:
+            lines.append(measure_one(count, ours, theirs, limits, options))
+            print(row_of(lines[-1]), flush=True)
     ours.close()
     return limits, lines
 
@@ -288,20 +293,18 @@ def line(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limi
     return Line(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
 
 
-def table(options: Options, limits: Limits, lines: Sequence[Line]) -> str:
-    """For people."""
-    head = (
+def heading(options: Options, limits: Limits) -> str:
+    return (
         f"{options.num_layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
+        f"{'tokens/s':<18}{'ours':>10}{'transformers':>14}{'ratio':>8}{'limit':>10}{'of limit':>10}"
     )
-    rows = [f"{'tokens/s':<18}{'ours':>10}{'transformers':>14}{'ratio':>8}{'limit':>10}{'of limit':>10}"]
-    for each in lines:
-        theirs = (
-            f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
-        )
-        rows.append(f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}")
-    return head + "\n".join(rows)
+
+
+def row_of(each: Line) -> str:
+    theirs = f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
+    return f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}"
 
 
 if __name__ == "__main__":
