@@ -339,11 +339,15 @@ class Control:
         self._forget(incarnation, node.name)
 
     def _forget(self, incarnation: str, name: str) -> None:
-        """Ends what was under way on a node that is no longer registered."""
+        """Ends what was under way on a node that is no longer registered.
+
+        A prefill node is done with a request of which decode has sent a token; that one goes on.
+        """
         self._router.forget(incarnation)
         message = f"node {name} was lost while it worked on the request"
         for rid, leg in list(self._legs.items()):
-            if incarnation in (leg.pair.prefill, leg.pair.decode):
+            is_handed_over = len(leg.relay.ids) > 1
+            if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
                 self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
 
     def describe(self, node: Node) -> dict[str, Any]:

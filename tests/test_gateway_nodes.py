@@ -184,6 +184,24 @@ async def test_a_node_that_dies_ends_its_requests_at_once_and_its_sibling_is_tol
     assert await serves(stack)
 
 
+async def test_a_prefill_node_that_dies_takes_no_request_along_that_decode_has_taken_up(stack):
+    prefill, decode = stack.nodes
+    taken, taken_rid = await under_way(stack)
+    prefill.tokens(taken_rid, 0, (65,))
+    decode.tokens(taken_rid, 1, (66,))
+    waiting, waiting_rid = await under_way(stack)
+    prefill.tokens(waiting_rid, 0, (65,))
+    await prefill.kill()
+    stack.nodes.remove(prefill)
+    assert await error_of(waiting) == (502, "node_lost")
+    decode.tokens(taken_rid, 2, (67,), finish="length")
+    async with await taken as answer:
+        assert answer.status == 200
+        assert (await answer.json())["usage"]["completion_tokens"] == 3
+    await decode.until(lambda: waiting_rid in decode.aborts)
+    assert taken_rid not in decode.aborts
+
+
 async def test_a_node_that_falls_silent_is_lost_and_may_come_back(stack):
     call, rid = await under_way(stack)
     prefill, decode = stack.nodes

@@ -168,6 +168,8 @@ async def test_a_node_told_to_stop_ends_its_requests_with_a_word(pair: Service) 
             assert computing.ended_at - stopped_at < AT_ONCE_S
             if name == "decode-0":
                 assert streaming.code in LOST
+            else:
+                assert streaming.error is None, "its prompt had been handed over"
             await client.settled()
             await replace(pair, client, name)
 
