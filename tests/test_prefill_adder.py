@@ -485,6 +485,19 @@ def test_under_ignore_eos_a_request_is_admitted_if_all_can_grow_to_their_ends() 
         assert adder.add_one_req(request(8, 12, ignore_eos=True)) is expected
 
 
+def test_pages_that_two_requests_share_come_back_with_neither() -> None:
+    pool = Pool(20)
+    first = decoding(pool, 8, 9)
+    assert Growth.of(first, 8, is_late=False).num_private == 2
+    second = Request("second", 0, (*first.prompt, 5), first.sampling)
+    assert pool.adder().add_one_req(second) is CONTINUE
+    assert second.num_cached == 8
+    assert Growth.of(first, 8, is_late=False).num_private == 0
+    assert Growth.of(second, 9, is_late=False).num_private == 1
+    release(pool.cache, pool.books, first, keep=True)
+    assert Growth.of(second, 9, is_late=False).num_private == 3
+
+
 def test_under_ignore_eos_nothing_is_expected_back_from_a_prompt_still_being_computed() -> None:
     # One prompt of 16 tokens holds 4 pages, is half computed and has 4 tokens to come: 1 page more. The new one takes a
     # page and grows by 12 tokens, 3 more: 4 + 1 + 1 + 3 = 9. By counting steps the first would have ended by then.
