@@ -112,12 +112,10 @@ class TorchExecutor:
         rows = plan.rows
         self._check(rows)
         slots = np.array([row.slot for row in rows])
-        arrays = RowArrays(
-            starts=np.array([row.start for row in rows], np.int64),
-            num_new=np.array([row.num_tokens for row in rows], np.int64),
-            page_table=self._page_table[slots],
-            page_size=self._page_size,
-        )
+        starts = np.array([row.start for row in rows], np.int64)
+        num_new = np.array([row.num_tokens for row in rows], np.int64)
+        width = self.pool.geometry.num_pages(int((starts + num_new).max()))  # the table is as wide as the context
+        arrays = RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size)
         batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
         sampled = [index for index, row in enumerate(rows) if row.sample]

@@ -42,6 +42,11 @@ class KVPool:
         self.tensor = self._landing if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
         self._is_open = True
 
+    @property
+    def is_mapped(self) -> bool:
+        """Is ``memory`` the pool itself?"""
+        return self.tensor is self._landing
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
