@@ -36,7 +36,6 @@ OTHER_VARIABLES = (
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {
-    "--lpm-degrade-threshold": "the only --schedule-policy is fcfs",
     "--enable-priority-scheduling": "requests are served in order of arrival",
     "--default-priority-value": "requests are served in order of arrival",
     "--schedule-low-priority-values-first": "requests are served in order of arrival",
@@ -46,7 +45,6 @@ NOT_YET: dict[str, str] = {
     "--priority-classes": "requests are served in order of arrival",
     "--enable-dynamic-chunking": "chunks have one size, --chunked-prefill-size",
     "--enable-mixed-chunk": "prefill and decode run on separate nodes",
-    "--stream-interval": "every token is streamed as it is made",
     "--truncation-align-size": "chunks end at a multiple of --page-size",
     "--num-reserved-decode-tokens": "pages for the output are taken as it grows",
     "--retraction-policy": "the request with the shortest output gives way",
@@ -58,6 +56,11 @@ NOT_YET: dict[str, str] = {
     "--speculative-algorithm": "every token is computed by the model itself",
     "--enable-lora": "only plain checkpoints are served",
 }
+
+
+#: Values of --schedule-policy; see common/policy.py.
+POLICIES = ("fcfs", "lpm")
+POLICIES_NOT_YET = ("dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
 
 
 # ---- options that several commands share ----------------------------------------------------------------------------
@@ -145,7 +148,11 @@ class _Engine:
         "Tokens of a prompt computed in one step; -1 computes prompts whole; otherwise chosen by device.",
         minimum=-1,
     )
-    schedule_policy: str = option("fcfs", "Order of waiting requests; fcfs is the only one yet.", metavar="fcfs")
+    schedule_policy: str = option(
+        "fcfs", "Order of waiting requests: fcfs by arrival, lpm by the longest cached prefix.", metavar="fcfs|lpm"
+    )
+    lpm_degrade_threshold: int = option(128, "A longer queue makes lpm fall back to fcfs.", minimum=1)
+    stream_interval: int = option(1, "Output tokens per streamed message, after the first token.", minimum=1)
     disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
     transport: Literal["auto", "shm"] = option("auto", "How KV pages travel; shm is shared memory on one machine.")
 
@@ -219,8 +226,7 @@ class ServeConfig(_Engine, _Http, _Model):
 def _check_engine(config: Any) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
-    if config.schedule_policy != "fcfs":
-        raise ConfigError(f"--schedule-policy {config.schedule_policy} is not available yet; the only one is fcfs")
+    _check_policy(config.schedule_policy)
     chunk = config.chunked_prefill_size
     if chunk == 0:
         raise ConfigError("--chunked-prefill-size 0 would compute nothing; -1 turns chunking off")
@@ -232,6 +238,12 @@ def _check_engine(config: Any) -> None:
         )
     if config.revision is not None and Path(config.model).is_dir():
         raise ConfigError(f"--revision is for hub models, and --model {config.model} is a folder")
+
+
+def _check_policy(name: str) -> None:
+    if name not in POLICIES:
+        state = "not available yet" if name in POLICIES_NOT_YET else "unknown"
+        raise ConfigError(f"--schedule-policy {name} is {state}; use one of: {', '.join(POLICIES)}")
 
 
 def _check_http(config: Any) -> None:

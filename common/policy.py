@@ -1,10 +1,17 @@
 """In which order waiting requests are tried. One protocol, one table; choosing a policy is a lookup."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from common.errors import ConfigError
+from common.radix import RadixCache
 from common.request import Request
+from common.request_pages import packed_tokens
+
+log = logging.getLogger(__name__)
+
+#: A longer queue makes ``lpm`` fall back to order of arrival: matching every request would cost more than it gains.
+LPM_DEGRADE_THRESHOLD = 128
 
 
 class Policy(Protocol):
@@ -27,15 +34,40 @@ class FirstComeFirstServed:
         return waiting
 
 
-_POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": FirstComeFirstServed}
-_NOT_YET = ("lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
+class LongestPrefixMatch:
+    """Most cached tokens first; equals in order of arrival.
+
+    Args:
+        cache: of this node.
+        degrade_threshold: a longer queue is served in order of arrival.
+    """
+
+    def __init__(self, cache: RadixCache, degrade_threshold: int = LPM_DEGRADE_THRESHOLD) -> None:
+        self._cache = cache
+        self._degrade_threshold = degrade_threshold
+
+    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
+        if len(waiting) > self._degrade_threshold:
+            return waiting
+        return sorted(waiting, key=lambda request: -self._num_cached(request))
+
+    def _num_cached(self, request: Request) -> int:
+        return self._cache.match(packed_tokens(request, request.num_cacheable), request.salt).num_tokens
 
 
-def policy_named(name: str) -> Policy:
-    """The policy of this ``--schedule-policy``. Raises ConfigError for a name that is unknown or does not work yet."""
-    if name in _POLICIES:
-        return _POLICIES[name]()
-    known = ", ".join(_POLICIES)
-    if name in _NOT_YET:
-        raise ConfigError(f"--schedule-policy {name} is not available yet; use one of: {known}")
-    raise ConfigError(f"--schedule-policy {name} is unknown; use one of: {known}")
+#: By ``--schedule-policy``; the configuration knows the same names.
+_POLICIES: dict[str, Callable[[RadixCache, int], Policy]] = {
+    "fcfs": lambda cache, threshold: FirstComeFirstServed(),
+    "lpm": LongestPrefixMatch,
+}
+_NEED_CACHE = ("lpm",)
+
+
+def make_policy(name: str, cache: RadixCache, *, lpm_degrade_threshold: int = LPM_DEGRADE_THRESHOLD) -> Policy:
+    """The policy of this ``--schedule-policy``; without a cache to match against, those that need one are ``fcfs``."""
+    if name in _NEED_CACHE and not cache.is_enabled:
+        log.warning(
+            "--disable-radix-cache leaves --schedule-policy %s nothing to go by; requests are served fcfs", name
+        )
+        name = "fcfs"
+    return _POLICIES[name](cache, lpm_degrade_threshold)

@@ -25,7 +25,7 @@ class SamplingParams:
         ignore_eos: the model's own end tokens do not end the output.
         min_tokens: end and stop tokens cannot be sampled before this many output tokens.
         logprobs: None for none; n for the log-probability of each output token and of the n likeliest at its place.
-        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied; 1 is none
+        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied
             (CTRL, arXiv:1909.05858).
         presence_penalty: subtracted from the logits of tokens that are in the output.
         frequency_penalty: subtracted from a token's logit as often as it is in the output.

@@ -7,7 +7,7 @@ from common.cli import resolve
 from common.config import NodeConfig
 from common.new_token_ratio import NewTokenRatio, constants_from
 from common.node.process import Parts, run
-from common.policy import policy_named
+from common.policy import make_policy
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receiver import Receiver
@@ -30,13 +30,20 @@ def build(parts: Parts) -> DecodeRole:
         parts.cache,
         parts.books,
         limits=limits,
-        policy=policy_named(config.schedule_policy),
+        policy=make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )
     transport = ShmReader(parts.pool, parts.incarnation)
     receiver = Receiver(transport, parts.books, name=config.name or "decode", digest=parts.digest)
-    return DecodeRole(scheduler, receiver, cache=parts.cache, books=parts.books)
+    return DecodeRole(
+        scheduler,
+        receiver,
+        cache=parts.cache,
+        books=parts.books,
+        vocab_size=parts.vocab_size,
+        stream_interval=config.stream_interval,
+    )
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Closed, Failed, Flush, Flushed, Generate, Message, Peer, Tokens
 from common.node.outbox import Outbox
-from common.node.role import Load, request_from
+from common.node.role import Load, check_generate, request_from
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -43,12 +43,28 @@ CONNECT_TIMEOUT_S = 10.0
 class DecodeRole:
     """Everything a decode node decides. See ``common.node.role.Role`` for the calls."""
 
-    def __init__(self, scheduler: DecodeScheduler, receiver: Receiver, *, cache: RadixCache, books: PageBooks) -> None:
+    """Args beside the parts of it:
+    stream_interval: output tokens per message to the gateway, after the first.
+    """
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        receiver: Receiver,
+        *,
+        cache: RadixCache,
+        books: PageBooks,
+        vocab_size: int,
+        stream_interval: int = 1,
+    ) -> None:
         self.outbox = Outbox()
         self._scheduler = scheduler
         self._receiver = receiver
         self._cache = cache
         self._books = books
+        self._vocab_size = vocab_size
+        self._stream_interval = stream_interval
+        self._unsent: dict[Key, list[Sampled]] = {}  # tokens that wait to fill a message
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
         self._source: dict[Key, str] = {}  # which of them computes a request's prompt
         self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
@@ -86,7 +102,7 @@ class DecodeRole:
         self._receiver.peer_lost(peer)
         for key, request in list(self._scheduler.waiting.items()):
             if self._source[key] == peer:
-                self._fail(request, ErrorCode.NODE_LOST, "the prefill node was lost")
+                self._fail(request, ErrorCode.NODE_LOST, "the prefill node was lost", now)
         self.outbox.hang_up.append(peer)
         self._settle(now)
 
@@ -100,7 +116,7 @@ class DecodeRole:
                 self._totals[name] += chunk.num_tokens
         elif (stuck := self._scheduler.stuck()) is not None:
             message = f"the pool of {self._books.num_pages} pages cannot hold {stuck.num_tokens} tokens and one more"
-            self._fail(stuck, ErrorCode.OUT_OF_PAGES, message)
+            self._fail(stuck, ErrorCode.OUT_OF_PAGES, message, now)
         return plan
 
     def commit(self, result: StepResult, now: float) -> None:
@@ -111,16 +127,16 @@ class DecodeRole:
 
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now):
-            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node")
+            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node", now)
         for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
             self.peer_lost(peer, now)
         self._receiver.poll(now)
         self._settle(now)
         return False
 
-    def stop(self, message: str) -> None:
+    def stop(self, message: str, now: float) -> None:
         for request in list(self._scheduler.requests.values()):
-            self._fail(request, ErrorCode.SHUTTING_DOWN, message)
+            self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)
 
@@ -132,6 +148,7 @@ class DecodeRole:
             return  # said twice
         self._totals["requests"] += 1
         try:
+            check_generate(message, self._vocab_size)
             self._scheduler.submit(request, is_local=message.prefill is None)
         except RequestError as error:
             self._answer_failure(request.key, error.code, error.message)
@@ -200,37 +217,68 @@ class DecodeRole:
 
     def _forget(self, key: Key) -> Request | None:
         self._source.pop(key, None)
+        self._unsent.pop(key, None)
         return self._scheduler.end(key)
 
     def _answer(self, sampled: Sampled, now: float) -> None:
-        request = sampled.request
+        """One more token: at once if it is the first or the last, else when a message is full."""
+        request, key = sampled.request, sampled.request.key
         self._totals["output_tokens"] += 1
-        timings: dict[str, float] = {}
-        is_local_first = len(request.output) == 1
-        if is_local_first:
-            self._totals["local_prefills"] += 1
-            self._totals["prompt_tokens_cached"] += request.num_cached
-        if is_local_first or (len(request.output) == 2 and request.key in self._source):
-            queued_s, since_s = request.admitted_at - request.arrived_at, now - request.admitted_at
-            names = ("prefill_queue_s", "prefill_s") if is_local_first else ("decode_queue_s", "handoff_s")
-            timings = dict(zip(names, (queued_s, since_s), strict=True))
+        if len(request.output) == 1:
+            self._answer_first(sampled, now)
+        else:
+            self._unsent.setdefault(key, []).append(sampled)
+            if sampled.finish or len(self._unsent[key]) >= self._stream_interval:
+                self._send_tokens(request, now)
+        if sampled.finish:
+            self._end(key)
+
+    def _answer_first(self, sampled: Sampled, now: float) -> None:
+        """The first token of a prompt that was computed here."""
+        request = sampled.request
+        self._totals["local_prefills"] += 1
+        self._totals["prompt_tokens_cached"] += request.num_cached
+        timings = {
+            "prefill_queue_s": request.admitted_at - request.arrived_at,
+            "prefill_s": now - request.admitted_at,
+        }
         self.outbox.gateway.append(
             Tokens(
-                request.rid,
-                request.attempt,
-                index=len(request.output) - 1,
+                *request.key,
+                index=0,
                 tokens=(sampled.token,),
                 logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
                 finish=sampled.finish,
-                cached_tokens=request.num_cached if is_local_first else 0,
-                prompt_logprobs=tuple(request.prompt_logprobs) if is_local_first else (),
+                cached_tokens=request.num_cached,
+                prompt_logprobs=tuple(request.prompt_logprobs),
                 timings=timings,
             )
         )
-        if sampled.finish:
-            self._end(request.key)
 
-    def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
+    def _send_tokens(self, request: Request, now: float) -> None:
+        unsent = self._unsent.pop(request.key, [])
+        if not unsent:
+            return
+        index = len(request.output) - len(unsent)
+        timings: dict[str, float] = {}
+        if index == 1 and request.key in self._source:
+            timings = {
+                "decode_queue_s": request.admitted_at - request.arrived_at,
+                "handoff_s": now - request.admitted_at,
+            }
+        self.outbox.gateway.append(
+            Tokens(
+                *request.key,
+                index=index,
+                tokens=tuple(sampled.token for sampled in unsent),
+                logprobs=() if unsent[0].logprobs is None else tuple(sampled.logprobs for sampled in unsent),
+                finish=unsent[-1].finish,
+                timings=timings,
+            )
+        )
+
+    def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
+        self._send_tokens(request, now)
         self._end(request.key)
         self._answer_failure(request.key, code, message)
 

@@ -5,7 +5,7 @@ import sys
 from common.cli import resolve
 from common.config import NodeConfig
 from common.node.process import Parts, run
-from common.policy import policy_named
+from common.policy import make_policy
 from kv_transfer.sender import Sender
 from kv_transfer.transports.shm import ShmWriter
 from prefill_node.role import PrefillRole
@@ -29,11 +29,11 @@ def build(parts: Parts) -> PrefillRole:
         parts.cache,
         parts.books,
         limits=limits,
-        policy=policy_named(config.schedule_policy),
+        policy=make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
         eos_token_ids=parts.eos_token_ids,
         is_granted=sender.is_granted,
     )
-    return PrefillRole(scheduler, sender, cache=parts.cache, books=parts.books)
+    return PrefillRole(scheduler, sender, cache=parts.cache, books=parts.books, vocab_size=parts.vocab_size)
 
 
 def main() -> int:

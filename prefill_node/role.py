@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Connect, Failed, Flush, Flushed, Generate, Handoff, Message, Tokens
 from common.node.outbox import Outbox
-from common.node.role import Load, request_from
+from common.node.role import Load, check_generate, request_from
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -40,12 +40,15 @@ COUNTERS = (
 class PrefillRole:
     """Everything a prefill node decides. See ``common.node.role.Role`` for the calls."""
 
-    def __init__(self, scheduler: PrefillScheduler, sender: Sender, *, cache: RadixCache, books: PageBooks) -> None:
+    def __init__(
+        self, scheduler: PrefillScheduler, sender: Sender, *, cache: RadixCache, books: PageBooks, vocab_size: int
+    ) -> None:
         self.outbox = Outbox()
         self._scheduler = scheduler
         self._sender = sender
         self._cache = cache
         self._books = books
+        self._vocab_size = vocab_size
         self._answered: dict[Key, None] = {}  # requests whose first token the gateway has; they may be retracted after
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
@@ -100,7 +103,7 @@ class PrefillRole:
         self._settle()
         return more
 
-    def stop(self, message: str) -> None:
+    def stop(self, message: str, now: float) -> None:
         for request in list(self._scheduler.requests.values()):
             self._fail(request, ErrorCode.SHUTTING_DOWN, message)
         self._settle()
@@ -113,6 +116,7 @@ class PrefillRole:
             return  # said twice
         self._totals["requests"] += 1
         try:
+            check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
         except RequestError as error:
             self._answer_failure(request, error.code, error.message)

@@ -6,7 +6,7 @@ of the last chunk is the first output token; the slot is free then, the pages st
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
@@ -20,6 +20,7 @@ from common.request_pages import cache_computed, packed_tokens, release
 from common.sampling import TokenLogprobs
 from common.step import PageDelta, StepPlan, StepResult
 from prefill_node.lifecycle import TABLE, Event, State
+from prefill_node.sharing import Sharing, SharingLimits
 
 Key = tuple[str, int]
 
@@ -34,6 +35,7 @@ class Limits:
         max_prefill_tokens: input tokens of one step.
         chunk_tokens: tokens of one step after which a prompt is cut; None leaves prompts whole.
         max_requests: requests of one step.
+        sharing: which prompts wait for a prefix that is just being computed.
     """
 
     max_running: int
@@ -41,6 +43,7 @@ class Limits:
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
     max_requests: int | None = None
+    sharing: SharingLimits = field(default_factory=SharingLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +221,16 @@ class PrefillScheduler:
     def _admit(self, adder: PrefillAdder, urgent: list[Request], now: float) -> list[Request]:
         admitted: list[Request] = []
         order = self._policy.order([r for r in self.waiting.values() if r not in urgent], now)
+        sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
         for request in [*urgent, *order]:
             if not self._slots:
                 break
+            if self._cache.is_enabled and sharing.holds_back(request, self._num_cached(request)):
+                continue
             num_chunks = len(adder.chunks)
             result = adder.add_one_req(request)
             if len(adder.chunks) > num_chunks:
+                sharing.add(request)
                 del self.waiting[request.key]
                 self.extending[request.key] = request
                 request.slot = self._slots.pop()
@@ -233,6 +240,9 @@ class PrefillScheduler:
             if result is not AddResult.CONTINUE:
                 break
         return admitted
+
+    def _num_cached(self, request: Request) -> int:
+        return self._cache.match(packed_tokens(request, request.num_cacheable), request.salt).num_tokens
 
     def commit(self, result: StepResult) -> list[Computed]:
         """Take in what a step computed. Rows of requests that were closed meanwhile are ignored."""

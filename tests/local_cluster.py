@@ -16,7 +16,7 @@ from common.errors import ErrorCode
 from common.messages import Abort, Failed, Generate, Message, Peer, Tokens
 from common.new_token_ratio import NewTokenRatio, constants_from
 from common.pages import PageBooks
-from common.policy import policy_named
+from common.policy import make_policy
 from common.radix import RadixCache
 from common.sampling import SamplingParams, TokenLogprobs
 from decode_node import scheduler as decode
@@ -26,7 +26,7 @@ from kv_transfer.sender import Sender
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
 from prefill_node import scheduler as prefill
 from prefill_node.role import PrefillRole
-from tests.fake_engine import FakeExecutor
+from tests.fake_engine import VOCAB_SIZE, FakeExecutor
 
 
 @dataclass(slots=True)
@@ -54,6 +54,7 @@ class Answer:
     logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
     finish: str = ""
     cached_tokens: int = 0
+    num_messages: int = 0
     error: Failed | None = None
 
     @property
@@ -91,6 +92,8 @@ class LocalCluster:
         device: str = "cpu",
         is_cached: bool = True,
         max_queued: int | None = None,
+        policy: str = "fcfs",
+        stream_interval: int = 1,
     ) -> None:
         self.clock = ManualClock()
         self.wire = Wire(latency=latency)
@@ -103,6 +106,8 @@ class LocalCluster:
         self._chunk = chunk_tokens
         self._max_running = max_running
         self._max_queued = max_queued
+        self._policy = policy
+        self._stream_interval = stream_interval
         self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "0"), prefill_pages) for i in range(num_prefill)]
         self.decode = [self._decode_node(f"decode-{i}".ljust(32, "0"), decode_pages) for i in range(num_decode)]
 
@@ -126,11 +131,13 @@ class LocalCluster:
             cache,
             books,
             limits=limits,
-            policy=policy_named("fcfs"),
+            policy=make_policy(self._policy, cache),
             eos_token_ids=eos,
             is_granted=sender.is_granted,
         )
-        return Member(name, PrefillRole(scheduler, sender, cache=cache, books=books), executor, transport)
+        return Member(
+            name, PrefillRole(scheduler, sender, cache=cache, books=books, vocab_size=VOCAB_SIZE), executor, transport
+        )
 
     def _decode_node(self, name: str, num_pages: int) -> Member:
         executor, eos = self._load(num_pages)
@@ -140,13 +147,16 @@ class LocalCluster:
             cache,
             books,
             limits=decode.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk),
-            policy=policy_named("fcfs"),
+            policy=make_policy(self._policy, cache),
             ratio=NewTokenRatio(constants_from({})),
             eos_token_ids=eos,
         )
         transport = InProcessReader(self.wire, executor.pool)
         receiver = Receiver(transport, books, name=name, digest="model")
-        return Member(name, DecodeRole(scheduler, receiver, cache=cache, books=books), executor, transport)
+        role = DecodeRole(
+            scheduler, receiver, cache=cache, books=books, vocab_size=VOCAB_SIZE, stream_interval=self._stream_interval
+        )
+        return Member(name, role, executor, transport)
 
     @property
     def members(self) -> list[Member]:
@@ -267,6 +277,7 @@ class LocalCluster:
         if isinstance(message, Failed):
             answer.error = answer.error or message
         else:
+            answer.num_messages += 1
             for offset, token in enumerate(message.tokens):
                 assert message.index + offset not in answer.tokens, "a token was sent twice"
                 answer.tokens[message.index + offset] = token

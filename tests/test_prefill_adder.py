@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
 from common.growth import Growth, fits
 from common.pages import Owner, PageBooks
-from common.policy import policy_named
 from common.prefill_adder import AddResult, Budgets, PrefillAdder
 from common.radix import RadixCache, pack
 from common.request import Request
@@ -561,24 +559,3 @@ def grow(pool: Pool, mine: Request) -> None:
 
 def test_a_request_alone_is_admitted_whatever_it_may_produce() -> None:
     assert Pool(4).adder(reserve_output=True).add_one_req(request(8, 1000, ignore_eos=True)) is CONTINUE
-
-
-# ---- policies ----
-
-
-def test_first_come_first_served_is_the_order_of_the_queue() -> None:
-    waiting = [request(3), request(2), request(1)]
-    assert list(policy_named("fcfs").order(waiting, 0.0)) == waiting
-
-
-@pytest.mark.parametrize(
-    "name", ["lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive"]
-)
-def test_policies_to_come_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--schedule-policy {name} is not available yet.*fcfs"):
-        policy_named(name)
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--schedule-policy best is unknown"):
-        policy_named("best")

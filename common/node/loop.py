@@ -133,7 +133,7 @@ class Node:
 
     def close(self, reason: str) -> None:
         """Answer every open request, say goodbye, close every socket."""
-        self._role.stop(reason)
+        self._role.stop(reason, self._clock.now())
         self._flush()
         self._gateway.send(Leave(), target=self._gateway_incarnation)
         for mailbox in self._mailboxes():

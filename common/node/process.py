@@ -52,6 +52,7 @@ class Parts:
     clock: MonotonicClock
     digest: str
     incarnation: str
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
 
 
@@ -84,6 +85,7 @@ def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -
             clock=clock,
             digest=model.digest,
             incarnation=incarnation,
+            vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         )
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.errors import ErrorCode, RequestError
 from common.messages import Generate, Message
 from common.node.outbox import Outbox
 from common.request import Request
@@ -11,6 +12,20 @@ from common.step import StepPlan, StepResult
 
 #: The gateway ends a request at its deadline; a node that has not heard of it by then does so itself, a little later.
 DEADLINE_GRACE_S = 5.0
+
+
+def check_generate(message: Generate, vocab_size: int) -> None:
+    """Refuse what would break a step: the gateway never sends it, but a node does not take its word for that.
+
+    Raises:
+        RequestError: no prompt, or a token id outside of the vocabulary.
+    """
+    sampling = message.sampling
+    ids = (*message.prompt, *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
+    if not message.prompt or sampling.max_new_tokens < 1:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs a prompt and room for one output token")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"a token id is outside of the vocabulary of {vocab_size}")
 
 
 def request_from(message: Generate, now: float) -> Request:
@@ -67,7 +82,7 @@ class Role(Protocol):
         """Deadlines, and some of the transfers' work. True if more of it is waiting right now."""
         ...
 
-    def stop(self, message: str) -> None:
+    def stop(self, message: str, now: float) -> None:
         """End every request with ``SHUTTING_DOWN`` (or what ``message`` says)."""
         ...
 
