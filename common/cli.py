@@ -77,7 +77,7 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
     )
     try:
         with parser.make_context(command, list(words)) as context:
-            return {name: value for name, value in context.params.items() if value is not None}
+            return {name: value for name, value in context.params.items() if value not in (None, ())}
     except click.exceptions.Exit as done:  # --help
         sys.exit(done.exit_code)
     except click.UsageError as error:
@@ -89,11 +89,14 @@ def _param(found: Option) -> click.Option:
     text = f"{found.help}  [default: {shown}; env: {found.env}]" if shown else f"{found.help}  [env: {found.env}]"
     if found.kind is bool:
         return click.Option([f"{found.flag}/--no-{found.flag[2:]}", found.name], default=None, help=text)
-    return click.Option([found.flag, found.name], default=None, metavar=found.metavar, type=str, help=text)
+    is_many = found.kind is tuple
+    return click.Option(
+        [found.flag, found.name], default=None, metavar=found.metavar, type=str, multiple=is_many, help=text
+    )
 
 
 def _shown(default: Any) -> str:
-    if default is None or default is False:
+    if default in (None, ()) or default is False:
         return ""
     if default == SMALL_MODEL:
         return "the small model that comes with Baton"

@@ -17,6 +17,7 @@ from common.options import option
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LocalPrefill = Literal["never", "auto", "always"]
 
 #: The model that comes with Baton, for those who name none.
 SMALL_MODEL = str(Path(__file__).resolve().parents[1] / "scripts" / "small_model")
@@ -98,9 +99,28 @@ class _Http:
     api_key: str | None = option(
         None, "Key that clients must send as a bearer token. Better set by environment than here.", is_secret=True
     )
+    also_serve: tuple[str, ...] = option(
+        (),
+        "A further model: its name in the API, and the folder or hub id of its tokenizer (a hub id may end in "
+        "@REVISION). Its nodes are started with --served-model-name NAME. May be given more than once.",
+        metavar="NAME=DIR_OR_ID",
+    )
+    chat_template: str | None = option(
+        None, "File with a Jinja chat template for --model, in place of the model's own.", metavar="FILE"
+    )
+    local_prefill: LocalPrefill = option(
+        "never",
+        "Whether decode nodes compute prompts by themselves: never, auto (short ones) or always (which needs no "
+        "prefill node).",
+    )
+    local_prefill_threshold: int = option(
+        64,
+        "With --local-prefill auto: prompts of which a decode node lacks fewer tokens than this are computed there.",
+        minimum=1,
+    )
     max_body_bytes: int = option(8 << 20, "Largest HTTP body that is read; larger ones get 413.", minimum=1024)
     max_queued_requests: int | None = option(
-        None, "Requests that may wait at a node (at the gateway: in all of it) before the next gets 429.", minimum=0
+        None, "Requests that may wait at a node (at the gateway: for each model) before the next gets 429.", minimum=0
     )
     request_timeout: float = option(
         600.0, "Seconds after which a request that names no deadline of its own ends in an error.", minimum=0.001
@@ -204,7 +224,7 @@ class NodeConfig(_Engine, _Model):
 class ServeConfig(_Engine, _Http, _Model):
     """What ``serve`` runs with: a gateway and nodes on one machine."""
 
-    prefill: int = option(1, "Prefill nodes to start.", minimum=1, maximum=256)
+    prefill: int = option(1, "Prefill nodes to start; 0 with --local-prefill always.", minimum=0, maximum=256)
     decode: int = option(1, "Decode nodes to start.", minimum=1, maximum=256)
     control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes any free one.", maximum=65535)
     memory_fraction: float = option(
@@ -218,6 +238,10 @@ class ServeConfig(_Engine, _Http, _Model):
     def __post_init__(self) -> None:
         _check_engine(self)
         _check_http(self)
+        if self.prefill == 0 and self.local_prefill != "always":
+            raise ConfigError("--prefill 0 leaves nobody to compute prompts: add --local-prefill always")
+        if self.prefill > 0 and self.local_prefill == "always":
+            raise ConfigError("--local-prefill always leaves prefill nodes without work: add --prefill 0")
 
 
 # ---- rules between options ------------------------------------------------------------------------------------------
@@ -236,6 +260,10 @@ def _check_engine(config: Any) -> None:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} is less than a page (--page-size {config.page_size})"
         )
+    _check_revision(config)
+
+
+def _check_revision(config: Any) -> None:
     if config.revision is not None and Path(config.model).is_dir():
         raise ConfigError(f"--revision is for hub models, and --model {config.model} is a folder")
 
@@ -246,7 +274,26 @@ def _check_policy(name: str) -> None:
         raise ConfigError(f"--schedule-policy {name} is {state}; use one of: {', '.join(POLICIES)}")
 
 
+def also_served(config: Any) -> dict[str, str]:
+    """Names and places of the models beside ``--model``.
+
+    Raises:
+        ConfigError: no ``NAME=PLACE``, or a name twice.
+    """
+    models: dict[str, str] = {}
+    for text in config.also_serve:
+        name, _, place = text.partition("=")
+        if not name or not place:
+            raise ConfigError(f"--also-serve must be NAME=DIR_OR_ID, not {text!r}")
+        if name == config.served_name or name in models:
+            raise ConfigError(f"--also-serve {text}: a model named {name} is served already")
+        models[name] = place
+    return models
+
+
 def _check_http(config: Any) -> None:
+    _check_revision(config)
+    also_served(config)
     if config.heartbeat_timeout < 2 * config.heartbeat_interval:
         raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:

@@ -50,7 +50,7 @@ class Option:
     name: str
     default: Any
     help: str
-    kind: type  # bool, int, float or str
+    kind: type  # bool, int, float, str, or tuple for several texts
     choices: tuple[str, ...]  # of Literal annotations
     allows_none: bool
     minimum: float | None
@@ -84,8 +84,8 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, prefix: str) -> Option:
     kinds = [arg for arg in (get_args(hint) if is_union else (hint,)) if arg is not type(None)]
     assert len(kinds) == 1, f"{field.name}: one type, perhaps None beside it"
     choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
-    kind = str if choices else kinds[0]
-    assert kind in (bool, int, float, str), f"{field.name}: {kind} is no option type"
+    kind = str if choices else tuple if kinds[0] == tuple[str, ...] else kinds[0]
+    assert kind in (bool, int, float, str, tuple), f"{field.name}: {kind} is no option type"
     metadata = dict(field.metadata)
     metadata["metavar"] = metadata["metavar"] or ("|".join(choices) if choices else kind.__name__.upper())
     return Option(
@@ -176,6 +176,8 @@ def _checked(found: Option, given: Any, source: str) -> Any:
 
 
 def _converted(found: Option, given: Any, source: str) -> Any:
+    if found.kind is tuple:
+        return _texts(given, source)
     if type(given) is found.kind:
         return given
     if found.kind is float and type(given) is int:
@@ -192,6 +194,14 @@ def _converted(found: Option, given: Any, source: str) -> Any:
         return found.kind(given)
     except ValueError:
         raise ConfigError(f"{source} must be {_a_kind(found)}, not {given!r}") from None
+
+
+def _texts(given: Any, source: str) -> tuple[str, ...]:
+    """Several texts: a list of them (the flag more than once), or one with commas between."""
+    given = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(text, str) for text in given):
+        raise ConfigError(f"{source} must be a text or a list of texts, not {given!r}")
+    return tuple(part.strip() for text in given for part in text.split(",") if part.strip())
 
 
 def _a_kind(found: Option) -> str:
@@ -212,6 +222,8 @@ def to_flags(cls: type, values: Mapping[str, Any]) -> list[str]:
             continue
         if found.kind is bool:
             words.append(found.flag if value else "--no-" + found.flag[2:])
+        elif found.kind is tuple:
+            words += [f"{found.flag}={text}" for text in value]
         else:
             words.append(f"{found.flag}={'none' if value is None else value}")
     return words

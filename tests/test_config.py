@@ -218,3 +218,48 @@ def test_everything_else_counts_as_reachable(host):
 def test_addresses_are_taken_apart():
     assert host_and_port("a.b:80", "--gateway") == ("a.b", 80)
     assert host_and_port("[::1]:80", "--gateway") == ("::1", 80)
+
+
+# ---- several models, local prefill ----------------------------------------------------------------------------------
+
+
+def test_further_models_come_from_repeated_flags_commas_the_environment_or_a_list(file, monkeypatch):
+    assert gateway().also_serve == ()
+    assert gateway("--also-serve", "a=x", "--also-serve=b=org/y@main, c=z").also_serve == (
+        "a=x", "b=org/y@main", "c=z",
+    )  # fmt: skip
+    file.write_text('also-serve = ["a=x", "b=y"]\n')
+    assert gateway("--config", str(file)).also_serve == ("a=x", "b=y")
+    monkeypatch.setenv("BATON_ALSO_SERVE", "d=w")
+    assert gateway("--config", str(file)).also_serve == ("d=w",)
+
+
+def test_further_models_survive_being_passed_to_a_child_process():
+    values = {"also_serve": ("a=x", "b=y"), "local_prefill": "always"}
+    words = to_flags(GatewayConfig, values)
+    assert words == ["--also-serve=a=x", "--also-serve=b=y", "--local-prefill=always"]
+    assert gateway(*words).also_serve == ("a=x", "b=y")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--also-serve", "a"], "--also-serve must be NAME=DIR_OR_ID, not 'a'"),
+        (["--also-serve", "=x"], "--also-serve must be NAME=DIR_OR_ID"),
+        (["--also-serve", "a=x,a=y"], "a model named a is served already"),
+        (["--also-serve", "baton-small=x"], "a model named baton-small is served already"),
+        (["--local-prefill", "sometimes"], "--local-prefill must be one of never, auto, always"),
+        (["--local-prefill-threshold", "0"], "--local-prefill-threshold must be at least 1"),
+        (["--revision", "main"], "--revision is for hub models"),
+    ],
+)
+def test_what_a_gateway_cannot_serve_is_refused(words, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        gateway(*words)
+
+
+def test_prefill_nodes_and_local_prefill_belong_together():
+    assert parse(ServeConfig, ["--prefill", "0", "--local-prefill", "always"], command="serve").prefill == 0
+    for words in (["--prefill", "0"], ["--local-prefill", "always"]):
+        with pytest.raises(ConfigError, match="--prefill 0"):
+            parse(ServeConfig, words, command="serve")
