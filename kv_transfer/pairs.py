@@ -1,9 +1,13 @@
 """The decode nodes whose pools a prefill node may write to: who fits, under which epoch, which pages are granted."""
 
+import logging
+from collections import Counter
 from dataclasses import dataclass, field
 
 from common.messages import Connect, Connected, Message, Refused
 from kv_transfer.transports.base import AttachError, WriterTransport, to_message
+
+log = logging.getLogger(__name__)
 
 MAX_PEERS = 1_024
 
@@ -12,6 +16,7 @@ MAX_PEERS = 1_024
 class Pair:
     """A decode node's offer, of use once attached. ``granted``: its pages that some transfer may write."""
 
+    name: str
     epoch: int
     num_pages: int
     is_attached: bool = False
@@ -25,6 +30,7 @@ class Pairs:
         self._transport = transport
         self._digest = digest
         self.by_peer: dict[str, Pair] = {}
+        self.num_attached: Counter[str] = Counter()  # pairs so far, by transport
 
     def is_stale(self, peer: str, connect: Connect) -> bool:
         """Is there a pair of this epoch or a later one already?"""
@@ -46,7 +52,7 @@ class Pairs:
                 problem = str(error)
         if problem:
             return Refused(problem)
-        self.by_peer[peer] = Pair(connect.epoch, connect.num_pages)
+        self.by_peer[peer] = Pair(connect.name, connect.epoch, connect.num_pages)
         return None
 
     def _mismatch(self, connect: Connect) -> str:
@@ -62,22 +68,33 @@ class Pairs:
             return f"this prefill node already writes to {MAX_PEERS} decode nodes"
         return ""
 
-    def settle(self) -> list[tuple[str, Message]]:
-        """Answers to peers whose attachment has succeeded or failed by now."""
+    def settle(self) -> tuple[list[tuple[str, Message]], list[tuple[str, str]]]:
+        """News of attachments.
+
+        Returns:
+            Answers to peers whose attachment has succeeded or failed by now; and (peer, why) of those that had
+            succeeded and failed now, still to be dropped.
+        """
         answers: list[tuple[str, Message]] = []
+        broken: list[tuple[str, str]] = []
         for news in self._transport.poll():
             pair = self.by_peer.get(news.peer)
             if pair is None or pair.epoch != news.epoch:
                 continue
-            if news.problem:
+            if news.problem and pair.is_attached:
+                broken.append((news.peer, news.problem))
+            elif news.problem:
                 self.drop(news.peer)
                 answers.append((news.peer, Refused(news.problem)))
             else:
                 pair.is_attached = True
-                answers.append((news.peer, Connected(pair.epoch, self._transport.name)))
-        return answers
+                transport = news.transport or self._transport.name
+                self.num_attached[transport] += 1
+                log.info("pages go to decode node %s by %s%s", pair.name, transport, news.why and f": {news.why}")
+                answers.append((news.peer, Connected(pair.epoch, transport)))
+        return answers, broken
 
-    def drop(self, peer: str) -> None:
-        """Let go of a peer's pool, known or not. After it no write reaches that pool."""
-        self._transport.detach(peer)
+    def drop(self, peer: str) -> bool:
+        """Let go of a peer's pool, known or not. False: some writes are under way; see ``WriterTransport.detach``."""
         self.by_peer.pop(peer, None)
+        return self._transport.detach(peer)

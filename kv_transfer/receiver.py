@@ -10,6 +10,7 @@ Events must be taken right after the call that may have made them: pages of a fa
 caller's.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant
 from common.pages import Owner, PageBooks
 from kv_transfer.session import Key, ReceiveEvent, ReceiveSession, Receiving
 from kv_transfer.transports.base import ReaderTransport, to_message
+
+log = logging.getLogger(__name__)
 
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
 
@@ -197,6 +200,10 @@ class Receiver:
         link = self._links.get(peer)
         if link is None or link.epoch != message.epoch or link.is_connected:
             return False
+        if not self._transport.chosen(peer, message.epoch, message.transport):
+            return False
+        self._totals[f"pairs_by_{message.transport}"] += 1
+        log.info("pages of prefill node %s come by %s", peer[:8], message.transport)
         link.is_connected = True
         link.refusal = ""
         self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
@@ -257,10 +264,12 @@ class Receiver:
         first = session.first + len(session.pages) - len(pages)
         epoch = self._links[session.peer].epoch
         session.grant(epoch)
+        self._transport.allow(session.peer, epoch, pages)
         self._messages.append((session.peer, Grant(*session.key, epoch, first, pages)))
 
     def _complete(self, session: ReceiveSession) -> None:
         del self._sessions[session.key]
+        self._transport.forbid(session.pages)
         self._totals["transfers_received"] += 1
         self._messages.append((session.peer, Received(*session.key)))
         self._events.append(Completed(session.key, self._handoffs.pop(session.key), tuple(session.pages)))
@@ -277,6 +286,7 @@ class Receiver:
         """The one place where pages of a transfer that does not complete change hands."""
         owner = Owner.QUARANTINE if session.state is Receiving.QUARANTINED else Owner.GRANT
         session.apply(event)
+        self._transport.forbid(session.pages)
         self._handoffs.pop(session.key, None)
         if session.state is Receiving.FREED:
             self._books.free(session.pages, owner)
@@ -314,7 +324,8 @@ class Receiver:
             "transfers_failed",
             "stale_messages",
         )
-        return {name: float(self._totals[name]) for name in names}
+        chosen = {name: float(count) for name, count in self._totals.items() if name.startswith("pairs_by_")}
+        return {**{name: float(self._totals[name]) for name in names}, **chosen, **self._transport.counters()}
 
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``."""

@@ -9,6 +9,7 @@ sent when nothing is under way any more, and it leaves a tombstone, so that neit
 revives the key. Whatever a peer sends is checked before it counts; what cannot be true is refused and counted.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from kv_transfer.session import Key, SendEvent, Sending, SendSession
 from kv_transfer.tombs import End, Tombs
 from kv_transfer.tombs import Reason as Reason
 from kv_transfer.transports.base import WriterTransport
+
+log = logging.getLogger(__name__)
 
 EARLY_LEASE_S = 30.0
 MAX_EARLY = 4_096
@@ -94,7 +97,15 @@ class Sender:
         refused = self._pairs.offer(peer, connect)
         if refused is not None:
             self._messages.append((peer, refused))
-        self._messages += self._pairs.settle()
+        self._settle_pairs()
+
+    def _settle_pairs(self) -> None:
+        answers, broken = self._pairs.settle()
+        self._messages += answers
+        for peer, why in broken:
+            self._totals["broken_pairs"] += 1
+            log.warning("%s", why)
+            self._sever(peer, why, is_all=False)
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone, or as good as: its transfers end, and its pool is out of reach from here on."""
@@ -102,10 +113,14 @@ class Sender:
         self._messages = [(to, message) for to, message in self._messages if to != peer]
 
     def _sever(self, peer: str, why: str, *, is_all: bool) -> None:
-        """Let go of a peer's pool. Transfers to it end without a word; if not ``is_all``, ungranted ones go on."""
-        self._pairs.drop(peer)
+        """Let go of a peer's pool. Transfers to it end without a word, but for those with writes that cannot be called
+        back, which end after them; if not ``is_all``, ungranted ones go on."""
+        is_fenced = self._pairs.drop(peer)
         for session in [s for s in self._sessions.values() if s.peer == peer and (is_all or s.is_granted)]:
             end = self._ends.get(session.key, End("failed", why))
+            if session.num_in_flight and not is_fenced:
+                self._end(session, end.reason, end.message)
+                continue
             for ticket in [t for t, (key, _) in self._tickets.items() if key == session.key]:
                 del self._tickets[ticket]
             session.sever()
@@ -300,7 +315,7 @@ class Sender:
         """The one place where a transfer leaves the books; source pages go back to the role, if it opened the key."""
         key, peer = session.key, session.peer
         pair = self._pairs.by_peer.get(peer)
-        if pair is not None:
+        if pair is not None and pair.epoch == session.epoch:
             pair.granted.difference_update(session.targets.values())
         self._early.pop((peer, key), None)
         for table in (self._ends, self._handoffs, self._due, self._first_delivered_at):
@@ -327,7 +342,7 @@ class Sender:
             Whether more pages could be written at once.
         """
         self._now = now
-        self._messages += self._pairs.settle()
+        self._settle_pairs()
         self._expire()
         for key in list(self._due):
             if max_pages <= 0:
@@ -400,8 +415,13 @@ class Sender:
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals: pages, bytes, seconds, messages."""
-        names = ("pages_sent", "bytes_sent", "pages_overlapped", "stale_messages", "refused_grants")
-        return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._write_s}
+        names = ("pages_sent", "bytes_sent", "pages_overlapped", "stale_messages", "refused_grants", "broken_pairs")
+        return {
+            **{name: float(self._totals[name]) for name in names},
+            **{f"pairs_by_{name}": float(count) for name, count in self._pairs.num_attached.items()},
+            **self._transport.counters(),
+            "write_seconds": self._write_s,
+        }
 
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``pump``."""
@@ -433,8 +453,10 @@ class Sender:
             assert is_due == (session.key in self._due), "pages are due and nobody knows"
             if session.is_granted:
                 pair = self._pairs.by_peer.get(session.peer)
-                assert pair is not None and pair.epoch == session.epoch, "a transfer outlived its pair"
-                granted.setdefault(session.peer, []).extend(session.targets.values())
+                if pair is not None and pair.epoch == session.epoch:
+                    granted.setdefault(session.peer, []).extend(session.targets.values())
+                else:
+                    assert session.state is Sending.CLOSING, "a transfer outlived its pair"
         assert not in_flight, "a write is under way for nobody"
         for peer, pair in self._pairs.by_peer.items():
             pages = granted.get(peer, [])

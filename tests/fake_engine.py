@@ -41,6 +41,7 @@ class FakePool:
     """A ``PageStore`` of 4 bytes of hash per token (and 4 of nothing, since keys have values)."""
 
     fd = -1
+    is_mapped = True
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.geometry = PageGeometry(1, 1, 1, page_size, "float32")

@@ -23,6 +23,8 @@ JUNK = 0xEE  # what pages hold that nobody may read
 class MemfdStore:
     """A pool without a model: pages are plain bytes."""
 
+    is_mapped = True
+
     def __init__(self, num_pages: int, geometry: PageGeometry = GEOMETRY) -> None:
         self.geometry = geometry
         self.num_pages = num_pages

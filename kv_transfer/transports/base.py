@@ -2,9 +2,12 @@
 
 A *writer* (prefill node) attaches to a peer's pool and puts pages into it by number; a *reader* (decode node) offers
 its pool. Each transport declares its *fence*, the proof that no write can reach the pool any more, and that proof
-comes from one of two sides: ``WriterTransport.detach`` returns only when this process cannot write to that peer any
-more, and ``ReaderTransport.poll`` reports writers that are proven unable to. Silence, a closed connection and a
-timeout prove nothing.
+comes from one of two sides: the writer's word, given once its transport has nothing under way (``WriterTransport.detach``
+and ``done``), and ``ReaderTransport.poll``, which reports writers that are proven unable to. Silence, a timeout, and a
+connection that the other end closed prove nothing.
+
+Where the reader places the bytes itself (TCP) it is the fence: it writes only into pages that are allowed at that
+moment, and ``forbid`` and ``withdraw`` take effect before they return.
 """
 
 from collections.abc import Sequence
@@ -24,8 +27,12 @@ class PageStore(Protocol):
     """A pool of KV pages as transfers see it.
 
     ``fd`` is a memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes in which a writer of the same host puts
-    pages, and ``memory`` is our own mapping of it.
+    pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise (the pool is
+    on a device) it is a place beside it, where pages come and go.
     """
+
+    @property
+    def is_mapped(self) -> bool: ...
 
     @property
     def geometry(self) -> PageGeometry: ...
@@ -50,11 +57,19 @@ class PageStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """How an attachment ended. ``problem`` is empty if pages can be written now, else a sentence."""
+    """How an attachment ended, be it soon or after having worked for a while.
+
+    Attributes:
+        problem: empty if pages can be written now, else a sentence; then the peer is still to be detached.
+        transport: which one carries the pages; empty: the one that was asked.
+        why: why this one, for people.
+    """
 
     peer: str
     epoch: int
     problem: str = ""
+    transport: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,7 @@ class WriterTransport(Protocol):
         ...
 
     def poll(self) -> list[Attached]:
-        """Attachments that have succeeded or failed since the last call."""
+        """Attachments that have succeeded or failed since the last call; one that had succeeded may fail later."""
         ...
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
@@ -99,15 +114,22 @@ class WriterTransport(Protocol):
         """Tickets whose writes are over, oldest first, each once."""
         ...
 
-    def detach(self, peer: str) -> None:
-        """Let go of a peer's pool, attached or attaching or neither. The fence: after it, no write reaches that pool.
+    def detach(self, peer: str) -> bool:
+        """Let go of a peer's pool, attached or attaching or neither; nothing new is written to it. Never blocks.
 
-        Of tickets of that peer, ``done`` may yet return those that were over before, and no others.
+        Returns:
+            True: nothing is under way either, and of tickets of that peer, ``done`` may yet return those that were
+            over before, and no others. False: writes that cannot be called back still read our pages and may reach
+            the peer's; ``done`` returns their tickets when they are over, and attaching to this peer waits for that.
         """
         ...
 
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``. Stays the same."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals, by name; among them ``bytes_by_NAME``, the page payload that this transport moved."""
         ...
 
     def close(self) -> None: ...
@@ -127,7 +149,20 @@ class ReaderTransport(Protocol):
         ...
 
     def withdraw(self, peer: str) -> None:
-        """Offers to this peer end. What is attached stays attached: see ``poll``."""
+        """Offers to this peer end. Where the reader places the bytes, so does what is attached, here and now; else it
+        stays attached. Either way ``poll`` tells when the peer can write no more."""
+        ...
+
+    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        """The peer says by which transport it attached. False: that was not offered."""
+        ...
+
+    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+        """This peer may write these pages, once each, under this epoch. Binding where the reader places the bytes."""
+        ...
+
+    def forbid(self, pages: Sequence[int]) -> None:
+        """Nobody may write these pages any more. Where the reader places the bytes, no byte reaches them after this."""
         ...
 
     def poll(self, now: float) -> list[Fenced]:
@@ -136,6 +171,10 @@ class ReaderTransport(Protocol):
 
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``. Stays the same."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals, by name."""
         ...
 
     def close(self) -> None: ...

@@ -114,12 +114,13 @@ class InProcessWriter:
         tickets, self.finished = self.finished, []
         return tickets
 
-    def detach(self, peer: str) -> None:
+    def detach(self, peer: str) -> bool:
         self._news = [news for news in self._news if news.peer != peer]
         self._wire.drop(self, peer)
         reader = self._readers.pop(peer, None)
         if reader is not None:
             reader.gone(self, "the writer has let go")
+        return True
 
     def die(self) -> None:
         """What kill -9 would do."""
@@ -130,6 +131,9 @@ class InProcessWriter:
 
     def files(self) -> Sequence[int]:
         return ()
+
+    def counters(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         for peer in list(self._readers):
@@ -160,6 +164,15 @@ class InProcessReader:
         if endpoint is not None:
             self._wire.offers.pop(endpoint, None)
 
+    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        return transport == self.name
+
+    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+        pass
+
+    def forbid(self, pages: Sequence[int]) -> None:
+        pass
+
     def gone(self, writer: InProcessWriter, reason: str) -> None:
         self._news.append(Fenced(*self.writers.pop(writer), reason))
 
@@ -169,6 +182,9 @@ class InProcessReader:
 
     def files(self) -> Sequence[int]:
         return ()
+
+    def counters(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         for peer in list(self._offers):

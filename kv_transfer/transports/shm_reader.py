@@ -120,6 +120,15 @@ class ShmReader:
     def withdraw(self, peer: str) -> None:
         self._offers = {token: offer for token, offer in self._offers.items() if offer[0] != peer}
 
+    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        return transport == self.name
+
+    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+        """A process that has the pool mapped needs no leave."""
+
+    def forbid(self, pages: Sequence[int]) -> None:
+        """A process that has the pool mapped cannot be stopped: it is fenced, or waited for."""
+
     # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:
@@ -226,6 +235,9 @@ class ShmReader:
         self._news.append(Fenced(writer.peer, writer.epoch, reason))
 
     # ---- the end ------------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        return {f"turned_away_{reason}": float(count) for reason, count in self.dropped.items()}
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)

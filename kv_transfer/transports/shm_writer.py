@@ -44,6 +44,7 @@ class ShmWriter:
         self._attaching: dict[str, _Attaching] = {}
         self._mappings: dict[str, _Mapping] = {}
         self._num_tickets = 0
+        self._num_bytes = 0
         self._done: list[int] = []
 
     # ---- attaching ----------------------------------------------------------------------------------------------
@@ -148,6 +149,7 @@ class ShmWriter:
                 with memory[target * num_bytes : (target + 1) * num_bytes] as into:
                     assert len(into) == num_bytes, f"page {target} is not in the peer's pool"
                     self.store.export_page(source, into)
+        self._num_bytes += len(pages) * num_bytes
         self._num_tickets += 1
         self._done.append(self._num_tickets)
         return self._num_tickets
@@ -158,7 +160,7 @@ class ShmWriter:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    def detach(self, peer: str) -> None:
+    def detach(self, peer: str) -> bool:
         attaching = self._attaching.pop(peer, None)
         mapping = self._mappings.pop(peer, None)
         connection = attaching.connection if attaching is not None else None
@@ -168,10 +170,14 @@ class ShmWriter:
             mapping.memory.close()  # raises if somebody still has a view of it, and then nothing is said
             connection = mapping.connection
         if connection is None:
-            return
+            return True
         with contextlib.suppress(OSError):  # the reader may have gone
             connection.send(DETACHED)
         connection.close()
+        return True
+
+    def counters(self) -> dict[str, float]:
+        return {"bytes_by_shm": float(self._num_bytes)}
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
