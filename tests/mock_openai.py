@@ -7,7 +7,7 @@ writes it to ``--truth`` as JSON lines.
 
 Flaws to order: ``--capacity`` (others wait in line), ``--stall AT:FOR`` (nothing moves in that time), ``--drop N``
 (every N-th connection is cut in mid-stream), ``--refuse N`` (every N-th gets a 500), ``--sour N`` (every N-th stream
-brings an error event), ``--hang N`` (every N-th never goes on), ``--wrong-usage``, ``--bunch N`` (N tokens in an event),
+brings an error event), ``--hang N`` (every N-th never goes on), ``--wrong-usage``, ``--bunch N`` (N tokens an event),
 ``--split`` (writes cut at awkward places), ``--crlf``. It imports nothing of ours.
 """
 

@@ -18,8 +18,8 @@ from scripts.load.alarm import Alarm
 from scripts.load.connection import Connection, Exchange
 from scripts.load.wire import Ask, Done, Setup, Tick
 
-SWEEP_S = 0.05
-LAG_S = 0.02
+SWEEP_S = 0.1
+LAG_S = 0.05
 
 
 class Client:

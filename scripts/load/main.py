@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the summary has seen enough
+        sys.stdout = None
+        return FINE
 
 
 def load_command(config: LoadtestConfig) -> int:
@@ -64,11 +67,11 @@ def load_command(config: LoadtestConfig) -> int:
 
 
 def finish(config: LoadtestConfig, report: Report) -> int:
-    """Print the summary, write the files, give the exit status."""
+    """Write the files, print the summary, give the exit status."""
     from scripts.load.table import summary_lines
 
-    print("\n".join(summary_lines(report)))
     write_files(config, report)
+    print("\n".join(summary_lines(report)))
     if report.outputs and report.outputs["differ"]:
         return DIFFERENT
     return FINE if report.is_valid else INVALID

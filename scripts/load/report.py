@@ -72,13 +72,12 @@ class Report:
         """As JSON, without the records, with samples of the measured requests."""
         found = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "records"}
         good = [record for record in self.measured if record.is_ok and record.stamps_s][:MAX_SAMPLES]
-        gaps = [gap for record in good for gap in record.gaps_s]
-        step = max(1, len(gaps) // MAX_SAMPLES)
+        step = sum(len(record.counts) for record in good) // MAX_SAMPLES + 1  # of requests, so that gaps stay together
         samples = {
             "ttft": [round(record.ttft_s, 6) for record in good],
             "e2e": [round(record.e2e_s, 6) for record in good],
             "tpot": [round(tpot, 6) for record in good if (tpot := record.tpot_s) is not None],
-            "itl": [round(gap, 6) for gap in gaps[::step]],
+            "itl": [[round(gap, 6) for gap in record.gaps_s] for record in good[::step]],
         }
         return {"schema": SCHEMA, "is_valid": self.is_valid, **found, "samples": samples}
 

@@ -63,7 +63,7 @@ def quantile_interval(ordered: Floats, share: float, rng: np.random.Generator) -
 def clustered_quantile_interval(
     clusters: Sequence[Floats], share: float, rng: np.random.Generator, resamples: int = 200
 ) -> list[float]:
-    """As ``quantile_interval`` where the values of a cluster (the gaps of one request) hang together: clusters are drawn."""
+    """As ``quantile_interval`` where values of a cluster (gaps of one request) belong together: clusters are drawn."""
     sizes = np.array([len(cluster) for cluster in clusters])
     if not sizes.sum():
         return []
@@ -108,7 +108,7 @@ def kolmogorov_p(scaled: float) -> float:
     """Probability that Kolmogorov's statistic exceeds ``scaled``."""
     if scaled < 0.2:
         return 1.0
-    total = sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
+    total = sum((1 if k % 2 else -1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
     return min(1.0, max(0.0, 2 * total))
 
 
@@ -153,18 +153,25 @@ def _incomplete_gamma(a: float, x: float) -> float:
 
 
 def ratio_interval(
-    before: Floats, after: Floats, statistic: Callable[[Floats], float], rng: np.random.Generator
+    before: Sequence[Floats], after: Sequence[Floats], statistic: Callable[[Floats], float], rng: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Ratio ``after / before`` of a statistic, with a 95 % bootstrap interval."""
-    a, b = np.asarray(before), np.asarray(after)
+    """Ratio ``after / before`` of a statistic, with a 95 % bootstrap interval.
+
+    Args:
+        before, after: clusters of values that belong together (the gaps of a request; or one value each), all of
+            which are drawn or none.
+    """
     ratios = []
     for _ in range(RESAMPLES // 2):
-        below = statistic(a[rng.integers(0, len(a), len(a))])
-        above = statistic(b[rng.integers(0, len(b), len(b))])
+        below, above = statistic(_redrawn(before, rng)), statistic(_redrawn(after, rng))
         ratios.append(above / below if below else math.inf if above else 1.0)
     low, high = np.quantile(ratios, (0.025, 0.975), method="nearest")
-    base, now = statistic(a), statistic(b)
+    base, now = statistic(np.concatenate(before)), statistic(np.concatenate(after))
     return (now / base if base else math.inf if now else 1.0), float(low), float(high)
+
+
+def _redrawn(clusters: Sequence[Floats], rng: np.random.Generator) -> Floats:
+    return np.concatenate([clusters[pick] for pick in rng.integers(0, len(clusters), len(clusters)).tolist()])
 
 
 def jain_index(shares: Sequence[float]) -> float:

@@ -159,7 +159,7 @@ OWN_FIELDS = ("at", "timestamp", "input_length", "output_length", "class", "hash
 
 
 def _own_row(content: dict[str, Any]) -> Row:
-    """``at`` (seconds), ``class``, ``input_length``, ``output_length``; all other fields go into the body as they are."""
+    """``at`` (seconds), ``class``, ``input_length``, ``output_length``; other fields go into the body as they are."""
     extra = {name: value for name, value in content.items() if name not in OWN_FIELDS}
     at = content.get("at", content.get("timestamp"))
     prompt = extra.get("prompt")

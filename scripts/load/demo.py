@@ -1,0 +1,50 @@
+"""``--demo``: serve the small model, load it for a minute, write a report, stop. Nothing else is needed."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.cli import resolve
+from scripts.load.config import LoadtestConfig
+from scripts.load.main import FAILED, load_command
+
+REPORT = "loadtest-demo.html"
+DEFAULTS = (
+    "--duration=60s", "--rate=4", "--warmup=5s", "--prefix-len=64", "--prefix-groups=4", "--slo-ttft=500ms",
+    "--slo-itl=100ms", "--input-len=lognormal:150:0.6:max=1000", "--output-len=lognormal:60:0.5:max=300",
+)  # fmt: skip
+
+
+def demo_command(words: Sequence[str]) -> int:
+    """Further options are those of an ordinary run and win over the demo's."""
+    given = {word.split("=")[0] for word in words}
+    defaults = [word for word in DEFAULTS if word.split("=")[0] not in given]
+    if "--concurrency" in given:
+        defaults = [word for word in defaults if not word.startswith("--rate")]
+    if "--html" not in given:
+        defaults.append(f"--html={Path.cwd() / REPORT}")
+    resolve(LoadtestConfig, [*defaults, *words], command="loadtest")  # complain before anything is started
+    print("serving the small model ...", flush=True)
+    command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        try:
+            url = _ready(service)
+            if not url:
+                print("loadtest: the service did not start", file=sys.stderr)
+                return FAILED
+            print(f"loading {url}; this takes a minute", flush=True)
+            status = load_command(resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest"))
+        finally:
+            service.terminate()
+            service.wait()
+    return status
+
+
+def _ready(service: "subprocess.Popen[str]") -> str:
+    """Where the service listens, once it does; empty if it ended instead."""
+    assert service.stdout
+    for line in service.stdout:
+        if line.startswith("ready "):
+            return line.split()[1]
+    return ""

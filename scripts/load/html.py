@@ -1,0 +1,141 @@
+"""The report as one page: figures, pictures, configuration. No scripts, no other files, no other hosts.
+
+Made for one run, or for the runs of a sweep or a search, which then come first as rate against latency.
+"""
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.load import pictures
+from scripts.load.metrics import Figures
+from scripts.load.report import Report
+from scripts.load.table import ROWS, milliseconds, percent, summary_lines
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #e3e7ed; --page: #fff; --bad: #b42318;
+  --c0: #2563b8; --c1: #d9692a; --c2: #1f8a5b; --c3: #8457b8; --c4: #b8860b; --c5: #c2335c; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #2b323d; --page: #14181f;
+  --bad: #f97066; --c0: #6ea8fe; --c1: #f2995f; --c2: #53c495; --c3: #b794e6; --c4: #e0b84c; --c5: #f27a9b; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
+  padding: 2rem 1rem; max-width: 1360px; }
+h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
+h3 { font-size: .95rem; margin: 0 0 .2rem; } p { margin: .3rem 0; color: var(--soft); } .bad { color: var(--bad); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1.6rem; }
+svg { width: 100%; height: auto; display: block; } svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
+svg text.e { text-anchor: end; } svg text.m { text-anchor: middle; } .g { stroke: var(--line); }
+.l { fill: none; stroke-width: 1.7; } .f { fill-opacity: .75; }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .8rem; color: var(--soft); }
+.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }
+.wide { overflow-x: auto; } th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color: var(--soft); font-weight: 500; }
+small { color: var(--soft); } pre { white-space: pre-wrap; font-size: .8rem; } details { margin: .6rem 0; }
+summary { cursor: pointer; color: var(--soft); }
+"""
+COLOURS = "".join(
+    f".l.c{n} {{ stroke: var(--c{n}) }} .f.c{n} {{ fill: var(--c{n}) }} i.c{n} {{ background: var(--c{n}) }}"
+    for n in range(6)
+)
+
+
+def write_html(reports: Sequence[Report], path: str, *, best_rate: float | None = None) -> None:
+    """Write the page."""
+    Path(path).write_text(page(reports, best_rate=best_rate), encoding="utf-8")
+
+
+def page(reports: Sequence[Report], *, best_rate: float | None = None) -> str:
+    """The whole page.
+
+    Args:
+        best_rate: what a search found.
+    """
+    last = reports[-1]
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        f"<title>Load test of {html.escape(str(last.server.get('model')))}</title><style>{STYLE}{COLOURS}</style>",
+        f"<h1>Load test of {html.escape(str(last.server.get('model') or last.config['url']))}</h1>",
+        f"<p>{html.escape(last.config['url'])} · {last.started_at} · seed {last.config['seed']}</p>",
+    ]
+    if len(reports) > 1:
+        found = f"Highest rate that holds the service level: {best_rate:.4g}/s" if best_rate is not None else ""
+        parts.append(f"<h2>Rate against latency</h2><p>{found}</p>" + _charts(pictures.by_rate(reports)))
+        parts += [
+            f"<details><summary>Run at {report.rate or 0:.4g}/s</summary>{_run(report)}</details>" for report in reports
+        ]
+    else:
+        parts.append(_run(last))
+    parts.append(_details("Configuration", _table([[name, str(value)] for name, value in last.config.items()])))
+    return "\n".join(parts) + "</html>\n"
+
+
+def _run(report: Report) -> str:
+    verdict = "" if report.is_valid else _invalid(report.reasons)
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
+    parts = [verdict, notes, _latency_table(report.latency), _facts(report)]
+    for title, words, charts in pictures.of_run(report):
+        if charts:
+            parts.append(f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>{_charts(charts)}")
+    parts.append(
+        _details("Summary as on the terminal", f"<pre>{html.escape(chr(10).join(summary_lines(report)))}</pre>")
+    )
+    return "".join(parts)
+
+
+def _invalid(reasons: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+    return f'<div class="bad"><b>This run is invalid:</b><ul>{items}</ul></div>'
+
+
+def _latency_table(latency: Figures) -> str:
+    names = ("mean", "p50", "p90", "p95", "p99", "p99.9")
+    rows = []
+    for title, name in ROWS:
+        figures = latency[name]
+        if figures["count"]:
+            rows.append([html.escape(title), *(_with_interval(figures, column) for column in names)])
+    head = ["milliseconds (95 % interval)", *names]
+    return '<div class="wide">' + _table(rows, head, is_raw=True) + "</div>"
+
+
+def _with_interval(figures: Figures, name: str) -> str:
+    interval = figures.get(name + "_ci")
+    small = f"<br><small>{milliseconds(interval[0])} – {milliseconds(interval[1])}</small>" if interval else ""
+    return milliseconds(figures[name]) + small
+
+
+def _facts(report: Report) -> str:
+    rates, service, arrivals, client = report.throughput, report.service, report.arrivals, report.client
+    late = arrivals["lateness"]
+    rows = [
+        ["requests", f"{report.num_requests:,} sent, {report.num_measured:,} measured, "
+         f"{report.errors['count']:,} failed"],
+        ["throughput", f"{rates['requests_per_s']:.4g} requests/s, {rates['output_tokens_per_s']:,.1f} tokens/s out, "
+         f"{rates['input_tokens_per_s']:,.1f} tokens/s in"],
+        ["goodput", f"{service['goodput_per_s']:.4g} requests/s, {percent(service['attainment'])} of requests good"],
+        ["arrivals", f"{arrivals['achieved_rate'] or 0:.4g}/s of {arrivals['intended_rate'] or 0:.4g}/s intended, "
+         f"sent late p50 {milliseconds(late['p50'])} ms, p99 {milliseconds(late['p99'])} ms"],
+        ["client", f"{client['cpu_ms_per_event'] or 0:.4f} ms of CPU per token event, loop lag p99 "
+         f"{milliseconds(client['lag_p99_s'])} ms"],
+        ["cache", f"{percent(report.caching['achieved_share'])} of prompt tokens, "
+         f"{percent(report.caching['ideal_share'])} at most"],
+    ]  # fmt: skip
+    return "<h2>Facts</h2>" + _table(rows)
+
+
+def _charts(charts: Sequence[tuple[str, str]]) -> str:
+    cells = "".join(f"<div><h3>{html.escape(title)}</h3>{svg}</div>" for title, svg in charts)
+    return f'<div class="charts">{cells}</div>'
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), *, is_raw: bool = False) -> str:
+    def cells(row: Sequence[str], tag: str) -> str:
+        return "".join(f"<{tag}>{cell if is_raw else html.escape(cell)}</{tag}>" for cell in row)
+
+    first = f"<tr>{cells(head, 'th')}</tr>" if head else ""
+    return f"<table>{first}{''.join(f'<tr>{cells(row, chr(116) + chr(100))}</tr>' for row in rows)}</table>"
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{html.escape(title)}</summary>{content}</details>"

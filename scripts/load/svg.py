@@ -1,0 +1,170 @@
+"""Charts as SVG text: axes, lines, dots and bars, as a report needs them.
+
+Colours are CSS classes (``c0`` ... ``c5``) that the page defines for light and dark; a mark may carry a title, which
+browsers show as a tooltip.
+"""
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
+MAX_POINTS = 1500
+Points = Sequence[tuple[float, float]]
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers between two bounds."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((multiple * power for multiple in (1, 2, 5, 10)), key=lambda size: abs(size - rough))
+    first = math.ceil(low / step - 1e-9)
+    return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10, ... between two positive bounds; more of them where the bounds are near, only tens where far."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    multiples: tuple[float, ...] = (1, 2, 5) if high / low < 1e4 else (1,)
+    if high / low < 8:
+        multiples = (1, 1.5, 2, 3, 4, 5, 6, 8)
+    return [m * 10.0**power for power in powers for m in multiples if low <= m * 10.0**power <= high]
+
+
+def number(value: float) -> str:
+    """As short as it can be said."""
+    if value and abs(value) < 0.001:
+        return f"{value:.0e}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+@dataclass
+class Chart:
+    """One pair of axes. Points outside of the bounds are left to the clip path.
+
+    Args:
+        x_label, y_label: what the axes show, with unit.
+        x, y: bounds; None to fit what is drawn.
+        is_log_x, is_log_y: logarithmic axes; values below the lower bound are drawn on it.
+    """
+
+    x_label: str
+    y_label: str
+    x: tuple[float, float] | None = None
+    y: tuple[float, float] | None = None
+    is_log_x: bool = False
+    is_log_y: bool = False
+    height: int = HEIGHT
+    _marks: list[tuple[str, Points, str, str]] = field(default_factory=list)
+    _bars: list[tuple[float, float, float, str, str]] = field(default_factory=list)
+
+    def line(self, points: Points, colour: int, name: str = "", *, is_dashed: bool = False) -> None:
+        """A line through points in order of x; ``name`` goes into the legend."""
+        self._marks.append(("dashed" if is_dashed else "line", _thinned(points), f"c{colour}", name))
+
+    def dots(self, points: Points, colour: int, name: str = "") -> None:
+        """A dot for each point."""
+        self._marks.append(("dots", _thinned(points), f"c{colour}", name))
+
+    def bar(self, y: float, begin: float, end: float, colour: int, title: str = "") -> None:
+        """A horizontal bar at height ``y`` (Gantt)."""
+        self._bars.append((y, begin, end, f"c{colour}", title))
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Legend: colour class and name."""
+        return [(colour, name) for _, _, colour, name in self._marks if name]
+
+    def svg(self) -> str:
+        """The chart, with its legend above."""
+        x, y = self._bounds()
+        to_x = _scale(x, (LEFT, WIDTH - RIGHT), self.is_log_x)
+        to_y = _scale(y, (self.height - BOTTOM, TOP), self.is_log_y)
+        parts = [f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{html.escape(self.y_label)}">']
+        parts += self._grid(x, y, to_x, to_y)
+        parts += [self._mark(mark, to_x, to_y) for mark in self._marks]
+        size = max(1.0, min(10.0, (self.height - TOP - BOTTOM) / max(1, len({bar[0] for bar in self._bars})) - 0.6))
+        for at, begin, end, colour, title in self._bars:
+            width = max(0.8, to_x(end) - to_x(begin))
+            label = f"<title>{html.escape(title)}</title>" if title else ""
+            parts.append(
+                f'<rect class="f {colour}" x="{to_x(begin):.1f}" y="{to_y(at) - size / 2:.1f}" width="{width:.1f}" '
+                f'height="{size:.1f}">{label}</rect>'
+            )
+        parts.append("</svg>")
+        return self._legend() + "".join(parts)
+
+    def _bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        points = [point for _, mark, _, _ in self._marks for point in mark]
+        xs = [px for px, _ in points] + [edge for _, begin, end, _, _ in self._bars for edge in (begin, end)]
+        ys = [py for _, py in points] + [bar[0] + half for bar in self._bars for half in (-0.5, 0.5)]
+        return self.x or _fit(xs, self.is_log_x), self.y or _fit(ys, self.is_log_y)
+
+    def _grid(self, x: tuple[float, float], y: tuple[float, float], to_x: "_scale", to_y: "_scale") -> list[str]:
+        bottom = self.height - BOTTOM
+        parts = []
+        for value in log_ticks(*y) if self.is_log_y else ticks(*y):
+            parts.append(
+                f'<line class="g" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{to_y(value):.1f}" y2="{to_y(value):.1f}"/>'
+            )
+            if not self._bars:
+                parts.append(f'<text class="e" x="{LEFT - 6}" y="{to_y(value) + 3:.1f}">{number(value)}</text>')
+        for value in log_ticks(*x) if self.is_log_x else ticks(*x, 8):
+            parts.append(f'<line class="g" x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{TOP}" y2="{bottom}"/>')
+            parts.append(f'<text class="m" x="{to_x(value):.1f}" y="{bottom + 14}">{number(value)}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text class="m" x="{middle}" y="{self.height - 6}">{html.escape(self.x_label)}</text>')
+        turned = f"rotate(-90 12 {self.height / 2})"
+        label = html.escape(self.y_label)
+        parts.append(f'<text class="m" x="12" y="{self.height / 2}" transform="{turned}">{label}</text>')
+        return parts
+
+    def _mark(self, mark: tuple[str, Points, str, str], to_x: "_scale", to_y: "_scale") -> str:
+        kind, points, colour, _ = mark
+        if kind == "dots":
+            dots = "".join(f'<circle cx="{to_x(px):.1f}" cy="{to_y(py):.1f}" r="1.8"/>' for px, py in points)
+            return f'<g class="f {colour}">{dots}</g>'
+        path = "M" + " L".join(f"{to_x(px):.1f},{to_y(py):.1f}" for px, py in points) if points else ""
+        dashes = ' stroke-dasharray="5 4"' if kind == "dashed" else ""
+        return f'<path class="l {colour}" d="{path}"{dashes}/>'
+
+    def _legend(self) -> str:
+        keys = "".join(f'<span><i class="{colour}"></i>{html.escape(name)}</span>' for colour, name in self.names)
+        return f'<div class="legend">{keys}</div>' if len(self.names) > 1 else ""
+
+
+class _scale:
+    """From values to pixels."""
+
+    def __init__(self, values: tuple[float, float], pixels: tuple[float, float], is_log: bool) -> None:
+        self._is_log = is_log
+        self._floor = values[0]
+        low, high = (math.log10(value) for value in values) if is_log else values
+        self._low, self._span = low, (high - low) or 1.0
+        self._from, self._length = pixels[0], pixels[1] - pixels[0]
+
+    def __call__(self, value: float) -> float:
+        if self._is_log:
+            value = math.log10(max(value, self._floor))
+        return self._from + (value - self._low) / self._span * self._length
+
+
+def _fit(values: Sequence[float], is_log: bool) -> tuple[float, float]:
+    finite = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
+    if not finite:
+        return (0.1, 1.0) if is_log else (0.0, 1.0)
+    low, high = min(finite), max(finite)
+    if is_log:
+        return low * 0.9, max(high * 1.1, low * 1.5)
+    low = min(0.0, low)
+    return low, high * 1.05 if high > low else low + 1.0
+
+
+def _thinned(points: Points) -> Points:
+    """Every k-th point, where there are more than can be told apart."""
+    step = -(-len(points) // MAX_POINTS)
+    return points if step <= 1 else [*points[::step], points[-1]]

@@ -1,0 +1,153 @@
+"""Figures from records that were made by hand, and what makes a run invalid."""
+
+import numpy as np
+import pytest
+from load_records import record
+
+from scripts.load import metrics
+from scripts.load.config import LoadtestConfig
+from scripts.load.crew import Outcome
+from scripts.load.records import Record
+from scripts.load.validity import arrival_check, client_load, verdict
+from scripts.load.wire import Finished
+from scripts.load.workload import kinds_of
+
+RNG = np.random.default_rng(0)
+
+
+def test_latencies_count_from_the_intended_instant_and_beside_it_from_the_send() -> None:
+    one = record(1.5, 1.6, 1.8, at=1.0, late=0.4)
+    found = metrics.latencies([one], RNG)
+    assert found["ttft"]["p50"] == pytest.approx(0.5)
+    assert found["ttft_sent"]["p50"] == pytest.approx(0.1)
+    assert found["e2e"]["p50"] == pytest.approx(0.8)
+    assert found["e2e_sent"]["p50"] == pytest.approx(0.4)
+    assert found["itl"]["mean"] == pytest.approx(0.15)
+    assert found["first_gap"]["p50"] == pytest.approx(0.1)
+    assert found["tpot"]["p50"] == pytest.approx(0.15)
+
+
+def test_time_per_token_counts_tokens_not_events() -> None:
+    """Three events of 2, 3 and 4 tokens: seven tokens come after the first event, in 0.7 s."""
+    one = record(1.0, 1.3, 1.7, counts=[2, 3, 4], has_counts=True, num_counted=9, num_output=9)
+    assert one.tpot_s == pytest.approx(0.1)
+    assert record(1.0).tpot_s is None
+
+
+def test_failures_have_no_latency_and_count_as_misses() -> None:
+    records = [record(0.1, 0.2), record(0.1, 0.9), record(error="timeout"), record(0.1, error="dropped")]
+    found = metrics.latencies(records, RNG)
+    assert found["ttft"]["count"] == 2
+    service = metrics.service(records, {"e2e": 0.5}, {}, 2.0)
+    assert (service["good"], service["count"], service["attainment"], service["goodput_per_s"]) == (1, 4, 0.25, 0.5)
+    assert service["misses"] == {"e2e": 1, "failed": 2}
+    assert metrics.errors(records)["kinds"] == {"timeout": 1, "dropped": 1}
+
+
+def test_each_limit_is_judged_on_its_own_measure() -> None:
+    slow_gap = record(0.1, 0.2, 0.9, 1.0)
+    assert metrics.misses(slow_gap, {"itl": 0.5}) == ["itl"]
+    assert metrics.misses(slow_gap, {"tpot": 0.31, "ttft": 0.1, "e2e": 1.0}) == []
+    assert metrics.misses(slow_gap, {"tpot": 0.29, "ttft": 0.09, "e2e": 0.99}) == ["tpot", "ttft", "e2e"]
+    assert metrics.misses(record(0.1, 0.3, deadline_ms=200.0), {}) == ["deadline"]
+
+
+def test_a_class_has_limits_of_its_own() -> None:
+    kinds = kinds_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
+    records = [record(0.1, class_name="fast"), record(0.1, class_name="slow"), record(0.3, class_name="slow")]
+    service = metrics.service(records, {"ttft": 0.2}, kinds, 1.0)
+    assert service["good"] == 1
+    groups = metrics.groups(records, "class_name", {"ttft": 0.2}, kinds, RNG)
+    assert (groups["fast"]["attainment"], groups["slow"]["attainment"]) == (0.0, 0.5)
+
+
+def test_throughput_counts_what_came_inside_the_window() -> None:
+    records = [record(0.5, 1.5, 2.5, usage_prompt=100), record(1.2, 1.4, usage_prompt=50), record(error="x")]
+    found = metrics.throughput(records, 1.0, 2.0)
+    assert found["output_tokens_per_s"] == 3
+    assert found["requests_per_s"] == 1
+    assert found["input_tokens_per_s"] == 50
+
+
+def test_usage_larger_than_the_events_is_spread_over_them() -> None:
+    """Where the server does not say how many tokens an event has, its usage does."""
+    one = record(0.1, 0.2, num_output=6, usage_output=6)
+    assert metrics.throughput([one], 0.0, 0.15)["output_tokens_per_s"] == pytest.approx(3 / 0.15)
+
+
+def test_tenants_are_compared_by_what_they_got_of_what_they_asked() -> None:
+    records = [record(0.1, 0.2, 0.3, tenant="a"), record(0.4, 0.5, 0.6, tenant="b"), record(tenant="b", error="x")]
+    tenants = metrics.groups(records, "tenant", {}, {}, RNG)
+    found = metrics.fairness(tenants, records)
+    assert found["service_jain"] == pytest.approx((1 + 0.5) ** 2 / (2 * (1 + 0.25)))
+    assert found["ttft_ratio"] == pytest.approx(4)
+
+
+def test_usage_is_checked_against_counted_tokens() -> None:
+    right = record(0.1, 0.2, usage_output=2, has_counts=True, num_output_asked=2)
+    wrong = record(0.1, 0.2, usage_output=3, has_counts=True, num_output=3)
+    fewer_than_events = record(0.1, 0.2, usage_output=1, num_output=1)
+    more_than_events = record(0.1, 0.2, usage_output=5, num_output=5)
+    found = metrics.tokens([right, wrong, fewer_than_events, more_than_events])
+    assert found["usage_mismatches"] == 2
+    assert found["counted_exactly"] == 2
+    assert found["other_length_than_asked"] == 2
+
+
+# ---- can the run be believed? ---------------------------------------------------------------------------------------
+
+
+def run_of(at: "np.ndarray", lateness: "np.ndarray | float" = 0.0) -> list[Record]:
+    return [
+        record(float(a) + 1, at=float(a), late=float(late))
+        for a, late in zip(at, np.broadcast_to(lateness, at.shape), strict=True)
+    ]
+
+
+def judged(records: list[Record], *, lag: float = 0.0, cpu: float = 0.1, **options: object) -> list[str]:
+    config = LoadtestConfig(**options)  # type: ignore[arg-type]
+    outcome = Outcome(finished=[Finished(cpu * 10, 10.0, [lag] * 100, 1, 0)])
+    return verdict(records, arrival_check(records, config, True), client_load(outcome, 0.0, 100), config, 0)
+
+
+POISSON = np.cumsum(np.random.default_rng(3).exponential(0.1, 400))
+
+
+def test_a_poisson_run_sent_in_time_is_valid() -> None:
+    assert judged(run_of(POISSON), rate="10") == []
+    check = arrival_check(run_of(POISSON), LoadtestConfig(rate="10"), True)
+    assert check["cv"] == pytest.approx(1, abs=0.1) and check["cv_expected"] == 1 and check["ks_p"] > 0.01
+    assert check["distinct_gaps"] > 0.99
+
+
+def test_ten_requests_at_a_time_are_not_poisson() -> None:
+    """What workers that share a seed do."""
+    together = np.repeat(np.cumsum(np.random.default_rng(3).exponential(1.0, 40)), 10)
+    reasons = judged(run_of(together), rate="10")
+    assert any("not those of poisson" in reason for reason in reasons)
+    assert arrival_check(run_of(together), LoadtestConfig(rate="10"), True)["distinct_gaps"] < 0.2
+
+
+def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_named() -> None:
+    assert "ms late" in judged(run_of(POISSON, 0.1), rate="10")[0]
+    assert "loop was up to 200 ms late" in judged(run_of(POISSON), lag=0.2, rate="10")[0]
+    assert "97% of a core" in judged(run_of(POISSON), cpu=0.97, rate="10")[0]
+    config = LoadtestConfig(rate="10")
+    records = run_of(POISSON)
+    load = client_load(Outcome(), 0.0, 1)
+    assert "3 scheduled requests" in verdict(records, arrival_check(records, config, True), load, config, 3)[0]
+
+
+def test_a_rate_that_was_not_reached_is_named() -> None:
+    slipping = run_of(POISSON, np.linspace(0, 0.02, 400) * 0 + np.arange(400) * 0.01)
+    reasons = judged(slipping, rate="10", max_send_lateness="1h")
+    assert any("instead of" in reason for reason in reasons)
+
+
+def test_a_ramp_is_checked_in_its_own_time() -> None:
+    """A ramp's raw gaps are not exponential; seen through its rate they are."""
+    config = LoadtestConfig(rate="1..100", duration="20")
+    operational = np.cumsum(np.random.default_rng(5).exponential(1.0, 950))
+    records = run_of(config.profile.to_seconds(operational))
+    assert arrival_check(records, config, True)["ks_p"] > 0.01
+    assert arrival_check(records, LoadtestConfig(rate="50"), True)["ks_p"] < 1e-4

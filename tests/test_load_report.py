@@ -1,0 +1,175 @@
+"""What is written and said: files, page, comparison, search, expected outputs, exit statuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from load_mock import MockServer, mock_server
+from load_records import record
+
+from common.errors import ConfigError
+from scripts.load import metrics
+from scripts.load.compare import compare
+from scripts.load.config import LoadtestConfig
+from scripts.load.main import DIFFERENT, FINE, INVALID, REGRESSED, WRONG, main
+from scripts.load.parquet import COLUMNS, write_parquet
+from scripts.load.records import Record
+from scripts.load.report import Report
+from scripts.load.run import run_load
+from scripts.load.scrape import parse
+from scripts.load.search import find_goodput, measure
+from scripts.load.svg import log_ticks, ticks
+
+
+def command(server: MockServer, *words: str) -> int:
+    return main(["--url", server.url, "--rate", "60", "--num-requests", "30", "--output-len", "4", *words])
+
+
+def test_one_run_writes_every_kind_of_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = {kind: tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html", "parquet")}
+    words = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
+    pytest.importorskip("pyarrow")
+    with mock_server(tmp_path, "--ttft", "0.01", "--itl", "0.002") as server:
+        assert command(server, "--max-send-lateness", "1s", "--scrape-interval", "0.1", *words) in (FINE, INVALID)
+    assert "time to first token" in capsys.readouterr().out
+    report = json.loads(paths["json"].read_text())
+    assert report["schema"] == 1 and len(report["samples"]["ttft"]) == 30
+    assert report["scrape"]['mock_running{node="a"}'][0][1] == 1.5
+    lines = paths["jsonl"].read_text().splitlines()
+    assert len(lines) == 30 and json.loads(lines[0])["num_counted"] == 4
+    page = paths["html"].read_text()
+    assert page.count("<svg") >= 8
+    assert not re.search(r"https?://(?!127\.0\.0\.1)|<script|<link|@import|url\(", page), "the page is self-contained"
+
+
+def test_keys_never_reach_a_report(tmp_path: Path) -> None:
+    with mock_server(tmp_path) as server:
+        command(server, "--api-key", "s3cret", "--header", "X-Key: s3cret2", "--json", str(tmp_path / "r.json"))
+    assert server.truth[0]["authorization"] == "Bearer s3cret"
+    assert "s3cret" not in (tmp_path / "r.json").read_text()
+
+
+def test_parquet_has_a_row_per_request_and_says_what_columns_mean(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [record(0.5, 0.6, timings={"prefill_s": 0.1}), record(error="dropped", index=1)]
+    write_parquet(rows, str(tmp_path / "r.parquet"))
+    table = parquet.read_table(tmp_path / "r.parquet")
+    assert table.num_rows == 2 and table.column_names == [name for name, _, _ in COLUMNS]
+    assert table["stamps_s"][0].as_py() == [0.5, 0.6]
+    assert (table["ttft_s"][0].as_py(), table["ttft_s"][1].as_py()) == (0.5, None)
+    assert all(table.schema.field(name).metadata[b"description"] for name in table.column_names)
+    known = set(Record.__struct_fields__) | {"ttft_s", "e2e_s", "tpot_s"}
+    assert known - set(table.column_names) == {"text", "ids", "num_events"}
+
+
+def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
+    saved = str(tmp_path / "outputs")
+    with mock_server(tmp_path) as server:
+        command(server, "--save-outputs", saved)
+        same = command(server, "--expect-file", saved, "--json", str(tmp_path / "same.json"))
+        lines = Path(saved).read_text().splitlines()
+        spoiled = json.loads(lines[3])
+        spoiled["ids"][2] += 1
+        Path(saved).write_text("\n".join([*lines[:3], json.dumps(spoiled), *lines[4:-1]]))
+        other = command(server, "--expect-file", saved, "--json", str(tmp_path / "other.json"))
+    assert same in (FINE, INVALID)
+    counts = json.loads((tmp_path / "same.json").read_text())["outputs"]
+    assert (counts["compared"], counts["differ"]) == (30, 0)
+    assert other == DIFFERENT
+    counts = json.loads((tmp_path / "other.json").read_text())["outputs"]
+    assert (counts["compared"], counts["differ"], counts["not_compared"]) == (29, 1, 1)
+    assert counts["examples"] == [{"index": 3, "first_difference": 2}]
+
+
+def test_a_slower_server_is_a_regression_and_the_same_one_is_none(tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("a.json", "b.json", "slow.json")]
+    for name, ttft in zip(names, ("0.03", "0.03", "0.05"), strict=True):
+        with mock_server(tmp_path, "--ttft", ttft, "--itl", "0.005") as server:
+            command(server, "--max-send-lateness", "1s", "--json", name)
+    assert main(["--compare", names[0], names[2]]) == REGRESSED
+    main(["--compare", names[0], names[1], "--json", str(tmp_path / "c.json")])
+    changes = json.loads((tmp_path / "c.json").read_text())["changes"]
+    assert {change["verdict"] for change in changes if "p50" in change["name"]} == {"same"}
+    assert main(["--compare", names[0], str(tmp_path / "none.json")]) == WRONG
+
+
+def test_a_change_counts_only_if_it_is_large_and_sure() -> None:
+    def report(ttft: list[float], good: int) -> metrics.Figures:
+        samples = {"ttft": ttft, "itl": [], "tpot": [], "e2e": []}
+        service = {"good": good, "count": 100, "attainment": good / 100}
+        errors = {"count": 0, "share": 0.0}
+        return {"samples": samples, "service": service, "errors": errors, "num_measured": 100}
+
+    base = report([1 + 0.001 * n for n in range(100)], 90)
+    slightly = compare(base, report([1.02 + 0.001 * n for n in range(100)], 89), 0.05)
+    much = compare(base, report([1.2 + 0.001 * n for n in range(100)], 60), 0.05)
+    better = compare(base, report([0.8 + 0.001 * n for n in range(100)], 100), 0.05)
+    assert {change.verdict for change in slightly} == {"same"}
+    assert {change.name: change.verdict for change in much} == {
+        "time to first token mean": "worse",
+        "time to first token p50": "worse",
+        "failed requests": "same",
+        "good requests": "worse",
+    }
+    assert [change.verdict for change in better] == ["better", "better", "same", "better"]
+
+
+def counted(good: int, count: int) -> Report:
+    """A report that holds nothing but its verdict."""
+    report = Report.__new__(Report)
+    report.service = {"good": good, "count": count}
+    return report
+
+
+@pytest.mark.parametrize(("limit", "start"), [(13.0, 1.0), (0.3, 4.0), (5.0, 5.0)])
+def test_the_search_encloses_the_limit_and_bisects(limit: float, start: float) -> None:
+    """All requests are good up to a rate, and none beyond."""
+    best, points = find_goodput(lambda rate, _: counted(100 * (rate <= limit), 100), start, 0.9, 6)
+    assert best <= limit < best * 2 ** (1 / 64) * 1.0001
+    assert all(point.is_sure and point.holds == (point.rate <= limit) for point in points)
+
+
+def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
+    point = measure(lambda *_: counted(9, 10), 1.0, 0.9)
+    assert (point.good, point.count, point.holds, point.is_sure, len(point.reports)) == (27, 30, True, False, 3)
+    clear = measure(lambda *_: counted(50, 100), 1.0, 0.9)
+    assert (clear.holds, clear.is_sure, len(clear.reports)) == (False, True, 1)
+
+
+def test_a_sweep_gives_a_row_and_a_report_for_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock_server(tmp_path) as server:
+        words = ["--url", server.url, "--sweep", "40,80", "--num-requests", "20", "--output-len", "2"]
+        main([*words, "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html")])
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert [run["config"]["rate"] for run in content["runs"]] == ["40", "80"]
+    assert "Rate against latency" in (tmp_path / "s.html").read_text()
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", "http://127.0.0.1:9"]) == WRONG
+    assert "nothing answers" in capsys.readouterr().err
+    assert main(["--json", str(tmp_path / "no" / "such" / "r.json")]) == WRONG
+    assert "no such folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as wrong:
+        main(["--rate", "much"])
+    assert wrong.value.code == WRONG
+
+
+def test_an_expected_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("not json\n")
+    with mock_server(tmp_path) as server:
+        with pytest.raises(ConfigError, match="--expect-file"):
+            run_load(LoadtestConfig(url=server.url, num_requests=1, rate="50", expect_file=str(tmp_path / "x")))
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0.0, 0.47) == [0, 0.1, 0.2, 0.3, 0.4]
+    assert log_ticks(0.9, 120) == [1, 2, 5, 10, 20, 50, 100]
+
+
+def test_prometheus_text_is_read_without_buckets_and_nan() -> None:
+    text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nprocess_x 1\n'
+    assert parse(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}

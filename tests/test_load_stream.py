@@ -1,0 +1,186 @@
+"""Responses read from bytes: where they end, which event came when, what they said. No sockets."""
+
+import asyncio
+import itertools
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.load.connection import Connection, Exchange, follow_chunks, read_head
+from scripts.load.stream import read_answer
+from scripts.load.wire import Done, FrameReader, Ready, Tick, encode, to_parent
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENTS = [b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(4)]
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":4}}\n\n'
+LAST = b"data: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+WHOLE = HEAD + b"".join(map(chunk, [*EVENTS, USAGE, LAST])) + b"0\r\n\r\n"
+
+
+class Ends:
+    """Notes what a connection says."""
+
+    def __init__(self) -> None:
+        self.ended: list[Exchange] = []
+        self.lost: list[Exchange | None] = []
+
+    def on_response(self, connection: Connection, exchange: Exchange) -> None:
+        self.ended.append(exchange)
+
+    def on_lost(self, connection: Connection, exchange: Exchange | None, error: Exception | None) -> None:
+        self.lost.append(exchange)
+
+
+class Wire(asyncio.Transport):
+    def write(self, data: Any) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def connected() -> tuple[Ends, Connection, Exchange]:
+    ends = Ends()
+    connection = Connection(ends)
+    connection.connection_made(Wire())
+    exchange = Exchange(None, b"POST", 0.0)
+    connection.send(exchange)
+    return ends, connection, exchange
+
+
+def done_of(pieces: list[bytes], error: str = "") -> Done:
+    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
+    sizes = array("I", map(len, pieces)).tobytes()
+    return Done(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
+
+
+@given(st.sets(st.integers(1, len(WHOLE) - 1)))
+def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[int]) -> None:
+    edges = [0, *sorted(cuts), len(WHOLE)]
+    pieces = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
+    ends, connection, exchange = connected()
+    for piece in pieces:
+        assert not ends.ended
+        connection.data_received(piece)
+    assert ends.ended == [exchange] and connection.is_reusable
+    answer = read_answer(done_of(pieces))
+    assert (answer.text, answer.error, answer.usage_output) == ("0123", "", 4)
+    # Each event has the instant of the piece that brought its last byte.
+    at, expected = len(HEAD), []
+    for event in EVENTS:
+        end = at + len(b"%x\r\n" % len(event)) + len(event)
+        expected.append(next(float(number) for number, edge in enumerate(edges) if edge >= end))
+        at = end + 2
+    assert answer.stamps == expected
+
+
+@given(st.sets(st.integers(1, 200)))
+def test_lines_may_end_as_in_dos_and_come_with_comments(cuts: set[int]) -> None:
+    body = b": ping\r\n\r\n" + b"".join(event.replace(b"\n", b"\r\n") for event in [*EVENTS, LAST])
+    raw = HEAD + chunk(body) + b"0\r\n\r\n"
+    edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
+    pieces = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
+    answer = read_answer(done_of(pieces))
+    assert (answer.text, answer.error, len(answer.stamps)) == ("0123", "", 4)
+
+
+def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
+    data = b"3;x=y\r\nabc\r\n0\r\nTrailer: z\r\n\r\n"
+    assert follow_chunks(data, 0) == (12, True)
+    assert follow_chunks(data[:-1], 0)[1] is False
+    assert follow_chunks(b"xyz\r\n", 0) == (-1, False)
+
+
+def test_a_length_or_a_closed_connection_can_end_a_response_too() -> None:
+    ends, connection, exchange = connected()
+    connection.data_received(b"HTTP/1.1 429 X\r\nContent-Length: 5\r\n\r\nab")
+    assert not ends.ended
+    connection.data_received(b"cde")
+    assert ends.ended == [exchange]
+    ends, connection, exchange = connected()
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
+    connection.connection_lost(None)
+    assert ends.ended == [exchange] and not connection.is_reusable
+
+
+def test_an_interim_head_is_passed_over() -> None:
+    ends, connection, exchange = connected()
+    connection.data_received(b"HTTP/1.1 100 Continue\r\n\r\n")
+    connection.data_received(WHOLE)
+    assert ends.ended == [exchange]
+    assert b"".join(exchange.pieces).startswith(b"HTTP/1.1 200")
+
+
+def test_a_cut_in_the_middle_is_the_owners_to_judge_and_what_is_no_http_is_an_error() -> None:
+    ends, connection, exchange = connected()
+    connection.data_received(WHOLE[:-3])
+    connection.connection_lost(None)
+    assert ends.lost == [exchange] and not ends.ended
+    ends, connection, exchange = connected()
+    connection.data_received(b"SSH-2.0-OpenSSH\r\n\r\n")
+    assert exchange.error == "bad_http" and not connection.is_reusable
+
+
+def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
+    _, connection, _ = connected()
+    connection.data_received(WHOLE)
+    assert connection.is_reusable
+    connection.data_received(b"more")
+    assert not connection.is_reusable
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        (EVENTS, "truncated"),
+        ([LAST], "empty"),
+        ([b'data: {"error":{"message":"m","code":"node_lost"}}\n\n', LAST], "stream_node_lost"),
+        ([b"data: {oops\n\n"], "bad_json"),
+        ([b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\n'], ""),
+    ],
+)
+def test_a_stream_that_is_not_whole_is_a_failure_by_name(events: list[bytes], error: str) -> None:
+    assert read_answer(done_of([HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n"])).error == error
+
+
+def test_reasoning_counts_as_output_and_an_empty_role_does_not() -> None:
+    events = [
+        b'{"choices":[{"delta":{"role":"assistant","content":""}}]}',
+        b'{"choices":[{"delta":{"reasoning":"r"}}]}',
+    ]
+    events += [b'{"choices":[{"delta":{"content":"c"},"finish_reason":"stop"}]}']
+    answer = read_answer(done_of([HEAD + b"".join(chunk(b"data: %b\n\n" % event) for event in events)]))
+    assert (answer.text, len(answer.stamps), answer.finish) == ("rc", 2, "stop")
+
+
+def test_a_refusal_brings_the_servers_words() -> None:
+    body = b'{"error":{"message":"too much","code":"queue_full"}}'
+    answer = read_answer(done_of([b"HTTP/1.1 429 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)]))
+    assert (answer.status, answer.error, answer.message) == (429, "http_429", "too much")
+
+
+def test_heads_are_read_whatever_their_case() -> None:
+    assert read_head(b"HTTP/1.0 204\r\nX-A: b ") == (204, {b"x-a": b"b"})
+    assert read_head(b"nonsense")[0] == 0
+
+
+@given(st.lists(st.integers(1, 60), max_size=10))
+def test_frames_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
+    frames = [Ready(), done_of([WHOLE]), Tick(1.0, 2, 3, 4, 5, 6, [0.5])]
+    data = b"".join(map(encode, frames))
+    seen: list[Any] = []
+    reader = FrameReader(to_parent, seen.append, lambda: None)
+    at = 0
+    for size in [*sizes, len(data)]:
+        reader.data_received(data[at : at + size])
+        at += size
+    assert seen == frames
