@@ -108,8 +108,8 @@ class LocalCluster:
         self._max_queued = max_queued
         self._policy = policy
         self._stream_interval = stream_interval
-        self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "0"), prefill_pages) for i in range(num_prefill)]
-        self.decode = [self._decode_node(f"decode-{i}".ljust(32, "0"), decode_pages) for i in range(num_decode)]
+        self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
+        self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
 
     def _load(self, num_pages: int) -> tuple[Any, tuple[int, ...]]:
         if self._folder is None:
@@ -210,7 +210,7 @@ class LocalCluster:
         """A fresh node takes the place of a dead one."""
         nodes = self.prefill if member in self.prefill else self.decode
         self.num_starts += 1
-        name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, "0")
+        name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, ".")
         make = self._prefill_node if nodes is self.prefill else self._decode_node
         nodes[nodes.index(member)] = fresh = make(name, num_pages)
         return fresh
