@@ -58,7 +58,8 @@ class Pairs:
     def _mismatch(self, connect: Connect) -> str:
         """Why this decode node does not fit, as a sentence; empty if it does."""
         ours, theirs = to_message(self._transport.store.geometry), connect.geometry
-        if connect.transport != self._transport.name:
+        names = (connect.transport, self._transport.name)
+        if "auto" not in names and names[0] != names[1]:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
         if self._digest and connect.digest != self._digest:
             return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"

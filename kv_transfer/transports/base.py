@@ -2,9 +2,9 @@
 
 A *writer* (prefill node) attaches to a peer's pool and puts pages into it by number; a *reader* (decode node) offers
 its pool. Each transport declares its *fence*, the proof that no write can reach the pool any more, and that proof
-comes from one of two sides: the writer's word, given once its transport has nothing under way (``WriterTransport.detach``
-and ``done``), and ``ReaderTransport.poll``, which reports writers that are proven unable to. Silence, a timeout, and a
-connection that the other end closed prove nothing.
+comes from one of two sides: the writer's word, given once its transport has nothing under way (``done``, ``detach``),
+and ``ReaderTransport.poll``, which reports writers that are proven unable to. Silence, a timeout, and a connection
+that the other end closed prove nothing.
 
 Where the reader places the bytes itself (TCP) it is the fence: it writes only into pages that are allowed at that
 moment, and ``forbid`` and ``withdraw`` take effect before they return.
@@ -27,8 +27,8 @@ class PageStore(Protocol):
     """A pool of KV pages as transfers see it.
 
     ``fd`` is a memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes in which a writer of the same host puts
-    pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise (the pool is
-    on a device) it is a place beside it, where pages come and go.
+    pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise (the pool
+    is on a device) it is a place beside it, where pages come and go.
     """
 
     @property

@@ -25,7 +25,7 @@ MAX_VISITORS = 64
 _SO_PEERPIDFD = 77  # Linux 6.5: a pidfd of the very process that connected, whatever became of its number
 
 
-def _peer_pidfd(connection: socket.socket) -> int:
+def peer_pidfd(connection: socket.socket) -> int:
     """A pidfd of the process at the other end; raises OSError if it cannot be watched."""
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -71,6 +71,7 @@ class ShmReader:
     Args:
         store: the pool; its memfd is sealed here against changes of size, where it allows that.
         incarnation: of this process; the writer compares it with the peer it means, unless it is empty.
+        is_shared: False: watch writers of this host that reach the pool by other means, and hand nothing over.
 
     Raises:
         ConfigError: this kernel has no pidfds, or the pool's file has not the size of the pool.
@@ -78,8 +79,9 @@ class ShmReader:
 
     name = "shm"
 
-    def __init__(self, store: PageStore, incarnation: str = "") -> None:
+    def __init__(self, store: PageStore, incarnation: str = "", *, is_shared: bool = True) -> None:
         self.store = store
+        self._is_shared = is_shared
         self.dropped: Counter[str] = Counter()  # visitors turned away, by reason
         self._incarnation = incarnation.encode()
         self._num_bytes = store.geometry.pool_bytes(store.num_pages)
@@ -177,7 +179,7 @@ class ShmReader:
             return
         peer, epoch = offer
         try:
-            pidfd = _peer_pidfd(connection)
+            pidfd = peer_pidfd(connection)
         except OSError as error:
             log.warning("a prefill node on this host cannot be watched, so it gets no pool: %s", error)
             self._turn_away(visitor, "pidfd")
@@ -189,7 +191,7 @@ class ShmReader:
         self._epoll.register(pidfd, select.EPOLLIN)
         hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation)
         try:
-            socket.send_fds(connection, [hello], [self.store.fd])
+            socket.send_fds(connection, [hello], [self.store.fd] if self._is_shared else [])
         except OSError:
             self._fence(writer, "the prefill node left before it had the pool")
 

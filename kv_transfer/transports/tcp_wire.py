@@ -1,0 +1,96 @@
+"""What travels on a data connection, byte by byte: a handshake of four frames of fixed size, then pages and their
+acknowledgements. No sockets, but for how they are tuned.
+
+    writer -> reader   HELLO     which offer, which of its connections, nonce
+    reader -> writer   WELCOME   nonce, proof
+    writer -> reader   proof
+    reader -> writer   proof     let in; pages are welcome
+    writer -> reader   PAGE header + mac, and the page's bytes     any number of times
+    reader -> writer   DONE header + mac                           one for every page, in order
+
+A proof is HMAC-SHA256 under the cluster key over both nonces and everything that the two ends must agree on. Frame keys
+are derived from the same, one per direction, so a frame of another connection, epoch or direction does not fit.
+"""
+
+import hashlib
+import hmac
+import re
+import socket
+import struct
+from dataclasses import dataclass
+
+MAGIC = b"batontcp"
+TOKEN_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+MAC_BYTES = 16
+HELLO = struct.Struct("<8sHH32s32s")  # magic, index of this connection, how many there are, token, nonce
+WELCOME = struct.Struct("<32s32s")  # nonce, proof
+PAGE = struct.Struct("<4sIQQ")  # magic, bytes that follow, page of the reader's pool, sequence number from 0
+DONE = struct.Struct("<4sIQQ")  # magic, 1 if the page was placed and 0 if it was refused, page, sequence number
+PAGE_MAGIC, DONE_MAGIC = b"page", b"done"
+FRAME_BYTES = PAGE.size + MAC_BYTES
+MAX_CONNECTIONS = 64
+
+ENDPOINT = re.compile(r"(.{1,255}):(\d{1,5}):([0-9a-f]{64}):(\d{1,2})")
+_NO_MAC = bytes(MAC_BYTES)
+_AGREED = struct.Struct("<HHQQQ")
+
+SOCKET_BUFFER_BYTES = 4 << 20
+#: An end that has vanished without a word is noticed after about this long.
+SILENCE_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What both ends of one connection must agree on, and prove that they do."""
+
+    token: bytes
+    index: int
+    count: int
+    epoch: int
+    page_bytes: int
+    num_pages: int
+    writer_nonce: bytes
+    reader_nonce: bytes
+
+    def proof(self, key: bytes, label: bytes) -> bytes:
+        """32 bytes that only one who knows the key can make. ``label`` tells the uses apart."""
+        agreed = _AGREED.pack(self.index, self.count, self.epoch, self.page_bytes, self.num_pages)
+        message = b"\0".join((MAGIC, label, agreed, self.token, self.writer_nonce, self.reader_nonce))
+        return hmac.digest(key, message, hashlib.sha256)
+
+    def is_proof(self, key: bytes, label: bytes, given: bytes) -> bool:
+        return hmac.compare_digest(self.proof(key, label), given)
+
+    def seal(self, key: bytes, direction: bytes) -> "Seal":
+        return Seal(self.proof(key, b"frames " + direction) if key else b"")
+
+
+class Seal:
+    """Authenticates the headers of one direction of one connection; without a key, all are taken."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def mac(self, header: bytes) -> bytes:
+        return hmac.digest(self._key, header, "sha256")[:MAC_BYTES] if self._key else _NO_MAC
+
+    def is_mine(self, header: bytes, mac: bytes) -> bool:
+        return hmac.compare_digest(self.mac(header), mac)
+
+
+def tune(connection: socket.socket) -> None:
+    """No waiting for more to send, room for a lot under way, and no end that is gone for ever unnoticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

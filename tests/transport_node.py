@@ -1,0 +1,134 @@
+"""One end of a transport, as a process of its own: obeys a JSON line at a time, and looks after its transport.
+
+    transport_node.py ROLE TRANSPORT [KEY]
+
+Pages are filled and checked by seed. Imports neither torch nor zmq, so that it starts at once.
+"""
+
+import hashlib
+import json
+import os
+import random
+import select
+import sys
+import time
+from typing import Any
+
+import msgspec
+from kv_fakes import MemfdStore
+
+from common.geometry import PageGeometry
+from common.messages import Connect
+from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, to_message
+from kv_transfer.transports.choice import Settings, open_reader, open_writer
+
+GEOMETRY = PageGeometry(num_layers=4, num_kv_heads=2, head_dim=256, page_size=16, dtype="float32")  # 256 KiB a page
+NUM_PAGES = 16
+
+
+def page_content(seed: int) -> bytes:
+    return random.Random(seed).randbytes(GEOMETRY.page_bytes)
+
+
+class WriterEnd:
+    def __init__(self, settings: Settings) -> None:
+        self.store = MemfdStore(NUM_PAGES, GEOMETRY)
+        self.transport: WriterTransport = open_writer(self.store, settings)
+        self.news: list[Any] = []
+        self.finished: list[int] = []
+
+    def turn(self) -> None:
+        self.news += [[a.peer, a.epoch, a.problem, a.transport] for a in self.transport.poll()]
+        self.finished += self.transport.done()
+
+    def do_attach(self, peer: str, connect: str) -> str:
+        try:
+            self.transport.attach(peer, msgspec.json.decode(connect, type=Connect))
+        except AttachError as error:
+            return str(error)
+        return ""
+
+    def do_write(self, peer: str, pages: list[tuple[int, int, int]]) -> int:
+        """(seed, our page, the peer's page)"""
+        size = GEOMETRY.page_bytes
+        for seed, source, _ in pages:
+            self.store.memory[source * size : (source + 1) * size] = page_content(seed)
+        return self.transport.write(peer, [(source, target) for _, source, target in pages])
+
+    def do_detach(self, peer: str) -> bool:
+        return self.transport.detach(peer)
+
+    def do_finished(self) -> list[int]:
+        finished, self.finished = self.finished, []
+        return finished
+
+
+class ReaderEnd:
+    def __init__(self, settings: Settings) -> None:
+        self.store = MemfdStore(NUM_PAGES, GEOMETRY)
+        self.transport: ReaderTransport = open_reader(self.store, settings)
+        self.news: list[Any] = []
+
+    def turn(self) -> None:
+        self.news += [[f.peer, f.epoch, f.reason] for f in self.transport.poll(time.monotonic())]
+
+    def do_offer(self, peer: str, epoch: int) -> str:
+        endpoint = self.transport.offer(peer, epoch)
+        name = self.transport.name
+        connect = Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, name, endpoint)
+        return msgspec.json.encode(connect).decode()
+
+    def do_chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        return self.transport.chosen(peer, epoch, transport)
+
+    def do_allow(self, peer: str, epoch: int, pages: list[int]) -> None:
+        self.transport.allow(peer, epoch, pages)
+
+    def do_forbid(self, pages: list[int]) -> None:
+        self.transport.forbid(pages)
+
+    def do_withdraw(self, peer: str) -> None:
+        self.transport.withdraw(peer)
+
+    def do_digest(self, pages: list[int]) -> list[str]:
+        return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]
+
+
+def main() -> None:
+    role, name, key = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
+    incarnation = ("p" if role == "writer" else "d") * 32
+    settings = Settings(name, incarnation=incarnation, cluster_key=key.encode())
+    end: Any = WriterEnd(settings) if role == "writer" else ReaderEnd(settings)
+    print(json.dumps(os.getpid()), flush=True)
+    pending = b""
+    while True:
+        ready, _, _ = select.select([0, *end.transport.files()], [], [], 0.02)
+        end.turn()
+        if 0 not in ready:
+            continue
+        data = os.read(0, 65536)
+        if not data:
+            break
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            command = json.loads(line)
+            what = command.pop("do")
+            answer: Any = None
+            if what == "news":
+                answer, end.news = end.news, []
+            elif what == "counters":
+                answer = end.transport.counters()
+            elif what == "descriptors":
+                answer = len(os.listdir("/proc/self/fd"))
+            elif what == "close":
+                end.transport.close()
+                end.store.close()
+                print(json.dumps("closed"), flush=True)
+                return
+            else:
+                answer = getattr(end, f"do_{what}")(**command)
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
