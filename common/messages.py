@@ -182,7 +182,7 @@ class Connect(Message, frozen=True, tag="connect"):
     geometry: Geometry
     num_pages: Annotated[int, Meta(ge=1)]
     transport: Id
-    endpoint: Text  # understood by the transport alone
+    endpoint: Annotated[str, Meta(max_length=65536)]  # understood by the transport alone
 
 
 class Connected(Message, frozen=True, tag="connected"):
