@@ -4,6 +4,8 @@ It keeps a request table: for each slot its page table, its sampling parameters 
 plan carries only what changed. It decides nothing: a plan that breaks the rules is a bug of ours, and asserts say so.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +23,7 @@ from common.engine.model_config import ModelConfig
 from common.engine.sampler import Draw, sample
 from common.engine.weights import load_weights
 from common.errors import ConfigError
-from common.sampling import SamplingParams
+from common.sampling import SamplingParams, TokenLogprobs
 from common.step import Admit, PageDelta, Row, StepPlan, StepResult
 
 
@@ -29,6 +31,23 @@ class Executor(Protocol):
     """Whatever can run steps: this one, a remote one, a fake."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+@dataclass(slots=True)
+class Slot:
+    """One row of the request table; the pages themselves lie in the executor's page table.
+
+    Attributes:
+        sampling: parameters of the request that has the slot.
+        prompt_len: tokens of its original prompt.
+        end_ids: tokens that would end its output.
+        num_pages: entries of its page table that are set.
+    """
+
+    sampling: SamplingParams
+    prompt_len: int
+    end_ids: tuple[int, ...]
+    num_pages: int = 0
 
 
 class TorchExecutor:
@@ -51,9 +70,7 @@ class TorchExecutor:
         width = pool.geometry.num_pages(config.context_length)
         # Zeroed lazily by the kernel: rows and columns never used cost nothing.
         self._page_table: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
-        self._num_table_pages = [0] * num_slots
-        self._admitted: list[Admit | None] = [None] * num_slots
-        self._end_ids: list[tuple[int, ...]] = [()] * num_slots
+        self._slots: list[Slot | None] = [None] * num_slots
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -80,8 +97,7 @@ class TorchExecutor:
             admit = Admit(0, params, num_tokens, None)
             self.run(StepPlan(0, (admit,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
             self.run(StepPlan(0, (), (), (Row(0, num_tokens, None, True),)))
-        self._admitted[0] = None
-        self._num_table_pages[0] = 0
+        self._slots[0] = None
 
     def close(self) -> None:
         """Release the pool; the executor cannot run afterwards."""
@@ -90,23 +106,27 @@ class TorchExecutor:
     def _admit(self, admit: Admit) -> None:
         assert 0 <= admit.slot < self.num_slots, f"slot {admit.slot} of {self.num_slots}"
         params = admit.sampling
-        self._admitted[admit.slot] = admit
-        self._num_table_pages[admit.slot] = 0
         end_ids = params.stop_token_ids + (() if params.ignore_eos else self.model.config.eos_token_ids)
         vocab_size = self.model.config.vocab_size
-        self._end_ids[admit.slot] = tuple(token for token in dict.fromkeys(end_ids) if 0 <= token < vocab_size)
+        known = tuple(token for token in dict.fromkeys(end_ids) if 0 <= token < vocab_size)
+        self._slots[admit.slot] = Slot(params, admit.prompt_len, known)
         if admit.last_token is not None:
             assert 0 <= admit.last_token < vocab_size
             self._last_tokens[admit.slot] = admit.last_token
 
+    def _slot(self, number: int) -> "Slot":
+        slot = self._slots[number]
+        assert slot is not None, f"a row or pages for slot {number}, which nobody has"
+        return slot
+
     def _append_pages(self, delta: PageDelta) -> None:
         end = delta.first + len(delta.pages)
-        assert self._admitted[delta.slot] is not None, f"pages for slot {delta.slot}, which nobody has"
-        assert 0 <= delta.first <= self._num_table_pages[delta.slot], f"a gap in the page table of slot {delta.slot}"
+        slot = self._slot(delta.slot)
+        assert 0 <= delta.first <= slot.num_pages, f"a gap in the page table of slot {delta.slot}"
         assert end <= self._page_table.shape[1], f"slot {delta.slot} grows beyond the context length"
         assert all(0 <= page < self.pool.num_pages for page in delta.pages), "a page outside the pool"
         self._page_table[delta.slot, delta.first : end] = delta.pages
-        self._num_table_pages[delta.slot] = max(end, self._num_table_pages[delta.slot])
+        slot.num_pages = max(end, slot.num_pages)
 
     def _extend(self, plan: StepPlan) -> StepResult:
         rows = plan.rows
@@ -123,18 +143,20 @@ class TorchExecutor:
         hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), lasts)
         if not sampled:
             return StepResult(plan.step, ())
-        draws = [self._draw(rows[index]) for index in sampled]
-        chosen, logprobs = sample(self.model.logits(hidden), draws)
-        self._last_tokens[torch.from_numpy(slots[sampled]).to(self.pool.device)] = chosen
-        return StepResult(plan.step, tuple(chosen.tolist()), logprobs)
+        return StepResult(plan.step, *self._sample([rows[index] for index in sampled], hidden))
+
+    def _sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+        """One token per row, from the hidden states ``[len(rows), hidden]`` of their last positions."""
+        chosen, logprobs = sample(self.model.logits(hidden), [self._draw(row) for row in rows])
+        self._last_tokens[torch.tensor([row.slot for row in rows], device=self.pool.device)] = chosen
+        return tuple(chosen.tolist()), logprobs
 
     def _check(self, rows: tuple[Row, ...]) -> None:
         assert len({row.slot for row in rows}) == len(rows), "a slot has two rows in one step"
         for row in rows:
-            assert self._admitted[row.slot] is not None, f"a row for slot {row.slot}, which nobody has"
             assert row.start >= 0
             assert row.num_tokens > 0
-            room = self._num_table_pages[row.slot] * self._page_size
+            room = self._slot(row.slot).num_pages * self._page_size
             assert row.start + row.num_tokens <= room, f"slot {row.slot} has no page for its last token"
 
     def _tokens(self, rows: tuple[Row, ...], first_new: NDArray[np.int64]) -> Tensor:
@@ -154,9 +176,8 @@ class TorchExecutor:
         return tokens
 
     def _draw(self, row: Row) -> Draw:
-        admit = self._admitted[row.slot]
-        assert admit is not None
-        return Draw(admit.sampling, row.start + row.num_tokens, admit.prompt_len, self._end_ids[row.slot])
+        slot = self._slot(row.slot)
+        return Draw(slot.sampling, row.start + row.num_tokens, slot.prompt_len, slot.end_ids)
 
 
 def load_executor(

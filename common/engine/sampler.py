@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.logprobs import token_logprobs
 from common.sampling import SamplingParams, TokenLogprobs
 
 #: Strips of a row that are looked at first where a cut is asked for; the rest of the row only if that was not enough.
@@ -56,7 +57,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLo
     """
     assert logits.dtype == torch.float32
     assert len(logits) == len(draws)
-    raw = _RawLogprobs(logits, draws)
+    asked = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    raw = logits[asked] if asked else None  # a copy
     for row, draw in enumerate(draws):
         if draw.is_end_masked:
             logits[row, list(draw.end_ids)] = -math.inf
@@ -67,7 +69,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLo
             index = torch.tensor(rows, device=logits.device)
             part = logits if len(rows) == len(draws) else logits[index]
             tokens[index] = method(part, tokens[index], [draws[row] for row in rows])
-    return tokens, raw.of(tokens, logits)
+    return tokens, _align(raw, tokens, draws, asked) if raw is not None else ()
+
+
+def _align(
+    raw: Tensor, tokens: Tensor, draws: Sequence[Draw], asked: Sequence[int]
+) -> tuple[TokenLogprobs | None, ...]:
+    """Log-probabilities of the rows that asked, whose raw logits these are; None for the others."""
+    found: list[TokenLogprobs | None] = [None] * len(draws)
+    counts = [draws[row].params.logprobs or 0 for row in asked]
+    for row, logprobs in zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True):
+        found[row] = logprobs
+    return tuple(found)
 
 
 def _rows(draws: Sequence[Draw], *, is_cut: bool) -> list[int]:
@@ -235,32 +248,3 @@ def _invert(weights: Tensor, where: Tensor) -> Tensor:
     offset = torch.searchsorted(inside, target - before, right=True).clamp(max=size - 1)
     index = strip * size + offset
     return torch.where(weights.gather(1, index) > 0, index, _argmax(weights)[:, None])[:, 0]
-
-
-class _RawLogprobs:
-    """Log-probabilities before anything touches the logits, for the rows that ask."""
-
-    def __init__(self, logits: Tensor, draws: Sequence[Draw]) -> None:
-        self._asked = [
-            (row, draw.params.logprobs) for row, draw in enumerate(draws) if draw.params.logprobs is not None
-        ]
-        self._num_rows = len(draws)
-        if not self._asked:
-            return
-        self._index = torch.tensor([row for row, _ in self._asked], device=logits.device)
-        chosen = logits[self._index]
-        self._normalizer = chosen.logsumexp(dim=-1)
-        width = max(count or 0 for _, count in self._asked)
-        self._top = chosen.topk(min(width, logits.shape[1]), dim=-1) if width else None
-
-    def of(self, tokens: Tensor, logits: Tensor) -> tuple[TokenLogprobs | None, ...]:
-        """The chosen tokens' own logits were not overwritten, since a forbidden token cannot be chosen."""
-        if not self._asked:
-            return ()
-        own = (logits[self._index, tokens[self._index]] - self._normalizer).tolist()
-        ids: list[list[int]] = self._top.indices.tolist() if self._top else [[] for _ in own]
-        values = (self._top.values - self._normalizer[:, None]).tolist() if self._top else [[] for _ in own]
-        found: list[TokenLogprobs | None] = [None] * self._num_rows
-        for (row, count), token, row_ids, row_values in zip(self._asked, own, ids, values, strict=True):
-            found[row] = TokenLogprobs(token, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        return tuple(found)
