@@ -71,9 +71,7 @@ def spawn(
 
 def flags(options: dict[str, Any]) -> list[str]:
     """``{"page_size": 4}`` as ``--page-size=4``, and what is True as a flag alone."""
-    return [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()
-    ]
+    return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
 
 
 class Service:
