@@ -24,7 +24,8 @@ class SamplingParams:
         stop_token_ids: a sampled token among these ends the output (after ``min_tokens``).
         ignore_eos: the model's own end tokens do not end the output.
         min_tokens: end and stop tokens cannot be sampled before this many output tokens.
-        logprobs: None for none; n for the log-probability of each output token and of the n likeliest at its place.
+        logprobs: None for none; n for the log-probability of each output token and of the n likeliest at its place; of
+            the model's own distribution, before biases, penalties, temperature and cuts.
         repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied
             (CTRL, arXiv:1909.05858).
         presence_penalty: subtracted from the logits of tokens that are in the output.
@@ -62,7 +63,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural) at one output position, of the model's own distribution before temperature and cuts.
+    """Log-probabilities (natural) at one output position, of the model's own distribution before anything changes it.
 
     Attributes:
         token: log-probability of the token that was chosen.

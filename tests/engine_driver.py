@@ -70,7 +70,8 @@ class Text:
         if self._is_admitted:
             return []
         self._is_admitted = True
-        return [Admit(self.slot, self.params, len(self.prompt), None)]
+        history = tuple(self.prompt + self.output) if self.params.has_penalties else ()
+        return [Admit(self.slot, self.params, len(self.prompt), None, history)]
 
     def next_row(self, count: int) -> Row:
         known = self.prompt + self.output

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.sampling import SamplingParams
+
 CLOSE = 1e-4
 VOCAB_SIZE = 211
 
@@ -75,28 +77,31 @@ def load_reference(folder: str | Path, device: str = "cpu") -> Any:
 
 
 def draw_prompts(
-    model: Any, lengths: list[int], max_new: int, seed: int = 0
+    model: Any, lengths: list[int], max_new: int, seed: int = 0, params: SamplingParams | None = None
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """One (prompt, greedy output of ``max_new`` tokens) per length; ``model`` is ``load_reference``'s, or a folder."""
+    """One (prompt, greedy output of ``max_new`` tokens) per length; ``model`` is ``load_reference``'s, or a folder.
+
+    Of ``params`` only biases and penalties count.
+    """
     if isinstance(model, str | Path):
         model = load_reference(model)
     random = np.random.default_rng(seed)
-    return [_draw_prompt(model, length, max_new, random) for length in lengths]
+    return [_draw_prompt(model, length, max_new, random, params or SamplingParams()) for length in lengths]
 
 
 def _draw_prompt(
-    model: Any, length: int, max_new: int, random: np.random.Generator
+    model: Any, length: int, max_new: int, random: np.random.Generator, params: SamplingParams
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for _ in range(100):
         prompt = tuple(random.integers(0, model.config.vocab_size, length).tolist())
-        expected = generate(model, prompt, max_new)
+        expected = generate(model, prompt, max_new, **penalties(params, length))
         if expected is not None:
             return prompt, expected
     raise AssertionError(f"no prompt of {length} tokens whose top logits are clearly apart")
 
 
-def generate(model: Any, prompt: tuple[int, ...], max_new: int) -> tuple[int, ...] | None:
-    """Greedy tokens by ``generate``; None if two top logits came closer than ``CLOSE`` on the way."""
+def generate(model: Any, prompt: tuple[int, ...], max_new: int, **options: Any) -> tuple[int, ...] | None:
+    """Greedy tokens by ``generate`` with its ``options``; None if two top scores came closer than ``CLOSE``."""
     ids = torch.tensor([prompt], device=model.device)
     made = model.generate(
         ids,
@@ -104,11 +109,28 @@ def generate(model: Any, prompt: tuple[int, ...], max_new: int) -> tuple[int, ..
         do_sample=False,
         max_new_tokens=max_new,
         min_new_tokens=max_new,
-        output_logits=True,
+        output_scores=True,
         return_dict_in_generate=True,
+        **options,
     )
-    for logits in made.logits:
-        best = logits[0].topk(2).values
+    for scores in made.scores:
+        best = scores[0].topk(2).values
         if best[0] - best[1] < CLOSE:
             return None
     return tuple(made.sequences[0, len(prompt) :].tolist())
+
+
+def penalties(params: SamplingParams, prompt_len: int) -> dict[str, Any]:
+    """Options of ``generate`` for biases and penalties: its own processors, and OpenAI's formula where it has none."""
+    if not params.has_penalties and not params.logit_bias:
+        return {}
+
+    def by_occurrence(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(ids[0, prompt_len:], minlength=scores.shape[1])
+        return scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+    return {
+        "sequence_bias": {(token,): value for token, value in params.logit_bias} or None,
+        "repetition_penalty": params.repetition_penalty,
+        "logits_processor": [by_occurrence],  # applied last
+    }

@@ -20,6 +20,7 @@ from common.engine.batch import RowArrays, make_batch
 from common.engine.decoder import Decoder
 from common.engine.kv_pool import KVPool
 from common.engine.model_config import ModelConfig
+from common.engine.penalties import History
 from common.engine.sampler import Draw, sample
 from common.engine.weights import load_weights
 from common.errors import ConfigError
@@ -41,12 +42,14 @@ class Slot:
         sampling: parameters of the request that has the slot.
         prompt_len: tokens of its original prompt.
         end_ids: tokens that would end its output.
+        history: its tokens so far, if it has penalties.
         num_pages: entries of its page table that are set.
     """
 
     sampling: SamplingParams
     prompt_len: int
     end_ids: tuple[int, ...]
+    history: History | None
     num_pages: int = 0
 
 
@@ -109,7 +112,8 @@ class TorchExecutor:
         end_ids = params.stop_token_ids + (() if params.ignore_eos else self.model.config.eos_token_ids)
         vocab_size = self.model.config.vocab_size
         known = tuple(token for token in dict.fromkeys(end_ids) if 0 <= token < vocab_size)
-        self._slots[admit.slot] = Slot(params, admit.prompt_len, known)
+        history = History(admit.history, admit.prompt_len) if params.has_penalties else None
+        self._slots[admit.slot] = Slot(params, admit.prompt_len, known, history)
         if admit.last_token is not None:
             assert 0 <= admit.last_token < vocab_size
             self._last_tokens[admit.slot] = admit.last_token
@@ -149,7 +153,11 @@ class TorchExecutor:
         """One token per row, from the hidden states ``[len(rows), hidden]`` of their last positions."""
         chosen, logprobs = sample(self.model.logits(hidden), [self._draw(row) for row in rows])
         self._last_tokens[torch.tensor([row.slot for row in rows], device=self.pool.device)] = chosen
-        return tuple(chosen.tolist()), logprobs
+        tokens = tuple(chosen.tolist())
+        for row, token in zip(rows, tokens, strict=True):
+            if (history := self._slot(row.slot).history) is not None:
+                history.append(token)
+        return tokens, logprobs
 
     def _check(self, rows: tuple[Row, ...]) -> None:
         assert len({row.slot for row in rows}) == len(rows), "a slot has two rows in one step"
@@ -177,7 +185,7 @@ class TorchExecutor:
 
     def _draw(self, row: Row) -> Draw:
         slot = self._slot(row.slot)
-        return Draw(slot.sampling, row.start + row.num_tokens, slot.prompt_len, slot.end_ids)
+        return Draw(slot.sampling, row.start + row.num_tokens, slot.prompt_len, slot.end_ids, slot.history)
 
 
 def load_executor(

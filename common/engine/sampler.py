@@ -1,4 +1,4 @@
-"""Choose tokens: a pure function of logits, parameters, seed and position, row by row.
+"""Choose tokens: a pure function of logits, parameters, text so far, seed and position, row by row.
 
 Every row's cuts become one threshold on its logits, so that nothing depends on the order in which equals are sorted,
 and tokens that tie with the last one kept are kept too. The draw inverts the cumulative distribution, in order of token
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.logprobs import token_logprobs
+from common.engine.penalties import History, adjust
 from common.sampling import SamplingParams, TokenLogprobs
 
 #: Strips of a row that are looked at first where a cut is asked for; the rest of the row only if that was not enough.
@@ -33,12 +34,14 @@ class Draw:
         position: of the token to be chosen, in its text; the prompt has positions ``0 .. prompt_len``.
         prompt_len: tokens of the original prompt.
         end_ids: tokens that would end the output.
+        history: its tokens so far, if it has penalties.
     """
 
     params: SamplingParams
     position: int
     prompt_len: int
     end_ids: tuple[int, ...] = ()
+    history: History | None = None
 
     @property
     def is_end_masked(self) -> bool:
@@ -49,7 +52,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLo
     """One token per row.
 
     Args:
-        logits: ``[R, vocab]`` float32; end tokens that ``min_tokens`` forbids are overwritten in place.
+        logits: ``[R, vocab]`` float32; changed in place by biases, penalties, and ``min_tokens``.
         draws: R of them.
     Returns:
         ``[R]`` int64 on the logits' device; and the log-probabilities of the raw distribution for rows that ask (``()``
@@ -59,6 +62,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLo
     assert len(logits) == len(draws)
     asked = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     raw = logits[asked] if asked else None  # a copy
+    adjust(logits, draws)
     for row, draw in enumerate(draws):
         if draw.is_end_masked:
             logits[row, list(draw.end_ids)] = -math.inf
