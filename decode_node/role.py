@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Closed, Failed, Flush, Flushed, Generate, Message, Peer, Tokens
 from common.node.outbox import Outbox
-from common.node.role import Load, check_generate, request_from
+from common.node.role import Load, check_generate, first_tokens, prove_pages, request_from
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -238,22 +238,7 @@ class DecodeRole:
         request = sampled.request
         self._totals["local_prefills"] += 1
         self._totals["prompt_tokens_cached"] += request.num_cached
-        timings = {
-            "prefill_queue_s": request.admitted_at - request.arrived_at,
-            "prefill_s": now - request.admitted_at,
-        }
-        self.outbox.gateway.append(
-            Tokens(
-                *request.key,
-                index=0,
-                tokens=(sampled.token,),
-                logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
-                finish=sampled.finish,
-                cached_tokens=request.num_cached,
-                prompt_logprobs=tuple(request.prompt_logprobs),
-                timings=timings,
-            )
-        )
+        self.outbox.gateway.append(first_tokens(request, sampled.token, sampled.logprobs, sampled.finish, now))
 
     def _send_tokens(self, request: Request, now: float) -> None:
         unsent = self._unsent.pop(request.key, [])
@@ -309,9 +294,6 @@ class DecodeRole:
         return {**self._totals, **self._receiver.counters()}
 
     def check(self) -> None:
-        self._books.check()
-        self._cache.check()
+        prove_pages(self._books, self._cache, self._scheduler.requests.values())
         self._scheduler.check()
         self._receiver.check()
-        held = sum(len(request.own) for request in self._scheduler.requests.values())
-        assert self._books.count(Owner.REQUEST) == held, "a page belongs to a request that nobody knows"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ErrorCode, RequestError
-from common.messages import Abort, Connect, Failed, Flush, Flushed, Generate, Handoff, Message, Tokens
+from common.messages import Abort, Connect, Failed, Flush, Flushed, Generate, Handoff, Message
 from common.node.outbox import Outbox
-from common.node.role import Load, check_generate, request_from
+from common.node.role import Load, check_generate, first_tokens, prove_pages, request_from
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -140,23 +140,7 @@ class PrefillRole:
     def _answer_first(self, request: Request, first: FirstToken, now: float) -> None:
         self._totals["output_tokens"] += 1
         self._totals["prompt_tokens_cached"] += request.num_cached
-        timings = {
-            "prefill_queue_s": request.admitted_at - request.arrived_at,
-            "prefill_s": now - request.admitted_at,
-        }
-        self.outbox.gateway.append(
-            Tokens(
-                request.rid,
-                request.attempt,
-                index=0,
-                tokens=(first.token,),
-                logprobs=() if first.logprobs is None else (first.logprobs,),
-                finish=first.finish,
-                cached_tokens=request.num_cached,
-                prompt_logprobs=tuple(request.prompt_logprobs),
-                timings=timings,
-            )
-        )
+        self.outbox.gateway.append(first_tokens(request, first.token, first.logprobs, first.finish, now))
 
     def _close(self, key: Key, reason: Reason, message: str) -> bool:
         if not self._scheduler.close(key):
@@ -212,9 +196,6 @@ class PrefillRole:
         return {**self._totals, **self._sender.counters()}
 
     def check(self) -> None:
-        self._books.check()
-        self._cache.check()
+        prove_pages(self._books, self._cache, self._scheduler.requests.values())
         self._scheduler.check()
         self._sender.check()
-        held = sum(len(request.own) for request in self._scheduler.requests.values())
-        assert self._books.count(Owner.REQUEST) == held, "a page belongs to a request that nobody knows"

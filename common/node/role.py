@@ -1,13 +1,17 @@
 """What the node process asks of a role. Roles are pure but for the transfer endpoint that is handed to them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import ErrorCode, RequestError
-from common.messages import Generate, Message
+from common.finish import Finish
+from common.messages import Generate, Message, Tokens
 from common.node.outbox import Outbox
+from common.pages import Owner, PageBooks
+from common.radix import RadixCache
 from common.request import Request
+from common.sampling import TokenLogprobs
 from common.step import StepPlan, StepResult
 
 #: The gateway ends a request at its deadline; a node that has not heard of it by then does so itself, a little later.
@@ -40,6 +44,31 @@ def request_from(message: Generate, now: float) -> Request:
         arrived_at=now,
         deadline_at=now + message.timeout_s + DEADLINE_GRACE_S,
     )
+
+
+def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, finish: Finish, now: float) -> Tokens:
+    """What the gateway gets from the node that computed the prompt, whichever role that node has."""
+    return Tokens(
+        *request.key,
+        index=0,
+        tokens=(token,),
+        logprobs=() if logprobs is None else (logprobs,),
+        finish=finish,
+        cached_tokens=request.num_cached,
+        prompt_logprobs=tuple(request.prompt_logprobs),
+        timings={
+            "prefill_queue_s": request.admitted_at - request.arrived_at,
+            "prefill_s": now - request.admitted_at,
+        },
+    )
+
+
+def prove_pages(books: PageBooks, cache: RadixCache, requests: Iterable[Request]) -> None:
+    """Books and cache agree with themselves, and every page that belongs to a request belongs to a known one."""
+    books.check()
+    cache.check()
+    num_own = sum(len(request.own) for request in requests)
+    assert books.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows"
 
 
 @dataclass(frozen=True, slots=True)
