@@ -54,6 +54,7 @@ class Answer:
     logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
     finish: str = ""
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_messages: int = 0
     error: Failed | None = None
 
@@ -283,6 +284,8 @@ class LocalCluster:
                 answer.tokens[message.index + offset] = token
                 answer.logprobs[message.index + offset] = message.logprobs[offset] if message.logprobs else None
             answer.finish = answer.finish or message.finish
+            assert message.index == 0 or not message.prompt_logprobs, "log-probabilities of the prompt came late"
+            answer.prompt_logprobs += message.prompt_logprobs
             answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if answer.is_over:
             for leg in answer.legs:

@@ -134,3 +134,10 @@ def penalties(params: SamplingParams, prompt_len: int) -> dict[str, Any]:
         "repetition_penalty": params.repetition_penalty,
         "logits_processor": [by_occurrence],  # applied last
     }
+
+
+def prompt_logprobs(model: Any, prompt: tuple[int, ...]) -> torch.Tensor:
+    """``[len(prompt) - 1, vocab]``: row i is the log-probability of every token at position i + 1."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt], device=model.device)).logits[0, :-1]
+    return torch.log_softmax(logits, dim=-1)

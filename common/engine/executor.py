@@ -6,6 +6,7 @@ plan carries only what changed. It decides nothing: a plan that breaks the rules
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
 from common.engine.decoder import Decoder
 from common.engine.kv_pool import KVPool
+from common.engine.logprobs import judge
 from common.engine.model_config import ModelConfig
 from common.engine.penalties import History
 from common.engine.sampler import Draw, sample
@@ -142,15 +144,17 @@ class TorchExecutor:
         arrays = RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size)
         batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
-        sampled = [index for index, row in enumerate(rows) if row.sample]
-        lasts = torch.from_numpy(batch.first_new[1:][sampled] - 1).to(self.pool.device)
-        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), lasts)
-        if not sampled:
-            return StepResult(plan.step, ())
-        return StepResult(plan.step, *self._sample([rows[index] for index in sampled], hidden))
+        sampled = [row for row in rows if row.sample]
+        judged = [row for row in rows if row.targets]
+        wanted = torch.from_numpy(_wanted(rows, batch.first_new)).to(self.pool.device)
+        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), wanted)
+        chosen, logprobs = self._sample(sampled, hidden[: len(sampled)])
+        return StepResult(plan.step, chosen, logprobs, self._judge(judged, hidden[len(sampled) :]))
 
     def _sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
         """One token per row, from the hidden states ``[len(rows), hidden]`` of their last positions."""
+        if not rows:
+            return (), ()
         chosen, logprobs = sample(self.model.logits(hidden), [self._draw(row) for row in rows])
         self._last_tokens[torch.tensor([row.slot for row in rows], device=self.pool.device)] = chosen
         tokens = tuple(chosen.tolist())
@@ -159,6 +163,13 @@ class TorchExecutor:
                 history.append(token)
         return tokens, logprobs
 
+    def _judge(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        """Log-probabilities of each row's targets, from the hidden states of the positions before them, in order."""
+        tokens = [token for row in rows for token in row.targets]
+        num_top = [self._slot(row.slot).sampling.logprobs or 0 for row in rows for _ in row.targets]
+        found = iter(judge(hidden, self.model.logits, tokens, num_top))
+        return tuple(tuple(islice(found, len(row.targets))) for row in rows)
+
     def _check(self, rows: tuple[Row, ...]) -> None:
         assert len({row.slot for row in rows}) == len(rows), "a slot has two rows in one step"
         for row in rows:
@@ -166,6 +177,7 @@ class TorchExecutor:
             assert row.num_tokens > 0
             room = self._slot(row.slot).num_pages * self._page_size
             assert row.start + row.num_tokens <= room, f"slot {row.slot} has no page for its last token"
+            assert 0 <= row.first_target <= row.num_tokens - len(row.targets), "a target that follows no token"
 
     def _tokens(self, rows: tuple[Row, ...], first_new: NDArray[np.int64]) -> Tensor:
         """``[N]`` int64 on the device: tokens the plan names, and those sampled last, which never left the device."""
@@ -186,6 +198,17 @@ class TorchExecutor:
     def _draw(self, row: Row) -> Draw:
         slot = self._slot(row.slot)
         return Draw(slot.sampling, row.start + row.num_tokens, slot.prompt_len, slot.end_ids, slot.history)
+
+
+def _wanted(rows: Sequence[Row], first_new: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of the packed tokens: the last one of each row that samples, then those that each row's targets follow."""
+    lasts = [first_new[index + 1] - 1 for index, row in enumerate(rows) if row.sample]
+    before_targets = [
+        first_new[index] + row.first_target + np.arange(len(row.targets))
+        for index, row in enumerate(rows)
+        if row.targets
+    ]
+    return np.concatenate([np.array(lasts, np.int64), *before_targets])
 
 
 def load_executor(
