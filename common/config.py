@@ -50,7 +50,6 @@ NOT_YET: dict[str, str] = {
     "--num-reserved-decode-tokens": "pages for the output are taken as it grows",
     "--retraction-policy": "the request with the shortest output gives way",
     "--radix-eviction-policy": "the least recently used prefix is evicted",
-    "--data-interface": "KV pages travel through shared memory on one machine only",
     "--tensor-parallel-size": "a node is one process on one device",
     "--tp-size": "a node is one process on one device",
     "--quantization": "weights are served as they are stored",
@@ -174,7 +173,16 @@ class _Engine:
     lpm_degrade_threshold: int = option(128, "A longer queue makes lpm fall back to fcfs.", minimum=1)
     stream_interval: int = option(1, "Output tokens per streamed message, after the first token.", minimum=1)
     disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
-    transport: Literal["auto", "shm"] = option("auto", "How KV pages travel; shm is shared memory on one machine.")
+    transport: Literal["auto", "shm", "tcp", "nixl"] = option(
+        "auto",
+        "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl); auto tries them"
+        " in the order shm, nixl, tcp for each pair of nodes and keeps the first that works.",
+    )
+    cluster_key: str | None = option(
+        None,
+        "Secret that the nodes share and prove to each other on tcp data connections. Better set by environment.",
+        is_secret=True,
+    )
 
 
 # ---- the configurations ---------------------------------------------------------------------------------------------
@@ -207,6 +215,11 @@ class NodeConfig(_Engine, _Model):
     data_port: int = option(
         0, "Prefill nodes: the port on which decode nodes reach them; 0 takes any free one.", minimum=0, maximum=65535
     )
+    data_interface: str | None = option(
+        None,
+        "Decode nodes: the address on which KV pages arrive by tcp; otherwise --advertise-host.",
+        metavar="ADDRESS",
+    )
     max_queued_requests: int | None = option(None, "Requests that may wait here before the next is refused.", minimum=0)
     memory_fraction: float = option(
         0.4, "Share of the device's free memory that the KV pool takes at most.", minimum=0.001, maximum=0.95
@@ -218,6 +231,16 @@ class NodeConfig(_Engine, _Model):
         if self.role == "decode" and self.data_port:
             raise ConfigError("--data-port is for prefill nodes: a decode node listens nowhere, it dials them")
         _check_reach("--advertise-host", self.advertise_host, self.insecure)
+        if self.data_interface is not None:
+            if self.role == "prefill":
+                raise ConfigError("--data-interface is for decode nodes: KV pages arrive there")
+            if not self.cluster_key:
+                _check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
+
+    @property
+    def data_host(self) -> str:
+        """Where a decode node listens for KV pages."""
+        return self.data_interface or self.advertise_host
 
 
 @dataclass(frozen=True, kw_only=True)

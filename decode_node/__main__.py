@@ -11,7 +11,7 @@ from common.policy import make_policy
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receiver import Receiver
-from kv_transfer.transports.shm import ShmReader
+from kv_transfer.transports.choice import Settings, open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
@@ -34,7 +34,8 @@ def build(parts: Parts) -> DecodeRole:
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )
-    transport = ShmReader(parts.pool, parts.incarnation)
+    key = (config.cluster_key or "").encode()
+    transport = open_reader(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
     receiver = Receiver(transport, parts.books, name=config.name or "decode", digest=parts.digest)
     return DecodeRole(
         scheduler,

@@ -276,6 +276,9 @@ class DecodeRole:
     def files(self) -> Sequence[Any]:
         return self._receiver.files()
 
+    def transports(self) -> Sequence[str]:
+        return self._receiver.transports()
+
     def peers(self) -> Sequence[str]:
         return list(self._peers)
 

@@ -327,6 +327,10 @@ class Receiver:
         chosen = {name: float(count) for name, count in self._totals.items() if name.startswith("pairs_by_")}
         return {**{name: float(self._totals[name]) for name in names}, **chosen, **self._transport.counters()}
 
+    def transports(self) -> Sequence[str]:
+        """Names of those that may carry pages here, best first."""
+        return self._transport.names
+
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``."""
         return self._transport.files()

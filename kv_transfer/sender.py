@@ -423,6 +423,10 @@ class Sender:
             "write_seconds": self._write_s,
         }
 
+    def transports(self) -> Sequence[str]:
+        """Names of those that may carry pages here, best first."""
+        return self._transport.names
+
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``pump``."""
         return self._transport.files()

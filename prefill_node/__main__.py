@@ -7,7 +7,7 @@ from common.config import NodeConfig
 from common.node.process import Parts, run
 from common.policy import make_policy
 from kv_transfer.sender import Sender
-from kv_transfer.transports.shm import ShmWriter
+from kv_transfer.transports.choice import Settings, open_writer
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import Limits, PrefillScheduler
 
@@ -24,7 +24,9 @@ def build(parts: Parts) -> PrefillRole:
         chunk_tokens=capacity.chunk_tokens,
         max_requests=config.prefill_max_requests,
     )
-    sender = Sender(ShmWriter(parts.pool), digest=parts.digest, clock=parts.clock)
+    key = (config.cluster_key or "").encode()
+    transport = open_writer(parts.pool, Settings(config.transport, parts.incarnation, cluster_key=key))
+    sender = Sender(transport, digest=parts.digest, clock=parts.clock)
     scheduler = PrefillScheduler(
         parts.cache,
         parts.books,

@@ -180,6 +180,9 @@ class PrefillRole:
     def files(self) -> Sequence[Any]:
         return self._sender.files()
 
+    def transports(self) -> Sequence[str]:
+        return self._sender.transports()
+
     def peers(self) -> Sequence[str]:
         return self._sender.peers()
 

@@ -94,6 +94,8 @@ def _environment(config: ServeConfig, num_threads: int) -> dict[str, str]:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
     if config.api_key:
         environ["BATON_API_KEY"] = config.api_key
+    if config.cluster_key:
+        environ["BATON_CLUSTER_KEY"] = config.cluster_key
     return environ
 
 

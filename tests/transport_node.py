@@ -19,6 +19,7 @@ from kv_fakes import MemfdStore
 
 from common.geometry import PageGeometry
 from common.messages import Connect
+from kv_transfer.transports import nixl_writer, tcp_writer
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, to_message
 from kv_transfer.transports.choice import Settings, open_reader, open_writer
 
@@ -90,12 +91,19 @@ class ReaderEnd:
     def do_withdraw(self, peer: str) -> None:
         self.transport.withdraw(peer)
 
+    def do_fill(self, pages: list[tuple[int, int]]) -> None:
+        """(seed, page)"""
+        size = GEOMETRY.page_bytes
+        for seed, page in pages:
+            self.store.memory[page * size : (page + 1) * size] = page_content(seed)
+
     def do_digest(self, pages: list[int]) -> list[str]:
         return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]
 
 
 def main() -> None:
     role, name, key = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
+    tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(os.environ.get("TEST_ATTACH_TIMEOUT_S", "10"))
     incarnation = ("p" if role == "writer" else "d") * 32
     settings = Settings(name, incarnation=incarnation, cluster_key=key.encode())
     end: Any = WriterEnd(settings) if role == "writer" else ReaderEnd(settings)

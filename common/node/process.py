@@ -101,7 +101,7 @@ def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -
     node = Node(
         role,
         engine,
-        register=lambda: _register(config, name, model, capacity, address="" if listen is None else listen.port),
+        register=lambda: _register(config, name, model, capacity, role, address="" if listen is None else listen.port),
         gateway=config.gateway,
         context=context,
         incarnation=incarnation,
@@ -167,7 +167,7 @@ def pick_device(name: str) -> str:
 
 
 def _register(
-    config: NodeConfig, name: str, model: "ModelConfig", capacity: Capacity, *, address: str | int
+    config: NodeConfig, name: str, model: "ModelConfig", capacity: Capacity, role: Role, *, address: str | int
 ) -> Register:
     geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
     host = f"[{config.advertise_host}]" if ":" in config.advertise_host else config.advertise_host
@@ -190,7 +190,7 @@ def _register(
         num_pages=capacity.num_pages,
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
-        transports=("shm",),
+        transports=tuple(role.transports()),
         address="" if address == "" else f"{host}:{address}",
         pid=os.getpid(),
         device=pick_device(config.device),

@@ -119,6 +119,10 @@ class Role(Protocol):
         """File descriptors whose input should wake the loop for a ``tick``."""
         ...
 
+    def transports(self) -> Sequence[str]:
+        """Names of the transports that KV pages may travel by, best first."""
+        ...
+
     def peers(self) -> Sequence[str]:
         """Incarnations that this role counts on being there."""
         ...

@@ -88,6 +88,11 @@ class WriterTransport(Protocol):
     def name(self) -> str: ...
 
     @property
+    def names(self) -> Sequence[str]:
+        """Transports that may carry pages, best first; one that carries them itself names itself."""
+        ...
+
+    @property
     def store(self) -> PageStore: ...
 
     def attach(self, peer: str, connect: Connect) -> None:
@@ -140,6 +145,11 @@ class ReaderTransport(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Transports that may carry pages, best first; one that carries them itself names itself."""
+        ...
 
     @property
     def store(self) -> PageStore: ...

@@ -261,7 +261,8 @@ class ChoosingReader:
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
         for transport in self._transports:
-            transport.allow(peer, epoch, pages)
+            if self._chosen.get((peer, epoch)) == transport.name:
+                transport.allow(peer, epoch, pages)
 
     def forbid(self, pages: Sequence[int]) -> None:
         for transport in self._transports:

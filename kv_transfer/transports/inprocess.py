@@ -74,6 +74,7 @@ class InProcessWriter:
     """``WriterTransport`` over a wire. ``peer`` arguments are the readers' incarnations."""
 
     name = "inprocess"
+    names: Sequence[str] = ("inprocess",)
 
     def __init__(self, wire: Wire, store: PageStore) -> None:
         self.store = store
@@ -144,6 +145,7 @@ class InProcessReader:
     """``ReaderTransport`` over a wire."""
 
     name = "inprocess"
+    names: Sequence[str] = ("inprocess",)
 
     def __init__(self, wire: Wire, store: PageStore) -> None:
         self.store = store

@@ -40,7 +40,7 @@ class Agent:
     """
 
     def __init__(self, store: PageStore, name: str) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs to stdout
         try:
             import nixl
         except ImportError as error:

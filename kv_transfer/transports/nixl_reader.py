@@ -16,6 +16,7 @@ from kv_transfer.transports.shm_reader import ShmReader
 
 #: An offer that nobody has taken up by then needs no attention of ours.
 OFFER_S = 15.0
+CLOSING_S = 1.0  # UCX needs to be called for so long to close what a writer has let go
 PAUSE_S = 200e-6
 
 
@@ -27,6 +28,7 @@ class NixlReader:
     """
 
     name = "nixl"
+    names: Sequence[str] = ("nixl",)
 
     def __init__(self, store: PageStore, incarnation: str = "") -> None:
         self.store = store
@@ -39,6 +41,7 @@ class NixlReader:
         self._metadata = base64.b64encode(self._agent.nixl.get_agent_metadata()).decode()
         self._expected: dict[int, None] = {}  # pages that may be written
         self._offered_at: dict[str, float] = {}
+        self._closing_until = 0.0
         self._is_open = True
         self._is_awake = threading.Event()
         self._thread = threading.Thread(target=self._progress, name="nixl-receive", daemon=True)
@@ -62,6 +65,7 @@ class NixlReader:
         self._offered_at.pop(peer, None)
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        self._offered_at.pop(peer, None)
         return transport == self.name
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
@@ -74,21 +78,27 @@ class NixlReader:
             self._expected.pop(page, None)
 
     def poll(self, now: float) -> list[Fenced]:
-        return self._door.poll(now)
+        fenced = self._door.poll(now)
+        if fenced:
+            self._closing_until = time.monotonic() + CLOSING_S
+            self._is_awake.set()
+        return fenced
 
     def _progress(self) -> None:
         """Over TCP, UCX places bytes and answers only when it is called."""
         while self._is_open:
             with self._agent.lock:
                 self._agent.nixl.get_new_notifs()
-            if not self._expected and not self._is_offering():
+            if self._is_idle():
                 self._is_awake.clear()
-                if not self._expected and self._is_open:
+                if self._is_idle() and self._is_open:
                     self._is_awake.wait(1.0)
             time.sleep(PAUSE_S)
 
-    def _is_offering(self) -> bool:
-        return any(at + OFFER_S > time.monotonic() for at in list(self._offered_at.values()))
+    def _is_idle(self) -> bool:
+        now = time.monotonic()
+        is_offering = any(at + OFFER_S > now for at in list(self._offered_at.values()))
+        return not self._expected and not is_offering and self._closing_until <= now
 
     def counters(self) -> dict[str, float]:
         return self._door.counters()

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 10.0
 PAUSE_S = 50e-6
+CLOSING_S = 1.0  # UCX needs to be called for so long to close what has been let go
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # what has taken that long is looked at more rarely
 
 
@@ -85,6 +86,7 @@ class NixlWriter:
     """
 
     name = "nixl"
+    names: Sequence[str] = ("nixl",)
 
     def __init__(self, store: PageStore, incarnation: str = "") -> None:
         self.store = store
@@ -100,6 +102,7 @@ class NixlWriter:
         self._num_tickets = 0
         self._num_bytes = 0
         self._num_stuck = 0
+        self._closing_until = 0.0
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
         self._thread.start()
 
@@ -190,6 +193,9 @@ class NixlWriter:
                 job = ()
             if job is None:
                 break
+            if self._closing_until > time.monotonic():
+                with self._agent.lock:
+                    self._agent.nixl.get_new_notifs()
             if job and job[0] == "attach":
                 self._begin(job[1], job[2], writes)
                 attaching.append(job[1])
@@ -202,12 +208,11 @@ class NixlWriter:
                 writes.remove(write)
         self._shut(writes)
 
-    @staticmethod
-    def _pause(attaching: list[_Route], writes: list[_Write]) -> float | None:
+    def _pause(self, attaching: list[_Route], writes: list[_Write]) -> float | None:
         """How long to wait for a job: not long while something is about to happen."""
         if attaching or any(not write.is_failed and write.begun_at + LONG_S > time.monotonic() for write in writes):
             return PAUSE_S
-        return LONG_PAUSE_S if writes else None
+        return LONG_PAUSE_S if writes or self._closing_until > time.monotonic() else None
 
     def _say(self) -> None:
         with contextlib.suppress(OSError):
@@ -403,6 +408,7 @@ class NixlWriter:
             if route.agent is not None:
                 self._agent.nixl.remove_remote_agent(route.agent)
         route.pages = route.agent = None
+        self._closing_until = time.monotonic() + CLOSING_S
         if route.door is not None:
             with contextlib.suppress(OSError):
                 route.door.send(DETACHED)

@@ -78,6 +78,7 @@ class ShmReader:
     """
 
     name = "shm"
+    names: Sequence[str] = ("shm",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, is_shared: bool = True) -> None:
         self.store = store

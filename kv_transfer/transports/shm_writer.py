@@ -37,6 +37,7 @@ class ShmWriter:
     """``WriterTransport`` of a prefill node. A write is over when it returns."""
 
     name = "shm"
+    names: Sequence[str] = ("shm",)
 
     def __init__(self, store: PageStore) -> None:
         self.store = store

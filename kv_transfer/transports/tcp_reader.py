@@ -68,6 +68,7 @@ class TcpReader:
     """
 
     name = "tcp"
+    names: Sequence[str] = ("tcp",)
 
     def __init__(
         self,

@@ -97,6 +97,7 @@ class TcpWriter:
     """
 
     name = "tcp"
+    names: Sequence[str] = ("tcp",)
 
     def __init__(self, store: PageStore, *, key: bytes = b"") -> None:
         self.store = store
