@@ -11,7 +11,7 @@ from common.cli import resolve
 from common.config import GatewayConfig
 from common.errors import ConfigError
 from gateway.app import Gateway
-from gateway.model_files import model_folder
+from gateway.model_files import model_folders
 
 log = logging.getLogger("gateway")
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         datefmt="%H:%M:%S",
     )
     try:
-        gateway = Gateway(config, model_folder(config.model, config.revision))
+        gateway = Gateway(config, model_folders(config))
         with asyncio.Runner(loop_factory=fast_loop()) as runner:
             runner.run(serve(gateway))
     except (ConfigError, OSError, zmq.ZMQError) as error:

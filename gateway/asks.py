@@ -5,6 +5,7 @@ fit) learns it here, at once, with the field at fault.
 """
 
 import asyncio
+import dataclasses
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,9 @@ GREEDY_BELOW = 1e-5
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
 MAX_PROMPTS = 4096
+#: A node answers with the log-probabilities of a prompt in one message: bytes there, of each token and of each
+#: alternative beside it, and how many of them all may have.
+JUDGED_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_JUDGED_BYTES = 28, 16, 12 << 20
 
 Prompt = str | Sequence[int]
 
@@ -42,11 +46,13 @@ class Asker:
     """Makes asks out of bodies.
 
     Args:
+        model: the name under which it is served.
         text, chat: the model's tokenizer and chat template.
         request_timeout_s: deadline of requests that name none.
     """
 
-    def __init__(self, text: Text, chat: ChatTemplate | None, *, request_timeout_s: float) -> None:
+    def __init__(self, model: str, text: Text, chat: ChatTemplate | None, *, request_timeout_s: float) -> None:
+        self._model = model
         self._text = text
         self._chat = chat
         self._request_timeout_s = request_timeout_s
@@ -58,18 +64,31 @@ class Asker:
     # ---- the three kinds of body --------------------------------------------------------------------------------
 
     async def completion(self, body: Completion, request_id: str, limits: Limits) -> list[Ask]:
-        """One ask for each prompt."""
+        """One ask for each sample of each prompt, prompt after prompt."""
         check_stream_options(body)
+        if body.best_of not in (None, body.n or 1):
+            raise refuse("only supported if it equals n", "best_of", ErrorCode.NOT_SUPPORTED)
+        if body.max_tokens == 0 and not body.echo:
+            raise refuse("must be at least 1, unless echo is true", "max_tokens")
         prompts = split_prompts(body.prompt)
         ids = await self._tokenize_all(prompts, "prompt", limits)
         rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
-        return [
-            self._openai_ask(body, rid, request_id, prompt, limits, COMPLETION_MAX_TOKENS, body.logprobs)
-            for rid, prompt in zip(rids, ids, strict=True)
-        ]
+        asks: list[Ask] = []
+        for i, prompt in enumerate(ids):
+            ask = self._openai_ask(body, rids[i], request_id, prompt, limits, COMPLETION_MAX_TOKENS, body.logprobs)
+            if body.echo:
+                ask = self._echoed(ask, prompts[i], is_prompt_only=body.max_tokens == 0)
+            asks += samples(ask, body.n or 1, prompt_number=i)
+        return asks
+
+    def _echoed(self, ask: Ask, prompt: Prompt, *, is_prompt_only: bool) -> Ask:
+        """The same with the prompt shown, and judged if log-probabilities are wanted."""
+        text = prompt if isinstance(prompt, str) else self._text.decode(prompt, skip_special=ask.skip_special)
+        ask = dataclasses.replace(ask, echo=text, is_prompt_only=is_prompt_only)
+        return ask if ask.sampling.logprobs is None else judged(ask, 0, "logprobs")
 
     async def chat(self, body: Chat, request_id: str, limits: Limits) -> list[Ask]:
-        """One ask: the messages through the model's chat template."""
+        """One ask for each sample: the messages through the model's chat template."""
         check_stream_options(body)
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
@@ -82,10 +101,10 @@ class Asker:
         await self._check_text(text, limits, "messages")
         ids = await self.tokenize(text, add_special_tokens=False, param="messages")
         check_prompt(ids, limits, self._text.vocab_size, "messages")
-        return [self._openai_ask(body, request_id, request_id, ids, limits, None, logprobs)]
+        return samples(self._openai_ask(body, request_id, request_id, ids, limits, None, logprobs), body.n or 1)
 
     async def native(self, body: Native, request_id: str, limits: Limits) -> tuple[list[Ask], bool]:
-        """One ask for each prompt, and whether the body was a batch."""
+        """One ask for each sample of each prompt, prompt after prompt; and whether the answer is a list."""
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
         param = "text" if body.text is not None else "input_ids"
@@ -95,14 +114,24 @@ class Asker:
         prompts = split_prompts(given, param)
         count = len(prompts)
         params = spread(body.sampling_params or NativeSampling(), count, is_batch, "sampling_params")
+        starts = spread(body.logprob_start_len, count, is_batch, "logprob_start_len")
+        num_samples = params[0].n or 1
+        if any((other.n or 1) != num_samples for other in params):
+            raise refuse("must be the same for all prompts", "sampling_params.n")
         rids = self._rids(body.rid, request_id, count, is_batch)
         ids = await self._tokenize_all(prompts, param, limits)
-        asks = []
+        asks: list[Ask] = []
         for i in range(count):
             prefix = f"sampling_params[{i}]." if isinstance(body.sampling_params, list) else "sampling_params."
-            whole = body.rid if isinstance(body.rid, str) else request_id
-            asks.append(self._native_ask(body, params[i], rids[i], whole, ids[i], limits, prefix))
-        return asks, is_batch
+            whole = body.rid if isinstance(body.rid, str) else rids[i] if body.rid else request_id
+            ask = self._native_ask(body, params[i], rids[i], whole, ids[i], limits, prefix)
+            start = starts[i]
+            if start is not None and start >= 0:
+                if not body.return_logprob:
+                    raise refuse("needs return_logprob to be true", "logprob_start_len")
+                ask = judged(ask, start, "logprob_start_len")
+            asks += samples(ask, num_samples, prompt_number=i)
+        return asks, is_batch or num_samples > 1
 
     @staticmethod
     def _rids(given: str | list[str] | None, request_id: str, count: int, is_batch: bool) -> list[str]:
@@ -187,7 +216,8 @@ class Asker:
         sampling = sampling_params(
             params, limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
         )
-        return self._ask(rid, request_id, prompt, sampling, params, body, prefix)
+        ask = self._ask(rid, request_id, prompt, sampling, params, body, prefix)
+        return dataclasses.replace(ask, is_prompt_only=True) if given == 0 else ask
 
     def _ask(
         self, rid: str, request_id: str, prompt: Sequence[int], sampling: SamplingParams, options: Sampling,
@@ -198,6 +228,8 @@ class Asker:
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
+            model=self._model,
+            keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
             stops=stop_strings(options.stop, f"{prefix}stop"),
             skip_special=options.skip_special_tokens is not False,
             salt=extras.cache_salt or "",
@@ -212,6 +244,9 @@ class Asker:
 def check_stream_options(body: OpenAI) -> None:
     if body.stream_options is not None and not body.stream:
         raise refuse("only together with stream: true", "stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise refuse("continuous_usage_stats needs include_usage", "stream_options")
 
 
 def spread(given: Any, count: int, is_batch: bool, param: str) -> list[Any]:
@@ -221,6 +256,39 @@ def spread(given: Any, count: int, is_batch: bool, param: str) -> list[Any]:
     if len(given) != count or not is_batch:
         raise refuse(f"{len(given)} values for {count} prompts", param)
     return given
+
+
+def samples(ask: Ask, count: int, *, prompt_number: int = 0) -> list[Ask]:
+    """``count`` samples of one prompt. Sample i has the seed ``seed + i``, so that each can be had again alone."""
+    if count == 1:
+        return [dataclasses.replace(ask, prompt_number=prompt_number) if prompt_number else ask]
+    return [
+        dataclasses.replace(
+            ask,
+            rid=f"{ask.rid}-{i}",
+            prompt_number=prompt_number,
+            sampling=dataclasses.replace(ask.sampling, seed=(ask.sampling.seed + i) % 2**64),
+        )
+        for i in range(count)
+    ]
+
+
+def judged(ask: Ask, first: int, param: str) -> Ask:
+    """The same with log-probabilities of the prompt's tokens after ``first``, the one before which nothing is judged.
+
+    Raises RequestError: the prompt has no such place, or that would be more than a node can say in one message.
+    """
+    count = len(ask.prompt) - first
+    if count < 0:
+        raise refuse(f"{first} is beyond the prompt of {len(ask.prompt)} tokens", param)
+    num_tops = ask.sampling.logprobs or 0
+    if count * (JUDGED_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_JUDGED_BYTES:
+        message = (
+            f"log-probabilities of {count} prompt tokens, each with {num_tops} others, are too many for one answer"
+        )
+        raise refuse(message, param)
+    sampling = dataclasses.replace(ask.sampling, prompt_logprobs_from=first + 1 if count > 1 else None)
+    return dataclasses.replace(ask, judged_from=first, sampling=sampling)
 
 
 def split_prompts(given: Any, param: str = "prompt") -> list[Prompt]:
@@ -288,8 +356,10 @@ def sampling_params(
     if min_tokens > max_new_tokens:
         raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", f"{prefix}min_tokens")
     stop_ids = body.stop_token_ids or []
-    if any(token >= limits.vocab_size for token in stop_ids):
-        raise refuse(f"a token id is not in the vocabulary of {limits.vocab_size}", f"{prefix}stop_token_ids")
+    biases = body.logit_bias or {}
+    for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", biases)):
+        if any(token >= limits.vocab_size for token in ids):
+            raise refuse(f"a token id is not in the vocabulary of {limits.vocab_size}", prefix + name)
 
     def value(name: str, neutral: float) -> float:
         given = getattr(body, name)
@@ -298,7 +368,7 @@ def sampling_params(
     temperature = value("temperature", 1.0)
     top_k = max(int(value("top_k", 0)), 0)
     return SamplingParams(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(max_new_tokens, 1),  # for 0 the nodes make one that nobody sees
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=0 if top_k >= limits.vocab_size else top_k,
         top_p=value("top_p", 1.0),
@@ -308,6 +378,10 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         min_tokens=min_tokens,
         logprobs=logprobs,
+        repetition_penalty=value("repetition_penalty", 1.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        logit_bias=tuple(biases.items()),
     )
 
 

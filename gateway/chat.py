@@ -70,13 +70,19 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"--model: the chat template does not parse: {error}") from error
+            raise ConfigError(f"the chat template does not parse: {error}") from error
         self._special_tokens = dict(special_tokens)
 
     @classmethod
-    def load(cls, folder: Path) -> "ChatTemplate | None":
-        """From ``chat_template.jinja`` or ``tokenizer_config.json`` in a folder; None if the model has none."""
+    def load(cls, folder: Path, file: Path | None = None) -> "ChatTemplate | None":
+        """From ``file``, or ``chat_template.jinja`` or ``tokenizer_config.json`` in a folder; None if there is none.
+
+        Raises:
+            ConfigError: it cannot be read, or does not parse.
+        """
         config = _tokenizer_config(folder)
+        if file is not None:
+            return cls(_template_file(file), _special_tokens(config))
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
         if isinstance(source, list):
@@ -95,6 +101,13 @@ class ChatTemplate:
         except Exception as error:  # foreign code over the user's data may raise anything
             message = f"messages: the model's chat template refuses them: {error}"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
+
+
+def _template_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The gateway's side of the control plane: nodes that come and go, and the requests that are under way on them.
 
-One bound mailbox, read from the event loop. Every request that is sent out is in one table until it ends, and it leaves
-by one way, ``ended``: at its last token, a stop string, either node's failure or loss, its deadline, or because the
-client has gone. Whichever it is, the nodes that may still work on it are told at once.
+One bound mailbox for the nodes of all models, read from the event loop. Every request that is sent out is in one table
+until it ends, and it leaves by one way, ``ended``: at its last token, a stop string, a node's failure or loss, its
+deadline, or because the client has gone. Whichever it is, the nodes that may still work on it are told at once.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ from common.mailbox import PROBE_EVERY_S, Letter, Mailbox
 from common.messages import (
     Abort,
     Failed,
+    Flush,
+    Flushed,
     FromNode,
     Generate,
     Heartbeat,
@@ -31,10 +33,10 @@ from common.messages import (
     Tokens,
     Unknown,
 )  # fmt: skip
-from gateway.admission import Admission
-from gateway.registry import Limits, Node, Registry
-from gateway.relay import Ask, Relay
-from gateway.router import Pair, Router
+from gateway.fleet import Fleet, Fleets
+from gateway.registry import Node
+from gateway.relay import Relay
+from gateway.router import Pair
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +49,10 @@ NAMESAKE_WAIT_S = 0.5
 
 @dataclass(slots=True)
 class Leg:
-    """One request under way: its relay, its pair, and its deadline's timer."""
+    """One output under way: its relay, its model's fleet, its pair there, and its deadline's timer."""
 
     relay: Relay
+    fleet: Fleet
     pair: Pair
     timer: asyncio.TimerHandle
     is_prefill_counted: bool = True
@@ -63,26 +66,28 @@ class Control:
         context: the process's ZMQ context.
         incarnation: of this gateway.
         bind: ``tcp://host:port``.
-        registry, router, admission: the pure parts; nobody else changes them.
-        on_end: told of every request's end, for the metrics.
+        fleets: the pure parts of each model; nobody else changes them.
+        on_start, on_end: told of every output that is sent out, with its pair, and of its end, for the metrics.
     """
 
     def __init__(
         self, context: zmq.Context[Any], incarnation: str, bind: str, clock: Clock, *,
-        registry: Registry, router: Router, admission: Admission, on_end: Callable[[Relay], None],
+        fleets: Fleets, on_start: Callable[[Relay, Pair], None], on_end: Callable[[Relay], None],
     ) -> None:  # fmt: skip
         self.mailbox = Mailbox(context, incarnation, FromNode, bind=bind)
-        self.registry = registry
-        self.admission = admission
-        self._router = router
+        self.fleets = fleets
         self._clock = clock
+        self._on_start = on_start
         self._on_end = on_end
         self._legs: dict[str, Leg] = {}
+        self._flushing: dict[str, asyncio.Future[int | None]] = {}  # by node; None if it went without an answer
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in self.mailbox.sockets]
         self._is_drain_due = False
         self._is_probe_due = False
         self._is_shut = False
+        self.is_stopping = False  # for /ready: nothing new should be sent here
+        self._host = bind.removeprefix("tcp://").rpartition(":")[0]
         self._is_closed = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
@@ -91,6 +96,7 @@ class Control:
             Heartbeat: self._on_heartbeat,
             Register: self._on_register,
             Leave: self._on_leave,
+            Flushed: self._on_flushed,
             Ping: lambda sender, message: None,
         }
 
@@ -111,21 +117,19 @@ class Control:
             self._loop.remove_reader(fd)
         self.mailbox.close()
 
+    @property
+    def address(self) -> str:
+        """``host:port`` that nodes dial."""
+        return f"{self._host}:{self.mailbox.address.rpartition(':')[2]}"
+
     # ---- requests -------------------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
         return len(self._legs)
 
-    def limits(self) -> Limits:
-        """What the nodes can do for one request. Raises RequestError while no pair is there."""
-        limits = self.registry.limits()
-        if limits is None:
-            raise RequestError(ErrorCode.NO_ROUTE, "no pair of a prefill and a decode node is registered at present")
-        return limits
-
     def dispatch(self, relays: Sequence[Relay]) -> None:
-        """Sends requests out, all or none.
+        """Sends the outputs of one request out, all or none; the samples of a prompt to one pair.
 
         Raises:
             RequestError: an id is in use, too many are in flight, or no pair of nodes fits; nothing was sent then.
@@ -137,45 +141,46 @@ class Control:
             if relay.ask.rid in self._legs:
                 message = f"rid: a request with the id {relay.ask.rid!r} is in flight"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
-        self.admission.admit(len(relays), max_running=self.limits().max_running, now=now)
+        fleet = self.fleets[relays[0].ask.model]
+        fleet.admission.admit(len(relays), max_running=fleet.limits().max_running, now=now)
+        pairs: dict[int, Pair] = {}
         for i, relay in enumerate(relays):
-            pair = self._choose(relay.ask)
+            pair = fleet.choose(relay.ask, siblings=pairs.get(relay.ask.prompt_number))
             if pair is None:
                 for _ in relays[i:]:
-                    self.admission.release(now)
-                error = RequestError(ErrorCode.NO_ROUTE, "no pair of nodes has a large enough pool at present")
+                    fleet.admission.release(now)
+                error = RequestError(ErrorCode.NO_ROUTE, "no nodes with a large enough pool are there at present")
                 for sent in relays[:i]:
                     self._fail(sent.ask.rid, error)
                 raise error
-            self._send_out(relay, pair)
+            pairs[relay.ask.prompt_number] = pair
+            self._send_out(relay, fleet, pair)
 
-    def _choose(self, ask: Ask) -> Pair | None:
-        prefills, decodes = self.registry.able("prefill"), self.registry.able("decode")
-        return self._router.choose(prefills, decodes, ask.prompt, num_new=ask.sampling.max_new_tokens, salt=ask.salt)
-
-    def _send_out(self, relay: Relay, pair: Pair) -> None:
+    def _send_out(self, relay: Relay, fleet: Fleet, pair: Pair) -> None:
         ask = relay.ask
         left_s = max(ask.timeout_s - (self._clock.now() - relay.started_at), 0.001)
         timer = self._loop.call_later(left_s, self._on_deadline, ask.rid)
-        self._legs[ask.rid] = Leg(relay, pair, timer)
+        self._legs[ask.rid] = Leg(relay, fleet, pair, timer)
+        self._on_start(relay, pair)
         generate = Generate(
             rid=ask.rid,
             attempt=0,
             prompt=ask.prompt,
             sampling=ask.sampling,
-            prefill=self._peer(pair.prefill),
-            decode=self._peer(pair.decode),
+            prefill=None if pair.prefill is None else self._peer(fleet, pair.prefill),
+            decode=self._peer(fleet, pair.decode),
             timeout_s=left_s + NODE_TIMEOUT_MARGIN_S,
             cache_salt=ask.salt,
             priority=ask.priority,
         )
-        for incarnation in (pair.prefill, pair.decode):
+        for incarnation in pair.nodes:
             if not self._send(generate, incarnation):
                 self._lose(incarnation)  # ends this request with the others of that node
                 return
 
-    def _peer(self, incarnation: str) -> Peer:
-        node = self.registry.nodes[incarnation]
+    @staticmethod
+    def _peer(fleet: Fleet, incarnation: str) -> Peer:
+        node = fleet.registry.nodes[incarnation]
         return Peer(node.name, incarnation, node.register.address)
 
     def abort(self, rid: str, message: str = "the request was aborted") -> bool:
@@ -214,9 +219,9 @@ class Control:
             return  # it was never sent out
         leg.timer.cancel()
         if leg.is_prefill_counted:
-            self._router.prefill_done(leg.pair)
-        self._router.decode_done(leg.pair)
-        self.admission.release(relay.ended_at)
+            leg.fleet.router.prefill_done(leg.pair)
+        leg.fleet.router.decode_done(leg.pair)
+        leg.fleet.admission.release(relay.ended_at)
         abort = Abort(relay.ask.rid, 0)
         for incarnation in self._still_working(relay, leg):
             self._send(abort, incarnation)
@@ -225,8 +230,9 @@ class Control:
     def _still_working(self, relay: Relay, leg: Leg) -> Iterable[str]:
         """Nodes that may not know of the end by themselves."""
         if relay.finish and not isinstance(relay.matched, str):
-            return (leg.pair.decode,) if len(relay.ids) <= 1 else ()  # prefill ended it; decode may wait for a handoff
-        return (node for node in (leg.pair.prefill, leg.pair.decode) if node != leg.failed_at)
+            is_ended_by_prefill = leg.pair.prefill is not None and len(relay.ids) <= 1
+            return (leg.pair.decode,) if is_ended_by_prefill else ()  # it may wait for a handoff
+        return (node for node in leg.pair.nodes if node != leg.failed_at)
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -260,7 +266,7 @@ class Control:
 
     def _look_for_lost(self) -> None:
         self._drain_soon()
-        for incarnation in self.mailbox.lost(list(self.registry.nodes)):
+        for incarnation in self.mailbox.lost([node.incarnation for node in self.fleets.nodes()]):
             self._lose(incarnation)
         if self.mailbox.is_probing and not self._is_probe_due:
             self._is_probe_due = True
@@ -275,36 +281,40 @@ class Control:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
         self._drain()  # what has arrived counts, however late the loop is
         self._look_for_lost()
-        for incarnation in self.registry.silent(self._clock.now()):
-            self._lose(incarnation)
+        for fleet in self.fleets:
+            for incarnation in fleet.registry.silent(self._clock.now()):
+                self._lose(incarnation)
 
     def _on_tokens(self, sender: str, message: Tokens) -> None:
         leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != 0 or sender not in (leg.pair.prefill, leg.pair.decode):
+        if leg is None or message.attempt != 0 or sender not in leg.pair.nodes:
             # Ended here, or sent out by an earlier gateway: the node should not go on with it.
             self._send(Abort(message.rid, message.attempt), sender)
             return
         if message.index == 0 and leg.is_prefill_counted:
             leg.is_prefill_counted = False
-            self._router.prefill_done(leg.pair)
+            leg.fleet.router.prefill_done(leg.pair)
         leg.relay.on_tokens(message, self._clock.now())
 
     def _on_failed(self, sender: str, message: Failed) -> None:
         leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != 0 or sender not in (leg.pair.prefill, leg.pair.decode):
+        if leg is None or message.attempt != 0 or sender not in leg.pair.nodes:
             return
         retry_after_s: float | None = None
         if message.code is ErrorCode.QUEUE_FULL:
-            retry_after_s = message.retry_after_s or self.admission.retry_after(1, self._clock.now())
+            retry_after_s = message.retry_after_s or leg.fleet.admission.retry_after(1, self._clock.now())
         leg.failed_at = sender
         self._fail(message.rid, RequestError(message.code, message.message, retry_after_s=retry_after_s))
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
-        if not self.registry.heard(sender, self._clock.now(), message):
+        fleet = self.fleets.of(sender)
+        if fleet is None:
             self._send(Unknown(), sender)
+        else:
+            fleet.registry.heard(sender, self._clock.now(), message)
 
     def _on_register(self, sender: str, message: Register) -> None:
-        namesake = self.registry.named(message.name)
+        namesake = self.fleets.namesake(message)
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
         elif self._send(Ping(), namesake.incarnation):  # the one it replaces may have died a moment ago
@@ -316,8 +326,9 @@ class Control:
     def _admit(self, sender: str, message: Register) -> None:
         if self._is_closed:
             return
-        was_known = sender in self.registry.nodes
-        answer = self.registry.register(sender, message, self._clock.now())
+        known_in = self.fleets.of(sender)
+        was_known = known_in is not None
+        answer = self.fleets.register(sender, message, self._clock.now())
         if not self._send(answer, sender):
             self._lose(sender)
         elif isinstance(answer, Registered):
@@ -325,42 +336,77 @@ class Control:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
-            if was_known:
-                self._forget(sender, message.name)
+            if known_in is not None:
+                known_in.registry.remove(sender)
+                self._forget(known_in, sender, message.name)
 
     def _on_leave(self, sender: str, message: Leave) -> None:
-        self.registry.leave(sender)
+        fleet = self.fleets.of(sender)
+        if fleet is not None:
+            fleet.registry.leave(sender)
 
     def _lose(self, incarnation: str) -> None:
-        node = self.registry.remove(incarnation)
-        if node is None:
+        fleet = self.fleets.of(incarnation)
+        node = fleet.registry.remove(incarnation) if fleet is not None else None
+        if fleet is None or node is None:
             return
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._forget(incarnation, node.name)
+        self._forget(fleet, incarnation, node.name)
 
-    def _forget(self, incarnation: str, name: str) -> None:
+    def _forget(self, fleet: Fleet, incarnation: str, name: str) -> None:
         """Ends what was under way on a node that is no longer registered.
 
         A prefill node is done with a request of which decode has sent a token; that one goes on.
         """
-        self._router.forget(incarnation)
+        fleet.router.forget(incarnation)
+        self._flushed(incarnation, None)
         message = f"node {name} was lost while it worked on the request"
         for rid, leg in list(self._legs.items()):
             is_handed_over = len(leg.relay.ids) > 1
             if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
                 self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
 
+    # ---- caches ---------------------------------------------------------------------------------------------------
+
+    async def flush(self, timeout_s: float) -> list[tuple[Node, int | None]]:
+        """Asks every node to forget what it has cached; each with its pages forgotten, None if it did not answer."""
+        nodes = self.fleets.nodes()
+        for fleet in self.fleets:
+            fleet.router.forget_prefixes()
+        for node in nodes:
+            self._flushing.setdefault(node.incarnation, self._loop.create_future())
+            if not self._send(Flush(), node.incarnation):
+                self._lose(node.incarnation)
+        waits = {node.incarnation: self._flushing.get(node.incarnation) for node in nodes}
+        open_waits = [wait for wait in waits.values() if wait is not None]
+        if open_waits:
+            await asyncio.wait(open_waits, timeout=timeout_s)
+        answers = {
+            incarnation: wait.result() for incarnation, wait in waits.items() if wait is not None and wait.done()
+        }
+        return [(node, answers.get(node.incarnation)) for node in nodes]
+
+    def _on_flushed(self, sender: str, message: Flushed) -> None:
+        self._flushed(sender, message.num_pages)
+
+    def _flushed(self, incarnation: str, num_pages: int | None) -> None:
+        wait = self._flushing.pop(incarnation, None)
+        if wait is not None and not wait.done():
+            wait.set_result(num_pages)
+
     def describe(self, node: Node) -> dict[str, Any]:
         """One row of the workers' list."""
         register, heartbeat = node.register, node.heartbeat
+        fleet = self.fleets[register.model]
         return {
             "name": node.name,
             "role": register.role,
+            "model": register.model,
             "incarnation": node.incarnation,
             "starts": node.starts,
             "is_leaving": node.is_leaving,
             "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
-            "load_tokens": self._router.load(node.incarnation),
+            "load_tokens": fleet.router.load(node.incarnation),
             "register": register,
             "heartbeat": heartbeat,
         }

@@ -59,7 +59,7 @@ class Front:
     """Takes HTTP requests apart and hands them to their handlers.
 
     Args:
-        routes: handlers by path and method.
+        routes: handlers by path and method; a path that ends in ``/*`` stands for all below it.
         api_key: what clients must send as a bearer token; None if nothing.
         max_body_bytes: larger bodies get 413.
         body_timeout_s: slower bodies get 408.
@@ -90,20 +90,31 @@ class Front:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, to its answer. Only a client's disappearance raises."""
-        path = request.raw_path.partition("?")[0]
+        path = self._known(request.raw_path.partition("?")[0])
         try:
             response = await self._route(request, path)
         except (ConnectionError, asyncio.CancelledError):
-            self._on_done(path if path in self._routes else "other", CLIENT_GONE)
+            self._on_done(path, CLIENT_GONE)
             raise
         except HTTPException:
             raise
         except Exception as error:
             if not isinstance(error, RequestError):
-                log.exception("%s failed", path if path in self._routes else "a request")
+                log.exception("a request for %s failed", path)
             response = error_response(as_error(error))
-        self._on_done(path if path in self._routes else "other", response.status)
+        self._on_done(path, response.status)
         return response
+
+    def _known(self, path: str) -> str:
+        """The route that a path takes; "other" if there is none."""
+        if path in self._routes:
+            return path
+        parent = path.rpartition("/")[0]
+        while parent:  # names of models may have slashes in them
+            if f"{parent}/*" in self._routes:
+                return f"{parent}/*"
+            parent = parent.rpartition("/")[0]
+        return "other"
 
     async def _route(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         methods = self._routes.get(path)

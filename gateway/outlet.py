@@ -27,8 +27,8 @@ class Render(Protocol):
     """One way to write outputs down; see ``gateway.render``."""
 
     def first(self, relays: Sequence[Relay]) -> bytes: ...
-    def chunk(self, relay: Relay, delta: Delta, *, with_usage: bool) -> bytes: ...
-    def last(self, relays: Sequence[Relay], *, with_usage: bool) -> bytes: ...
+    def chunk(self, relay: Relay, delta: Delta) -> bytes: ...
+    def last(self, relays: Sequence[Relay]) -> bytes: ...
     def answer(self, relays: Sequence[Relay]) -> Any: ...
 
 
@@ -68,9 +68,7 @@ async def whole(relays: list[Relay], outlet: Outlet, render: Render) -> web.Resp
     return json_response(render.answer(relays))
 
 
-async def stream(
-    request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render, *, with_usage: bool
-) -> web.StreamResponse:
+async def stream(request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render) -> web.StreamResponse:
     """Server-sent events. Nothing is sent before there is something, so that an early failure has its status."""
     changed = await outlet.changed()
     for relay in changed:
@@ -81,7 +79,7 @@ async def stream(
     try:
         async with asyncio.timeout(relays[0].ask.timeout_s + STALL_S):
             try:
-                await _write_events(response, relays, changed, outlet, render, with_usage=with_usage)
+                await _write_events(response, relays, changed, outlet, render)
             except ConnectionError:
                 raise
             except Exception as error:  # the status has gone out already
@@ -97,9 +95,8 @@ async def stream(
 
 
 async def _write_events(
-    response: web.StreamResponse, relays: list[Relay], changed: list[Relay], outlet: Outlet, render: Render,
-    *, with_usage: bool,
-) -> None:  # fmt: skip
+    response: web.StreamResponse, relays: list[Relay], changed: list[Relay], outlet: Outlet, render: Render
+) -> None:
     out = [render.first(relays)]
     num_open = len(relays)
     while num_open:
@@ -110,10 +107,10 @@ async def _write_events(
                 raise relay.error
             delta = relay.take()
             if delta is not None:
-                out.append(render.chunk(relay, delta, with_usage=with_usage))
+                out.append(render.chunk(relay, delta))
                 num_open -= delta.is_last
         if not num_open:
-            out.append(render.last(relays, with_usage=with_usage))
+            out.append(render.last(relays))
         if data := b"".join(out):
             await response.write(data)
         out.clear()

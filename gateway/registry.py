@@ -48,7 +48,7 @@ class Limits:
 
     Attributes:
         context_length: prompt and output together.
-        prompt_tokens: of the largest prefill pool.
+        prompt_tokens: of the largest pool in which prompts are computed.
         total_tokens, common_tokens: of the largest and of the smallest decode pool.
         generation: the model's own sampling defaults.
         max_running: requests that all decode nodes run at once.
@@ -71,9 +71,14 @@ class Registry:
         num_token_ids: size of the gateway's tokenizer.
         heartbeat_s: how often nodes are asked to give a sign of life.
         lost_after_s: without one for so long, a node is lost.
+        needs_prefill: whether a request needs a prefill node; otherwise decode nodes are enough.
     """
 
-    def __init__(self, *, model: str, num_token_ids: int, heartbeat_s: float = 1.0, lost_after_s: float = 10.0) -> None:
+    def __init__(
+        self, *, model: str, num_token_ids: int, heartbeat_s: float = 1.0, lost_after_s: float = 10.0,
+        needs_prefill: bool = True,
+    ) -> None:  # fmt: skip
+        self._needs_prefill = needs_prefill
         self._model = model
         self._num_token_ids = num_token_ids
         self._heartbeat_s = heartbeat_s
@@ -163,14 +168,20 @@ class Registry:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.able("prefill")) and bool(self.able("decode"))
+        return self.limits() is not None
+
+    @property
+    def lacking(self) -> str:
+        """What it takes before a request can be served, in words."""
+        return "pair of a prefill and a decode node" if self._needs_prefill else "decode node"
 
     def limits(self) -> Limits | None:
-        """What one request may ask for; None while there is no pair of nodes."""
-        prefills, decodes = self.able("prefill"), self.able("decode")
+        """What one request may ask for; None while no nodes can serve one."""
+        decodes = self.able("decode")
+        prefills = self.able("prefill") if self._needs_prefill else decodes  # whoever computes prompts
         if self._limits is not None or not prefills or not decodes:
             return self._limits
-        first = prefills[0].register
+        first = decodes[0].register
         self._limits = Limits(
             context_length=first.context_length,
             vocab_size=first.vocab_size,

@@ -24,7 +24,13 @@ class Ask:
         rid: unique among those in flight.
         request_id: of the HTTP request it belongs to; the same for all outputs of a batch.
         prompt: token ids, at least one.
+        model: the name of the model that is asked.
+        prompt_number: which of the request's prompts this is a sample of.
+        echo: text of the prompt, shown before the output; empty if it is not wanted.
+        judged_from: prompt tokens are listed with log-probabilities from here on, the first of them without.
+        is_prompt_only: the client wants the prompt judged and no output; nodes make one token, which nobody sees.
         stops: stop strings; none is empty.
+        keep_stop: what stopped the output is shown.
         timeout_s: the client's deadline, from the request's arrival.
     """
 
@@ -32,7 +38,13 @@ class Ask:
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    model: str = ""
+    prompt_number: int = 0
+    echo: str = ""
+    judged_from: int | None = None
+    is_prompt_only: bool = False
     stops: tuple[str, ...] = ()
+    keep_stop: bool = False
     skip_special: bool = True
     salt: str = ""
     priority: int = 0
@@ -58,13 +70,15 @@ class Relay:
         number: place among the outputs of its HTTP request.
         wake: called with the relay whenever there is something new to read.
         on_end: called once, when it ends; ``finish`` or ``error`` is set by then.
+        on_gap: called with the mean time between tokens, in seconds, and how many tokens came in it.
 
     Attributes:
         ids, logprobs: every output token so far.
+        prompt_logprobs: of the prompt, from where the ask wants them; there with the first token.
         finish: "stop" or "length" once it ended well.
         matched: what stopped it: a token id or a stop string.
         error: why it ended, if it failed.
-        started_at, first_at, ended_at: instants in seconds; 0 while they have not come.
+        started_at, first_at, last_at, ended_at: instants in seconds; 0 while they have not come.
     """
 
     ask: Ask
@@ -73,14 +87,17 @@ class Relay:
     wake: Callable[["Relay"], None]
     on_end: Callable[["Relay"], None]
     started_at: float
+    on_gap: Callable[[float, int], None] | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: str = ""
     matched: int | str | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     first_at: float = 0.0
+    last_at: float = 0.0
     ended_at: float = 0.0
     _text: list[str] = field(default_factory=list)
     _num_text_taken: int = 0
@@ -90,7 +107,7 @@ class Relay:
 
     def __post_init__(self) -> None:
         if self.ask.stops:
-            self._stops = StopMatcher(self.ask.stops)
+            self._stops = StopMatcher(self.ask.stops, is_kept=self.ask.keep_stop)
 
     @property
     def is_ended(self) -> bool:
@@ -137,11 +154,20 @@ class Relay:
         if message.index == 0 and not self.first_at:
             self.first_at = now
             self.cached_tokens = message.cached_tokens
+            self.prompt_logprobs = message.prompt_logprobs
+        elif self.on_gap is not None and len(message.tokens) > num_known:
+            count = len(message.tokens) - num_known
+            self.on_gap((now - self.last_at) / count, count)
+        self.last_at = now
         if message.timings:
             self.timings.update(message.timings)
+        if self.ask.is_prompt_only:
+            self._finish("length", now)
+            return
         tokens = message.tokens[num_known:]
         logprobs = message.logprobs[num_known:]
-        num_taken = self._show(tokens[:-1] if message.finish == "stop" else tokens)
+        is_hidden = message.finish == "stop" and not self.ask.keep_stop
+        num_taken = self._show(tokens[:-1] if is_hidden else tokens)
         if self.matched is None:
             num_taken = len(tokens)
         self.ids.extend(tokens[:num_taken])

@@ -5,7 +5,8 @@ The common chunk, new text and nothing else, is put together from bytes prepared
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +17,9 @@ from gateway.text import Text
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's own floor
+
+#: Token counts in a stream: none, at its end, or with each chunk as well.
+Usage = Literal["", "last", "each"]
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -38,15 +42,28 @@ def error_body(error: RequestError, status: int | None = None) -> dict[str, Any]
 
 
 def usage(relays: Sequence[Relay]) -> dict[str, Any]:
-    """OpenAI's ``usage``, over all outputs of a request."""
-    prompt = sum(len(relay.ask.prompt) for relay in relays)
+    """OpenAI's ``usage``, over all outputs of a request: a prompt counts once, whatever the number of its samples."""
+    prompts: dict[int, tuple[int, int]] = {}
+    for relay in relays:
+        number, cached = relay.ask.prompt_number, relay.cached_tokens
+        known = prompts.get(number)  # the sample that came first computed what its siblings found cached
+        prompts[number] = (len(relay.ask.prompt), cached if known is None else min(known[1], cached))
+    prompt = sum(length for length, _ in prompts.values())
     completion = sum(len(relay.ids) for relay in relays)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(relay.cached_tokens for relay in relays)},
+        "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in prompts.values())},
     }
+
+
+def judged_prompt(relay: Relay) -> list[tuple[int, TokenLogprobs | None]]:
+    """The prompt's tokens from where the client wants them, with what the nodes said; nothing about the first."""
+    first = relay.ask.judged_from
+    if first is None:
+        return []
+    return list(zip(relay.ask.prompt[first:], chain([None], relay.prompt_logprobs, repeat(None)), strict=False))
 
 
 def finite(logprob: float) -> float:
@@ -54,14 +71,22 @@ def finite(logprob: float) -> float:
 
 
 class _OpenAIRender:
-    """Shared by both OpenAI endpoints. Args: the answer's id, the moment of creation and the model's name."""
+    """Shared by both OpenAI endpoints.
+
+    Args:
+        head: the answer's id, the moment of creation and the model's name.
+        usage: token counts in a stream.
+    """
 
     kind = ""
     chunk_kind = ""
 
-    def __init__(self, text: Text, head: dict[str, Any], *, with_logprobs: bool, with_ids: bool) -> None:
+    def __init__(
+        self, text: Text, head: dict[str, Any], *, with_logprobs: bool, with_ids: bool, usage: Usage = ""
+    ) -> None:
         self._text = text
         self._head = head
+        self._usage = usage
         self._with_logprobs = with_logprobs
         self._with_ids = with_ids
         self._is_plain = not with_logprobs and not with_ids
@@ -72,21 +97,22 @@ class _OpenAIRender:
         """What a stream begins with."""
         return b""
 
-    def chunk(self, relay: Relay, delta: Delta, *, with_usage: bool) -> bytes:
+    def chunk(self, relay: Relay, delta: Delta) -> bytes:
         """One stream chunk; empty if there's nothing to show yet."""
-        if not delta.text and not delta.is_last and (self._is_plain or not delta.ids):
+        is_echo = delta.first == 0 and bool(relay.ask.echo)
+        if not delta.text and not delta.is_last and not is_echo and (self._is_plain or not delta.ids):
             return b""
-        if self._is_plain and not delta.is_last and not with_usage:
+        if self._is_plain and not delta.is_last and not is_echo and not self._usage:
             return self._plain_chunk(relay.number, delta.text)
         choice = self._chunk_choice(relay, delta)
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
-        if with_usage:
-            chunk["usage"] = None
+        if self._usage:
+            chunk["usage"] = usage([relay]) if self._usage == "each" else None
         return event(chunk)
 
-    def last(self, relays: Sequence[Relay], *, with_usage: bool) -> bytes:
+    def last(self, relays: Sequence[Relay]) -> bytes:
         """What a stream ends with."""
-        if not with_usage:
+        if not self._usage:
             return DONE
         return event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage(relays)}) + DONE
 
@@ -132,25 +158,25 @@ class CompletionRender(_OpenAIRender):
         return b',"choices":[{"index":%d,"text":' % number
 
     def _chunk_choice(self, relay: Relay, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(relay, delta.ids, delta.logprobs)
-        choice = {"index": relay.number, "text": delta.text, "logprobs": logprobs}
+        text = relay.ask.echo + delta.text if delta.first == 0 else delta.text
+        choice = {"index": relay.number, "text": text, "logprobs": self._logprobs(relay, delta)}
         return self._finish(relay, choice, delta.ids, delta.is_last)
 
     def _choice(self, relay: Relay) -> dict[str, Any]:
-        logprobs = self._logprobs(relay, relay.ids, relay.logprobs)
-        return self._finish(relay, {"index": relay.number, "text": relay.text, "logprobs": logprobs}, relay.ids)
+        return self._chunk_choice(relay, Delta(relay.text, 0, relay.ids, relay.logprobs, is_last=True))
 
-    def _logprobs(
-        self, relay: Relay, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, relay: Relay, delta: Delta) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
+        judged = list(zip(delta.ids, delta.logprobs, strict=False))
+        if delta.first == 0:
+            judged = judged_prompt(relay) + judged
         offset = self._offsets.get(relay.number, 0)
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for token, entry in zip(ids, logprobs, strict=False):
+        for token, entry in judged:
             shown = self._text.piece(token).decode(errors="replace")
             tokens.append(shown)
             offsets.append(offset)
@@ -229,14 +255,14 @@ class NativeRender:
     def first(self, relays: Sequence[Relay]) -> bytes:
         return b""
 
-    def chunk(self, relay: Relay, delta: Delta, *, with_usage: bool) -> bytes:
+    def chunk(self, relay: Relay, delta: Delta) -> bytes:
         first, text, ids = (delta.first, delta.text, delta.ids) if self._is_incremental else (0, relay.text, relay.ids)
         body: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": self._meta(relay, first)}
         if self._is_batch:
             body["index"] = relay.number
         return event(body)
 
-    def last(self, relays: Sequence[Relay], *, with_usage: bool) -> bytes:
+    def last(self, relays: Sequence[Relay]) -> bytes:
         return DONE
 
     def answer(self, relays: Sequence[Relay]) -> Any:
@@ -253,21 +279,26 @@ class NativeRender:
         }
         if self._with_logprobs:
             entries = list(zip(relay.ids[first:], relay.logprobs[first:], strict=False))
-            meta["output_token_logprobs"] = [
-                self._entry(token, entry.token) for token, entry in entries if entry is not None
-            ]
-            meta["output_top_logprobs"] = [
-                [self._entry(*top) for top in entry.top] for _, entry in entries if entry is not None
-            ]
+            meta["output_token_logprobs"] = [self._entry(token, entry) for token, entry in entries if entry is not None]
+            meta["output_top_logprobs"] = [self._tops(entry) for _, entry in entries if entry is not None]
+            if first == 0:
+                prompt = judged_prompt(relay)
+                meta["input_token_logprobs"] = [self._entry(token, entry) for token, entry in prompt]
+                meta["input_top_logprobs"] = [None if entry is None else self._tops(entry) for _, entry in prompt]
         if relay.is_ended:
             meta["e2e_latency"] = relay.ended_at - relay.started_at
             meta["time_to_first_token"] = max(relay.first_at - relay.started_at, 0.0)
             meta["timings"] = relay.timings
         return meta
 
-    def _entry(self, token: int, logprob: float) -> tuple[float, int, str | None]:
-        text = self._text.piece(token).decode(errors="replace") if self._with_text else None
-        return (finite(logprob), token, text)
+    def _entry(self, token: int, entry: TokenLogprobs | None) -> tuple[float | None, int, str | None]:
+        return (None if entry is None else finite(entry.token), token, self._shown(token))
+
+    def _tops(self, entry: TokenLogprobs) -> list[tuple[float, int, str | None]]:
+        return [(finite(logprob), token, self._shown(token)) for token, logprob in entry.top]
+
+    def _shown(self, token: int) -> str | None:
+        return self._text.piece(token).decode(errors="replace") if self._with_text else None
 
 
 def finish_reason(relay: Relay) -> dict[str, Any] | None:

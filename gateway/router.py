@@ -4,6 +4,9 @@ Both are chosen by least cost, counted in tokens. Prefill: tokens it still has t
 this prompt only those that it has probably not cached. Decode: tokens that its requests hold or will hold, as a share
 of its pool, less what need not be shipped again. What a node has cached is guessed from what it was sent: hashes of
 prompt prefixes, chained piece by piece, remembered with the nodes that got them, least recently used forgotten first.
+
+A pair may be a decode node alone, which then computes the prompt by itself: always, or where it lacks so little of the
+prompt that a transfer would cost more than it spares the node's other requests.
 """
 
 import zlib
@@ -11,10 +14,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 MAX_HOLDERS = 16
 MAX_PIECES = 512
+
+LocalPrefill = Literal["never", "auto", "always"]
 
 
 class Candidate(Protocol):
@@ -28,12 +33,23 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The decision. ``num_compute``: prompt tokens the prefill node will probably compute; ``num_hold``: for decode."""
+    """The decision.
 
-    prefill: str
+    Attributes:
+        prefill: incarnation of the prefill node; None if the decode node computes the prompt by itself.
+        num_compute: prompt tokens that the prefill node will probably compute.
+        num_hold: tokens of the decode node's pool that the request will hold.
+    """
+
+    prefill: str | None
     decode: str
     num_compute: int
     num_hold: int
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Incarnations of those who work on it, in the order in which they are told."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
 class Router:
@@ -42,9 +58,16 @@ class Router:
     Args:
         piece_tokens: prompts are remembered in pieces of so many tokens.
         max_pieces: how many pieces are remembered over all.
+        local_prefill: whether decode nodes compute prompts by themselves: never, always, or (auto) those of which they
+            lack fewer than ``local_threshold`` tokens.
     """
 
-    def __init__(self, *, piece_tokens: int = 64, max_pieces: int = 200_000) -> None:
+    def __init__(
+        self, *, piece_tokens: int = 64, max_pieces: int = 200_000, local_prefill: LocalPrefill = "never",
+        local_threshold: int = 64,
+    ) -> None:  # fmt: skip
+        self._local_prefill = local_prefill
+        self._local_threshold = local_threshold
         self._piece_tokens = piece_tokens
         self._max_pieces = max_pieces
         self._holders: OrderedDict[int, dict[str, None]] = OrderedDict()
@@ -59,11 +82,12 @@ class Router:
         """The pair for one request, counted as given to them; None if no pool is large enough."""
         num_prompt = len(prompt)
         num_hold = num_prompt + num_new
-        prefills = [node for node in prefills if node.capacity_tokens >= num_prompt]
+        is_always = self._local_prefill == "always"
+        prefills = [] if is_always else [node for node in prefills if node.capacity_tokens >= num_prompt]
         decodes = [node for node in decodes if node.capacity_tokens >= num_hold]
-        if not prefills or not decodes:
+        if not decodes or not (prefills or is_always):
             return None
-        is_choice = len(prefills) > 1 or len(decodes) > 1
+        is_choice = len(prefills) > 1 or len(decodes) > 1 or self._local_prefill == "auto"
         pieces = self._pieces(prompt, salt) if is_choice else []
         cached = self._cached(pieces)
 
@@ -75,12 +99,24 @@ class Router:
             hold = self.load(node.incarnation) + num_hold - cached.get(node.incarnation, 0)
             return hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
 
-        prefill = min(prefills, key=prefill_cost).incarnation
         decode = min(decodes, key=decode_cost).incarnation
-        pair = Pair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
+        if is_always or self._is_short(num_prompt - cached.get(decode, 0)):
+            pair = Pair(None, decode, 0, num_hold)
+        else:
+            prefill = min(prefills, key=prefill_cost).incarnation
+            pair = Pair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
         self._give(pair)
         self._remember(pieces, pair)
         return pair
+
+    def again(self, pair: Pair, *, num_new: int) -> Pair:
+        """The same nodes for a further sample of the same prompt, which costs them only its output."""
+        sample = Pair(pair.prefill, pair.decode, 0, num_new)
+        self._give(sample)
+        return sample
+
+    def _is_short(self, num_lacking: int) -> bool:
+        return self._local_prefill == "auto" and num_lacking < self._local_threshold
 
     def load(self, incarnation: str) -> int:
         """Tokens that a node was given and has not done with."""
@@ -88,11 +124,16 @@ class Router:
 
     def prefill_done(self, pair: Pair) -> None:
         """The pair's first token is here (or never will be)."""
-        self._subtract(pair.prefill, pair.num_compute)
+        if pair.prefill is not None:
+            self._subtract(pair.prefill, pair.num_compute)
 
     def decode_done(self, pair: Pair) -> None:
         """The pair's request has ended."""
         self._subtract(pair.decode, pair.num_hold)
+
+    def forget_prefixes(self) -> None:
+        """The nodes have nothing cached any more."""
+        self._holders.clear()
 
     def forget(self, incarnation: str) -> None:
         """A node is gone, its cache with it."""
@@ -103,9 +144,11 @@ class Router:
 
     def _give(self, pair: Pair) -> None:
         self._num_chosen += 1
-        self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
+        if pair.prefill is not None:
+            self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
         self._load[pair.decode] = self.load(pair.decode) + pair.num_hold
-        self._turn[pair.prefill] = self._turn[pair.decode] = self._num_chosen
+        for incarnation in pair.nodes:
+            self._turn[incarnation] = self._num_chosen
 
     def _subtract(self, incarnation: str, num_tokens: int) -> None:
         if incarnation in self._load:  # else it is gone, and so is the count
@@ -139,7 +182,7 @@ class Router:
     def _remember(self, pieces: list[int], pair: Pair) -> None:
         for piece in pieces:
             holders = self._holders.setdefault(piece, {})
-            for incarnation in (pair.prefill, pair.decode):
+            for incarnation in pair.nodes:
                 holders.pop(incarnation, None)
                 holders[incarnation] = None
             while len(holders) > MAX_HOLDERS:

@@ -15,7 +15,14 @@ MAX_INT = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 
+MAX_SAMPLES = 128
+MAX_BIASES = 300
+
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StartLen = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Salt = Annotated[str, Meta(max_length=1024)]
@@ -43,17 +50,19 @@ class Sampling(_Strict, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    # Known, but only in the value that changes nothing; see NO_EFFECT.
-    n: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Any = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    # vLLM's and SGLang's name for the same: what stopped the output is shown.
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
 
 
 class StreamOptions(_Strict, kw_only=True):
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class OpenAI(Sampling, kw_only=True):
@@ -71,7 +80,6 @@ class OpenAI(Sampling, kw_only=True):
     cache_salt: Salt | None = None
     # Only without effect.
     response_format: Any = None
-    include_stop_str_in_output: bool | None = None
     # For the caller's own books; nothing here depends on them.
     user: Any = None
     metadata: Any = None
@@ -86,6 +94,7 @@ class Completion(OpenAI, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: Prompts
+    max_tokens: Count | None = None  # 0 with echo: the prompt is only judged
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -143,13 +152,12 @@ class Chat(OpenAI, kw_only=True):
 class NativeSampling(Sampling, kw_only=True):
     """``sampling_params`` of ``POST /generate``, in SGLang's names; ours of the OpenAI endpoints are understood too."""
 
-    max_new_tokens: Positive | None = None
-    max_tokens: Positive | None = None
+    max_new_tokens: Count | None = None  # 0: the prompt is only judged
+    max_tokens: Count | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     # Only without effect.
-    no_stop_trim: bool | None = None
     spaces_between_special_tokens: bool | None = None
     json_schema: Any = None
     regex: Any = None
@@ -171,13 +179,13 @@ class Native(_Strict, kw_only=True):
     return_logprob: bool | None = None
     top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: bool | None = None
+    logprob_start_len: StartLen | list[StartLen] | None = None
     model: str | None = None
     # Baton's own, as in the other endpoints.
     priority: Priority | None = None
     deadline_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
     # Only without effect.
-    logprob_start_len: int | None = None
     token_ids_logprob: Any = None
     return_hidden_states: bool | None = None
     lora_path: Any = None
@@ -220,16 +228,8 @@ class AbortRequest(_Strict, kw_only=True):
 
 #: Fields that have no effect yet, with the values under which that is what the client wants. Others are refused.
 NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "include_stop_str_in_output": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (False, True),
@@ -241,7 +241,6 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "reasoning_effort": (),
     "web_search_options": (),
     "verbosity": (),
-    "no_stop_trim": (False,),
     "spaces_between_special_tokens": (True,),
     "json_schema": (),
     "regex": (),
@@ -250,7 +249,6 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "stop_regex": ([],),
     "custom_params": (),
     "stream_interval": (1,),
-    "logprob_start_len": (-1,),
     "token_ids_logprob": (),
     "return_hidden_states": (False,),
     "lora_path": (),
@@ -312,7 +310,7 @@ def no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
 
 
-_AT = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _QUOTED_FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
 _LAST_KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:\s*[-+]?$')
 

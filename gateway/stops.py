@@ -1,4 +1,4 @@
-"""Stop strings: the text ends before one, and no part of one is ever shown.
+"""Stop strings: the text ends before one, and no part of one is ever shown unless the client wants all of it.
 
 Text arrives in pieces of any size. The stop that is complete first ends the text (of several complete at the same
 character, the longest), so that the answer doesn't depend on how the text was cut into pieces.
@@ -12,10 +12,14 @@ class StopMatcher:
 
     Attributes:
         matched: the stop string that was found; None as long as none was.
+
+    Args:
+        is_kept: the text ends after the stop string instead of before it.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, is_kept: bool = False) -> None:
         assert all(stops)
+        self._is_kept = is_kept
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
@@ -31,7 +35,7 @@ class StopMatcher:
         if stop:
             self.matched = stop
             self._held = ""
-            return text[: end - len(stop)]
+            return text[:end] if self._is_kept else text[: end - len(stop)]
         keep = self._prefix_at_end(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

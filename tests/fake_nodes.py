@@ -2,7 +2,8 @@
 script, so that a gateway can be tested alone.
 
 ``FakeNode`` lives on the test's event loop. By default a pair answers the prompt's own tokens over and over: prefill
-sends output token 0, decode the rest. A test takes over by setting ``on_generate``.
+sends output token 0, decode the rest, or all of them if it is asked alone. A test takes over by setting
+``on_generate``.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ from common.mailbox import Mailbox
 from common.messages import (
     Abort,
     Failed,
+    Flush,
+    Flushed,
     FromGateway,
     Generate,
     Geometry,
@@ -38,6 +41,7 @@ from common.messages import (
 )
 from common.sampling import TokenLogprobs
 from gateway.app import Gateway
+from gateway.model_files import model_folders
 
 CORPUS = [
     "Shall I compare thee to a summer's day? Thou art more lovely and more temperate:",
@@ -116,6 +120,7 @@ class FakeNode:
         heard: every message from the gateway, in order.
         generates, aborts: those of these kinds, by rid.
         on_generate: called with the node and each ``Generate``; by default the echo.
+        num_cached_pages: what it says it has forgotten when it is told to; None for no answer.
     """
 
     def __init__(self, control_address: str, role: str, name: str = "", **changes: Any) -> None:
@@ -127,6 +132,7 @@ class FakeNode:
         self.aborts: list[str] = []
         self.on_generate: Callable[[FakeNode, Generate], None] = echo
         self.is_beating = True
+        self.num_cached_pages: int | None = 5
         self._context = zmq.Context()
         self.mailbox = Mailbox(self._context, self.incarnation, FromGateway, connect=f"tcp://{control_address}")
         self._changed = asyncio.Event()
@@ -191,6 +197,8 @@ class FakeNode:
                 self.on_generate(self, letter.message)
             elif isinstance(letter.message, Abort):
                 self.aborts.append(letter.message.rid)
+            elif isinstance(letter.message, Flush) and self.num_cached_pages is not None:
+                self.send(Flushed(self.num_cached_pages))
         if letters:
             self._changed.set()
         return letters
@@ -216,13 +224,35 @@ def echo(node: FakeNode, generate: Generate) -> None:
         for token in output
         if with_logprobs
     )
+    if node.role == "prefill" or generate.prefill is None:
+        node.tokens(
+            generate.rid,
+            0,
+            output[:1],
+            logprobs=logprobs[:1],
+            cached_tokens=len(prompt) // 2,
+            finish="length" if limit == 1 else "",
+            prompt_logprobs=judged(generate),
+            timings={"prefill_queue_s": 0.25, "prefill_s": 0.5},
+        )
     if node.role == "prefill":
-        finish = "length" if limit == 1 else ""
-        node.tokens(generate.rid, 0, output[:1], logprobs=logprobs[:1], cached_tokens=len(prompt) // 2, finish=finish)
         return
     for i in range(1, limit):
         finish = "length" if i == limit - 1 else ""
-        node.tokens(generate.rid, i, output[i : i + 1], logprobs=logprobs[i : i + 1], finish=finish)
+        timings = {"decode_queue_s": 0.125, "handoff_s": 1.0} if i == 1 and generate.prefill is not None else {}
+        node.tokens(generate.rid, i, output[i : i + 1], logprobs=logprobs[i : i + 1], finish=finish, timings=timings)
+
+
+def judged(generate: Generate) -> tuple[TokenLogprobs, ...]:
+    """The prompt token at place i has the log-probability -i; likelier ones are the ids after it."""
+    first, count = generate.sampling.prompt_logprobs_from, generate.sampling.logprobs or 0
+    if first is None:
+        return ()
+    places = range(first, len(generate.prompt))
+    assert places
+    return tuple(
+        TokenLogprobs(-float(i), tuple((generate.prompt[i] + k, -float(k)) for k in range(count))) for i in places
+    )
 
 
 def silent(node: FakeNode, generate: Generate) -> None:
@@ -285,7 +315,8 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 async def running(folder: Path, *, options: dict[str, Any] | None = None, **config: Any) -> AsyncIterator[Stack]:
     """A gateway over the tiny model, ready for nodes."""
     values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder), **config}
-    gateway = Gateway(GatewayConfig(**values), folder, **(options or {}))
+    resolved = GatewayConfig(**values)
+    gateway = Gateway(resolved, model_folders(resolved), **(options or {}))
     await gateway.start()
     async with aiohttp.ClientSession() as client:
         stack = Stack(gateway, client)

@@ -100,14 +100,29 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
     ({"prompt": "a", "promt": "b"}, "promt"),
-    ({"prompt": "a", "n": 2}, "n"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 129}, "n"),
+    ({"prompt": "a", "n": "2"}, "n"),
+    ({"prompt": ["a"] * 20, "n": 128}, "prompt"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
-    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+    ({"prompt": "a", "echo": 1}, "echo"),
+    ({"prompt": "a", "echo": False, "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "echo": True, "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
-    ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"prompt": "a", "logit_bias": []}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
+    ({"prompt": "a", "presence_penalty": "1"}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty"),
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
 ]
 
@@ -136,6 +151,10 @@ BAD_CHATS = [
     ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "prompt": "a"}, "prompt"),
+    ({"messages": HI, "n": 0}, "n"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+    ({"messages": HI, "echo": True}, "echo"),
+    ({"messages": HI, "best_of": 1}, "best_of"),
 ]
 
 BAD_GENERATES = [
@@ -149,7 +168,10 @@ BAD_GENERATES = [
     ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 1000}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
-    ({"text": "a", "sampling_params": {"n": 2}}, "sampling_params.n"),
+    ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
+    ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params.n"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"512": 1}}}, "sampling_params.logit_bias"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 0, "min_new_tokens": 1}}, "sampling_params.min_tokens"),
     ({"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
     ({"text": "a", "sampling_params": {"nothing": 2}}, "sampling_params.nothing"),
     ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
@@ -160,6 +182,10 @@ BAD_GENERATES = [
     ({"text": "a", "top_logprobs_num": 50}, "top_logprobs_num"),
     ({"text": "a", "image_data": "x"}, "image_data"),
     ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
+    ({"text": ["a", "b"], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
     ({"text": "a", "unknown": 0}, "unknown"),
 ]
 
@@ -204,7 +230,7 @@ async def test_an_unknown_model_is_404_and_what_cannot_fit_has_its_own_code(fold
             ({"prompt": [1] * 161, "max_tokens": 1}, 400, "pool_too_small"),
             ({"prompt": [1] * 160, "max_tokens": 161}, 400, "pool_too_small"),
             ({"prompt": [1] * 600, "max_tokens": 1}, 400, "context_length_exceeded"),
-            ({"prompt": "a", "n": 3}, 400, "not_supported"),
+            ({"prompt": "a", "suffix": "b"}, 400, "not_supported"),
         ):
             got, answer = await stack.post("/v1/completions", body)
             assert (got, answer["error"]["code"]) == (status, code)

@@ -98,7 +98,7 @@ from common.config import GatewayConfig
 import gateway.__main__
 from gateway.app import Gateway
 async def start_and_stop():
-    gateway = Gateway(GatewayConfig(model=sys.argv[1], port=0, control_port=0), Path(sys.argv[1]))
+    gateway = Gateway(GatewayConfig(model=sys.argv[1], port=0, control_port=0), {"m": Path(sys.argv[1])})
     await gateway.start()
     await gateway.stop()
 asyncio.run(start_and_stop())

@@ -1,0 +1,83 @@
+"""One served model's nodes: who they are, who serves which request, how many may be in flight. Pure.
+
+Several models behind one gateway share nothing but the two ports: a node belongs to the model that it names when it
+registers.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from common.errors import ErrorCode, RequestError
+from common.messages import Refused, Register, Registered
+from gateway.admission import Admission
+from gateway.registry import Limits, Node, Registry
+from gateway.relay import Ask
+from gateway.router import Pair, Router
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fleet:
+    """The nodes of one model, by the name under which it is served."""
+
+    model: str
+    registry: Registry
+    router: Router
+    admission: Admission
+
+    def limits(self) -> Limits:
+        """What the nodes can do for one request. Raises RequestError while nobody can serve one."""
+        limits = self.registry.limits()
+        if limits is None:
+            message = f"no {self.registry.lacking} is registered for the model {self.model!r} at present"
+            raise RequestError(ErrorCode.NO_ROUTE, message)
+        return limits
+
+    def choose(self, ask: Ask, *, siblings: Pair | None) -> Pair | None:
+        """The nodes for one output: those of its siblings, other samples of the same prompt, if it has any.
+
+        None if no pool is large enough, or a node of the siblings has gone.
+        """
+        num_new = ask.sampling.max_new_tokens
+        if siblings is not None:
+            is_there = all(incarnation in self.registry.nodes for incarnation in siblings.nodes)
+            return self.router.again(siblings, num_new=num_new) if is_there else None
+        prefills, decodes = self.registry.able("prefill"), self.registry.able("decode")
+        return self.router.choose(prefills, decodes, ask.prompt, num_new=num_new, salt=ask.salt)
+
+
+class Fleets:
+    """All models and their nodes.
+
+    Args:
+        fleets: one for each model; the first serves requests that name none.
+    """
+
+    def __init__(self, fleets: Iterable[Fleet]) -> None:
+        self._by_model = {fleet.model: fleet for fleet in fleets}
+
+    def __iter__(self) -> Iterator[Fleet]:
+        return iter(self._by_model.values())
+
+    def __getitem__(self, model: str) -> Fleet:
+        return self._by_model[model]
+
+    def nodes(self) -> list[Node]:
+        """Every registered node."""
+        return [node for fleet in self for node in fleet.registry.nodes.values()]
+
+    def of(self, incarnation: str) -> Fleet | None:
+        """The fleet of a registered node."""
+        return next((fleet for fleet in self if incarnation in fleet.registry.nodes), None)
+
+    def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
+        """A node introduces itself, for the first time or again; its model decides where it belongs."""
+        fleet = self._by_model.get(register.model)
+        if fleet is None:
+            served = ", ".join(repr(name) for name in self._by_model)
+            return Refused(f"this gateway serves {served}, the node {register.name} has {register.model!r}")
+        return fleet.registry.register(incarnation, register, now)
+
+    def namesake(self, register: Register) -> Node | None:
+        """The present node of this model and name."""
+        fleet = self._by_model.get(register.model)
+        return None if fleet is None else fleet.registry.named(register.name)

@@ -1,0 +1,203 @@
+"""The endpoints that generate nothing: what is served, how it is doing, tokens and text, aborts and caches."""
+
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from common.clock import Clock
+from common.config import GatewayConfig
+from common.errors import ErrorCode, RequestError
+from gateway.control import Control
+from gateway.front import json_response
+from gateway.metrics import Metrics
+from gateway.models import Model, Models
+from gateway.schema import AbortRequest, Body, Codec, Detokenize, Tokenize, refuse
+
+FLUSH_TIMEOUT_S = 10.0
+
+
+class Queries:
+    """Handlers of these endpoints.
+
+    Attributes:
+        body: reads a request's body; set once there is something that can.
+    """
+
+    def __init__(self, config: GatewayConfig, models: Models, control: Control, metrics: Metrics, clock: Clock) -> None:
+        self._config = config
+        self._models = models
+        self._control = control
+        self._metrics = metrics
+        self._clock = clock
+        self._codec = Codec()
+        self._started_at = clock.now()
+        self._created = int(time.time())
+        self._page = (Path(__file__).parent / "page.html").read_bytes()
+        self.body: Callable[[web.BaseRequest], Awaitable[bytes]]
+
+    def routes(self) -> dict[str, dict[str, Callable[[web.BaseRequest], Any]]]:
+        return {
+            "/v1/models": {"GET": self._list_models},
+            "/v1/models/*": {"GET": self._one_model},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/abort_request": {"POST": self._abort_request},
+            "/flush_cache": {"POST": self._flush_cache},
+            "/health": {"GET": self._health},
+            "/ready": {"GET": self._ready},
+            "/metrics": {"GET": self._metrics_text},
+            "/server_info": {"GET": self._server_info},
+            "/v1/workers": {"GET": self._workers},
+            "/": {"GET": self._live_page},
+        }
+
+    async def _decoded(self, request: web.BaseRequest, kind: type[Body]) -> Body:
+        return self._codec.decode(kind, await self.body(request))
+
+    # ---- models and their tokens -------------------------------------------------------------------------------------
+
+    async def _list_models(self, request: web.BaseRequest) -> web.Response:
+        return json_response({"object": "list", "data": [self._described(model) for model in self._models]})
+
+    async def _one_model(self, request: web.BaseRequest) -> web.Response:
+        path = request.raw_path.partition("?")[0]
+        return json_response(self._described(self._models.get(unquote(path.removeprefix("/v1/models/")))))
+
+    def _described(self, model: Model) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "max_model_len": context_length(model),
+        }
+
+    async def _tokenize(self, request: web.BaseRequest) -> web.Response:
+        body = await self._decoded(request, Tokenize)
+        model = self._models.get(body.model)
+        given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
+        if len(given) != 1:
+            raise refuse("give exactly one of prompt, text and messages", "prompt")
+        if body.messages is not None:
+            texts = [model.asker.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)]
+        else:
+            single = body.prompt if body.prompt is not None else body.text
+            texts = single if isinstance(single, list) else [single or ""]
+        special = body.add_special_tokens and body.messages is None
+        ids = [await model.asker.tokenize(text, add_special_tokens=special, param=given[0]) for text in texts]
+        is_batch = isinstance(getattr(body, given[0]), list) and body.messages is None
+        counts = [len(tokens) for tokens in ids]
+        return json_response(
+            {
+                "tokens": ids if is_batch else ids[0],
+                "count": counts if is_batch else counts[0],
+                "max_model_len": context_length(model),
+            }
+        )
+
+    async def _detokenize(self, request: web.BaseRequest) -> web.Response:
+        body = await self._decoded(request, Detokenize)
+        model = self._models.get(body.model)
+        tokens: list[Any] = body.tokens
+        is_batch = bool(tokens) and isinstance(tokens[0], list)
+        if any(isinstance(item, list) is not is_batch for item in tokens):
+            raise refuse("token ids and lists of token ids cannot be mixed", "tokens")
+        skip = body.skip_special_tokens
+        texts = [model.text.decode(ids, skip_special=skip) for ids in (tokens if is_batch else [tokens])]
+        answer = texts if is_batch else texts[0]
+        return json_response({"text": answer, "prompt": answer})
+
+    # ---- what is under way, and caches -------------------------------------------------------------------------------
+
+    async def _abort_request(self, request: web.BaseRequest) -> web.Response:
+        body = await self._decoded(request, AbortRequest)
+        if body.abort_all == (body.rid is not None):
+            raise refuse("give either rid or abort_all: true", "rid")
+        count = self._control.abort_all() if body.rid is None else self._control.abort_matching(body.rid)
+        return json_response({"aborted": count})
+
+    async def _flush_cache(self, request: web.BaseRequest) -> web.Response:
+        answers = await self._control.flush(FLUSH_TIMEOUT_S)
+        late = [node.name for node, num_pages in answers if num_pages is None]
+        if late:
+            message = f"no answer within {FLUSH_TIMEOUT_S:g} s from {', '.join(late)}; the other caches are empty"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+        nodes = [
+            {"name": node.name, "model": node.register.model, "num_pages": num_pages} for node, num_pages in answers
+        ]
+        return json_response({"num_pages": sum(num_pages or 0 for _, num_pages in answers), "nodes": nodes})
+
+    # ---- how it is doing ---------------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.BaseRequest) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _ready(self, request: web.BaseRequest) -> web.Response:
+        if self._control.is_stopping:
+            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
+        ready = {model.name: model.fleet.registry.is_ready for model in self._models}
+        if not any(ready.values()):
+            self._models.first.fleet.limits()  # says what is missing
+        return json_response({"status": "ready", "models": ready})
+
+    async def _metrics_text(self, request: web.BaseRequest) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
+
+    async def _server_info(self, request: web.BaseRequest) -> web.Response:
+        config = {key: value for key, value in dataclasses.asdict(self._config).items() if key != "api_key"}
+        first = self._models.first
+        models = {
+            model.name: {"is_ready": model.fleet.registry.is_ready, "limits": model.fleet.registry.limits()}
+            for model in self._models
+        }
+        return json_response(
+            {
+                "version": own_version(),
+                "model": first.name,
+                "uptime_s": round(self._clock.now() - self._started_at, 3),
+                "num_in_flight": self._control.num_in_flight,
+                "is_ready": any(model["is_ready"] for model in models.values()),
+                "control_address": self._control.address,
+                "limits": first.fleet.registry.limits(),
+                "models": models,
+                "config": config,
+            }
+        )
+
+    async def _workers(self, request: web.BaseRequest) -> web.Response:
+        return json_response(
+            {
+                "workers": [self._control.describe(node) for node in self._control.fleets.nodes()],
+                "num_in_flight": self._control.num_in_flight,
+                "model": self._models.first.name,
+                "models": [model.name for model in self._models],
+                "is_ready": any(model.fleet.registry.is_ready for model in self._models),
+            }
+        )
+
+    async def _live_page(self, request: web.BaseRequest) -> web.Response:
+        return web.Response(body=self._page, content_type="text/html", charset="utf-8")
+
+
+def context_length(model: Model) -> int | None:
+    """Tokens of prompt and output together, as the nodes have it; None while there are none."""
+    limits = model.fleet.registry.limits()
+    return limits.context_length if limits else None
+
+
+def in_url(host: str) -> str:
+    """A host as it is written in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def own_version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:
+        return "0+unknown"
