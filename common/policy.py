@@ -1,14 +1,11 @@
 """In which order waiting requests are tried. One protocol, one table; choosing a policy is a lookup."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from common.radix import RadixCache
 from common.request import Request
 from common.request_pages import packed_tokens
-
-log = logging.getLogger(__name__)
 
 #: A longer queue makes ``lpm`` fall back to order of arrival: matching every request would cost more than it gains.
 LPM_DEGRADE_THRESHOLD = 128
@@ -60,14 +57,12 @@ _POLICIES: dict[str, Callable[[RadixCache, int], Policy]] = {
     "fcfs": lambda cache, threshold: FirstComeFirstServed(),
     "lpm": LongestPrefixMatch,
 }
-_NEED_CACHE = ("lpm",)
+#: These order by what is cached; with ``--disable-radix-cache`` they are ``fcfs``.
+NEED_CACHE = ("lpm",)
 
 
 def make_policy(name: str, cache: RadixCache, *, lpm_degrade_threshold: int = LPM_DEGRADE_THRESHOLD) -> Policy:
-    """The policy of this ``--schedule-policy``; without a cache to match against, those that need one are ``fcfs``."""
-    if name in _NEED_CACHE and not cache.is_enabled:
-        log.warning(
-            "--disable-radix-cache leaves --schedule-policy %s nothing to go by; requests are served fcfs", name
-        )
+    """The policy of this ``--schedule-policy``, over this node's cache."""
+    if name in NEED_CACHE and not cache.is_enabled:
         name = "fcfs"
     return _POLICIES[name](cache, lpm_degrade_threshold)

@@ -24,6 +24,7 @@ from common.node.engine_thread import EngineThread
 from common.node.loop import Node, listen_mailbox
 from common.node.role import Role
 from common.pages import PageBooks
+from common.policy import NEED_CACHE
 from common.radix import RadixCache
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def run(config: NodeConfig, build_role: Callable[[Parts], Role]) -> int:
 
 
 def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -> int:
+    if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
+        log.warning("--schedule-policy %s is fcfs now, since --disable-radix-cache is set", config.schedule_policy)
     model, executor, capacity = _load(config)
     clock = MonotonicClock()
     books = PageBooks(capacity.num_pages)
