@@ -1,6 +1,7 @@
 """What is read from a model's folder, in both spellings of its time, and what is refused by name."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from common.engine.executor import load_executor
 from common.engine.layers import inverse_frequencies
-from common.engine.model_config import ModelConfig, RopeConfig
+from common.engine.model_config import ModelConfig
+from common.engine.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 from common.errors import ConfigError, UnsupportedModelError
 
 
@@ -49,7 +51,7 @@ def test_a_small_model_is_what_was_saved(folder: Path) -> None:
 
 
 def test_rope_is_read_from_the_old_spelling_and_from_the_new(folder: Path) -> None:
-    expected = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 128)
+    expected = RopeConfig(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 128))
     rewrite(folder, rope_parameters=LLAMA3_ROPE)
     assert load(folder).rope == expected
     old = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -61,7 +63,7 @@ def test_rope_is_read_from_the_old_spelling_and_from_the_new(folder: Path) -> No
 
 def test_llama3_frequencies_are_kept_slowed_or_blended_by_wavelength() -> None:
     """Context 64 tokens, factors 1 and 4: wavelengths below 16 stay, above 64 are slowed by 8, between are blended."""
-    rope = RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, 64)
+    rope = RopeConfig(10_000.0, Llama3Scaling(8.0, 1.0, 4.0, 64))
     plain = inverse_frequencies(RopeConfig(10_000.0), 16)
     found = inverse_frequencies(rope, 16)
     # 10000 ** (-i / 8): wavelengths 6.3, 19.9, 62.8, 198.7 ...
@@ -69,6 +71,55 @@ def test_llama3_frequencies_are_kept_slowed_or_blended_by_wavelength() -> None:
     smooth = (64 / (2 * torch.pi / plain[1]) - 1) / 3
     assert torch.isclose(found[1], (1 - smooth) * plain[1] / 8 + smooth * plain[1])
     assert torch.allclose(found[3:], plain[3:] / 8)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"factor": 1.0},
+        {"factor": None},
+        {"original_max_position_embeddings": None},
+        {"attention_factor": 0.7},
+        {"mscale": 1.2, "mscale_all_dim": 0.7},
+        {"mscale": 1.2},
+        {"mscale": 0, "mscale_all_dim": 0.7, "beta_fast": 0},
+        {"beta_fast": 8, "beta_slow": 2.5},
+        {"beta_fast": 1, "beta_slow": 1, "truncate": False},
+        {"truncate": False},
+        {"original_max_position_embeddings": 10},
+        {"rope_theta": 1_000_000.0, "original_max_position_embeddings": 32_768},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_yarn_is_what_transformers_computes(folder: Path, changes: dict[str, Any], head_dim: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {key: value for key, value in {**YARN, **changes}.items() if value is not None or key == "factor"}
+    rewrite(folder, rope_parameters=parameters)
+    config = LlamaConfig(
+        head_dim=head_dim, num_attention_heads=4, max_position_embeddings=1024, rope_parameters={**parameters}
+    )
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    rope = load(folder).rope
+    assert torch.equal(inverse_frequencies(rope, head_dim), frequencies)
+    assert rope.attention_factor == attention_factor
+
+
+def test_yarn_lengthens_the_context_if_its_first_length_is_named(folder: Path) -> None:
+    """Model cards tell users to add the scaling and nothing else. 1,024 is what the model was saved with."""
+    old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    rewrite(folder, rope_parameters=None, rope_theta=10_000.0, rope_scaling=old)
+    assert load(folder).context_length == 4096
+    assert load(folder).rope.scaling == YarnScaling(4.0, 1024, True, 32.0, 1.0, 0.1 * math.log(4) + 1, True)
+    rewrite(folder, rope_scaling={"type": "yarn", "factor": 4.0})
+    assert load(folder).context_length == 1024
+    rewrite(folder, rope_scaling={**old, "original_max_position_embeddings": 100})
+    assert load(folder).context_length == 1024
 
 
 def test_end_tokens_come_from_both_files_each_once(folder: Path) -> None:
@@ -99,8 +150,9 @@ def test_the_digest_follows_configuration_and_shapes_not_the_folders_name(folder
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*gptq.*bfloat16"),
         ({"use_sliding_window": True}, "sliding window.*full attention"),
         ({"layer_types": ["sliding_attention"]}, "sliding window.*full attention"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn.*default, llama3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic.*default, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "type of layer.*one for all"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
     ],
 )

@@ -114,3 +114,25 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{file}: named by the index, but missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file}: damaged safetensors header ({error})") from error
+
+
+class Numbers:
+    """Typed look-ups in config.json (or an object in it) that fail with the key's name."""
+
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive integer, not {value!r}")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive number, not {value!r}")
+        return float(value)

@@ -115,7 +115,7 @@ class Decoder:
             ``[K, hidden]``, before the last norm.
         """
         x = F.embedding(tokens, self.weights.embedding)
-        turn = rotations(positions, self._frequencies)
+        turn = rotations(positions, self._frequencies, self.config.rope.attention_factor)
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             q, k, v = self._qkv(layer, self._do.add_rms_norm(x, delta, layer.input_norm, self._eps), turn)

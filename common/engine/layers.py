@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.model_config import RopeConfig
+from common.engine.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 
 
 class Linear:
@@ -50,27 +50,59 @@ class Linear:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair, ``[head_dim / 2]`` float32.
+    """Radians per position of each pair, ``[head_dim / 2]`` float32, scaled as ``rope`` says."""
+    if isinstance(rope.scaling, YarnScaling):
+        return _yarn(rope.theta, rope.scaling, head_dim)
+    frequencies = 1.0 / _periods(rope.theta, head_dim)
+    return frequencies if rope.scaling is None else _llama3(frequencies, rope.scaling)
 
-    ``llama3`` keeps fast pairs, slows those whose wavelength exceeds the original context by ``factor``, and blends in
-    between (Llama 3.1's reference code, ``apply_scaling``).
+
+def _periods(theta: float, head_dim: int) -> Tensor:
+    """Positions per radian of each pair."""
+    periods: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    return periods
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Keep fast pairs, slow those whose wavelength exceeds the original context by ``factor``, blend in between.
+
+    After Llama 3.1's reference code, ``apply_scaling``.
     """
-    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if rope.type == "default":
-        return frequencies
-    assert rope.type == "llama3"
     wavelengths = 2 * math.pi / frequencies
-    slowed = frequencies / rope.factor
-    smooth = (rope.original_context / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
+    slowed = frequencies / scaling.factor
+    smooth = (scaling.original_context / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
     )
     blended = (1 - smooth) * slowed + smooth * frequencies
-    is_slow = wavelengths > rope.original_context / rope.low_freq_factor
-    is_fast = wavelengths < rope.original_context / rope.high_freq_factor
+    is_slow = wavelengths > scaling.original_context / scaling.low_freq_factor
+    is_fast = wavelengths < scaling.original_context / scaling.high_freq_factor
     return torch.where(is_slow, slowed, torch.where(is_fast, frequencies, blended))
 
 
-def rotations(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each ``[N, head_dim / 2]`` float32, for the positions of one step."""
+def _yarn(theta: float, scaling: YarnScaling, head_dim: int) -> Tensor:
+    """Keep fast pairs, slow slow ones, blend linearly in between (arXiv 2309.00071, section 3.2).
+
+    The order of operations is that of transformers' ``_compute_yarn_parameters``, so that float32 comes out the same.
+    """
+
+    def pair_turning(times: float) -> float:
+        """Which pair turns so often within the original context; a fraction."""
+        return head_dim * math.log(scaling.original_context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    periods = _periods(theta, head_dim)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def rotations(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines times ``factor``, each ``[N, head_dim / 2]`` float32, for the positions of one step."""
     angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    if factor == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor

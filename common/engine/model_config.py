@@ -11,28 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.engine.checkpoint import StoredTensor, locate, read_json, stored_tensors
+from common.engine.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.rope_config import RopeConfig, parse_rope
 from common.errors import ConfigError, UnsupportedModelError
 from common.geometry import ITEM_BYTES, PageGeometry
 
 #: architecture in config.json -> (family, queries and keys are normalised per head)
 ARCHITECTURES = {"Qwen3ForCausalLM": ("qwen3", True), "LlamaForCausalLM": ("llama", False)}
-ROPE_TYPES = ("default", "llama3")
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
 DTYPES = tuple(ITEM_BYTES)
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864); ``type`` says whether Llama 3.1's scaling applies."""
-
-    theta: float
-    type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +31,7 @@ class ModelConfig:
         folder: where config.json and the safetensors files lie.
         family: ``qwen3`` or ``llama``.
         dtype: what ``auto`` stands for: the type most of the checkpoint's tensors are stored in.
-        context_length: tokens, prompt and output together, that the model was made for.
+        context_length: tokens, prompt and output together, that the model was made for, or is scaled to.
         eos_token_ids: ids that end an output, from generation_config.json and config.json, each once.
         generation: the model's own sampling defaults, those of temperature, top_k, top_p, min_p that it names.
         digest: sha256 over configuration and the names, types and shapes of all tensors; nodes that differ in it cannot
@@ -102,7 +90,7 @@ def parse_config(
     """``ModelConfig`` from the parsed files; see ``ModelConfig.load`` for what it raises."""
     family, has_qk_norm = _known_architecture(config, folder)
     _refuse_what_is_not_served(config, folder)
-    number = _Numbers(config, folder)
+    number = Numbers(config, folder)
     num_heads = number.positive("num_attention_heads")
     num_kv_heads = number.positive("num_key_value_heads", num_heads)
     hidden_size = number.positive("hidden_size")
@@ -111,7 +99,8 @@ def parse_config(
     head_dim = number.positive("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding turns pairs")
-    context_length = number.positive("max_position_embeddings")
+    max_positions = number.positive("max_position_embeddings")
+    rope = parse_rope(config, max_positions, folder)
     has_attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         folder=folder,
@@ -123,9 +112,9 @@ def parse_config(
         head_dim=head_dim,
         intermediate_size=number.positive("intermediate_size"),
         vocab_size=number.positive("vocab_size"),
-        context_length=context_length,
+        context_length=rope.context_length(max_positions),
         rms_norm_eps=number.real("rms_norm_eps", 1e-6),
-        rope=_rope(config, context_length, folder),
+        rope=rope,
         has_qk_norm=has_qk_norm,
         has_attention_bias=has_attention_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
@@ -135,28 +124,6 @@ def parse_config(
         generation=_generation_defaults(generation),
         digest=_digest(config, tensors),
     )
-
-
-class _Numbers:
-    """Typed look-ups in config.json that fail with the key's name."""
-
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
-        self._config = config
-        self._folder = folder
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive integer, not {value!r}")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive number, not {value!r}")
-        return float(value)
 
 
 def _known_architecture(config: dict[str, Any], folder: Path) -> tuple[str, bool]:
@@ -178,30 +145,6 @@ def _refuse_what_is_not_served(config: dict[str, Any], folder: Path) -> None:
         raise UnsupportedModelError(f"{folder}: sliding windows are not served; known is full attention in every layer")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"{folder}: hidden_act {config['hidden_act']} is not served; known is silu")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{folder}: partial_rotary_factor is not served; known is the whole head")
-
-
-def _rope(config: dict[str, Any], context_length: int, folder: Path) -> RopeConfig:
-    """RoPE from either spelling: transformers 5 writes ``rope_parameters``, earlier ones theta and ``rope_scaling``."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModelError(f"{folder}: rope type {kind} is not served; known are {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{folder}: partial_rotary_factor is not served; known is the whole head")
-    number = _Numbers(rope, folder)
-    if kind == "default":
-        return RopeConfig(number.real("rope_theta"))
-    return RopeConfig(
-        theta=number.real("rope_theta"),
-        type=kind,
-        factor=number.real("factor"),
-        low_freq_factor=number.real("low_freq_factor"),
-        high_freq_factor=number.real("high_freq_factor"),
-        original_context=number.positive("original_max_position_embeddings", context_length),
-    )
 
 
 def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
