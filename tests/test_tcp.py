@@ -1,0 +1,520 @@
+"""TCP from the inside: what strangers, liars and cut connections can do to a data port, and what leave stops."""
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
+
+from common.errors import ConfigError
+from common.messages import Connect, Handoff
+from common.pages import Owner, PageBooks
+from kv_transfer.receiver import Completed, PairLost, Receiver, TransferFailed
+from kv_transfer.sender import Sender
+from kv_transfer.transports import tcp_reader, tcp_writer
+from kv_transfer.transports.base import Attached, Fenced, to_message
+from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp_wire import DONE, FRAME_BYTES, HELLO, MAC_BYTES, MAGIC, PAGE, WELCOME, Terms
+
+NUM_PAGES = 8
+SIZE = GEOMETRY.page_bytes
+KEY = b"the cluster's key"
+
+
+@pytest.fixture
+def store() -> Iterator[MemfdStore]:
+    store = MemfdStore(NUM_PAGES)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def reader(store: MemfdStore) -> Iterator[TcpReader]:
+    reader = TcpReader(store, key=KEY, num_connections=2)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def writer() -> Iterator[TcpWriter]:
+    store = MemfdStore(NUM_PAGES)
+    writer = TcpWriter(store, key=KEY)
+    yield writer
+    writer.close()
+    store.close()
+
+
+def offer(reader: TcpReader, epoch: int = 1) -> Connect:
+    return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, "tcp", reader.offer(PREFILL, epoch))
+
+
+def until(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if found := look():
+            return found
+        time.sleep(0.002)
+    raise AssertionError("it never came")
+
+
+def join(writer: TcpWriter, reader: TcpReader, epoch: int = 1) -> None:
+    writer.attach(DECODE, offer(reader, epoch))
+    assert until(lambda: reader.poll(0.0) or writer.poll()) == [Attached(DECODE, epoch)]
+    assert reader.chosen(PREFILL, epoch, "tcp")
+
+
+class Stranger:
+    """Speaks to a data port by hand: the handshake as a writer would, and then whatever a test likes."""
+
+    met: ClassVar[list["Stranger"]] = []
+
+    def __init__(self, reader: TcpReader) -> None:
+        self.reader = reader
+        self.met.append(self)
+        self.connection = socket.create_connection(("127.0.0.1", reader.port))
+        self.connection.settimeout(5.0)
+        self.terms: Terms | None = None
+        self.num_sent = 0
+
+    def hello(self, token: bytes, index: int = 0, count: int = 1, magic: bytes = MAGIC) -> None:
+        self.connection.sendall(HELLO.pack(magic, index, count, token, b"n" * 32))
+        self.turn()
+
+    def shake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
+        """The whole handshake. Returns the last frame, empty if the reader hung up."""
+        _, _, token, count = connect.endpoint.split(":")
+        self.hello(bytes.fromhex(token), index, int(count))
+        nonce, _ = WELCOME.unpack(self.receive(WELCOME.size))
+        self.terms = Terms(bytes.fromhex(token), index, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce)
+        self.connection.sendall(self.terms.proof(key, b"writer"))
+        self.turn()
+        return self.receive(32)
+
+    def turn(self) -> None:
+        """Time for the reader to hear it."""
+        for _ in range(5):
+            self.reader.poll(0.0)
+            time.sleep(0.002)
+
+    def receive(self, size: int) -> bytes:
+        data = b""
+        try:
+            while len(data) < size and (more := self.connection.recv(size - len(data))):
+                data += more
+        except ConnectionResetError:
+            return b""
+        return data
+
+    def header(self, page: int, *, number: int | None = None, size: int = SIZE, magic: bytes = b"page") -> bytes:
+        assert self.terms is not None
+        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number)
+        return header + self.terms.seal(KEY, b"pages").mac(header)
+
+    def page(self, page: int, value: int, **words: Any) -> None:
+        self.connection.sendall(self.header(page, **words) + bytes([value]) * SIZE)
+        self.num_sent += 1
+
+    def answer(self) -> tuple[int, int] | None:
+        """(was it placed, page) of the next acknowledgement; None if the reader hung up."""
+        frame = self.receive(FRAME_BYTES)
+        if not frame:
+            return None
+        _, is_placed, page, _ = DONE.unpack(frame[: DONE.size])
+        return is_placed, page
+
+    def is_hung_up(self) -> bool:
+        self.turn()
+        return self.receive(1) == b""
+
+
+@pytest.fixture(autouse=True)
+def _strangers_leave() -> Iterator[None]:
+    yield
+    while Stranger.met:
+        Stranger.met.pop().connection.close()
+
+
+@pytest.fixture
+def stranger(store: MemfdStore) -> Iterator[Stranger]:
+    """A writer let in under epoch 1, over one connection, that may write pages 2 and 3."""
+    reader = TcpReader(store, key=KEY, num_connections=1)
+    stranger = Stranger(reader)
+    assert len(stranger.shake(offer(reader))) == 32
+    reader.allow(PREFILL, 1, [2, 3])
+    yield stranger
+    stranger.connection.close()
+    reader.close()
+
+
+# ---- who gets in ------------------------------------------------------------------------------------------------
+
+
+def test_nobody_gets_in_without_the_token_of_an_offer(reader: TcpReader) -> None:
+    offer(reader)
+    stranger = Stranger(reader)
+    stranger.hello(b"t" * 32, count=2)
+    assert stranger.is_hung_up()
+    assert reader.dropped == {"token": 1}
+
+
+def test_nobody_gets_in_without_the_cluster_key(reader: TcpReader) -> None:
+    connect = offer(reader)
+    stranger = Stranger(reader)
+    assert stranger.shake(connect, key=b"another") == b""
+    assert reader.dropped == {"key": 1}
+    assert not reader.chosen(PREFILL, 1, "tcp")
+
+
+def test_a_proof_is_good_for_one_handshake_only(reader: TcpReader) -> None:
+    """What an eavesdropper has seen of a handshake does not answer the nonce of the next."""
+    connect = offer(reader)
+    stranger = Stranger(reader)
+    stranger.shake(connect, index=0)
+    assert stranger.terms is not None
+    proof = stranger.terms.proof(KEY, b"writer")
+    again = Stranger(reader)
+    again.hello(stranger.terms.token, index=1, count=2)
+    again.receive(WELCOME.size)
+    again.connection.sendall(proof)
+    assert again.is_hung_up()
+    assert reader.dropped == {"key": 1}
+
+
+def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
+    connect = offer(reader)
+    assert len(Stranger(reader).shake(connect, index=0)) == 32
+    second = Stranger(reader)
+    second.hello(bytes.fromhex(connect.endpoint.split(":")[2]), index=0, count=2)
+    assert second.is_hung_up()
+
+
+def test_a_silent_visitor_is_dropped_after_a_while(reader: TcpReader) -> None:
+    stranger = Stranger(reader)
+    until(lambda: reader.poll(100.0) or reader._visitors)
+    reader.poll(100.0 + tcp_reader.PATIENCE_S)
+    assert stranger.is_hung_up()
+    assert reader.dropped == {"silent": 1}
+
+
+def test_a_crowd_of_visitors_keeps_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
+    crowd = [Stranger(reader) for _ in range(tcp_reader.MAX_VISITORS + 10)]
+    join(writer, reader)
+    assert reader.dropped["crowd"] >= 10
+    for stranger in crowd:
+        stranger.connection.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.binary(min_size=1, max_size=200))
+def test_noise_on_the_port_harms_nobody(reader: TcpReader, noise: bytes) -> None:
+    offer(reader)
+    stranger = Stranger(reader)
+    stranger.connection.sendall(noise)
+    stranger.turn()
+    stranger.connection.close()
+    until(lambda: reader.poll(0.0) or not reader._visitors)
+
+
+def test_a_writer_gets_in_after_all_of_that(reader: TcpReader, writer: TcpWriter) -> None:
+    for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"", MAGIC, bytes(HELLO.size)):
+        stranger = Stranger(reader)
+        stranger.connection.sendall(noise)
+        stranger.turn()
+        stranger.connection.close()
+    join(writer, reader)
+
+
+# ---- what one may do inside ---------------------------------------------------------------------------------------
+
+
+def test_a_page_is_placed_where_it_is_allowed_and_nowhere_else(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.page(2, 7)
+    stranger.page(4, 8)
+    stranger.page(3, 9)
+    assert [stranger.answer() for _ in range(3)] == [(1, 2), (0, 4), (1, 3)]
+    assert [set(store.read(page)) for page in (2, 3, 4)] == [{7}, {9}, {0}]
+    assert stranger.reader.counters()["refused_pages"] == 1
+    assert stranger.reader.counters()["bytes_by_tcp"] == 2 * SIZE
+
+
+def test_a_page_can_be_written_once_per_grant(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.page(2, 7)
+    stranger.page(2, 8)
+    assert [stranger.answer(), stranger.answer()] == [(1, 2), (0, 2)]
+    assert set(store.read(2)) == {7}
+
+
+def test_what_comes_after_leave_was_taken_is_thrown_away(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.reader.forbid([2])
+    stranger.page(2, 7)
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {0}
+
+
+def test_leave_can_be_taken_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.connection.sendall(stranger.header(2) + b"\7" * (SIZE // 2))
+    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    stranger.reader.forbid([2])
+    store.fill(2, 99)  # someone else's by now
+    stranger.connection.sendall(b"\7" * (SIZE // 2))
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {99}
+
+
+def test_leave_of_another_epoch_is_no_leave(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.reader.allow(PREFILL, 2, [2])
+    stranger.page(2, 7)
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {0}
+
+
+def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.connection.sendall(stranger.header(2) + b"\7" * (SIZE // 2))
+    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    stranger.reader.withdraw(PREFILL)
+    store.fill(2, 99)
+    with contextlib.suppress(OSError):
+        stranger.connection.sendall(b"\7" * (SIZE // 2))
+    time.sleep(0.05)
+    assert set(store.read(2)) == {99}
+    assert stranger.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"page": NUM_PAGES},
+        {"page": 2**63},
+        {"page": 2, "size": SIZE + 1},
+        {"page": 2, "size": 2**32 - 1},
+        {"page": 2, "size": 0},
+        {"page": 2, "number": 1},
+        {"page": 2, "magic": b"done"},
+    ],
+)
+def test_a_frame_that_cannot_be_meant_ends_the_connection(
+    stranger: Stranger, store: MemfdStore, frame: dict[str, Any]
+) -> None:
+    stranger.connection.sendall(stranger.header(**frame) + b"\7" * SIZE)
+    news = until(lambda: stranger.reader.poll(0.0))
+    assert [(fenced.peer, fenced.epoch) for fenced in news] == [(PREFILL, 1)]
+    assert set(store.memory[:]) == {0}
+    assert stranger.answer() is None
+
+
+def test_a_replayed_frame_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
+    frame = stranger.header(2) + b"\7" * SIZE
+    stranger.connection.sendall(frame)
+    assert stranger.answer() == (1, 2)
+    stranger.reader.allow(PREFILL, 1, [2])
+    store.fill(2, 99)
+    stranger.connection.sendall(frame)
+    assert "number 1 was to come" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert set(store.read(2)) == {99}
+
+
+def test_a_header_without_the_key_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
+    header = stranger.header(2)
+    stranger.connection.sendall(header[:-MAC_BYTES] + bytes(MAC_BYTES) + b"\7" * SIZE)
+    assert "no page of this writer" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert set(store.read(2)) == {0}
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 5])
+def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_bytes: int) -> None:
+    stranger.connection.sendall((stranger.header(2) + b"\7" * SIZE)[:num_bytes])
+    stranger.connection.close()
+    assert [(f.peer, f.epoch) for f in until(lambda: stranger.reader.poll(0.0))] == [(PREFILL, 1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(noise=st.binary(min_size=FRAME_BYTES, max_size=300))
+def test_noise_inside_ends_the_connection_and_touches_no_page(noise: bytes) -> None:
+    store = MemfdStore(NUM_PAGES)
+    reader = TcpReader(store, key=KEY, num_connections=1)
+    stranger = Stranger(reader)
+    try:
+        assert len(stranger.shake(offer(reader))) == 32
+        reader.allow(PREFILL, 1, range(NUM_PAGES))
+        stranger.connection.sendall(noise)
+        assert until(lambda: reader.poll(0.0))
+        assert set(store.memory[:]) == {0}
+    finally:
+        stranger.connection.close()
+        reader.close()
+        store.close()
+
+
+# ---- the writer -------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_tells_who_cannot_be_reached(writer: TcpWriter) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", f"127.0.0.1:{port}:{'0' * 64}:2")
+    writer.attach(DECODE, connect)
+    [attached] = until(writer.poll)
+    assert attached.problem == (
+        f"the tcp connection to decode node decode-0 at 127.0.0.1 port {port} could not be made: Connection refused"
+    )
+    assert writer.detach(DECODE)
+
+
+def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_writer, "ATTACH_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:2"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        [attached] = until(writer.poll)
+    assert "did not answer within" in attached.problem
+
+
+@pytest.mark.parametrize("noise", [b"", b"x", bytes(WELCOME.size), b"y" * 500])
+def test_a_writer_believes_no_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            [attached] = until(writer.poll)
+    assert "cluster key" in attached.problem
+
+
+def test_a_cut_connection_is_noticed_at_both_ends_and_the_pair_forms_anew(
+    reader: TcpReader, writer: TcpWriter, store: MemfdStore
+) -> None:
+    join(writer, reader)
+    next(iter(writer._routes.values())).lanes[1].connection.shutdown(socket.SHUT_RDWR)
+    [broken] = until(writer.poll)
+    assert broken.problem.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
+    assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
+    assert writer.detach(DECODE)
+    join(writer, reader, epoch=2)
+    reader.allow(PREFILL, 2, [3])
+    assert isinstance(writer.store, MemfdStore)
+    writer.store.fill(1, 42)
+    ticket = writer.write(DECODE, [(1, 3)])
+    assert until(writer.done) == [ticket]
+    assert set(store.read(3)) == {42}
+
+
+def test_detaching_ends_all_that_is_under_way(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
+    join(writer, reader)
+    writer.write(DECODE, [(0, 3)] * 50)
+    assert writer.detach(DECODE) is True
+    assert until(lambda: reader.poll(0.0))[0].epoch == 1
+    assert writer.done() == []
+    assert set(store.read(3)) == {0}
+
+
+def test_the_loop_is_woken_by_acknowledgements_and_ends(reader: TcpReader, writer: TcpWriter) -> None:
+    join(writer, reader)
+    assert select.select(writer.files(), [], [], 0)[0] == []
+    reader.allow(PREFILL, 1, [0])
+    writer.write(DECODE, [(0, 0)])
+    assert select.select(writer.files(), [], [], 5)[0] == list(writer.files())
+    assert until(writer.done) == [1]
+    writer.detach(DECODE)
+    assert select.select(reader.files(), [], [], 5)[0] == list(reader.files())
+
+
+def test_a_port_that_is_taken_is_refused_with_the_flag_named(reader: TcpReader, store: MemfdStore) -> None:
+    with pytest.raises(ConfigError, match="--data-interface"):
+        TcpReader(store, port=reader.port)
+    with pytest.raises(ConfigError, match="--data-interface"):
+        TcpReader(store, host="203.0.113.7")
+
+
+# ---- with the sessions on top -----------------------------------------------------------------------------------
+
+
+class Node:
+    """Both roles' endpoints, joined by queues that deliver at once."""
+
+    def __init__(self, reader: TcpReader, writer: TcpWriter) -> None:
+        self.books = PageBooks(NUM_PAGES)
+        self.sender = Sender(writer, digest="model")
+        self.receiver = Receiver(reader, self.books, name="decode-0", digest="model")
+        self.events: list[Any] = []
+        self.released: list[Any] = []
+
+    def connect(self) -> None:
+        self.sender.on_message(DECODE, self.receiver.connect(PREFILL), 0.0)
+        until(lambda: self.turn() or self.receiver.is_connected(PREFILL))
+
+    def turn(self) -> None:
+        self.receiver.poll(0.0)
+        self.sender.pump(0.0)
+        messages, released = self.sender.take()
+        self.released += released
+        for _, message in messages:
+            self.receiver.on_message(PREFILL, message)
+        replies, events = self.receiver.take()
+        self.events += events
+        for _, message in replies:
+            self.sender.on_message(DECODE, message, 0.0)
+        self.sender.check()
+        self.receiver.check()
+        self.books.check()
+
+
+def test_a_whole_transfer_over_tcp(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
+    node, key = Node(reader, writer), ("r", 0)
+    node.connect()
+    pages = node.books.alloc(3, Owner.GRANT)
+    assert pages is not None and isinstance(writer.store, MemfdStore)
+    node.receiver.begin(key, PREFILL, first=1, pages=pages, num_pages=4)
+    node.sender.open(key, DECODE)
+    for index in range(4):
+        writer.store.fill(index, content(key, index))
+    node.sender.finish(key, Handoff("r", 0, 15, 9), [0, 1, 2, 3])
+    until(lambda: node.turn() or (node.events and node.released))
+    assert node.events == [Completed(key, Handoff("r", 0, 15, 9), tuple(pages))]
+    assert [release.ok for release in node.released] == [True]
+    assert [set(store.read(page)) for page in pages] == [{content(key, index)} for index in (1, 2, 3)]
+    node.books.free(pages, Owner.GRANT)
+    node.sender.close()
+
+
+def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
+    node, key = Node(reader, writer), ("r", 0)
+    node.connect()
+    pages = node.books.alloc(2, Owner.GRANT)
+    assert pages is not None
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_pages=2)
+    node.turn()
+    node.receiver.peer_lost(PREFILL)
+    assert node.books.count(Owner.QUARANTINE) == 2
+    node.receiver.poll(0.0)  # no word of the writer's
+    assert node.books.num_free == NUM_PAGES
+    assert isinstance(node.receiver.take()[1][0], TransferFailed)
+    node.sender.close()
+
+
+def test_a_cut_connection_ends_its_transfers_with_an_error_that_names_pair_and_transport(
+    reader: TcpReader, writer: TcpWriter
+) -> None:
+    node, key = Node(reader, writer), ("r", 0)
+    node.connect()
+    pages = node.books.alloc(2, Owner.GRANT)
+    assert pages is not None
+    node.sender.open(key, DECODE)
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_pages=2)
+    node.turn()
+    next(iter(writer._routes.values())).lanes[0].connection.shutdown(socket.SHUT_RDWR)
+    until(lambda: node.turn() or (node.released and node.events))
+    assert node.released[0].ok is False
+    assert node.released[0].reason.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
+    assert [type(event) for event in node.events] == [TransferFailed, PairLost]
+    assert node.books.num_free == NUM_PAGES
+    node.connect()
+    node.sender.close()
