@@ -109,7 +109,7 @@ class Mock:
         self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter, truth: dict[str, Any]
     ) -> bool:
         options, number = self.options, truth["number"]
-        asked = int(body.get("max_tokens") or body.get("sampling_params", {}).get("max_new_tokens") or 4)
+        asked = _asked(body)
         prompt = body.get("prompt", body.get("input_ids", []))
         cached = self._cached(prompt)
         if not body.get("stream"):
@@ -122,7 +122,8 @@ class Mock:
         flaw = next((name for name in ("drop", "sour", "hang") if _is_nth(number, getattr(options, name))), "")
         truth["flaw"] = flaw
         if "chat" in path:
-            self._event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            choice = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            self._event(writer, {"object": "chat.completion.chunk", "choices": [choice]})
         due_at = time.monotonic()
         for first in range(0, asked, options.bunch):
             if first:
@@ -136,7 +137,8 @@ class Mock:
             await writer.drain()
         if "generate" not in path:
             said = asked + (1 if options.wrong_usage else 0)
-            self._event(writer, {"choices": [], "usage": _usage(prompt, said, cached)})
+            kind = "chat.completion.chunk" if "chat" in path else "text_completion"
+            self._event(writer, {"object": kind, "choices": [], "usage": _usage(prompt, said, cached)})
         self._chunk(writer, b"data: [DONE]\n\n")
         self._write(writer, b"0\r\n\r\n")
         await writer.drain()
@@ -168,7 +170,8 @@ class Mock:
         choice |= {"delta": {"content": text}} if "chat" in path else {"text": text}
         if body.get("return_token_ids"):
             choice["token_ids"] = ids
-        return {"id": "cmpl-1", "object": "chunk", "created": 1, "model": "mock", "choices": [choice]}
+        kind = "chat.completion.chunk" if "chat" in path else "text_completion"
+        return {"id": "cmpl-1", "object": kind, "created": 1, "model": "mock", "choices": [choice]}
 
     def _cached(self, prompt: Any) -> int:
         """Tokens of the longest prefix seen before, in pages of 16; at least one is left."""
@@ -206,6 +209,11 @@ class Mock:
 
 def _is_nth(number: int, every: int) -> bool:
     return every > 0 and number % every == 0
+
+
+def _asked(body: dict[str, Any]) -> int:
+    sampling = body.get("sampling_params", {})
+    return int(body.get("max_tokens") or body.get("max_completion_tokens") or sampling.get("max_new_tokens") or 4)
 
 
 def _short(body: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from common.errors import ConfigError
 from scripts.load import metrics
 from scripts.load.compare import compare
 from scripts.load.config import LoadtestConfig
+from scripts.load.live import View
 from scripts.load.main import DIFFERENT, FINE, INVALID, REGRESSED, WRONG, main
 from scripts.load.parquet import COLUMNS, write_parquet
 from scripts.load.records import Record
@@ -20,6 +21,8 @@ from scripts.load.run import run_load
 from scripts.load.scrape import parse
 from scripts.load.search import find_goodput, measure
 from scripts.load.svg import log_ticks, ticks
+from scripts.load.wire import Tick
+from scripts.load.workload import Plan
 
 
 def command(server: MockServer, *words: str) -> int:
@@ -82,16 +85,21 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     assert counts["examples"] == [{"index": 3, "first_difference": 2}]
 
 
-def test_a_slower_server_is_a_regression_and_the_same_one_is_none(tmp_path: Path) -> None:
-    names = [str(tmp_path / name) for name in ("a.json", "b.json", "slow.json")]
-    for name, ttft in zip(names, ("0.03", "0.03", "0.05"), strict=True):
-        with mock_server(tmp_path, "--ttft", ttft, "--itl", "0.005") as server:
-            command(server, "--max-send-lateness", "1s", "--json", name)
-    assert main(["--compare", names[0], names[2]]) == REGRESSED
-    main(["--compare", names[0], names[1], "--json", str(tmp_path / "c.json")])
+def test_a_slower_run_is_a_regression_and_the_same_one_is_none(tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    with mock_server(tmp_path, "--ttft", "0.03", "--itl", "0.005") as server:
+        command(server, "--max-send-lateness", "1s", "--json", str(before))
+    report = json.loads(before.read_text()) | {"is_valid": True}
+    before.write_text(json.dumps(report))
+    assert main(["--compare", str(before), str(before)]) == FINE
+    report["samples"]["ttft"] = [sample + 1 for sample in report["samples"]["ttft"]]
+    after.write_text(json.dumps(report))
+    assert main(["--compare", str(before), str(after), "--json", str(tmp_path / "c.json")]) == REGRESSED
+    assert main(["--compare", str(after), str(before)]) == FINE
     changes = json.loads((tmp_path / "c.json").read_text())["changes"]
-    assert {change["verdict"] for change in changes if "p50" in change["name"]} == {"same"}
-    assert main(["--compare", names[0], str(tmp_path / "none.json")]) == WRONG
+    worse = {change["name"] for change in changes if change["verdict"] == "worse"}
+    assert worse == {"time to first token mean", "time to first token p50"}
+    assert main(["--compare", str(before), str(tmp_path / "none.json")]) == WRONG
 
 
 def test_a_change_counts_only_if_it_is_large_and_sure() -> None:
@@ -173,3 +181,13 @@ def test_ticks_are_round() -> None:
 def test_prometheus_text_is_read_without_buckets_and_nan() -> None:
     text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nprocess_x 1\n'
     assert parse(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}
+
+
+def test_the_live_view_says_how_far_and_how_fast() -> None:
+    view = View(LoadtestConfig())
+    plan = Plan([], 100, True, 10.0, [], {})
+    ticks = [Tick(5.0, 3, 20, 1, 400, 0, [0.1, 0.2]), Tick(4.9, 2, 10, 0, 100, 0, [])]
+    text = view.text(ticks, plan)
+    assert text.startswith("█" * 15 + "░" * 15)
+    assert "30 done, 1 failed, 5 under way, 500 pieces" in text
+    assert "first byte p50 150.0 ms" in text

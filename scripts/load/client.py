@@ -18,7 +18,6 @@ from scripts.load.alarm import Alarm
 from scripts.load.connection import Connection, Exchange
 from scripts.load.wire import Ask, Done, Setup, Tick
 
-SWEEP_S = 0.1
 LAG_S = 0.05
 
 
@@ -48,7 +47,7 @@ class Client:
         self._idle: list[Connection] = []
         self._under_way: dict[Exchange, None] = {}
         self._opening: set[asyncio.Task[None]] = set()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._has_all = False
         self.bytes_waiting = 0
         self.num_done = self.num_failed = self.num_pieces = self.num_connections = self.num_unsent = 0
@@ -79,7 +78,7 @@ class Client:
         """Time 0 of the schedule is this instant."""
         self._start_at = start_at
         self._free_slots = [start_at] * self._setup.slots
-        self._timers = [self._loop.call_later(SWEEP_S, self._sweep), self._loop.call_later(LAG_S, self._lag, 0.0)]
+        self._timer = self._loop.call_later(LAG_S, self._look_around, time.monotonic() + LAG_S)
         if self._setup.slots:
             self._alarm.set(start_at)
         self._set_alarm()
@@ -226,10 +225,11 @@ class Client:
 
     # ---- regularly --------------------------------------------------------------------------------------------------
 
-    def _sweep(self) -> None:
-        """Time out what has taken too long."""
-        self._timers[0] = self._loop.call_later(SWEEP_S, self._sweep)
+    def _look_around(self, expected_at: float) -> None:
+        """Note how late the loop is; time out what has taken too long."""
         now = time.monotonic()
+        self.lags.append(max(0.0, now - expected_at))
+        self._timer = self._loop.call_later(LAG_S, self._look_around, now + LAG_S)
         oldest = now - self._setup.timeout_s
         late = []
         for exchange in self._under_way:  # in order of release
@@ -247,12 +247,6 @@ class Client:
         if exchange.connection is not None and exchange.connection.exchange is exchange:
             exchange.connection.close()
         self._end(exchange)
-
-    def _lag(self, expected_at: float) -> None:
-        now = time.monotonic()
-        if expected_at:
-            self.lags.append(max(0.0, now - expected_at))
-        self._timers[1] = self._loop.call_later(LAG_S, self._lag, now + LAG_S)
 
     def tick(self) -> Tick:
         """What a live view shows; first tokens since the last tick are handed over."""
@@ -276,8 +270,8 @@ class Client:
         self._check_idle()
 
     def close(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
+        if self._timer:
+            self._timer.cancel()
         self._alarm.close()
         for connection in self._idle:
             connection.close()

@@ -37,6 +37,7 @@ READY_TIMEOUT_S = 30.0
 MAX_FEED_BEFORE_START_S = 0.4
 MAX_BYTES_BEFORE_START = 16 << 20
 LOOKAHEAD_S = 5.0
+FEED_EVERY_S = 0.25
 GRACE_S = 5.0
 EXIT_TIMEOUT_S = 2.0
 
@@ -140,7 +141,7 @@ class Crew:
             await member.connect()
             slots = self._setup.slots // self._num_clients + (number < self._setup.slots % self._num_clients)
             values = {name: getattr(self._setup, name) for name in Setup.__struct_fields__}
-            member.writer.send(Setup(**values | {"slots": slots}))
+            member.writer.send(Setup(**values | {"slots": slots, "has_ticks": self._on_tick is not None}))
 
     async def run(self, chains: Iterable[Sequence[Planned]]) -> Outcome:
         """Send all of it; return when everything has ended.
@@ -213,7 +214,7 @@ class Crew:
         """Wait until a request is due in a few seconds: making all bodies at once would take the server's cores."""
         if not self._setup.slots:
             while (wait_s := self._outcome.start_at + at - LOOKAHEAD_S - time.monotonic()) > 0:
-                await asyncio.sleep(min(wait_s, 0.2))
+                await asyncio.sleep(min(wait_s + FEED_EVERY_S, 0.5))
                 if self._outcome.was_halted:
                     return
 

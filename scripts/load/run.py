@@ -104,7 +104,8 @@ class _Load:
     async def run(self, server: Server | None) -> Report:
         config = self._config
         setup = setup_of(config)
-        crew = Crew(setup, self._num_clients(), lambda planned: prompts.body(planned), lambda ticks: self._tick(ticks))
+        on_tick = self._tick if self._on_tick else None
+        crew = Crew(setup, self._num_clients(), lambda planned: prompts.body(planned), on_tick)
         await crew.start()  # they import while we think
         try:
             found = server or probe(config.url, api_key=config.api_key, verify_tls=config.verify_tls)

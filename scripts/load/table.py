@@ -31,7 +31,8 @@ def percent(value: Any) -> str:
 
 def summary_lines(report: Report) -> list[str]:
     """The whole summary."""
-    lines = [*report.notes, "", *_load_lines(report), "", *_latency_lines(report.latency), "", *_rate_lines(report)]
+    notes = [*report.notes, ""] if report.notes else []
+    lines = [*notes, *_load_lines(report), "", *_latency_lines(report.latency), "", *_rate_lines(report)]
     lines += _service_lines(report) + _group_lines("class", report.classes) + _group_lines("tenant", report.tenants)
     lines += _other_lines(report)
     lines += ["", *_verdict_lines(report)]

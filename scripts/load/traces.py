@@ -209,7 +209,7 @@ class Replay:
     """How a trace is played.
 
     Attributes:
-        window: seconds of the trace from and to.
+        window: seconds of the trace from and to; ``max_requests``: of it only so many.
         time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
         has_jitter: spread requests of one tick over it.
     """
@@ -221,6 +221,7 @@ class Replay:
     length_scale: float = 1.0
     max_input: int | None = None
     max_output: int | None = None
+    max_requests: int | None = None
 
 
 def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Planned]:
@@ -231,6 +232,7 @@ def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Pla
     """
     low, high = replay.window
     rows = [row for row in trace.rows if not trace.has_times or low <= (row.at or 0.0) < high]
+    rows = rows[: replay.max_requests]
     if not rows:
         raise ConfigError(f"--trace-window {low:g}:{high:g} holds no request of the trace")
     at = np.array([row.at or 0.0 for row in rows]) - (low if trace.has_times else 0.0)

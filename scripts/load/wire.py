@@ -30,6 +30,7 @@ class Setup(Frame, frozen=True):
         slots: chains under way at once in a closed loop; 0 for an open loop.
         timeout_s: after sending, until the last byte.
         stop_after_s: of a closed loop: from then on, since the start, no new chain begins; 0 for never.
+        has_ticks: whether somebody watches.
     """
 
     host: str
@@ -40,6 +41,7 @@ class Setup(Frame, frozen=True):
     slots: int
     timeout_s: float
     stop_after_s: float
+    has_ticks: bool = False
 
 
 class Ask(Frame, frozen=True):

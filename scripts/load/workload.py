@@ -126,6 +126,7 @@ def _trace_plan(config: LoadtestConfig, kinds: dict[str, Kind]) -> Plan:
         length_scale=config.length_scale,
         max_input=config.max_input_len,
         max_output=config.max_output_len,
+        max_requests=config.num_requests,
     )
     plan = replayed(trace, replay, rng_of(config.seed, JITTER))
     if config.tenants:
@@ -136,7 +137,6 @@ def _trace_plan(config: LoadtestConfig, kinds: dict[str, Kind]) -> Plan:
         return _timed(config, ([planned] for planned in plan), len(plan), trace.notes, kinds)
     if config.duration_s is not None:
         plan = [planned for planned in plan if planned.at < config.duration_s]
-    plan = plan[: config.num_requests]
     if not plan:
         raise ConfigError("no request of the trace comes within --duration")
     return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, kinds, is_checked=False)
