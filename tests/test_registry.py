@@ -111,3 +111,17 @@ def test_silence_makes_a_node_lost_and_any_heartbeat_keeps_it():
     assert nodes.silent(10.5) == [B]
     assert nodes.nodes[A].heartbeat == heartbeat
     assert not nodes.heard(D, 9.0)
+
+
+def test_where_decode_nodes_compute_prompts_they_are_enough():
+    nodes = Registry(model="tiny", num_token_ids=320, needs_prefill=False)
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    assert not nodes.is_ready
+    nodes.register(B, make_register("decode", "d", num_pages=32), 0.0)
+    assert nodes.is_ready
+    nodes.remove(A)
+    limits = nodes.limits()
+    assert limits is not None
+    assert (limits.prompt_tokens, limits.total_tokens) == (32 * 16, 32 * 16)
+    nodes.leave(B)
+    assert not nodes.is_ready

@@ -117,3 +117,64 @@ def test_when_everything_has_ended_no_load_is_left(requests):
         chosen.prefill_done(pair)
         chosen.decode_done(pair)
     assert [chosen.load(node) for node in ("p1", "p2", "d1", "d2")] == [0, 0, 0, 0]
+
+
+# ---- decode nodes that compute prompts by themselves ----------------------------------------------------------------
+
+
+def test_always_local_needs_no_prefill_node_and_uses_none():
+    chosen = Router(piece_tokens=4, local_prefill="always")
+    pair = chosen.choose([], [D1], [1, 2, 3], num_new=5)
+    assert (pair.prefill, pair.decode, pair.num_compute, pair.num_hold) == (None, "d1", 0, 8)
+    assert pair.nodes == ("d1",)
+    assert chosen.choose([P1], [D1], [1, 2, 3], num_new=5).prefill is None
+    assert (chosen.load("p1"), chosen.load("d1")) == (0, 16)
+    assert chosen.choose([P1], [], [1], num_new=1) is None
+
+
+def test_auto_keeps_prompts_under_the_threshold_on_the_decode_node():
+    chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
+    assert chosen.choose([P1], [D1], [1] * 9, num_new=1).prefill is None
+    assert chosen.choose([P1], [D1], [2] * 10, num_new=1).prefill == "p1"
+    assert chosen.choose([], [D1], [3] * 9, num_new=1) is None  # auto still wants a prefill node to be there
+
+
+def test_auto_counts_only_what_the_chosen_decode_node_lacks():
+    chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
+    prefix = list(range(100, 140))
+    assert chosen.choose([P1], [D1, D2], prefix, num_new=1).prefill == "p1"
+    again = chosen.choose([P1], [D1], [*prefix, *[7] * 9], num_new=1)  # 49 tokens, 40 of them cached
+    assert (again.prefill, again.decode) == (None, "d1")
+    assert chosen.choose([P1], [D1], [*prefix, *[8] * 10], num_new=1).prefill == "p1"
+    assert chosen.choose([P1], [D2], [*prefix, 9], num_new=1).prefill == "p1"  # the other decode node has none of it
+    chosen.forget_prefixes()
+    assert chosen.choose([P1], [D1], [*prefix, 9], num_new=1).prefill == "p1"
+
+
+def test_further_samples_go_where_the_first_went_and_cost_their_output():
+    chosen = router()
+    first = chosen.choose([P1, P2], [D1, D2], [1] * 10, num_new=5)
+    second = chosen.again(first, num_new=5)
+    assert (second.prefill, second.decode, second.num_compute, second.num_hold) == ("p1", "d1", 0, 5)
+    assert (chosen.load("p1"), chosen.load("d1")) == (10, 20)
+    for pair in (second, first):
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert (chosen.load("p1"), chosen.load("d1")) == (0, 0)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["never", "auto", "always"]),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 3)), max_size=30),
+)
+def test_whoever_computes_the_prompts_no_load_is_left_in_the_end(mode, requests):
+    chosen = Router(piece_tokens=4, local_prefill=mode, local_threshold=12)
+    pairs = []
+    for num_prompt, num_new, num_samples in requests:
+        pairs.append(chosen.choose([P1, P2], [D1, D2], list(range(num_prompt)), num_new=num_new))
+        pairs += [chosen.again(pairs[-1], num_new=num_new) for _ in range(num_samples - 1)]
+    for pair in pairs:
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert [chosen.load(node) for node in ("p1", "p2", "d1", "d2")] == [0, 0, 0, 0]
