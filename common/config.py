@@ -175,8 +175,9 @@ class _Engine:
     disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
     transport: Literal["auto", "shm", "tcp", "nixl"] = option(
         "auto",
-        "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl); auto tries them"
-        " in the order shm, nixl, tcp for each pair of nodes and keeps the first that works.",
+        "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl); auto tries shm,"
+        " nixl (only with a --data-interface that other machines reach) and tcp for each pair, and keeps the first that"
+        " works.",
     )
     cluster_key: str | None = option(
         None,

@@ -25,7 +25,7 @@ def build(parts: Parts) -> PrefillRole:
         max_requests=config.prefill_max_requests,
     )
     key = (config.cluster_key or "").encode()
-    transport = open_writer(parts.pool, Settings(config.transport, parts.incarnation, cluster_key=key))
+    transport = open_writer(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
     sender = Sender(transport, digest=parts.digest, clock=parts.clock)
     scheduler = PrefillScheduler(
         parts.cache,

@@ -104,7 +104,7 @@ async def test_serve_idles_cheaply_and_a_sigterm_under_load_ends_all_of_it_withi
     assert_idle(pids)
     traces = Traces.of(list(pids.values()))
     assert serve.port in traces.tcp
-    assert len(traces.tcp) == 3, "HTTP, control and a prefill node's data"
+    assert len(traces.tcp) == 4, "HTTP, control, and where each node is reached"
     assert any(name.startswith("@baton-") for name in traces.unix)
     assert not traces.files, "only what has no name dies with its process"
     async with serve.client() as session:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from common.config import is_loopback
 from common.errors import ConfigError
 from common.messages import Connect
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
@@ -25,6 +26,10 @@ T = TypeVar("T")
 
 #: Best first.
 TRANSPORTS = ("shm", "nixl", "tcp")
+
+#: What ``auto`` means while pages stay on this machine. UCX listens on every interface that it finds and authenticates
+#: nobody, so NIXL is had by name, or by naming an interface that other machines reach.
+LOCAL_TRANSPORTS = ("shm", "tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":
             return NixlReader(store, settings.incarnation)
         return TcpReader(store, host=settings.host, key=settings.cluster_key)
 
-    return ChoosingReader(_available(settings.name, make))
+    return ChoosingReader(_available(settings, make))
 
 
 def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
@@ -74,14 +79,14 @@ def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
             return NixlWriter(store, settings.incarnation)
         return TcpWriter(store, key=settings.cluster_key)
 
-    return ChoosingWriter(_available(settings.name, make))
+    return ChoosingWriter(_available(settings, make))
 
 
-def _available(name: str, make: Callable[[str], T]) -> list[T]:
-    if name != "auto":
-        return [make(name)]
+def _available(settings: Settings, make: Callable[[str], T]) -> list[T]:
+    if settings.name != "auto":
+        return [make(settings.name)]
     found = []
-    for candidate in TRANSPORTS:
+    for candidate in LOCAL_TRANSPORTS if is_loopback(settings.host) else TRANSPORTS:
         try:
             found.append(make(candidate))
         except ConfigError as error:
