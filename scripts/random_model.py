@@ -1,0 +1,109 @@
+"""A checkpoint of Qwen3-0.6B's shape with random weights, made on this machine and kept, for benchmarks.
+
+Speed does not depend on what the weights say, so nothing has to be downloaded. The tokenizer is the small model's, with
+as many more words as the vocabulary has, so that every token that is sampled detokenizes to text, as a real one would.
+It lies in ``~/.cache/baton`` (``XDG_CACHE_HOME`` is heeded), 1.2 GB, and is made anew if its recipe changes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SMALL_MODEL = Path(__file__).resolve().parent / "small_model"
+
+#: config.json as Qwen/Qwen3-0.6B has it, but for the context, which bounds what a node provides for.
+QWEN3_600M: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 4096,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": True,
+    "vocab_size": 151_936,
+}
+RECIPE = 2  # rises when what is written below changes
+
+
+def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
+    """The folder of a checkpoint with this configuration; made if it is not there yet, whole or not at all."""
+    text = json.dumps([RECIPE, seed, config], sort_keys=True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    folder = cache / f"random-{config['model_type']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if (folder / "config.json").exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as place:
+        made = Path(place) / "model"
+        made.mkdir()
+        _write_weights(made, config, seed)
+        _write_tokenizer(made, config["vocab_size"])
+        (made / "config.json").write_text(json.dumps(config, indent=1))
+        if folder.exists():
+            shutil.rmtree(folder)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / "config.json").exists():  # nobody else has just made it
+                raise
+    return folder
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Qwen3 checkpoint with tied embeddings, by name, with its shape."""
+    hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }
+    for number in range(config["num_hidden_layers"]):
+        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return found | {"model.norm.weight": (hidden,)}
+
+
+def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes(config).items():
+        tensor = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
+        tensors[name] = tensor.to(getattr(torch, config["dtype"]))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """The small model's, with words ``w1024``, ``w1025`` and so on after its own."""
+    tokenizer = json.loads((SMALL_MODEL / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    # Special tokens keep their ids only if the vocabulary knows them; otherwise they are moved to its end.
+    vocab |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    first = len(vocab)
+    vocab |= {f"\u0120w{number}": number for number in range(first, vocab_size)}  # U+0120 is a byte-level BPE's blank
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(SMALL_MODEL / name, folder / name)

@@ -1,0 +1,76 @@
+"""A service of this checkout for as long as a ``with`` lasts, for benchmarks: ``serve`` as a user would start it."""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from common.errors import BatonError
+
+ROOT = Path(__file__).resolve().parents[1]
+PR_SET_PDEATHSIG = 1
+STOP_S = 20.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NotServing(BatonError):
+    """``serve`` ended, or took too long, before it was ready; the message ends with what it said."""
+
+
+@contextlib.contextmanager
+def served(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterator[str]:
+    """Run ``serve`` on a free port with these flags; yields its URL once a request has succeeded there.
+
+    It may use the CPUs that this process may use, and is gone afterwards, or when this process dies.
+
+    Raises:
+        NotServing: it does not come up.
+    """
+    command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning", *flags]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=environ, preexec_fn=_die_first
+        )
+        try:
+            yield _ready(process, log, timeout_s)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its children are bound to die with it
+                process.wait()
+            assert process.stdout
+            process.stdout.close()
+
+
+def _die_first() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _ready(process: "subprocess.Popen[bytes]", log: IO[str], timeout_s: float) -> str:
+    assert process.stdout
+    ends_at = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while (left_s := ends_at - time.monotonic()) > 0:
+            if not selector.select(left_s):
+                break
+            line = process.stdout.readline()
+            if line.startswith(b"ready "):
+                return line.split()[1].decode()
+            if not line:
+                break
+    log.seek(0)
+    raise NotServing(f"the service was not ready after {timeout_s:g} s or ended:\n{log.read()[-3000:]}")
