@@ -34,6 +34,7 @@ from common.messages import (
     Unknown,
 )  # fmt: skip
 from gateway.fleet import Fleet, Fleets
+from gateway.flushes import Flushes
 from gateway.registry import Node
 from gateway.relay import Relay
 from gateway.router import Pair
@@ -80,7 +81,7 @@ class Control:
         self._on_start = on_start
         self._on_end = on_end
         self._legs: dict[str, Leg] = {}
-        self._flushing: dict[str, asyncio.Future[int | None]] = {}  # by node; None if it went without an answer
+        self._flushes = Flushes(lambda incarnation: self._send(Flush(), incarnation))
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in self.mailbox.sockets]
         self._is_drain_due = False
@@ -359,40 +360,25 @@ class Control:
         A prefill node is done with a request of which decode has sent a token; that one goes on.
         """
         fleet.router.forget(incarnation)
-        self._flushed(incarnation, None)
+        self._flushes.answered(incarnation, None)
         message = f"node {name} was lost while it worked on the request"
         for rid, leg in list(self._legs.items()):
             is_handed_over = len(leg.relay.ids) > 1
             if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
                 self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
 
-    # ---- caches ---------------------------------------------------------------------------------------------------
+    # ---- what others want of the nodes ----------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float) -> list[tuple[Node, int | None]]:
         """Asks every node to forget what it has cached; each with its pages forgotten, None if it did not answer."""
         nodes = self.fleets.nodes()
         for fleet in self.fleets:
             fleet.router.forget_prefixes()
-        for node in nodes:
-            self._flushing.setdefault(node.incarnation, self._loop.create_future())
-            if not self._send(Flush(), node.incarnation):
-                self._lose(node.incarnation)
-        waits = {node.incarnation: self._flushing.get(node.incarnation) for node in nodes}
-        open_waits = [wait for wait in waits.values() if wait is not None]
-        if open_waits:
-            await asyncio.wait(open_waits, timeout=timeout_s)
-        answers = {
-            incarnation: wait.result() for incarnation, wait in waits.items() if wait is not None and wait.done()
-        }
+        answers = await self._flushes.ask([node.incarnation for node in nodes], timeout_s)
         return [(node, answers.get(node.incarnation)) for node in nodes]
 
     def _on_flushed(self, sender: str, message: Flushed) -> None:
-        self._flushed(sender, message.num_pages)
-
-    def _flushed(self, incarnation: str, num_pages: int | None) -> None:
-        wait = self._flushing.pop(incarnation, None)
-        if wait is not None and not wait.done():
-            wait.set_result(num_pages)
+        self._flushes.answered(sender, message.num_pages)
 
     def describe(self, node: Node) -> dict[str, Any]:
         """One row of the workers' list."""

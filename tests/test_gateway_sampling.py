@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fake_nodes import MODEL, echo, make_model_folder, make_tokenizer, running, silent
 
-from gateway.asks import MAX_JUDGED_BYTES
+from gateway.rules import MAX_JUDGED_BYTES
 from gateway.text import Text
 
 TEXT = Text(make_tokenizer())
