@@ -36,21 +36,35 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+#: the main job's models: family and overrides
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"head_dim": None}),
+}
 
 
 def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
-    """Save a random float32 model of ``qwen3`` or ``llama`` into ``folder`` as ``transformers`` writes it.
+    """Save a random float32 model of a family into ``folder`` as ``transformers`` writes it.
 
     Weights are drawn wide enough that greedy outputs wander instead of repeating one token.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[family]
+    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[family]
+    if family == "mistral":
+        overrides = {"sliding_window": None, **overrides}
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**_TINY, **overrides}))
+    config = getattr(transformers, f"{name}Config")(**{**_TINY, **overrides})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

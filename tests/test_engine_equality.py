@@ -1,4 +1,4 @@
-"""Greedy float32 tokens are those of ``transformers``: both families, any paging, chunking, caching and company."""
+"""Greedy float32 tokens are those of ``transformers``: every family, any paging, chunking, caching and company."""
 
 from functools import cache
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from devices import DEVICES
 from engine_driver import Driver
-from reference_models import LLAMA3_ROPE, draw_prompts, make_model
+from reference_models import LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.model_config import ModelConfig
@@ -20,6 +20,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     ),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied_with_yarn": (
+        "qwen2",
+        {"tie_word_embeddings": True, "rope_parameters": {**YARN_ROPE, "truncate": False, "beta_fast": 16}},
+    ),
+    "mistral": ("mistral", {"head_dim": None}),
+    "mistral_with_yarn": ("mistral", {"rope_parameters": {**YARN_ROPE, "attention_factor": 0.8}}),
 }
 LENGTHS = [1, 2, 15, 16, 17, 64, 100, 333, 600]
 MAX_NEW = 10

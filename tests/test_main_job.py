@@ -6,16 +6,16 @@ import pytest
 
 from common.sampling import SamplingParams
 from tests.local_cluster import LocalCluster
-from tests.reference_models import LLAMA3_ROPE, draw_prompts, load_reference, make_model
+from tests.reference_models import FAMILIES, draw_prompts, load_reference, make_model
 
-FAMILIES = {"qwen3": {}, "llama": {"rope_parameters": LLAMA3_ROPE}}
 MAX_NEW = 12
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
-    folder = make_model(tmp_path_factory.mktemp(request.param), request.param, seed=3, **FAMILIES[request.param])
+    family, overrides = FAMILIES[request.param]
+    folder = make_model(tmp_path_factory.mktemp(request.param), family, seed=3, **overrides)
     lengths = [1, 2, 15, 16, 17, 63, 64, 65, 130, 333, 600]
     return folder, draw_prompts(load_reference(folder), lengths, MAX_NEW, seed=5)
 
@@ -39,6 +39,7 @@ def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: 
     cluster.settle()
 
 
+@pytest.mark.deep(sample=0.4)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("chunk_tokens", [16, 100, None])
 @pytest.mark.parametrize("together", [False, True])

@@ -145,7 +145,7 @@ def test_the_digest_follows_configuration_and_shapes_not_the_folders_name(folder
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*Qwen3ForCausalLM, LlamaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "Mixtral.*Qwen3For.*Qwen2For.*LlamaFor.*MistralFor"),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'.*Qwen3ForCausalLM"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*gptq.*bfloat16"),
         ({"use_sliding_window": True}, "sliding window.*full attention"),
@@ -159,6 +159,29 @@ def test_the_digest_follows_configuration_and_shapes_not_the_folders_name(folder
 def test_what_is_not_served_is_refused_by_name(folder: Path, changes: dict[str, Any], words: str) -> None:
     rewrite(folder, **changes)
     with pytest.raises(UnsupportedModelError, match=words):
+        load(folder)
+
+
+def test_mistrals_window_must_be_null_since_a_missing_one_is_not_none(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "mistral", num_hidden_layers=1, head_dim=None)
+    config = load(folder)
+    assert (config.family, config.head_dim, config.has_qkv_bias, config.has_o_bias) == ("mistral", 12, False, False)
+    rewrite(folder, sliding_window=4096)
+    with pytest.raises(UnsupportedModelError, match="sliding windows are not served; known"):
+        load(folder)
+    rewrite(folder, sliding_window=None)  # takes the key away
+    with pytest.raises(UnsupportedModelError, match="a missing sliding_window means 4096"):
+        load(folder)
+
+
+def test_qwen2s_window_counts_only_if_it_is_turned_on(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen2", num_hidden_layers=1)
+    rewrite(folder, sliding_window=4096, use_sliding_window=False, max_window_layers=1, layer_types=None)
+    config = load(folder)
+    assert (config.family, config.has_qkv_bias, config.has_o_bias) == ("qwen2", True, False)
+    executor(folder)
+    rewrite(folder, use_sliding_window=True)
+    with pytest.raises(UnsupportedModelError, match="sliding windows are not served; known"):
         load(folder)
 
 

@@ -72,14 +72,14 @@ def lay_out(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tu
     def layer(index: int) -> LayerWeights:
         base = f"model.layers.{index}."
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention, has_norm, has_bias = base + "self_attn.", config.has_qk_norm, config.has_attention_bias
+        attention, has_norm = base + "self_attn.", config.has_qk_norm
         hidden, wide = config.hidden_size, config.intermediate_size
         return LayerWeights(
             input_norm=plain(base + "input_layernorm.weight", hidden),
-            qkv=merged(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, has_bias),
+            qkv=merged(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias),
             q_norm=plain(attention + "q_norm.weight", config.head_dim) if has_norm else None,
             k_norm=plain(attention + "k_norm.weight", config.head_dim) if has_norm else None,
-            o=merged(attention, {"o_proj": hidden}, queries, has_bias),
+            o=merged(attention, {"o_proj": hidden}, queries, config.has_o_bias),
             post_norm=plain(base + "post_attention_layernorm.weight", hidden),
             gate_up=merged(base + "mlp.", {"gate_proj": wide, "up_proj": wide}, hidden, config.has_mlp_bias),
             down=merged(base + "mlp.", {"down_proj": hidden}, wide, config.has_mlp_bias),

@@ -1,8 +1,8 @@
 """What a model is, read from its ``config.json`` and ``generation_config.json``, or refused by name.
 
-Two families are known, and they differ by values, not by code: Qwen3 normalises queries and keys per head, Llama 3.x
-scales its rotary frequencies and may have biases. Anything that would change the numbers and is not understood here is
-refused, with the list of what is. No torch: the numbers alone.
+The known families differ by values, not by code: Qwen3 normalises queries and keys per head, Qwen2 has biases on
+queries, keys and values, Llama may have them everywhere, Mistral nowhere. Anything that would change the numbers and is
+not understood here is refused, with the list of what is. No torch: the numbers alone.
 """
 
 import hashlib
@@ -16,8 +16,34 @@ from common.engine.rope_config import RopeConfig, parse_rope
 from common.errors import ConfigError, UnsupportedModelError
 from common.geometry import ITEM_BYTES, PageGeometry
 
-#: architecture in config.json -> (family, queries and keys are normalised per head)
-ARCHITECTURES = {"Qwen3ForCausalLM": ("qwen3", True), "LlamaForCausalLM": ("llama", False)}
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family's name alone says; config.json says the rest.
+
+    Attributes:
+        has_qk_norm: queries and keys are normalised per head.
+        qkv_bias, o_bias: biases of attention's matrices; None where ``attention_bias`` in config.json says.
+        has_mlp_bias_key: ``mlp_bias`` in config.json means something.
+        default_window: the sliding window that a config.json without the key ``sliding_window`` means; None where that
+            key alone means nothing.
+    """
+
+    name: str
+    has_qk_norm: bool = False
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    has_mlp_bias_key: bool = False
+    default_window: int | None = None
+
+
+#: by their name in config.json
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": Family("qwen3", has_qk_norm=True),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False),
+    "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
+    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, default_window=4096),
+}
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
 DTYPES = tuple(ITEM_BYTES)
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -29,7 +55,7 @@ class ModelConfig:
 
     Attributes:
         folder: where config.json and the safetensors files lie.
-        family: ``qwen3`` or ``llama``.
+        family: ``qwen3``, ``qwen2``, ``llama`` or ``mistral``.
         dtype: what ``auto`` stands for: the type most of the checkpoint's tensors are stored in.
         context_length: tokens, prompt and output together, that the model was made for, or is scaled to.
         eos_token_ids: ids that end an output, from generation_config.json and config.json, each once.
@@ -51,7 +77,8 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     has_qk_norm: bool
-    has_attention_bias: bool
+    has_qkv_bias: bool
+    has_o_bias: bool
     has_mlp_bias: bool
     is_tied: bool
     dtype: str
@@ -88,8 +115,9 @@ def parse_config(
     config: dict[str, Any], generation: dict[str, Any], tensors: dict[str, StoredTensor], folder: Path
 ) -> ModelConfig:
     """``ModelConfig`` from the parsed files; see ``ModelConfig.load`` for what it raises."""
-    family, has_qk_norm = _known_architecture(config, folder)
+    family = _known_family(config, folder)
     _refuse_what_is_not_served(config, folder)
+    _refuse_windows(config, family, folder)
     number = Numbers(config, folder)
     num_heads = number.positive("num_attention_heads")
     num_kv_heads = number.positive("num_key_value_heads", num_heads)
@@ -101,10 +129,10 @@ def parse_config(
         raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding turns pairs")
     max_positions = number.positive("max_position_embeddings")
     rope = parse_rope(config, max_positions, folder)
-    has_attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         folder=folder,
-        family=family,
+        family=family.name,
         num_layers=number.positive("num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -115,9 +143,10 @@ def parse_config(
         context_length=rope.context_length(max_positions),
         rms_norm_eps=number.real("rms_norm_eps", 1e-6),
         rope=rope,
-        has_qk_norm=has_qk_norm,
-        has_attention_bias=has_attention_bias,
-        has_mlp_bias=bool(config.get("mlp_bias", False)),
+        has_qk_norm=family.has_qk_norm,
+        has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        has_o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         dtype=_main_dtype(tensors, folder),
         eos_token_ids=_eos_token_ids(generation, config),
@@ -126,7 +155,7 @@ def parse_config(
     )
 
 
-def _known_architecture(config: dict[str, Any], folder: Path) -> tuple[str, bool]:
+def _known_family(config: dict[str, Any], folder: Path) -> Family:
     named = config.get("architectures") or []
     for architecture in named:
         if architecture in ARCHITECTURES:
@@ -140,11 +169,19 @@ def _refuse_what_is_not_served(config: dict[str, Any], folder: Path) -> None:
         method = config["quantization_config"].get("quant_method", "unnamed")
         known = ", ".join(DTYPES)
         raise UnsupportedModelError(f"{folder}: quantized checkpoint ({method}) is not served; known are plain {known}")
-    layer_types = set(config.get("layer_types") or ())
-    if config.get("use_sliding_window") or layer_types - {"full_attention"}:
-        raise UnsupportedModelError(f"{folder}: sliding windows are not served; known is full attention in every layer")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"{folder}: hidden_act {config['hidden_act']} is not served; known is silu")
+
+
+def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> None:
+    """Qwen's are turned on by a key of their own or by layer; Mistral's by being there, and by a missing key."""
+    window = config.get("sliding_window", family.default_window) if family.default_window else None
+    layer_types = set(config.get("layer_types") or ())
+    if config.get("use_sliding_window") or window is not None or layer_types - {"full_attention"}:
+        missing = "" if window is None or "sliding_window" in config else f" (a missing sliding_window means {window})"
+        raise UnsupportedModelError(
+            f"{folder}: sliding windows are not served{missing}; known is full attention in every layer"
+        )
 
 
 def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
