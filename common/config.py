@@ -322,12 +322,19 @@ def _check_http(config: Any) -> None:
         raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:
         raise ConfigError(f"--port and --control-port are both {config.port}")
+    _check_brackets("--host", config.host)
     if not config.api_key:
         _check_reach("--host", config.host, config.insecure, "set --api-key, or ")
     _check_reach("--control-host", config.control_host, config.insecure)
 
 
+def _check_brackets(flag: str, host: str) -> None:
+    if host.startswith("["):
+        raise ConfigError(f"{flag} {host} is an address without a port, which has no brackets: {host.strip('[]')}")
+
+
 def _check_reach(flag: str, host: str, is_insecure: bool, remedy: str = "") -> None:
+    _check_brackets(flag, host)
     if not is_loopback(host) and not is_insecure:
         raise ConfigError(
             f"{flag} {host} can be reached from other machines, and nothing there is authenticated: "

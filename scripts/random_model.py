@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as place:
         made = Path(place) / "model"
         made.mkdir()
-        _write_weights(made, config, seed)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:  # which takes torch and its memory along
+            other.submit(_write_weights, made, config, seed).result()
         _write_tokenizer(made, config["vocab_size"])
         (made / "config.json").write_text(json.dumps(config, indent=1))
         if folder.exists():
