@@ -7,7 +7,7 @@ requests are retracted, least work lost first, and go to the front of the queue.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
@@ -20,6 +20,7 @@ from common.radix import RadixCache
 from common.request import Request
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
+from common.sharing import Sharing, SharingLimits
 from common.step import PageDelta, Row, StepPlan, StepResult
 from decode_node.admission import Admission, Refusal, Reservation
 from decode_node.lifecycle import TABLE, Event, State
@@ -36,6 +37,7 @@ class Limits:
         max_queued: requests waiting for pages; one more is refused.
         max_prefill_tokens: tokens computed again in one step.
         chunk_tokens: tokens of one step after which a request that is computed again is cut.
+        sharing: which local prompts wait for a prefix that is just being computed.
         clip_tokens: a request is expected to need at most so many further tokens.
     """
 
@@ -43,6 +45,7 @@ class Limits:
     max_queued: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
+    sharing: SharingLimits = field(default_factory=SharingLimits)
     clip_tokens: int = 4_096
 
 
@@ -289,13 +292,17 @@ class DecodeScheduler:
             if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                 break
         begun: list[Request] = []
+        sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
         retracted = sorted(self.retracted.values(), key=lambda r: r.arrived_at)
         for request in [*retracted, *self._policy.order(list(self.local.values()), now)]:
             if not self._slots:
                 break
+            if request.key in self.local and sharing.holds_back(request, self._cache):
+                continue
             num_chunks = len(adder.chunks)
             result = adder.add_one_req(request)
             if len(adder.chunks) > num_chunks:
+                sharing.add(request)
                 if self.local.pop(request.key, None) is None:
                     del self.retracted[request.key]
                 else:

@@ -18,9 +18,9 @@ from common.radix import RadixCache
 from common.request import Request
 from common.request_pages import cache_computed, packed_tokens, release
 from common.sampling import TokenLogprobs
+from common.sharing import Sharing, SharingLimits
 from common.step import PageDelta, StepPlan, StepResult
 from prefill_node.lifecycle import TABLE, Event, State
-from prefill_node.sharing import Sharing, SharingLimits
 
 Key = tuple[str, int]
 
@@ -225,7 +225,7 @@ class PrefillScheduler:
         for request in [*urgent, *order]:
             if not self._slots:
                 break
-            if self._cache.is_enabled and sharing.holds_back(request, self._num_cached(request)):
+            if sharing.holds_back(request, self._cache):
                 continue
             num_chunks = len(adder.chunks)
             result = adder.add_one_req(request)
@@ -240,9 +240,6 @@ class PrefillScheduler:
             if result is not AddResult.CONTINUE:
                 break
         return admitted
-
-    def _num_cached(self, request: Request) -> int:
-        return self._cache.match(packed_tokens(request, request.num_cacheable), request.salt).num_tokens
 
     def commit(self, result: StepResult) -> list[Computed]:
         """Take in what a step computed. Rows of requests that were closed meanwhile are ignored."""

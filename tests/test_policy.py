@@ -9,7 +9,7 @@ from common.policy import _POLICIES, make_policy
 from common.radix import RadixCache
 from common.request import Request
 from common.sampling import SamplingParams
-from prefill_node.sharing import Sharing, SharingLimits
+from common.sharing import Sharing, SharingLimits
 from tests.fake_engine import expected_output
 from tests.local_cluster import LocalCluster
 
@@ -71,16 +71,20 @@ def sharing(*computing: Request) -> Sharing:
 
 def test_a_prompt_is_held_back_if_what_it_shares_beyond_its_cached_part_is_worth_it() -> None:
     busy = sharing(request(*range(20)))
-    assert busy.holds_back(request(*range(8), 70, 71), num_cached=0)
-    assert not busy.holds_back(request(*range(7), 70, 71, 72), num_cached=0)  # one page shared, not two
-    assert not busy.holds_back(request(*range(8), 70, 71), num_cached=4)  # only four tokens to gain
-    assert busy.holds_back(request(*range(12), 70, 71), num_cached=4)
-    assert not busy.holds_back(request(*range(16), 70, 71), num_cached=8)  # enough is cached already
+    nothing, one_page, two_pages = (RadixCache(PageBooks(9), PAGE_SIZE), cache_with(*range(4)), cache_with(*range(8)))
+    assert busy.holds_back(request(*range(8), 70, 71), nothing)
+    assert not busy.holds_back(request(*range(7), 70, 71, 72), nothing)  # one page shared, not two
+    assert not busy.holds_back(request(*range(8), 70, 71), one_page)  # only four tokens to gain
+    assert busy.holds_back(request(*range(12), 70, 71), one_page)
+    assert not busy.holds_back(request(*range(16), 70, 71), two_pages)  # enough is cached already
 
 
-def test_a_prompt_shares_nothing_across_salts_nor_with_nobody() -> None:
-    assert not sharing(request(*range(20), salt="red")).holds_back(request(*range(20), salt="blue"), num_cached=0)
-    assert not sharing().holds_back(request(*range(20)), num_cached=0)
+def test_a_prompt_shares_nothing_across_salts_nor_with_nobody_nor_without_a_cache() -> None:
+    cache = RadixCache(PageBooks(9), PAGE_SIZE)
+    assert not sharing(request(*range(20), salt="red")).holds_back(request(*range(20), salt="blue"), cache)
+    assert not sharing().holds_back(request(*range(20)), cache)
+    off = RadixCache(PageBooks(9), PAGE_SIZE, is_enabled=False)
+    assert not sharing(request(*range(20))).holds_back(request(*range(20)), off)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -96,6 +100,16 @@ def test_samples_of_one_prompt_compute_and_ship_it_once(policy: str) -> None:
     # 200 tokens are 12 whole pages of 16 and half a page, which each sample computes and ships for itself.
     assert cluster.counters(cluster.prefill[0])["prompt_tokens_computed"] == 200 + 3 * 8
     assert cluster.counters(cluster.prefill[0])["pages_sent"] == 13 + 3
+
+
+def test_samples_of_one_prompt_that_a_decode_node_computes_by_itself_compute_it_once() -> None:
+    cluster = LocalCluster(chunk_tokens=64)
+    prompt = tuple(range(500, 700))
+    for number in range(4):
+        cluster.submit(f"r{number}", prompt, SamplingParams(max_new_tokens=6, temperature=0.0), pair=(None, 0))
+    cluster.run()
+    assert {answer.output for answer in cluster.answers.values()} == {expected_output(prompt, 6)}
+    assert cluster.counters(cluster.decode[0])["prompt_tokens_computed"] == 200 + 3 * 8
 
 
 def test_tokens_may_travel_several_to_a_message() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.radix import TOKEN_BYTES, TokenKey
+from common.radix import TOKEN_BYTES, RadixCache, TokenKey
 from common.request import Request
 from common.request_pages import packed_tokens
 
@@ -41,12 +41,15 @@ class Sharing:
         key = packed_tokens(request, len(request.prompt))
         self._by_first_page.setdefault((request.salt, key[: self._page_bytes]), []).append(key)
 
-    def holds_back(self, request: Request, num_cached: int) -> bool:
+    def holds_back(self, request: Request, cache: RadixCache) -> bool:
         """Whether waiting a little saves this request a good part of its prompt."""
-        if num_cached > self._limits.max_cached or len(request.prompt) < self._limits.min_shared:
-            return False
         key = packed_tokens(request, request.num_cacheable)
         others = self._by_first_page.get((request.salt, key[: self._page_bytes]), ())
+        if not others or not cache.is_enabled:
+            return False
+        num_cached = cache.match(key, request.salt).num_tokens
+        if num_cached > self._limits.max_cached:
+            return False
         return any(self._num_shared(key, other) - num_cached >= self._limits.min_shared for other in others)
 
     def _num_shared(self, key: TokenKey, other: TokenKey) -> int:
