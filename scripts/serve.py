@@ -151,7 +151,8 @@ async def _missing(session: aiohttp.ClientSession, config: ServeConfig) -> str:
             workers: Any = await answer.json() if answer.status == 200 else {}
     except (aiohttp.ClientError, TimeoutError):
         return "the gateway"
-    roles = [worker["role"] for worker in workers.get("workers", [])]
+    ours = [worker for worker in workers.get("workers", []) if worker["model"] == config.served_name]
+    roles = [worker["role"] for worker in ours]
     lacking = [
         f"{wanted - roles.count(role)} {role} node{'s' if wanted - roles.count(role) > 1 else ''}"
         for role, wanted in (("prefill", config.prefill), ("decode", config.decode))

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fake_nodes import MODEL, echo, make_model_folder, make_tokenizer, running, silent
+from fake_nodes import MODEL, echo, events, make_model_folder, make_tokenizer, running, silent
 
 from gateway.rules import MAX_JUDGED_BYTES
 from gateway.text import Text
@@ -191,6 +191,23 @@ async def test_a_streamed_echo_without_logprobs_shows_the_prompt_once(stack):
     *chunks, _ = await stack.stream("/v1/completions", {"prompt": "abc", "max_tokens": 4, "echo": True})
     assert chunks[0]["choices"][0]["text"].startswith("abc")
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcabca"
+
+
+async def test_the_prompt_is_shown_with_the_first_token_even_if_that_is_half_a_character(folder):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        prefill.on_generate = decode.on_generate = silent
+        body = {"prompt": "abc", "max_tokens": 9, "echo": True, "stream": True}
+        call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
+        await prefill.until(lambda: prefill.generates)
+        (rid,) = prefill.generates
+        ids = ids_of("🚀b")
+        for i, token in enumerate(ids):
+            (decode if i else prefill).tokens(rid, i, (token,), finish="length" if i == len(ids) - 1 else "")
+            await asyncio.sleep(0.02)
+        async with await call as answer:
+            chunks = [event["choices"][0]["text"] async for event in events(answer) if event != "[DONE]"]
+        assert chunks == ["abc", "🚀", "b"]
 
 
 async def test_a_prompt_of_one_token_has_nothing_to_judge(stack):
