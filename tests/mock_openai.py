@@ -6,7 +6,8 @@ Its own process (``python tests/mock_openai.py --ttft 0.05 --itl 0.01``): prints
 writes it to ``--truth`` as JSON lines.
 
 Flaws to order: ``--capacity`` (others wait in line), ``--stall AT:FOR`` (nothing moves in that time), ``--drop N``
-(every N-th connection is cut in mid-stream), ``--refuse N`` (every N-th gets a 500), ``--sour N`` (every N-th stream
+(every N-th connection is cut in mid-stream), ``--refuse N`` (every N-th gets a 500), ``--slam N`` (every N-th
+is cut before any answer), ``--sour N`` (every N-th stream
 brings an error event), ``--hang N`` (every N-th never goes on), ``--wrong-usage``, ``--bunch N`` (N tokens an event),
 ``--split`` (writes cut at awkward places), ``--crlf``. It imports nothing of ours.
 """
@@ -94,6 +95,10 @@ class Mock:
         truth: dict[str, Any] = {"number": number, "arrived_at": arrived_at, "stamps": [], "body": _short(body)}
         truth["authorization"] = headers.get("authorization", "")
         self.truth.append(truth)
+        if _is_nth(number, options.slam):
+            truth["flaw"] = "slam"
+            writer.transport.abort()
+            return False
         if _is_nth(number, options.refuse):
             truth["flaw"] = "refuse"
             _whole(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": "internal"}})
@@ -239,7 +244,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("ttft", "itl"):
         parser.add_argument(f"--{name}", type=float, default=0.0)
-    for name in ("drop", "refuse", "sour", "hang"):
+    for name in ("drop", "refuse", "slam", "sour", "hang"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--capacity", type=int, default=1_000_000)
     parser.add_argument("--bunch", type=int, default=1)

@@ -158,6 +158,17 @@ def test_a_server_that_dies_makes_failures_not_a_hang(tmp_path: Path) -> None:
     assert report.latency["ttft"]["count"] == 0
 
 
+def test_only_a_kept_alive_connection_that_closed_unanswered_is_worth_another_try(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--slam", "1") as server:
+        slammed = load(server, rate="100", num_requests=5)
+    assert slammed.errors["kinds"] == {"dropped": 5} and len(server.truth) == 5
+    with mock_server(tmp_path, "--slam", "2") as server:
+        report = load(server, concurrency=1, num_requests=5, output_len="2")
+    assert report.errors["count"] == 0
+    assert [record.is_retry for record in report.records] == [False, True, True, True, True]
+    assert len(server.truth) == 9
+
+
 def test_answers_that_do_not_stream_are_read_whole(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         report = load(server, rate="50", num_requests=5, output_len="4", stream=False)

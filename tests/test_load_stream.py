@@ -93,6 +93,16 @@ def test_lines_may_end_as_in_dos_and_come_with_comments(cuts: set[int]) -> None:
     assert (answer.text, answer.error, len(answer.stamps)) == ("0123", "", 4)
 
 
+def test_output_that_looks_like_the_last_chunk_is_not_taken_for_it() -> None:
+    """With DOS line ends a chunk may end in exactly these bytes."""
+    ends, connection, _ = connected()
+    connection.data_received(HEAD)
+    connection.data_received(chunk(b"data: 0\r\n"))
+    assert not ends.ended
+    connection.data_received(b"0\r\n\r\n")
+    assert ends.ended
+
+
 def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
     data = b"3;x=y\r\nabc\r\n0\r\nTrailer: z\r\n\r\n"
     assert follow_chunks(data, 0) == (12, True)
