@@ -165,7 +165,38 @@ def _draw(logits: Tensor, likeliest: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def _mass(logits: Tensor, best: Tensor, cut: "_Cut") -> Tensor:
     """Sum of all weights of each row, ``[R, 1]`` float64."""
-    return cut.weights(logits, best, None).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return _RunningSums(cut.weights(logits, best, None)).total
+
+
+class _RunningSums:
+    """Sums of ``weights[row, : i + 1]`` for any i, without a float64 for each: strips are summed, then one looked into.
+
+    Args:
+        weights: ``[R, width]`` float32, contiguous.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self._size = _strip_size(weights.shape[1])
+        self._strips = weights.view(len(weights), -1, self._size)
+        self._ends = self._strips.sum(dim=-1).double().cumsum(dim=-1)  # pairwise inside: float32 is enough
+        self.total = self._ends[:, -1:]
+
+    def at(self, index: Tensor) -> Tensor:
+        """The sums up to and with ``index`` ``[R, 1]``."""
+        before, inside = self._look_into(index // self._size)
+        return before + inside.gather(1, index % self._size)
+
+    def find(self, target: Tensor, *, is_beyond: bool) -> Tensor:
+        """First index ``[R, 1]`` whose sum reaches ``target``, or exceeds it; the width or thereabouts if none does."""
+        strip = torch.searchsorted(self._ends, target, right=is_beyond)
+        before, inside = self._look_into(strip.clamp(max=self._ends.shape[1] - 1))
+        return strip * self._size + torch.searchsorted(inside, target - before, right=is_beyond)
+
+    def _look_into(self, strip: Tensor) -> tuple[Tensor, Tensor]:
+        """What was summed before strip ``[R, 1]``, and the running sums ``[R, size]`` inside of it; float64."""
+        before = torch.where(strip > 0, self._ends.gather(1, (strip - 1).clamp(min=0)), 0.0)
+        inside = self._strips.gather(1, strip[:, :, None].expand(-1, 1, self._size))[:, 0]
+        return before, inside.double().cumsum(dim=-1)
 
 
 class _Cut:
@@ -214,13 +245,12 @@ class _Cut:
             return self.min_scaled.clamp(max=0.0)
         ranked = _descending(self.scaled(logits, best))
         width = ranked.shape[1]
-        running = ranked.exp().cumsum(dim=-1, dtype=torch.float64)
+        running = _RunningSums(ranked.exp())
         last = self.top_k.clamp(max=width) - 1
-        kept_mass = running.gather(1, last)
+        kept_mass = running.at(last)
         if mass is not None:
             kept_mass = torch.where(self.top_k < self.vocab, kept_mass, mass)
-        # Those before the token that reaches top_p are the ones whose running sum falls short of it.
-        reach = torch.searchsorted(running, self.top_p * kept_mass)
+        reach = running.find(self.top_p * kept_mass, is_beyond=False)
         found = ranked.gather(1, torch.minimum(reach, last))
         keeps_all = (self.top_p >= 1) & (self.top_k >= self.vocab)
         found = torch.maximum(torch.where(keeps_all, -math.inf, found), self.min_scaled).clamp(max=0.0)
@@ -230,25 +260,18 @@ class _Cut:
 
 def _descending(values: Tensor) -> Tensor:
     """Rows sorted, largest first. On the CPU by numpy: torch carries indices along, at twenty times the cost."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
-    return values.sort(dim=-1, descending=True).values
+    if values.device.type != "cpu":
+        return values.sort(dim=-1, descending=True).values
+    negated = values.neg()
+    negated.numpy().sort(axis=-1)
+    return negated.neg_()
 
 
 def _invert(weights: Tensor, where: Tensor) -> Tensor:
     """First index at which the running sum of ``weights`` exceeds ``where`` (``[R]`` float64, in [0, 1)) of its total.
 
-    In two levels, strips and then tokens of one strip, so that only one pass runs over the whole width. Rounding may
-    land a hair beyond the last token with a weight; then the heaviest is as good as any.
+    Rounding may land a hair beyond the last token with a weight; then the heaviest is as good as any.
     """
-    rows, width = weights.shape
-    strips = weights.view(rows, -1, _strip_size(width))
-    size = strips.shape[2]
-    running = strips.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    target = where[:, None] * running[:, -1:]
-    strip = torch.searchsorted(running, target, right=True).clamp(max=strips.shape[1] - 1)
-    before = torch.where(strip > 0, running.gather(1, (strip - 1).clamp(min=0)), 0.0)
-    inside = strips.gather(1, strip[:, :, None].expand(-1, 1, size))[:, 0].double().cumsum(dim=-1)
-    offset = torch.searchsorted(inside, target - before, right=True).clamp(max=size - 1)
-    index = strip * size + offset
+    sums = _RunningSums(weights)
+    index = sums.find(where[:, None] * sums.total, is_beyond=True).clamp(max=weights.shape[1] - 1)
     return torch.where(weights.gather(1, index) > 0, index, _argmax(weights)[:, None])[:, 0]
