@@ -9,6 +9,7 @@ import pytest
 from common.errors import ConfigError
 from scripts.load.config import LoadtestConfig
 from scripts.load.plan import HASH, ideal_cached, key
+from scripts.load.prompts import Prompts
 from scripts.load.traces import Replay, read_trace, replayed
 from scripts.load.workload import make_plan
 
@@ -93,6 +94,12 @@ def test_qwen_bailian_is_known_by_its_chats_and_counts_seconds_and_pieces_of_16(
     assert [row.class_name for row in trace.rows] == ["text", "search"]
     plan = replayed(trace, Replay(), np.random.default_rng(0))
     assert [length for _, length in plan[0].pieces] == [16, 4]
+
+
+def test_hash_ids_of_64_bits_become_tokens_too(tmp_path: Path) -> None:
+    row = {"chat_id": 1, "timestamp": 0.5, "input_length": 16, "output_length": 1, "hash_ids": [2**63 + 5]}
+    (planned,) = replayed(read_trace(write(tmp_path / "t", row)), Replay(), np.random.default_rng(0))
+    assert len(Prompts(0, (1, 9), "completions").tokens(planned.pieces[0])) == 16
 
 
 def test_azures_dates_keep_their_seventh_digit(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ Piece = tuple[int, int]
 
 #: Kinds of pieces: the upper bits of a key.
 UNIQUE, GROUP, TURN, ANSWER, HASH = range(1, 6)
+MASK = (1 << 56) - 1
 
 
 def key(kind: int, number: int) -> int:
-    """A piece's key. ``number`` below 2**56."""
-    return kind << 56 | (number & (1 << 56) - 1)
+    """A piece's key: of ``number`` the lower 56 bits."""
+    return kind << 56 | number & MASK
 
 
 @dataclass(slots=True)

@@ -9,17 +9,17 @@ Splitwise, ISCA'24), BurstGPT (CSV, seconds), and one's own requests as JSON lin
 import csv
 import datetime
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from common.errors import ConfigError
-from scripts.load.plan import HASH, UNIQUE, Piece, Planned, key
+from scripts.load.plan import HASH, MASK, UNIQUE, Piece, Planned, key
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MOONCAKE_TOKENS, QWEN_TOKENS = 512, 16
@@ -132,11 +132,11 @@ def _json_lines(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
         if not line.strip():
             continue
         try:
-            content = json.loads(line)
+            content = msgspec.json.decode(line)
             if not name:
                 name, tokens = _json_format(content)
             rows.append(_own_row(content) if name == "own" else _hash_row(content, name))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"--trace {path}, line {number}: {type(error).__name__} {error}") from None
     return name, tokens, rows
 
@@ -209,6 +209,7 @@ class Replay:
     """How a trace is played.
 
     Attributes:
+        duration_s: nothing is planned from this instant of the replay on.
         window: seconds of the trace from and to; ``max_requests``: of it only so many.
         time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
         has_jitter: spread requests of one tick over it.
@@ -222,6 +223,7 @@ class Replay:
     max_input: int | None = None
     max_output: int | None = None
     max_requests: int | None = None
+    duration_s: float = float("inf")
 
 
 def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Planned]:
@@ -242,7 +244,7 @@ def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Pla
         at = at - at[0] if not low else at
         at = at * _scale(at, replay, trace.notes)
     timed = enumerate(zip(rows, at.tolist(), strict=True))
-    return [_planned(number, row, instant, trace, replay) for number, (row, instant) in timed]
+    return [_planned(number, row, when, trace, replay) for number, (row, when) in timed if when < replay.duration_s]
 
 
 def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
@@ -288,10 +290,11 @@ def _pieces(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -
     """Each hash id is ``size`` tokens; the last one what remains, less or (where lengths were rounded) more."""
     pieces: list[Piece] = []
     left = num_input
+    base = key(HASH, 0)
     for hash_id in hash_ids:
         if left <= 0:
             break
-        pieces.append((key(HASH, hash_id), min(size, left)))
+        pieces.append((base | hash_id & MASK, size if left > size else left))
         left -= size
     if left > 0:
         pieces.append((key(UNIQUE, number), left))

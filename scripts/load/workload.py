@@ -127,6 +127,7 @@ def _trace_plan(config: LoadtestConfig, kinds: dict[str, Kind]) -> Plan:
         max_input=config.max_input_len,
         max_output=config.max_output_len,
         max_requests=config.num_requests,
+        duration_s=math.inf if config.concurrency else config.duration_s or math.inf,
     )
     plan = replayed(trace, replay, rng_of(config.seed, JITTER))
     if config.tenants:
@@ -135,8 +136,6 @@ def _trace_plan(config: LoadtestConfig, kinds: dict[str, Kind]) -> Plan:
             planned.tenant = planned.tenant or f"tenant-{number}"
     if config.concurrency or not trace.has_times:
         return _timed(config, ([planned] for planned in plan), len(plan), trace.notes, kinds)
-    if config.duration_s is not None:
-        plan = [planned for planned in plan if planned.at < config.duration_s]
     if not plan:
         raise ConfigError("no request of the trace comes within --duration")
     return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, kinds, is_checked=False)
