@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from aiohttp import web
 
 from common.clock import MonotonicClock
 from common.config import GatewayConfig
-from common.errors import RequestError
 from common.incarnation import new_incarnation
 from gateway.control import Control
 from gateway.fleet import Fleets
@@ -127,18 +126,9 @@ class Gateway:
             "/generate": {"POST": self._native},
         }
 
-    @contextlib.contextmanager
-    def _refusing(self, model: str = "") -> Iterator[None]:
-        """Counts what is refused before any node hears of it."""
-        try:
-            yield
-        except RequestError as error:
-            self._metrics.rejected(model, str(error.code))
-            raise
-
     async def _asked(self, request: web.BaseRequest, kind: type[Asked]) -> tuple[Asked, Model]:
         """The body, and the model that it is for."""
-        with self._refusing():
+        with self._metrics.refusing[""]:
             body = self._codec.decode(kind, await self._front.body(request))
             return body, self._models.get(body.model)
 
@@ -146,7 +136,7 @@ class Gateway:
         arrived_at = self._clock.now()
         body, model = await self._asked(request, Completion)
         head = new_head("cmpl-", model)
-        with self._refusing(model.name):
+        with self._metrics.refusing[model.name]:
             asks = await model.asker.completion(body, head["id"], model.fleet.limits())
         render = CompletionRender(
             model.text,
@@ -161,7 +151,7 @@ class Gateway:
         arrived_at = self._clock.now()
         body, model = await self._asked(request, Chat)
         head = new_head("chatcmpl-", model)
-        with self._refusing(model.name):
+        with self._metrics.refusing[model.name]:
             asks = await model.asker.chat(body, head["id"], model.fleet.limits())
         render = ChatRender(
             model.text,
@@ -175,7 +165,7 @@ class Gateway:
     async def _native(self, request: web.BaseRequest) -> web.StreamResponse:
         arrived_at = self._clock.now()
         body, model = await self._asked(request, Native)
-        with self._refusing(model.name):
+        with self._metrics.refusing[model.name]:
             asks, is_list = await model.asker.native(body, secrets.token_hex(16), model.fleet.limits())
         render = NativeRender(
             model.text,
@@ -206,7 +196,7 @@ class Gateway:
         for number, ask in enumerate(asks):
             detokenizer = model.text.detokenizer(skip_special=ask.skip_special)
             relays.append(Relay(ask, number, detokenizer, outlet.wake, self._control.ended, arrived_at, on_gap))
-        with self._refusing(model.name):
+        with self._metrics.refusing[model.name]:
             self._control.dispatch(relays)
         try:
             yield relays, outlet

@@ -55,6 +55,7 @@ class Leg:
     relay: Relay
     fleet: Fleet
     pair: Pair
+    nodes: tuple[str, ...]  # of the pair
     timer: asyncio.TimerHandle
     is_prefill_counted: bool = True
     failed_at: str = ""  # the node that ended it, which need not be told
@@ -161,7 +162,7 @@ class Control:
         ask = relay.ask
         left_s = max(ask.timeout_s - (self._clock.now() - relay.started_at), 0.001)
         timer = self._loop.call_later(left_s, self._on_deadline, ask.rid)
-        self._legs[ask.rid] = Leg(relay, fleet, pair, timer)
+        self._legs[ask.rid] = Leg(relay, fleet, pair, pair.nodes, timer)
         self._on_start(relay, pair)
         generate = Generate(
             rid=ask.rid,
@@ -288,7 +289,7 @@ class Control:
 
     def _on_tokens(self, sender: str, message: Tokens) -> None:
         leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != 0 or sender not in leg.pair.nodes:
+        if leg is None or message.attempt != 0 or sender not in leg.nodes:
             # Ended here, or sent out by an earlier gateway: the node should not go on with it.
             self._send(Abort(message.rid, message.attempt), sender)
             return
@@ -299,7 +300,7 @@ class Control:
 
     def _on_failed(self, sender: str, message: Failed) -> None:
         leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != 0 or sender not in leg.pair.nodes:
+        if leg is None or message.attempt != 0 or sender not in leg.nodes:
             return
         retry_after_s: float | None = None
         if message.code is ErrorCode.QUEUE_FULL:

@@ -12,6 +12,7 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from common.errors import RequestError
 from gateway.fleet import Fleet
 from gateway.registry import Node
 from gateway.relay import Relay
@@ -43,6 +44,21 @@ class Gaps:
         self.sum_s += seconds * count
 
 
+class _Refusing:
+    """A context that counts the named errors that leave it."""
+
+    def __init__(self, rejections: Counter, model: str) -> None:
+        self._rejections = rejections
+        self._model = model
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RequestError):
+            self._rejections.labels(self._model, str(error.code)).inc()
+
+
 @dataclass(frozen=True, slots=True)
 class _Series:
     """One model's children of the labelled series."""
@@ -65,6 +81,10 @@ class Metrics:
     Args:
         fleets: the models served, with their nodes.
         dropped: counts of control messages dropped, by reason.
+
+    Attributes:
+        refusing: by model, what to do the work under that comes before any node hears of a request: if that ends in a
+            named error, it counts as a rejection. No model stands for requests that have named none of ours yet.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,6 +96,9 @@ class Metrics:
         self._rejections = self._counter(
             "baton_rejections_total", "Requests refused before any node heard of them, by code.", "model", "reason"
         )
+        self.refusing = {
+            model: _Refusing(self._rejections, model) for model in ("", *(fleet.model for fleet in fleets))
+        }
         self._outputs = self._counter(
             "baton_outputs_total", "Outputs ended: stop, length, or an error's code.", "model", "end"
         )
@@ -131,10 +154,6 @@ class Metrics:
         if counter is None:
             counter = self._labelled[path, status] = self._answers.labels(path, str(status))
         counter.inc()
-
-    def rejected(self, model: str, reason: str) -> None:
-        """A request that is answered with an error, before any node heard of it; no model if it named none of ours."""
-        self._rejections.labels(model, reason).inc()
 
     def started(self, relay: Relay, pair: Pair) -> None:
         """One output has been sent out."""
