@@ -195,3 +195,12 @@ def test_every_node_is_told_its_name_gateway_threads_and_share_of_the_memory(mon
     assert [child.cpus for child in found] == [(), (0, 1), (2,), (3,), ()]
     assert [child.env["OMP_NUM_THREADS"] for child in found] == ["1", "2", "1", "1", "1"]
     assert all(child.env["BATON_API_KEY"] == "k" and "BATON_PAGE_SIZE" not in child.env for child in found)
+
+
+def test_without_prefill_nodes_the_gateway_is_told_that_decode_nodes_compute_prompts():
+    config = ServeConfig(
+        prefill=0, decode=2, local_prefill="always", also_serve=("b=/x",), port=8000, control_port=8001
+    )
+    found = children(config, [Share(1), Share(1)])
+    assert [child.name for child in found] == ["gateway", "decode-0", "decode-1"]
+    assert found[0].argv[1:] == ["-m", "gateway", "--also-serve=b=/x", "--local-prefill=always"]
