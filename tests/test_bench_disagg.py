@@ -1,6 +1,8 @@
 """The disaggregation benchmark without its runs: what is planned, how runs are pooled, and what the table says."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from tokenizers import Tokenizer
 
 from common.engine.model_config import ModelConfig
 from common.errors import BatonError
-from scripts.bench_disagg import minutes, parse, points, started
+from scripts.bench_disagg import Bench, minutes, parse, points, started
 from scripts.disagg_table import lines_of, pooled
 from scripts.load.report import write_json
 from scripts.random_model import QWEN3_600M, random_model, shapes
@@ -101,6 +103,55 @@ def test_only_a_file_of_this_benchmark_is_gone_on_with(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema": 1}))
     with pytest.raises(BatonError):
         started(str(path), is_resumed=True)
+
+
+class FakeReport:
+    """As much of a report as a run is asked for."""
+
+    reasons: tuple[str, ...] = ()
+    throughput = {"requests_per_s": 20.0}  # noqa: RUF012
+    latency = {"ttft": {"count": 0}, "itl": {"count": 0}}  # noqa: RUF012
+
+    def to_dict(self) -> dict[str, Any]:
+        return report([0.5], [[0.1]])
+
+
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, given = parse(["--quick", f"--json={tmp_path / 'runs.json'}", "--resume"])
+    loads: list[tuple[str, dict[str, Any]]] = []
+
+    def load(self: Bench, place: str, arrangement: str, *times: float, **when: Any) -> FakeReport:
+        loads.append((arrangement, when))
+        if len(loads) == 5:
+            raise KeyboardInterrupt
+        return FakeReport()
+
+    monkeypatch.setattr(Bench, "_load", load)
+    with pytest.raises(KeyboardInterrupt):
+        Bench(options, given.json, started(given.json, is_resumed=True)).run()
+    assert [when for _, when in loads[:2]] == [{"concurrency": 32}] * 2
+    found = Bench(options, given.json, started(given.json, is_resumed=True)).run()
+    assert len(found["runs"]) == 6
+    assert len(loads) == 2 + 6 + 1  # the one that was interrupted came twice
+    assert loads[4] == loads[5] == ("colocated", {"rate": "12"})
+    # Runs of other lengths may lie in the same file, and are not mixed in.
+    others, _ = parse(["--quick", "--seed=9"])
+    assert len(Bench(others, given.json, started(given.json, is_resumed=True)).run()["runs"]) == 6
+    assert len(json.loads(Path(given.json).read_text())["runs"]) == 12
+
+
+@pytest.mark.deep
+def test_the_benchmark_runs_from_beginning_to_end(tmp_path: Path) -> None:
+    words = ["--models=small", "--shares=0.3", "--small-seconds=3", "--capacity-seconds=3", "--arrangements=split,one"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "scripts.bench_disagg", *words, f"--json={tmp_path / 'runs.json'}"],
+        capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "times better is the first" in ended.stdout
+    assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 2
 
 
 def test_the_shape_has_as_many_parameters_as_the_model_it_is_named_after() -> None:
