@@ -3,10 +3,11 @@ each role, one whose decode node keeps short prompts, and a decode node alone.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from service import Client, Service, prompt_of, running
+from service import SMALL_MODEL, Client, Service, prompt_of, running
 
 MODES = {"pair": "never", "short": "auto", "alone": "always"}
 THRESHOLD = 40
@@ -121,3 +122,24 @@ async def test_penalties_and_biases_hold_on_both_nodes(client: Client) -> None:
         client, prompt, temperature=0, max_tokens=8, logit_bias={str(wish): 1}, frequency_penalty=2.0
     )
     assert len(set(tired["token_ids"])) > 1
+
+
+async def test_nodes_of_two_models_behind_one_gateway(tmp_path: Path) -> None:
+    with running(
+        tmp_path,
+        prefill=0,
+        decode=2,
+        node_options={"context_length": 300},
+        gateway_options={"local_prefill": "always", "also_serve": f"other={SMALL_MODEL}"},
+        only={"decode-1": {"served_model_name": "other", "context_length": 200}},
+    ) as service:
+        async with service.client() as client:
+            for model, served_by in ((None, "decode-0"), ("m", "decode-0"), ("other", "decode-1")):
+                before = await client.counters()
+                await completions(client, prompt_of(10, 7), **({"model": model} if model else {}))
+                after = await client.counters()
+                changed = [name for name in after if after[name]["requests"] > before[name]["requests"]]
+                assert changed == [served_by]
+            async with client.session.get("/v1/models") as answer:
+                lengths = {model["id"]: model["max_model_len"] for model in (await answer.json())["data"]}
+            assert lengths == {"m": 300, "other": 200}
