@@ -82,7 +82,7 @@ def adjust(logits: Tensor, draws: Sequence[Adjusted]) -> None:
     output. The other two are OpenAI's, for tokens of the output alone.
 
     Args:
-        logits: ``[R, vocab]`` float32.
+        logits: ``[R, vocab]`` float32, contiguous.
         draws: R of them; those with penalties have a history.
     """
     biases: list[Entry] = []
@@ -102,20 +102,22 @@ def adjust(logits: Tensor, draws: Sequence[Adjusted]) -> None:
         if params.presence_penalty or params.frequency_penalty:
             amounts = params.presence_penalty + params.frequency_penalty * history.counts
             occurrences.append((row, history.output, amounts.astype(np.float32)))
+    flat = logits.view(-1)
     if biases:
-        rows, ids, values = _joined(biases, logits.device)
-        logits[rows, ids] += values
+        places, values = _joined(biases, logits)
+        flat[places] += values
     if repetitions:
-        rows, ids, values = _joined(repetitions, logits.device)
-        found = logits[rows, ids]  # read before any is written: a token that comes twice is changed once
-        logits[rows, ids] = torch.where(found > 0, found / values, found * values)
+        places, values = _joined(repetitions, logits)
+        found = flat[places]  # read before any is written: a token that comes twice is changed once
+        flat[places] = torch.where(found > 0, found / values, found * values)
     if occurrences:
-        rows, ids, values = _joined(occurrences, logits.device)
-        logits[rows, ids] -= values
+        places, values = _joined(occurrences, logits)
+        flat[places] -= values
 
 
-def _joined(entries: Sequence[Entry], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Every entry's places in the logits and their values, ``[sum of sizes]`` each, on the device."""
-    rows = np.repeat([row for row, _, _ in entries], [len(ids) for _, ids, _ in entries])
-    places = torch.from_numpy(np.stack([rows, np.concatenate([ids for _, ids, _ in entries])])).to(device)
-    return places[0], places[1], torch.from_numpy(np.concatenate([values for _, _, values in entries])).to(device)
+def _joined(entries: Sequence[Entry], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Every entry's places in the flattened logits, and their values, ``[sum of sizes]`` each."""
+    width = logits.shape[1]
+    places = np.concatenate([row * width + ids for row, ids, _ in entries])
+    values = np.concatenate([values for _, _, values in entries])
+    return torch.from_numpy(places).to(logits.device), torch.from_numpy(values).to(logits.device)
