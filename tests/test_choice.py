@@ -7,6 +7,8 @@ import pytest
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Cancel, Closed, Connect, Connected, Grant, Refused
+from common.pages import PageBooks
+from kv_transfer.receiver import PairLost, Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
 from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
@@ -227,6 +229,20 @@ def test_leave_is_given_at_the_chosen_transport_and_taken_at_all(store: MemfdSto
     assert (a.calls, b.calls) == ([("forbid", 3)], [("allow", 3), ("forbid", 3)])
 
 
+def test_a_receiver_grants_nothing_by_a_transport_that_it_did_not_offer(store: MemfdStore) -> None:
+    _, _, (a, _), reader = both(store, "a", "b")
+    receiver = Receiver(reader, PageBooks(NUM_PAGES))
+    receiver.connect(PREFILL)
+    receiver.on_message(PREFILL, Connected(1, "c"))
+    assert not receiver.is_connected(PREFILL)
+    receiver.on_message(PREFILL, Connected(1, "a"))
+    assert receiver.is_connected(PREFILL)
+    assert receiver.counters()["pairs_by_a"] == 1
+    a.news = [Fenced(PREFILL, 1, "dead")]
+    receiver.poll(0.0)
+    assert receiver.take()[1] == [PairLost(PREFILL, "dead")]
+
+
 # ---- a sender whose writes cannot be called back ----------------------------------------------------------------
 
 
@@ -269,7 +285,7 @@ def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdSto
     writer.news = [Attached(DECODE, 2)]
     sender.pump(0.0)
     sender.open(("s", 0), DECODE)
-    sender.on_message(DECODE, Grant("s", 0, 2, 0, (7,)), 0.0)
+    sender.on_message(DECODE, Grant("s", 0, 2, 0, (5,)), 0.0)
     sender.check()
     writer.finished = [1]
     sender.pump(0.0)

@@ -3,6 +3,7 @@
 import contextlib
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from kv_transfer.sender import Sender
 from kv_transfer.transports import tcp_reader, tcp_writer
 from kv_transfer.transports.base import Attached, Fenced, to_message
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp_inlet import Inlet
 from kv_transfer.transports.tcp_wire import DONE, FRAME_BYTES, HELLO, MAC_BYTES, MAGIC, PAGE, WELCOME, Terms
 
 NUM_PAGES = 8
@@ -173,13 +175,13 @@ def test_nobody_gets_in_without_the_cluster_key(reader: TcpReader) -> None:
 
 def test_a_proof_is_good_for_one_handshake_only(reader: TcpReader) -> None:
     """What an eavesdropper has seen of a handshake does not answer the nonce of the next."""
-    connect = offer(reader)
+    token = bytes.fromhex(offer(reader).endpoint.split(":")[2])
     stranger = Stranger(reader)
-    stranger.shake(connect, index=0)
-    assert stranger.terms is not None
-    proof = stranger.terms.proof(KEY, b"writer")
+    stranger.hello(token, index=0, count=2)
+    nonce, _ = WELCOME.unpack(stranger.receive(WELCOME.size))
+    proof = Terms(token, 0, 2, 1, SIZE, NUM_PAGES, b"n" * 32, nonce).proof(KEY, b"writer")  # said, and never arrived
     again = Stranger(reader)
-    again.hello(stranger.terms.token, index=1, count=2)
+    again.hello(token, index=0, count=2)
     again.receive(WELCOME.size)
     again.connection.sendall(proof)
     assert again.is_hung_up()
@@ -272,6 +274,25 @@ def test_leave_of_another_epoch_is_no_leave(stranger: Stranger, store: MemfdStor
     stranger.page(2, 7)
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {0}
+
+
+def test_taking_leave_waits_for_the_copy_under_way(
+    stranger: Stranger, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_copying, receive = threading.Event(), Inlet._receive
+
+    def slow(inlet: Inlet, into: memoryview) -> int:
+        is_copying.set()
+        time.sleep(0.2)
+        return receive(inlet, into)
+
+    monkeypatch.setattr(Inlet, "_receive", slow)
+    stranger.page(2, 7)
+    assert is_copying.wait(5)
+    stranger.reader.forbid([2])
+    store.fill(2, 99)  # someone else's by now
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {99}
 
 
 def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
@@ -389,6 +410,31 @@ def test_a_writer_believes_no_reader_without_the_key(writer: TcpWriter, noise: b
     assert "cluster key" in attached.problem
 
 
+@pytest.mark.parametrize(
+    "answer", [DONE.pack(b"done", 1, 3, 1), DONE.pack(b"done", 1, 4, 0), DONE.pack(b"page", 1, 3, 0)]
+)
+def test_a_writer_believes_no_acknowledgement_but_the_next(writer: TcpWriter, answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        connection, _ = listener.accept()
+    with connection:
+        writer.poll()
+        nonce = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))[-1]
+        terms = Terms(bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
+        connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))
+        until(lambda: writer.poll() or select.select([connection], [], [], 0)[0])
+        connection.recv(32, socket.MSG_WAITALL)
+        connection.sendall(terms.proof(KEY, b"let in"))
+        assert until(writer.poll) == [Attached(DECODE, 1)]
+        writer.write(DECODE, [(0, 3)])
+        connection.sendall(answer + terms.seal(KEY, b"acknowledgements").mac(answer))
+        [attached] = until(writer.poll)
+        assert "acknowledge" in attached.problem
+        assert writer.done() == []
+        writer.detach(DECODE)
+
+
 def test_a_cut_connection_is_noticed_at_both_ends_and_the_pair_forms_anew(
     reader: TcpReader, writer: TcpWriter, store: MemfdStore
 ) -> None:
@@ -413,6 +459,7 @@ def test_detaching_ends_all_that_is_under_way(reader: TcpReader, writer: TcpWrit
     assert writer.detach(DECODE) is True
     assert until(lambda: reader.poll(0.0))[0].epoch == 1
     assert writer.done() == []
+    assert writer._remaining == {}
     assert set(store.read(3)) == {0}
 
 

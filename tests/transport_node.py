@@ -105,7 +105,8 @@ def main() -> None:
     role, name, key = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
     tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(os.environ.get("TEST_ATTACH_TIMEOUT_S", "10"))
     incarnation = ("p" if role == "writer" else "d") * 32
-    settings = Settings(name, incarnation=incarnation, cluster_key=key.encode())
+    host = os.environ.get("TEST_HOST", "127.0.0.1")
+    settings = Settings(name, incarnation, host, key.encode())
     end: Any = WriterEnd(settings) if role == "writer" else ReaderEnd(settings)
     print(json.dumps(os.getpid()), flush=True)
     pending = b""

@@ -235,7 +235,6 @@ class ChoosingReader:
         self._offered: dict[str, int] = {}  # peer -> its newest epoch
         self._chosen: dict[tuple[str, int], str] = {}  # (peer, epoch) -> transport; not proven over
         self._unasked: dict[tuple[str, int], dict[str, Fenced]] = {}  # proof that came before the choice
-        self._over: list[Fenced] = []  # proof that waits for proof of an earlier epoch
         self._news: list[Fenced] = []
 
     def offer(self, peer: str, epoch: int) -> str:
@@ -256,7 +255,7 @@ class ChoosingReader:
         for other in self._transports:
             if other is not named[0]:
                 other.withdraw(peer)
-        # The peer attaches anew only when it has let go of what went before.
+        # The peer attaches anew only when it has let go of what went before; only the newest epoch needs proof.
         self._chosen = {key: name for key, name in self._chosen.items() if key[0] != peer}
         self._chosen[peer, epoch] = transport
         early = self._unasked.pop((peer, epoch), {}).get(transport)
@@ -285,13 +284,8 @@ class ChoosingReader:
         return news
 
     def _prove(self, fenced: Fenced) -> None:
-        """Pass proof on, unless an earlier epoch with the same peer is not proven over: it would be taken for both."""
         del self._chosen[fenced.peer, fenced.epoch]
-        self._over.append(fenced)
-        for proof in list(self._over):
-            if not any(peer == proof.peer and epoch < proof.epoch for peer, epoch in self._chosen):
-                self._over.remove(proof)
-                self._news.append(proof)
+        self._news.append(fenced)
 
     def files(self) -> Sequence[int]:
         return [file for transport in self._transports for file in transport.files()]

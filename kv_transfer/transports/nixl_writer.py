@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 10.0
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
+MAX_KNOWN = 256
 CLOSING_S = 1.0  # UCX needs to be called for so long to close what has been let go
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # what has taken that long is looked at more rarely
 
@@ -64,6 +65,7 @@ class _Route:
     connect: Connect
     endpoint: _Endpoint
     until: float
+    key: tuple[bytes, int, int] = (b"", 0, 0)
     agent: Any = None
     pages: Any = None
     door: socket.socket | None = None
@@ -105,6 +107,7 @@ class NixlWriter:
         self._num_stuck = 0
         self._closing_until = 0.0
         self._is_copying = False
+        self._known: dict[tuple[bytes, int, int], tuple[Any, Any]] = {}  # agents of readers, and their pages
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
         self._thread.start()
 
@@ -216,10 +219,8 @@ class NixlWriter:
 
     def _pause(self, attaching: list[_Route], writes: list[_Write]) -> float | None:
         """How long to wait for a job: not long while something is about to happen."""
-        if self._is_copying:
-            return 0.0
         if attaching or any(not write.is_failed and write.begun_at + LONG_S > time.monotonic() for write in writes):
-            return PAUSE_S
+            return 0.0 if self._is_copying else PAUSE_S
         return LONG_PAUSE_S if writes or self._closing_until > time.monotonic() else None
 
     def _say(self) -> None:
@@ -247,8 +248,7 @@ class NixlWriter:
             return step
 
         def load() -> bool:
-            route.agent = self._agent.nixl.add_remote_agent(metadata)
-            route.pages = self._agent.page_list(route.agent, route.endpoint.pool_at, route.connect.num_pages)
+            self._load(route, metadata)
             self._agent.probe[:PROBE_BYTES] = probe
             self._agent.probe[PROBE_BYTES:] = bytes(PROBE_BYTES)
             return True
@@ -264,6 +264,28 @@ class NixlWriter:
         self._knock(route)
         route.steps.extend((lambda: self._is_let_in(route), load, transfer("WRITE", at), is_still))
         route.steps.extend((transfer("READ", at + PROBE_BYTES), is_still, compare))
+
+    def _load(self, route: _Route, metadata: bytes) -> None:
+        """Know the reader's agent. One that was known before is kept as it was: UCX leaves a socket open for each that
+        is removed, and fails now and then for one that is added again at once."""
+        route.key = (metadata, route.endpoint.pool_at, route.connect.num_pages)
+        known = self._known.pop(route.key, None)
+        if known is None:
+            agent = self._agent.nixl.add_remote_agent(metadata)
+            known = (agent, self._agent.page_list(agent, route.endpoint.pool_at, route.connect.num_pages))
+        self._known[route.key] = known
+        route.agent, route.pages = known
+        in_use = [other.key for other in list(self._routes.values())]
+        for key in [key for key in list(self._known)[:-MAX_KNOWN] if key not in in_use]:
+            self._forget(key)
+
+    def _forget(self, key: tuple[bytes, int, int]) -> None:
+        agent, pages = self._known.pop(key, (None, None))
+        if agent is not None:
+            with contextlib.suppress(Exception):  # it may be gone, and then it is forgotten already
+                pages.release()
+                self._agent.nixl.remove_remote_agent(agent)
+            self._closing_until = time.monotonic() + CLOSING_S
 
     def _knock(self, route: _Route) -> None:
         """Ask the reader, if it is on this host, to watch our process; and watch it."""
@@ -410,13 +432,10 @@ class NixlWriter:
         with self._lock:
             if route.num_open or route.num_probes:
                 return
-        with contextlib.suppress(Exception), self._agent.lock:  # it may be gone, and then it is forgotten already
-            if route.pages is not None:
-                route.pages.release()
-            if route.agent is not None:
-                self._agent.nixl.remove_remote_agent(route.agent)
+        if route.is_gone or route.is_reader_dead:
+            with self._agent.lock:
+                self._forget(route.key)
         route.pages = route.agent = None
-        self._closing_until = time.monotonic() + CLOSING_S
         if route.door is not None:
             with contextlib.suppress(OSError):
                 route.door.send(DETACHED)
@@ -430,6 +449,8 @@ class NixlWriter:
         for write in writes:
             with contextlib.suppress(Exception):
                 write.handle.release()
+        for key in list(self._known):
+            self._forget(key)
         with contextlib.suppress(Exception):
             self._sources.release()
         with contextlib.suppress(Exception):
