@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
-from common.messages import Cancel, Closed, Connect, Connected, Grant, Refused
-from common.pages import PageBooks
+from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Refused
+from common.pages import Owner, PageBooks
 from kv_transfer.receiver import PairLost, Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
@@ -241,6 +241,25 @@ def test_a_receiver_grants_nothing_by_a_transport_that_it_did_not_offer(store: M
     a.news = [Fenced(PREFILL, 1, "dead")]
     receiver.poll(0.0)
     assert receiver.take()[1] == [PairLost(PREFILL, "dead")]
+
+
+def test_a_receiver_gives_leave_with_each_grant_and_takes_it_before_pages_change_hands(store: MemfdStore) -> None:
+    reader, books = FakeReader("a", store), PageBooks(NUM_PAGES)
+    receiver = Receiver(reader, books)
+    receiver.connect(PREFILL)
+    receiver.on_message(PREFILL, Connected(1, "a"))
+    for rid, end in (("r", None), ("s", Closed("s", 0, "aborted")), ("t", Handoff("t", 0, 8, 9))):
+        reader.calls.clear()
+        pages = books.alloc(2, Owner.GRANT)
+        assert pages is not None
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_pages=2)
+        assert reader.calls == [("allow", *pages)]
+        if end is None:
+            receiver.cancel((rid, 0))
+        else:
+            receiver.on_message(PREFILL, end)
+            receiver.on_message(PREFILL, Delivered(rid, 0, 1, (0, 1)))
+        assert reader.calls == [("allow", *pages), ("forbid", *pages)]
 
 
 # ---- a sender whose writes cannot be called back ----------------------------------------------------------------

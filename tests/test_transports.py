@@ -239,6 +239,24 @@ def test_a_stopped_writer_that_is_killed_is_fenced(start: Callable[..., End], tr
     assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 1]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+def test_a_nixl_write_under_way_holds_the_fence_until_it_is_over(start: Callable[..., End]) -> None:
+    """Over TCP, UCX needs the reader's doing: one that is stopped keeps a write under way."""
+    writer, reader = start("writer", "nixl", UCX_TLS="tcp"), start("reader", "nixl", UCX_TLS="tcp")
+    join(writer, reader, "nixl")
+    reader.ask("allow", peer=PREFILL, epoch=1, pages=list(range(NUM_PAGES)))
+    reader.signal(signal.SIGSTOP)
+    writer.ask("write", peer=DECODE, pages=[(i, i, i) for i in range(NUM_PAGES)])
+    time.sleep(0.3)
+    assert writer.ask("finished") == []
+    assert writer.ask("detach", peer=DECODE) is False
+    assert writer.ask("detach", peer=DECODE) is False
+    reader.signal(signal.SIGCONT)
+    until(lambda: writer.ask("detach", peer=DECODE))
+    assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 1]
+    assert reader.ask("digest", pages=list(range(NUM_PAGES))) == digests(*range(NUM_PAGES))
+
+
 def test_an_offer_is_good_once(start: Callable[..., End], transport: str) -> None:
     writer, reader, other = start("writer", transport), start("reader", transport), start("writer", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
