@@ -18,6 +18,7 @@ from kv_transfer.transports.tcp_wire import DONE, DONE_MAGIC, FRAME_BYTES, PAGE,
 log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 64 << 10
+_WORTHWHILE_BYTES = 256 << 10
 
 
 class Leave:
@@ -80,6 +81,7 @@ class Inlet:
         self._lock = threading.Lock()
         self._is_open = True
         self._page = -1  # being received
+        self._at_least = 1  # bytes that must have arrived for the connection to count as readable
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
         self._scratch = bytearray(min(_SCRATCH_BYTES, self._page_bytes))
@@ -171,12 +173,11 @@ class Inlet:
                 with into[: self._page_bytes - at] as room:
                     num_bytes = self._receive(room)
                 into.release()
-            if num_bytes < 0:
-                self._readable.poll()
-                continue
             if not num_bytes:
                 raise ConnectionError("it was cut within a page")
-            at += num_bytes
+            at += max(num_bytes, 0)
+            if at < self._page_bytes:
+                self._wait(self._page_bytes - at)
         with self._lock:
             is_allowed = is_allowed and self._leave.has(self._owner, page)
             if is_allowed:
@@ -184,6 +185,14 @@ class Inlet:
         self._page = -1
         self._leave.count(self._page_bytes if is_allowed else 0)
         return is_allowed
+
+    def _wait(self, num_missing: int) -> None:
+        """Until a good part of what is missing has arrived, so that few calls fetch much; or the connection ends."""
+        at_least = min(num_missing, _WORTHWHILE_BYTES)
+        if at_least != self._at_least:
+            self._at_least = at_least
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at_least)
+        self._readable.poll()
 
     def _receive(self, into: memoryview) -> int:
         """What is there, without waiting. -1: nothing yet; 0: the other end closed."""
