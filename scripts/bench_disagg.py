@@ -29,6 +29,7 @@ from scripts.disagg_table import ARRANGEMENTS, lines_of
 from scripts.load.config import LoadtestConfig
 from scripts.load.report import Report, write_json
 from scripts.load.run import run_load
+from scripts.neighbours import Neighbours
 from scripts.random_model import random_model
 from scripts.served import served
 
@@ -36,6 +37,7 @@ SCHEMA = 1
 NUM_INPUT, NUM_OUTPUT = 512, 64
 CAPACITY_CONCURRENCY = 32
 POOL_TOKENS = 32_768  # of every node, so that no arrangement is short of pages
+MAX_OTHERS = 0.15  # cores that others may use before figures are not to be trusted
 START_S = 15.0  # what a start and the last answers take, for the estimate alone
 MODELS = ("qwen3-0.6b", "small")
 
@@ -152,7 +154,11 @@ class Bench:
                 seed=seed,
                 **when,
             )
+            neighbours = Neighbours(os.sched_getaffinity(0))
             report = run_load(config)
+            others = neighbours.cores()
+        if others > MAX_OTHERS:
+            report.reasons.append(f"other processes kept {others:.1f} of our cores busy")
         if "the run was stopped before its end" in report.reasons:
             raise KeyboardInterrupt  # the harness has taken the signal
         return report
