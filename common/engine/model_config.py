@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, default_window=4096),
 }
-GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 DTYPES = tuple(ITEM_BYTES)
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -59,7 +59,7 @@ class ModelConfig:
         dtype: what ``auto`` stands for: the type most of the checkpoint's tensors are stored in.
         context_length: tokens, prompt and output together, that the model was made for, or is scaled to.
         eos_token_ids: ids that end an output, from generation_config.json and config.json, each once.
-        generation: the model's own sampling defaults, those of temperature, top_k, top_p, min_p that it names.
+        generation: the model's own sampling defaults, those of ``GENERATION_DEFAULTS`` that it names.
         digest: sha256 over configuration and the names, types and shapes of all tensors; nodes that differ in it cannot
             share KV. The tensors' bytes are not read.
     """
