@@ -57,7 +57,7 @@ class Register(Message, frozen=True, tag="register"):
     vocab_size: Annotated[int, Meta(ge=1)]
     context_length: Annotated[int, Meta(ge=1)]
     eos_token_ids: tuple[int, ...]
-    generation: dict[str, float]  # the model's own sampling defaults: temperature, top_k, top_p, min_p, repetition_penalty
+    generation: dict[str, float]  # the model's own sampling defaults, by their names in SamplingParams
     geometry: Geometry
     num_pages: Annotated[int, Meta(ge=1)]
     max_running: Annotated[int, Meta(ge=1)]
