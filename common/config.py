@@ -37,15 +37,15 @@ OTHER_VARIABLES = (
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {
-    "--enable-priority-scheduling": "requests are served in order of arrival",
-    "--default-priority-value": "requests are served in order of arrival",
-    "--schedule-low-priority-values-first": "requests are served in order of arrival",
-    "--priority-scheduling-preemption-threshold": "requests are served in order of arrival",
-    "--abort-on-priority-when-disabled": "requests are served in order of arrival",
-    "--priority-aging-per-second": "requests are served in order of arrival",
-    "--priority-classes": "requests are served in order of arrival",
+    "--enable-priority-scheduling": "priorities are not obeyed yet",
+    "--default-priority-value": "priorities are not obeyed yet",
+    "--schedule-low-priority-values-first": "priorities are not obeyed yet",
+    "--priority-scheduling-preemption-threshold": "priorities are not obeyed yet",
+    "--abort-on-priority-when-disabled": "priorities are not obeyed yet",
+    "--priority-aging-per-second": "priorities are not obeyed yet",
+    "--priority-classes": "priorities are not obeyed yet",
     "--enable-dynamic-chunking": "chunks have one size, --chunked-prefill-size",
-    "--enable-mixed-chunk": "prefill and decode run on separate nodes",
+    "--enable-mixed-chunk": "chunks computed on a decode node always ride with its decode rows",
     "--truncation-align-size": "chunks end at a multiple of --page-size",
     "--num-reserved-decode-tokens": "pages for the output are taken as it grows",
     "--retraction-policy": "the request with the shortest output gives way",
