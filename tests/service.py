@@ -445,6 +445,8 @@ class Traces:
             for target in targets:
                 if found := re.fullmatch(r"socket:\[(\d+)\]", target):
                     inodes.add(found[1])
+                elif target.startswith(sys.prefix):
+                    pass  # libraries, wherever the environment lies
                 elif target.startswith(("/dev/shm/", "/tmp/", "/run/")) and not target.endswith(".log"):
                     files.add(target)
         return cls(frozenset(pids), frozenset(_tcp(inodes)), frozenset(_unix(inodes)), frozenset(files))
