@@ -274,7 +274,7 @@ def test_an_offer_that_was_withdrawn_is_good_for_nothing(start: Callable[..., En
     assert "token" in problem
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=pytest.mark.deep)])
 def test_a_reader_that_never_answers_is_given_up(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport, TEST_ATTACH_TIMEOUT_S="0.5"), start("reader", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
