@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from common.errors import ConfigError
 from common.options import option
+from common.scheduling import SchedulingOptions, check_scheduling
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -37,12 +38,6 @@ OTHER_VARIABLES = (
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {
-    "--enable-priority-scheduling": "priorities are not obeyed yet",
-    "--default-priority-value": "priorities are not obeyed yet",
-    "--schedule-low-priority-values-first": "priorities are not obeyed yet",
-    "--priority-scheduling-preemption-threshold": "priorities are not obeyed yet",
-    "--abort-on-priority-when-disabled": "priorities are not obeyed yet",
-    "--priority-aging-per-second": "priorities are not obeyed yet",
     "--priority-classes": "priorities are not obeyed yet",
     "--enable-dynamic-chunking": "chunks have one size, --chunked-prefill-size",
     "--enable-mixed-chunk": "chunks computed on a decode node always ride with its decode rows",
@@ -56,11 +51,6 @@ NOT_YET: dict[str, str] = {
     "--speculative-algorithm": "every token is computed by the model itself",
     "--enable-lora": "only plain checkpoints are served",
 }
-
-
-#: Values of --schedule-policy; see common/policy.py.
-POLICIES = ("fcfs", "lpm")
-POLICIES_NOT_YET = ("dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
 
 
 # ---- options that several commands share ----------------------------------------------------------------------------
@@ -167,10 +157,6 @@ class _Engine:
         "Tokens of a prompt computed in one step; -1 computes prompts whole; otherwise chosen by device.",
         minimum=-1,
     )
-    schedule_policy: str = option(
-        "fcfs", "Order of waiting requests: fcfs by arrival, lpm by the longest cached prefix.", metavar="fcfs|lpm"
-    )
-    lpm_degrade_threshold: int = option(128, "A longer queue makes lpm fall back to fcfs.", minimum=1)
     stream_interval: int = option(1, "Output tokens per streamed message, after the first token.", minimum=1)
     disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
     transport: Literal["auto", "shm", "tcp", "nixl"] = option(
@@ -190,7 +176,7 @@ class _Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(_Http, _Model):
+class GatewayConfig(_Http, SchedulingOptions, _Model):
     """What ``gateway`` runs with."""
 
     control_port: int = option(
@@ -202,7 +188,7 @@ class GatewayConfig(_Http, _Model):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(_Engine, _Model):
+class NodeConfig(_Engine, SchedulingOptions, _Model):
     """What ``prefill_node`` and ``decode_node`` run with; ``role`` is which of them, and no flag."""
 
     role: Role = "prefill"
@@ -245,7 +231,7 @@ class NodeConfig(_Engine, _Model):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(_Engine, _Http, _Model):
+class ServeConfig(_Engine, _Http, SchedulingOptions, _Model):
     """What ``serve`` runs with: a gateway and nodes on one machine."""
 
     prefill: int = option(1, "Prefill nodes to start; 0 with --local-prefill always.", minimum=0, maximum=256)
@@ -274,7 +260,7 @@ class ServeConfig(_Engine, _Http, _Model):
 def _check_engine(config: Any) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
-    _check_policy(config.schedule_policy)
+    check_scheduling(config)
     chunk = config.chunked_prefill_size
     if chunk == 0:
         raise ConfigError("--chunked-prefill-size 0 would compute nothing; -1 turns chunking off")
@@ -290,12 +276,6 @@ def _check_engine(config: Any) -> None:
 def _check_revision(config: Any) -> None:
     if config.revision is not None and Path(config.model).is_dir():
         raise ConfigError(f"--revision is for hub models, and --model {config.model} is a folder")
-
-
-def _check_policy(name: str) -> None:
-    if name not in POLICIES:
-        state = "not available yet" if name in POLICIES_NOT_YET else "unknown"
-        raise ConfigError(f"--schedule-policy {name} is {state}; use one of: {', '.join(POLICIES)}")
 
 
 def also_served(config: Any) -> dict[str, str]:
@@ -317,6 +297,7 @@ def also_served(config: Any) -> dict[str, str]:
 
 def _check_http(config: Any) -> None:
     _check_revision(config)
+    check_scheduling(config)
     also_served(config)
     if config.heartbeat_timeout < 2 * config.heartbeat_interval:
         raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")

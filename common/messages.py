@@ -17,6 +17,7 @@ PROTOCOL_VERSION = 1
 
 Count = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=4096)]
+ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
@@ -110,6 +111,27 @@ class Flushed(Message, frozen=True, tag="flushed"):
     num_pages: Count
 
 
+class Explain(Message, frozen=True, tag="explain"):
+    """gateway -> node: what have you decided lately, and why?"""
+
+    limit: Annotated[int, Meta(ge=1, le=10_000)]
+
+
+class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One decision about one request (``rid`` empty: about the node)."""
+
+    ago_s: float
+    rid: Annotated[str, Meta(max_length=256)]
+    action: Id
+    reason: Text
+
+
+class Decisions(Message, frozen=True, tag="decisions"):
+    """node -> gateway: the last decisions, newest last."""
+
+    decisions: tuple[Decision, ...]
+
+
 class Leave(Message, frozen=True, tag="leave"):
     """node -> gateway: I am stopping on purpose; send me nothing more."""
 
@@ -136,7 +158,11 @@ class Generate(Message, frozen=True, tag="generate"):
     decode: Peer
     timeout_s: Annotated[float, Meta(gt=0)]  # the request's own deadline, from now
     cache_salt: Text = ""
-    priority: int = 0
+    priority: int = 0  # higher is more urgent
+    priority_class: ShortText = ""
+    tenant: ShortText = ""
+    expected_output: Count = 0  # output tokens that it will probably have; 0: nobody knows
+    waited_s: Annotated[float, Meta(ge=0)] = 0.0  # since it reached the gateway
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -144,6 +170,14 @@ class Abort(Message, frozen=True, tag="abort"):
 
     rid: Id
     attempt: Count
+
+
+class Reprioritize(Message, frozen=True, tag="reprioritize"):
+    """gateway -> both nodes: another priority from now on. decode -> prefill: somebody this urgent waits for it."""
+
+    rid: Id
+    attempt: Count
+    priority: int
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
@@ -248,7 +282,7 @@ class Closed(Message, frozen=True, tag="closed"):
     message: Text = ""
 
 
-FromNode = Register | Heartbeat | Leave | Flushed | Tokens | Failed | Ping
-FromGateway = Registered | Refused | Unknown | Generate | Abort | Flush | Ping
-FromDecode = Connect | Grant | Received | Cancel | Ping
+FromNode = Register | Heartbeat | Leave | Flushed | Decisions | Tokens | Failed | Ping
+FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | Explain | Ping
+FromDecode = Connect | Grant | Received | Cancel | Reprioritize | Ping
 FromPrefill = Connected | Refused | Delivered | Handoff | Closed | Ping

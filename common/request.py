@@ -8,6 +8,9 @@ from common.sampling import SamplingParams, TokenLogprobs
 if TYPE_CHECKING:
     from common.radix import Node
 
+#: Below every priority that a user can name.
+LOWEST_PRIORITY = -(2**31)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -18,7 +21,14 @@ class Request:
         prompt: token ids as the user sent them.
         sampling: validated parameters.
         salt: requests with different salts never share cached pages.
-        arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock.
+        priority: higher is more urgent.
+        priority_class, tenant: on whose account it is served; empty for nobody's in particular.
+        expected_output: output tokens that it will probably have in all; 0 if nothing is known.
+        arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock. What it waited elsewhere before
+            counts: it arrived here so much earlier.
+        waited_s: what it had waited before it came here.
+        inherited_priority: the highest of those that wait for it.
+        num_passed: requests that were admitted before it since it did not fit.
         output: tokens sampled so far, on any node.
         pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
         own: those of ``pages`` that belong to the request (``Owner.REQUEST``), not to the radix cache.
@@ -37,9 +47,15 @@ class Request:
     sampling: SamplingParams
     salt: str = ""
     priority: int = 0
+    priority_class: str = ""
+    tenant: str = ""
+    expected_output: int = 0
     arrived_at: float = 0.0
     admitted_at: float = 0.0
     deadline_at: float = float("inf")
+    waited_s: float = 0.0
+    inherited_priority: int = LOWEST_PRIORITY
+    num_passed: int = 0
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)

@@ -7,6 +7,7 @@ from common.cli import resolve
 from common.config import NodeConfig
 from common.new_token_ratio import NewTokenRatio, constants_from
 from common.node.process import Parts, run
+from common.order import Order
 from common.policy import make_policy
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
@@ -30,7 +31,10 @@ def build(parts: Parts) -> DecodeRole:
         parts.cache,
         parts.books,
         limits=limits,
-        policy=make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
+        order=Order(
+            make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
+            config.priority_rules,
+        ),
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )

@@ -248,7 +248,7 @@ class DecodeRole:
         timings: dict[str, float] = {}
         if index == 1 and request.key in self._source:
             timings = {
-                "decode_queue_s": request.admitted_at - request.arrived_at,
+                "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
                 "handoff_s": now - request.admitted_at,
             }
         self.outbox.gateway.append(

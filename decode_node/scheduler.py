@@ -13,8 +13,8 @@ from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
 from common.lifecycle import advance
 from common.new_token_ratio import NewTokenRatio, expected_tokens
+from common.order import Order
 from common.pages import Owner, PageBooks
-from common.policy import Policy
 from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
 from common.radix import RadixCache
 from common.request import Request
@@ -76,14 +76,14 @@ class DecodeScheduler:
         books: PageBooks,
         *,
         limits: Limits,
-        policy: Policy,
+        order: Order,
         ratio: NewTokenRatio,
         eos_token_ids: Collection[int],
     ) -> None:
         self._cache = cache
         self._books = books
         self._limits = limits
-        self._policy = policy
+        self._order = order
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
         self._admission = Admission(cache, books)
@@ -172,7 +172,7 @@ class DecodeScheduler:
         granted: list[Granted] = []
         if not self.waiting or self.retracted:
             return granted
-        for request in self._policy.order(list(self.waiting.values()), now):
+        for request in self._order.sort(list(self.waiting.values()), now):
             if len(self.receiving) + len(self.ready) >= self._limits.max_running:
                 break
             reservation = self._admission.reserve(request, spare_tokens=self._spare_tokens(request))
@@ -294,7 +294,7 @@ class DecodeScheduler:
         begun: list[Request] = []
         sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
         retracted = sorted(self.retracted.values(), key=lambda r: r.arrived_at)
-        for request in [*retracted, *self._policy.order(list(self.local.values()), now)]:
+        for request in [*retracted, *self._order.sort(list(self.local.values()), now)]:
             if not self._slots:
                 break
             if request.key in self.local and sharing.holds_back(request, self._cache):

@@ -5,6 +5,7 @@ import sys
 from common.cli import resolve
 from common.config import NodeConfig
 from common.node.process import Parts, run
+from common.order import Order
 from common.policy import make_policy
 from kv_transfer.sender import Sender
 from kv_transfer.transports.choice import Settings, open_writer
@@ -31,7 +32,10 @@ def build(parts: Parts) -> PrefillRole:
         parts.cache,
         parts.books,
         limits=limits,
-        policy=make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
+        order=Order(
+            make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
+            config.priority_rules,
+        ),
         eos_token_ids=parts.eos_token_ids,
         is_granted=sender.is_granted,
     )

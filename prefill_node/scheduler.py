@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
 from common.lifecycle import advance
+from common.order import Order
 from common.pages import PageBooks
-from common.policy import Policy
 from common.prefill_adder import AddResult, Budgets, Chunk, ChunkResult, PrefillAdder, admit_row, chunk_results
 from common.radix import RadixCache
 from common.request import Request
@@ -75,14 +75,14 @@ class PrefillScheduler:
         books: PageBooks,
         *,
         limits: Limits,
-        policy: Policy,
+        order: Order,
         eos_token_ids: Collection[int],
         is_granted: Callable[[Key], bool],
     ) -> None:
         self._cache = cache
         self._books = books
         self._limits = limits
-        self._policy = policy
+        self._order = order
         self._eos = frozenset(eos_token_ids)
         self._is_granted = is_granted
         self.requests: dict[Key, Request] = {}  # every request that may hold pages
@@ -220,7 +220,7 @@ class PrefillScheduler:
 
     def _admit(self, adder: PrefillAdder, urgent: list[Request], now: float) -> list[Request]:
         admitted: list[Request] = []
-        order = self._policy.order([r for r in self.waiting.values() if r not in urgent], now)
+        order = self._order.sort([r for r in self.waiting.values() if r not in urgent], now)
         sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
         for request in [*urgent, *order]:
             if not self._slots:

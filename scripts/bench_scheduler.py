@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.new_token_ratio import NewTokenRatio, RatioConstants
+from common.order import Order
 from common.pages import Owner, PageBooks
 from common.policy import make_policy
 from common.radix import TOKEN_BYTES, RadixCache, TokenKey, pack
@@ -194,7 +195,7 @@ def bench_step(num_steps: int) -> Figure:
     limits = Limits(max_running=NUM_ROWS)
     cache = RadixCache(books, PAGE_SIZE)
     scheduler = DecodeScheduler(
-        cache, books, limits=limits, policy=make_policy("fcfs", cache), ratio=ratio, eos_token_ids=(2,)
+        cache, books, limits=limits, order=Order(make_policy("fcfs", cache)), ratio=ratio, eos_token_ids=(2,)
     )
     for number in range(NUM_ROWS):
         length = 1_000 + number % PAGE_SIZE

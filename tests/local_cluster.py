@@ -15,10 +15,12 @@ from common.clock import ManualClock
 from common.errors import ErrorCode
 from common.messages import Abort, Failed, Generate, Message, Peer, Tokens
 from common.new_token_ratio import NewTokenRatio, constants_from
+from common.order import Order
 from common.pages import PageBooks
 from common.policy import make_policy
 from common.radix import RadixCache
 from common.sampling import SamplingParams, TokenLogprobs
+from common.scheduling import PriorityRules
 from decode_node import scheduler as decode
 from decode_node.role import DecodeRole
 from kv_transfer.receiver import Receiver
@@ -94,6 +96,7 @@ class LocalCluster:
         is_cached: bool = True,
         max_queued: int | None = None,
         policy: str = "fcfs",
+        rules: PriorityRules | None = None,
         stream_interval: int = 1,
     ) -> None:
         self.clock = ManualClock()
@@ -108,6 +111,7 @@ class LocalCluster:
         self._max_running = max_running
         self._max_queued = max_queued
         self._policy = policy
+        self._rules = rules
         self._stream_interval = stream_interval
         self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
         self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
@@ -132,7 +136,7 @@ class LocalCluster:
             cache,
             books,
             limits=limits,
-            policy=make_policy(self._policy, cache),
+            order=Order(make_policy(self._policy, cache), self._rules),
             eos_token_ids=eos,
             is_granted=sender.is_granted,
         )
@@ -148,7 +152,7 @@ class LocalCluster:
             cache,
             books,
             limits=decode.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk),
-            policy=make_policy(self._policy, cache),
+            order=Order(make_policy(self._policy, cache), self._rules),
             ratio=NewTokenRatio(constants_from({})),
             eos_token_ids=eos,
         )

@@ -2,13 +2,14 @@
 
 import pytest
 
-from common.config import POLICIES, POLICIES_NOT_YET, NodeConfig
+from common.config import NodeConfig
 from common.errors import ConfigError
 from common.pages import Owner, PageBooks
 from common.policy import _POLICIES, make_policy
 from common.radix import RadixCache
 from common.request import Request
 from common.sampling import SamplingParams
+from common.scheduling import POLICIES, POLICIES_NOT_YET
 from common.sharing import Sharing, SharingLimits
 from tests.fake_engine import expected_output
 from tests.local_cluster import LocalCluster

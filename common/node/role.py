@@ -41,7 +41,11 @@ def request_from(message: Generate, now: float) -> Request:
         sampling=message.sampling,
         salt=message.cache_salt,
         priority=message.priority,
-        arrived_at=now,
+        priority_class=message.priority_class,
+        tenant=message.tenant,
+        expected_output=message.expected_output,
+        arrived_at=now - message.waited_s,
+        waited_s=message.waited_s,
         deadline_at=now + message.timeout_s + DEADLINE_GRACE_S,
     )
 
@@ -57,7 +61,7 @@ def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, f
         cached_tokens=request.num_cached,
         prompt_logprobs=tuple(request.prompt_logprobs),
         timings={
-            "prefill_queue_s": request.admitted_at - request.arrived_at,
+            "prefill_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
             "prefill_s": now - request.admitted_at,
         },
     )
