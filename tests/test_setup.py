@@ -79,6 +79,11 @@ def test_every_requirement_is_pinned_for_the_tests():
     assert "torch==2.13.0\n" in CONSTRAINTS
 
 
+def test_the_tests_have_every_extra_that_works_without_a_gpu():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {*extras["nixl"], *extras["loadtest"]} <= set(extras["dev"]), "its tests would be skipped or fail"
+
+
 def test_every_package_is_installed_and_checked():
     tops = {"common", "decode_node", "gateway", "kv_transfer", "prefill_node", "scripts"}
     folders = [path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")]
