@@ -81,6 +81,28 @@ class _Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What the gateway's router and admission can be told; the simulator takes the same."""
+
+    local_prefill: LocalPrefill = option(
+        "never",
+        "Whether decode nodes compute prompts by themselves: never, auto (short ones) or always (which needs no "
+        "prefill node).",
+    )
+    local_prefill_threshold: int = option(
+        64,
+        "With --local-prefill auto: prompts of which a decode node lacks fewer tokens than this are computed there.",
+        minimum=1,
+    )
+    max_queued_requests: int | None = option(
+        None, "Requests that may wait at a node (at the gateway: for each model) before the next gets 429.", minimum=0
+    )
+    request_timeout: float = option(
+        600.0, "Seconds after which a request that names no deadline of its own ends in an error.", minimum=0.001
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Http:
     host: str = option("127.0.0.1", "Address on which HTTP is served.")
     port: int = option(8000, "Port on which HTTP is served; 0 takes any free one.", minimum=0, maximum=65535)
@@ -97,23 +119,7 @@ class _Http:
     chat_template: str | None = option(
         None, "File with a Jinja chat template for --model, in place of the model's own.", metavar="FILE"
     )
-    local_prefill: LocalPrefill = option(
-        "never",
-        "Whether decode nodes compute prompts by themselves: never, auto (short ones) or always (which needs no "
-        "prefill node).",
-    )
-    local_prefill_threshold: int = option(
-        64,
-        "With --local-prefill auto: prompts of which a decode node lacks fewer tokens than this are computed there.",
-        minimum=1,
-    )
     max_body_bytes: int = option(8 << 20, "Largest HTTP body that is read; larger ones get 413.", minimum=1024)
-    max_queued_requests: int | None = option(
-        None, "Requests that may wait at a node (at the gateway: for each model) before the next gets 429.", minimum=0
-    )
-    request_timeout: float = option(
-        600.0, "Seconds after which a request that names no deadline of its own ends in an error.", minimum=0.001
-    )
     incremental_streaming_output: bool = option(
         False, "Streams of /generate carry only what is new, instead of all the text so far."
     )
@@ -126,18 +132,9 @@ class _Http:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Engine:
-    device: str = option("auto", "auto (CUDA where there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Number format of weights and KV pages; auto takes the checkpoint's own."
-    )
-    threads: int | None = option(
-        None,
-        "Compute threads of a node; otherwise every core it may use (serve divides them).",
-        minimum=1,
-        maximum=1024,
-    )
-    attention_backend: str = option("auto", "Name of an attention backend; auto takes the fastest that fits.")
+class Batching:
+    """What bounds the pool, the batch and the steps of a node; the simulator takes the same."""
+
     page_size: int = option(16, "Tokens per KV page, the unit of caching and shipping.", minimum=1, maximum=65536)
     max_total_tokens: int | None = option(
         None, "Tokens of KV that the pool of a node holds; otherwise as --memory-fraction allows.", minimum=1
@@ -159,6 +156,21 @@ class _Engine:
     )
     stream_interval: int = option(1, "Output tokens per streamed message, after the first token.", minimum=1)
     disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine:
+    device: str = option("auto", "auto (CUDA where there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Number format of weights and KV pages; auto takes the checkpoint's own."
+    )
+    threads: int | None = option(
+        None,
+        "Compute threads of a node; otherwise every core it may use (serve divides them).",
+        minimum=1,
+        maximum=1024,
+    )
+    attention_backend: str = option("auto", "Name of an attention backend; auto takes the fastest that fits.")
     transport: Literal["auto", "shm", "tcp", "nixl"] = option(
         "auto",
         "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl); auto tries shm,"
@@ -176,7 +188,7 @@ class _Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(_Http, SchedulingOptions, _Model):
+class GatewayConfig(Routing, _Http, SchedulingOptions, _Model):
     """What ``gateway`` runs with."""
 
     control_port: int = option(
@@ -188,7 +200,7 @@ class GatewayConfig(_Http, SchedulingOptions, _Model):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(_Engine, SchedulingOptions, _Model):
+class NodeConfig(Batching, _Engine, SchedulingOptions, _Model):
     """What ``prefill_node`` and ``decode_node`` run with; ``role`` is which of them, and no flag."""
 
     role: Role = "prefill"
@@ -231,7 +243,7 @@ class NodeConfig(_Engine, SchedulingOptions, _Model):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(_Engine, _Http, SchedulingOptions, _Model):
+class ServeConfig(Batching, _Engine, Routing, _Http, SchedulingOptions, _Model):
     """What ``serve`` runs with: a gateway and nodes on one machine."""
 
     prefill: int = option(1, "Prefill nodes to start; 0 with --local-prefill always.", minimum=0, maximum=256)
@@ -261,6 +273,12 @@ def _check_engine(config: Any) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
     check_scheduling(config)
+    check_batching(config)
+    _check_revision(config)
+
+
+def check_batching(config: Any) -> None:
+    """Raises ConfigError where options of ``Batching`` cannot be together."""
     chunk = config.chunked_prefill_size
     if chunk == 0:
         raise ConfigError("--chunked-prefill-size 0 would compute nothing; -1 turns chunking off")
@@ -270,7 +288,6 @@ def _check_engine(config: Any) -> None:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} is less than a page (--page-size {config.page_size})"
         )
-    _check_revision(config)
 
 
 def _check_revision(config: Any) -> None:

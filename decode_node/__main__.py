@@ -12,13 +12,18 @@ from common.policy import make_policy
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receiver import Receiver
+from kv_transfer.transports.base import ReaderTransport
 from kv_transfer.transports.choice import Settings, open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
-def build(parts: Parts) -> DecodeRole:
-    """The role and its transfer endpoint, over the process's pool and books."""
+def build(parts: Parts, transport: ReaderTransport | None = None) -> DecodeRole:
+    """The role and its transfer endpoint, over the process's pool and books.
+
+    Args:
+        transport: None for the one that the configuration names.
+    """
     config, capacity = parts.config, parts.capacity
     constants = constants_from(os.environ)
     limits = Limits(
@@ -39,7 +44,8 @@ def build(parts: Parts) -> DecodeRole:
         eos_token_ids=parts.eos_token_ids,
     )
     key = (config.cluster_key or "").encode()
-    transport = open_reader(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
+    if transport is None:
+        transport = open_reader(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
     receiver = Receiver(transport, parts.books, name=config.name or "decode", digest=parts.digest)
     return DecodeRole(
         scheduler,

@@ -8,6 +8,7 @@ from common.node.process import Parts, run
 from common.order import Order
 from common.policy import make_policy
 from kv_transfer.sender import Sender
+from kv_transfer.transports.base import WriterTransport
 from kv_transfer.transports.choice import Settings, open_writer
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import Limits, PrefillScheduler
@@ -15,8 +16,12 @@ from prefill_node.scheduler import Limits, PrefillScheduler
 HELP = "Compute prompts and hand their KV pages to decode nodes."
 
 
-def build(parts: Parts) -> PrefillRole:
-    """The role and its transfer endpoint, over the process's pool and books."""
+def build(parts: Parts, transport: WriterTransport | None = None) -> PrefillRole:
+    """The role and its transfer endpoint, over the process's pool and books.
+
+    Args:
+        transport: None for the one that the configuration names.
+    """
     config, capacity = parts.config, parts.capacity
     limits = Limits(
         max_running=capacity.num_slots,
@@ -26,7 +31,8 @@ def build(parts: Parts) -> PrefillRole:
         max_requests=config.prefill_max_requests,
     )
     key = (config.cluster_key or "").encode()
-    transport = open_writer(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
+    if transport is None:
+        transport = open_writer(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
     sender = Sender(transport, digest=parts.digest, clock=parts.clock)
     scheduler = PrefillScheduler(
         parts.cache,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from common.clock import MonotonicClock
+from common.clock import Clock, MonotonicClock
 from common.config import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.incarnation import new_incarnation
@@ -54,7 +54,7 @@ class Parts:
     pool: Any
     books: PageBooks
     cache: RadixCache
-    clock: MonotonicClock
+    clock: Clock
     digest: str
     incarnation: str
     vocab_size: int

@@ -30,23 +30,8 @@ def seconds(text: str | None, flag: str) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadtestConfig:
-    """What ``loadtest`` runs with. Everything is optional: without any flag, 60 requests at 1 per second."""
-
-    ENV_PREFIX: ClassVar[str] = "BATON_LOADTEST_"
-
-    # Where to
-    url: str = option("http://127.0.0.1:8000", "Server to load; a path before /v1 is kept.", metavar="URL")
-    api_key: str | None = option(None, "Sent as a bearer token. Better set by environment than here.", is_secret=True)
-    model: str | None = option(None, "Name of the model; otherwise the first that the server lists.")
-    endpoint: Literal["completions", "chat", "generate"] = option(
-        "completions", "completions and chat are OpenAI's, generate is SGLang's, with the server's own timings."
-    )
-    stream: bool = option(True, "Stream answers. Without, all tokens of an answer come at its end.")
-    timeout: str = option("600", f"A request that takes longer is given up and counts as failed. {SECONDS}")
-    header: str | None = option(None, "One more header for every request.", metavar="'NAME: VALUE'")
-    extra_body: str | None = option(None, "More fields for every body.", metavar="JSON")
-    verify_tls: bool = option(True, "Check the server's certificate.")
+class LoadOptions:
+    """Which requests arrive when, and what is good: all that a plan is made of. The simulator takes the same."""
 
     # When
     rate: str | None = option(
@@ -95,11 +80,6 @@ class LoadtestConfig:
     length_scale: float = option(1.0, "Prompts, outputs and shared prefixes of a trace times this.", minimum=1e-6)
     max_input_len: int | None = option(None, "Longer prompts of a trace are cut to this.", minimum=1)
     max_output_len: int | None = option(None, "Longer outputs of a trace are cut to this.", minimum=1)
-    prompt: Literal["ids", "text"] = option("ids", "Send token ids (exact lengths) or words. chat always sends words.")
-    tokenizer: str | None = option(None, "tokenizer.json, so that words come to the exact number of tokens.")
-    vocab_size: int | None = option(None, "Token ids are drawn below this; otherwise the server is asked.", minimum=16)
-    ignore_eos: bool = option(True, "Ask the server to go on to the full length (not in OpenAI's own API).")
-    return_token_ids: bool = option(False, "Ask for token ids in the answers (Baton, vLLM), to count them exactly.")
 
     # What is good
     slo_ttft: str | None = option(None, f"Time to first token that is good. {SECONDS}")
@@ -107,52 +87,12 @@ class LoadtestConfig:
     slo_tpot: str | None = option(None, f"Mean time per token after the first that is good. {SECONDS}")
     slo_e2e: str | None = option(None, f"Time to the last token that is good. {SECONDS}")
     slo_attainment: float = option(0.9, "Share of requests that must be good.", minimum=0.0, maximum=1.0)
-    find_goodput: bool = option(False, "Search for the highest rate at which that share is good.")
-    search_steps: int = option(5, "Of --find-goodput: bisections after the limit has been enclosed.", minimum=0)
-    sweep: str | None = option(None, "One run at each of these rates.", metavar="RATE,RATE,...")
-    save_outputs: str | None = option(None, "Write every output, for --expect-file of another run.", metavar="FILE")
-    expect_file: str | None = option(None, "Outputs must equal these, token for token.", metavar="FILE")
 
-    # What comes out
-    json: str | None = option(None, "Write the report.", metavar="FILE")
-    jsonl: str | None = option(None, "Write one line per request.", metavar="FILE")
-    parquet: str | None = option(None, "Write one row per request (needs pyarrow).", metavar="FILE")
-    html: str | None = option(None, "Write the report as one self-contained page.", metavar="FILE")
-    live: bool = option(True, "Show progress, where standard error is a terminal.")
-    scrape: str = option("auto", "Server's metrics to record alongside: a URL, auto (/metrics) or none.")
-    scrape_interval: float = option(1.0, "Seconds between two scrapes.", minimum=0.05)
-
-    # The client itself
-    clients: int | None = option(None, "Client processes; otherwise as many as the load needs.", minimum=1, maximum=64)
-    max_send_lateness: str = option("25ms", f"A run is invalid if 1 % of requests go out later than this. {SECONDS}")
-
-    def __post_init__(self) -> None:
-        _check_times(self)
-        _check_load(self)
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
-        if self.header is not None and (":" not in self.header or "\n" in self.header or "\r" in self.header):
-            raise ConfigError("--header must be 'NAME: VALUE'")
-        if self.find_goodput and not self.slos:
-            raise ConfigError("--find-goodput needs at least one of --slo-ttft, --slo-itl, --slo-tpot, --slo-e2e")
-        if self.find_goodput and (self.concurrency or self.sweep):
-            raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
-        if self.expect_file and not self.stream and self.return_token_ids:
-            raise ConfigError("--return-token-ids needs --stream")
-        if self.tokenizer and self.endpoint != "chat" and self.prompt != "text":
-            raise ConfigError("--tokenizer is for words: add --prompt text")
-        _ = self.body_fields
-
-    # ---- the same, understood ---------------------------------------------------------------------------------------
+    # ---- the same, understood ----------------------------------------------------------------------------------------
 
     @property
     def duration_s(self) -> float | None:
         return seconds(self.duration, "--duration")
-
-    @property
-    def timeout_s(self) -> float:
-        return seconds(self.timeout, "--timeout") or 0.0
 
     @property
     def warmup_s(self) -> float:
@@ -161,10 +101,6 @@ class LoadtestConfig:
     @property
     def cooldown_s(self) -> float:
         return seconds(self.cooldown, "--cooldown") or 0.0
-
-    @property
-    def lateness_s(self) -> float:
-        return seconds(self.max_send_lateness, "--max-send-lateness") or 0.0
 
     @property
     def slos(self) -> dict[str, float]:
@@ -189,6 +125,86 @@ class LoadtestConfig:
             raise ConfigError(f"--trace-window must be FROM:TO in seconds, not {self.trace_window!r}")
         return found
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    # Where to
+    url: str = option("http://127.0.0.1:8000", "Server to load; a path before /v1 is kept.", metavar="URL")
+    api_key: str | None = option(None, "Sent as a bearer token. Better set by environment than here.", is_secret=True)
+    model: str | None = option(None, "Name of the model; otherwise the first that the server lists.")
+    endpoint: Literal["completions", "chat", "generate"] = option(
+        "completions", "completions and chat are OpenAI's, generate is SGLang's, with the server's own timings."
+    )
+    stream: bool = option(True, "Stream answers. Without, all tokens of an answer come at its end.")
+    timeout: str = option("600", f"A request that takes longer is given up and counts as failed. {SECONDS}")
+    header: str | None = option(None, "One more header for every request.", metavar="'NAME: VALUE'")
+    extra_body: str | None = option(None, "More fields for every body.", metavar="JSON")
+    verify_tls: bool = option(True, "Check the server's certificate.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadtestConfig(LoadOptions, _Target):
+    """What ``loadtest`` runs with. Everything is optional: without any flag, 60 requests at 1 per second."""
+
+    ENV_PREFIX: ClassVar[str] = "BATON_LOADTEST_"
+
+    # What is sent
+    prompt: Literal["ids", "text"] = option("ids", "Send token ids (exact lengths) or words. chat always sends words.")
+    tokenizer: str | None = option(None, "tokenizer.json, so that words come to the exact number of tokens.")
+    vocab_size: int | None = option(None, "Token ids are drawn below this; otherwise the server is asked.", minimum=16)
+    ignore_eos: bool = option(True, "Ask the server to go on to the full length (not in OpenAI's own API).")
+    return_token_ids: bool = option(False, "Ask for token ids in the answers (Baton, vLLM), to count them exactly.")
+
+    # What is good
+    find_goodput: bool = option(False, "Search for the highest rate at which that share is good.")
+    search_steps: int = option(5, "Of --find-goodput: bisections after the limit has been enclosed.", minimum=0)
+    sweep: str | None = option(None, "One run at each of these rates.", metavar="RATE,RATE,...")
+    save_outputs: str | None = option(None, "Write every output, for --expect-file of another run.", metavar="FILE")
+    expect_file: str | None = option(None, "Outputs must equal these, token for token.", metavar="FILE")
+
+    # What comes out
+    json: str | None = option(None, "Write the report.", metavar="FILE")
+    jsonl: str | None = option(None, "Write one line per request.", metavar="FILE")
+    parquet: str | None = option(None, "Write one row per request (needs pyarrow).", metavar="FILE")
+    html: str | None = option(None, "Write the report as one self-contained page.", metavar="FILE")
+    live: bool = option(True, "Show progress, where standard error is a terminal.")
+    scrape: str = option("auto", "Server's metrics to record alongside: a URL, auto (/metrics) or none.")
+    scrape_interval: float = option(1.0, "Seconds between two scrapes.", minimum=0.05)
+
+    # The client itself
+    clients: int | None = option(None, "Client processes; otherwise as many as the load needs.", minimum=1, maximum=64)
+    max_send_lateness: str = option("25ms", f"A run is invalid if 1 % of requests go out later than this. {SECONDS}")
+
+    def __post_init__(self) -> None:
+        check_load(self)
+        _check_times(self)
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
+        if self.header is not None and (":" not in self.header or "\n" in self.header or "\r" in self.header):
+            raise ConfigError("--header must be 'NAME: VALUE'")
+        if self.find_goodput and not self.slos:
+            raise ConfigError("--find-goodput needs at least one of --slo-ttft, --slo-itl, --slo-tpot, --slo-e2e")
+        if self.find_goodput and (self.concurrency or self.sweep):
+            raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
+        if self.concurrency and self.sweep:
+            raise ConfigError("--sweep is over rates: leave --concurrency out")
+        if self.expect_file and not self.stream and self.return_token_ids:
+            raise ConfigError("--return-token-ids needs --stream")
+        if self.tokenizer and self.endpoint != "chat" and self.prompt != "text":
+            raise ConfigError("--tokenizer is for words: add --prompt text")
+        _ = self.body_fields
+
+    # ---- the same, understood ---------------------------------------------------------------------------------------
+
+    @property
+    def timeout_s(self) -> float:
+        return seconds(self.timeout, "--timeout") or 0.0
+
+    @property
+    def lateness_s(self) -> float:
+        return seconds(self.max_send_lateness, "--max-send-lateness") or 0.0
+
     @property
     def body_fields(self) -> dict[str, Any]:
         """Of --extra-body."""
@@ -202,23 +218,30 @@ class LoadtestConfig:
 
 
 def _check_times(config: LoadtestConfig) -> None:
-    for name in ("duration", "timeout", "warmup", "cooldown", "think", "max_send_lateness"):
+    for name in ("timeout", "max_send_lateness"):
         found = seconds(getattr(config, name), "--" + name.replace("_", "-"))
-        if found == 0 and name in ("duration", "timeout"):
-            raise ConfigError(f"--{name} must be more than 0")
+        if found == 0 and name == "timeout":
+            raise ConfigError("--timeout must be more than 0")
+
+
+def check_load(config: LoadOptions) -> None:
+    """Raises ConfigError for times and lengths that cannot be read, and options that cannot be together."""
+    for name in ("duration", "warmup", "cooldown", "think"):
+        found = seconds(getattr(config, name), "--" + name.replace("_", "-"))
+        if found == 0 and name == "duration":
+            raise ConfigError("--duration must be more than 0")
     _ = config.slos, config.window, config.profile
     for name in ("input_len", "output_len", "turns"):
         parse_lengths(getattr(config, name), "--" + name.replace("_", "-"))
+    _check_together(config)
 
 
-def _check_load(config: LoadtestConfig) -> None:
+def _check_together(config: LoadOptions) -> None:
     if config.concurrency and config.rate:
         raise ConfigError(
             "--concurrency makes a closed loop and --rate an open one: choose one. "
             "(A limit on an open loop would hide the server's delays.)"
         )
-    if config.concurrency and config.sweep:
-        raise ConfigError("--sweep is over rates: leave --concurrency out")
     if config.trace is None:
         for name in ("trace_window", "max_input_len", "max_output_len"):
             if getattr(config, name) is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import ConfigError
-from scripts.load.config import LoadtestConfig, seconds
+from scripts.load.config import LoadOptions, seconds
 from scripts.load.lengths import Lengths, parse_lengths
 from scripts.load.plan import ANSWER, GROUP, TURN, UNIQUE, Piece, Planned, key
 from scripts.load.schedule import arrivals
@@ -70,7 +70,7 @@ def rng_of(seed: int, *stream: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=stream))
 
 
-def make_plan(config: LoadtestConfig) -> Plan:
+def make_plan(config: LoadOptions) -> Plan:
     """Everything that the configuration asks for.
 
     Raises:
@@ -83,7 +83,7 @@ def make_plan(config: LoadtestConfig) -> Plan:
 
 
 def _timed(
-    config: LoadtestConfig, chains: Iterator[Chain], num_chains: int | None, notes: list[str], kinds: dict[str, Kind]
+    config: LoadOptions, chains: Iterator[Chain], num_chains: int | None, notes: list[str], kinds: dict[str, Kind]
 ) -> Plan:
     """Give chains instants (open loop), or bound their number (closed loop)."""
     num_requests, duration_s = config.num_requests, config.duration_s
@@ -115,7 +115,7 @@ def _timed(
     return Plan(timed, len(timed), True, length, notes, kinds)
 
 
-def _trace_plan(config: LoadtestConfig, kinds: dict[str, Kind]) -> Plan:
+def _trace_plan(config: LoadOptions, kinds: dict[str, Kind]) -> Plan:
     assert config.trace is not None
     trace = read_trace(config.trace, config.trace_unit)
     replay = Replay(
@@ -144,7 +144,7 @@ def _trace_plan(config: LoadtestConfig, kinds: dict[str, Kind]) -> Plan:
 # ---- drawn requests -------------------------------------------------------------------------------------------------
 
 
-def drawn_chains(config: LoadtestConfig, kinds: dict[str, Kind]) -> Iterator[Chain]:
+def drawn_chains(config: LoadOptions, kinds: dict[str, Kind]) -> Iterator[Chain]:
     """Endlessly many."""
     index = session = 0
     for batch in itertools.count():
@@ -210,7 +210,7 @@ def _name_number(name: str) -> int:
 # ---- classes --------------------------------------------------------------------------------------------------------
 
 
-def kinds_of(config: LoadtestConfig) -> dict[str, Kind]:
+def kinds_of(config: LoadOptions) -> dict[str, Kind]:
     """The classes of ``--mix``, or the one that the other options make.
 
     Raises:
