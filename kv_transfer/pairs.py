@@ -4,7 +4,8 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from common.messages import Connect, Connected, Message, Refused
+from common.messages import Connect, Connected, Grant, Message, Refused
+from kv_transfer.session import Sending, SendSession
 from kv_transfer.transports.base import AttachError, WriterTransport, to_message
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,20 @@ class Pair:
     num_pages: int
     is_attached: bool = False
     granted: set[int] = field(default_factory=set)
+
+    def problem(self, session: SendSession, grant: Grant, most: int) -> str:
+        """Why this grant cannot be meant, as a sentence; empty if it can. ``most``: pages of the largest prompt."""
+        end = grant.first + len(grant.pages)
+        most = len(session.sources) if session.state is Sending.HANDED else most
+        if grant.first < 0 or end > most:
+            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
+        if any(not 0 <= page < self.num_pages for page in grant.pages):
+            return f"a page is granted that a pool of {self.num_pages} pages does not have"
+        if len(set(grant.pages)) < len(grant.pages) or not self.granted.isdisjoint(grant.pages):
+            return "a page is granted twice"
+        if any(index in session.targets for index in range(grant.first, end)):
+            return "two pages are granted for one page of the prompt"
+        return ""
 
 
 class Pairs:

@@ -25,11 +25,12 @@ from common.messages import (
     Message,
     Received,
 )
-from kv_transfer.pairs import Pair, Pairs
+from kv_transfer.pairs import Pairs
 from kv_transfer.session import Key, SendEvent, Sending, SendSession
 from kv_transfer.tombs import End, Tombs
 from kv_transfer.tombs import Reason as Reason
 from kv_transfer.transports.base import WriterTransport
+from kv_transfer.writes import Writes
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +67,16 @@ class Sender:
     ) -> None:
         assert num_parts == 1, "a page has one part as long as one process writes all of it"
         self._transport = transport
-        self._clock = clock or MonotonicClock()
         self._pairs = Pairs(transport, digest)
+        self._writes = Writes(transport, clock or MonotonicClock())
         self._sessions: dict[Key, SendSession] = {}  # opened and not closed
         self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
         self._ends: dict[Key, End] = {}  # of sessions that are closing
         self._tombs = Tombs()
         self._handoffs: dict[Key, Handoff] = {}  # known, but the decode node has granted nothing yet
-        self._due: dict[Key, None] = {}  # sessions with pages to write, first come first served
-        self._tickets: dict[int, tuple[Key, list[int]]] = {}
-        self._first_delivered_at: dict[Key, float] = {}
         self._messages: list[tuple[str, Message]] = []
         self._released: list[Released] = []
         self._totals: Counter[str] = Counter()
-        self._write_s = 0.0
         self._now = 0.0
 
     # ---- pairs --------------------------------------------------------------------------------------------------
@@ -121,8 +118,7 @@ class Sender:
             if session.num_in_flight and not is_fenced:
                 self._end(session, end.reason, end.message)
                 continue
-            for ticket in [t for t, (key, _) in self._tickets.items() if key == session.key]:
-                del self._tickets[ticket]
+            self._writes.lose(session)
             session.sever()
             self._forget(session, end, is_ok=False)
         for owner, key in [known for known in self._early if known[0] == peer]:
@@ -150,7 +146,7 @@ class Sender:
         session = self._live(key)
         if session is not None:
             session.compute(pages)
-            self._note_due(session)
+            self._writes.note_due(session)
 
     def finish(self, key: Key, handoff: Handoff, pages: Sequence[int]) -> None:
         """The prompt is computed. ``pages``: all of its source pages, the partial last one included."""
@@ -167,7 +163,7 @@ class Sender:
             self._messages.append((session.peer, handoff))
         else:
             self._handoffs[key] = handoff
-        self._note_due(session)
+        self._writes.note_due(session)
 
     def is_granted(self, key: Key) -> bool:
         """Has the decode node set pages aside for this transfer?"""
@@ -220,7 +216,7 @@ class Sender:
         session = self._granted_session(peer, key)
         if session is None or session.state is Sending.CLOSING:
             return  # answered, or to be answered when its last write is over
-        problem = self._problem(pair, session, grant)
+        problem = pair.problem(session, grant, self._transport.store.num_pages)
         if problem:
             self._refuse(session, problem)
             return
@@ -229,7 +225,7 @@ class Sender:
         handoff = self._handoffs.pop(key, None)
         if handoff is not None:
             self._messages.append((peer, handoff))
-        self._note_due(session)
+        self._writes.note_due(session)
 
     def _granted_session(self, peer: str, key: Key) -> SendSession | None:
         """Whose grant this is: a known request's, or that of one which we may yet hear of. None: refused."""
@@ -247,20 +243,6 @@ class Sender:
                 return None
             self._early[peer, key] = (SendSession(key, peer, Sending.EARLY), self._now + EARLY_LEASE_S)
         return self._early[peer, key][0]
-
-    def _problem(self, pair: Pair, session: SendSession, grant: Grant) -> str:
-        """Why this grant cannot be meant, as a sentence; empty if it can."""
-        end = grant.first + len(grant.pages)
-        most = len(session.sources) if session.state is Sending.HANDED else self._transport.store.num_pages
-        if grant.first < 0 or end > most:
-            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
-        if any(not 0 <= page < pair.num_pages for page in grant.pages):
-            return f"a page is granted that a pool of {pair.num_pages} pages does not have"
-        if len(set(grant.pages)) < len(grant.pages) or not pair.granted.isdisjoint(grant.pages):
-            return "a page is granted twice"
-        if any(index in session.targets for index in range(grant.first, end)):
-            return "two pages are granted for one page of the prompt"
-        return ""
 
     def _on_received(self, peer: str, key: Key) -> None:
         session = self._sessions.get(key)
@@ -299,7 +281,7 @@ class Sender:
         if not session.accepts(SendEvent.END):
             return
         session.end()
-        self._due.pop(session.key, None)
+        self._writes.stop(session)
         self._ends[session.key] = End(reason, message)
         self._close_if_still(session)
 
@@ -318,8 +300,9 @@ class Sender:
         if pair is not None and pair.epoch == session.epoch:
             pair.granted.difference_update(session.targets.values())
         self._early.pop((peer, key), None)
-        for table in (self._ends, self._handoffs, self._due, self._first_delivered_at):
-            table.pop(key, None)
+        self._ends.pop(key, None)
+        self._handoffs.pop(key, None)
+        self._writes.forget(session)
         self._tombs.bury(peer, key, end, now=self._now)
         if self._sessions.get(key) is session:
             del self._sessions[key]
@@ -344,50 +327,14 @@ class Sender:
         self._now = now
         self._settle_pairs()
         self._expire()
-        for key in list(self._due):
-            if max_pages <= 0:
-                break
-            max_pages -= self._start(self._sessions[key], max_pages)
-        self._settle_writes()
-        return bool(self._due)
-
-    def _note_due(self, session: SendSession) -> None:
-        if session.num_due and session.state in (Sending.OPEN, Sending.HANDED):
-            self._due[session.key] = None
-
-    def _start(self, session: SendSession, limit: int) -> int:
-        indices = session.start(limit)
-        pages = [(session.sources[index], session.targets[index]) for index in indices]
-        begun_at = self._clock.now()
-        ticket = self._transport.write(session.peer, pages)
-        self._write_s += self._clock.now() - begun_at
-        self._tickets[ticket] = (session.key, indices)
-        if not session.num_due:
-            del self._due[session.key]
-        return len(indices)
-
-    def _settle_writes(self) -> None:
-        delivered: dict[Key, list[int]] = {}
-        for ticket in self._transport.done():
-            if ticket not in self._tickets:
-                continue  # over before its pair was, and nobody asked
-            key, indices = self._tickets.pop(ticket)
-            self._sessions[key].written(len(indices))
-            delivered.setdefault(key, []).extend(indices)
-        for key, indices in delivered.items():
-            session = self._sessions[key]
-            self._count_sent(session, len(indices))
+        self._writes.start(max_pages)
+        for session, indices in self._writes.settle(now):
             if session.state is Sending.CLOSING:
                 self._close_if_still(session)
                 continue
             assert session.epoch is not None
-            self._messages.append((session.peer, Delivered(*key, session.epoch, tuple(indices))))
-
-    def _count_sent(self, session: SendSession, num_pages: int) -> None:
-        self._totals["pages_sent"] += num_pages
-        self._totals["bytes_sent"] += num_pages * self._transport.store.geometry.page_bytes
-        self._totals["pages_overlapped"] += num_pages if session.state is Sending.OPEN else 0
-        self._first_delivered_at.setdefault(session.key, self._now)
+            self._messages.append((session.peer, Delivered(*session.key, session.epoch, tuple(indices))))
+        return self._writes.has_due
 
     def _expire(self) -> None:
         while self._early:
@@ -407,20 +354,20 @@ class Sender:
 
     def has_delivered(self, key: Key) -> bool:
         """Has a page of this open transfer been written already?"""
-        return key in self._first_delivered_at
+        return key in self._writes.first_delivered_at
 
     def first_delivered_at(self, key: Key) -> float | None:
         """When, in seconds of the ``now`` handed in; None before, and after the transfer's end."""
-        return self._first_delivered_at.get(key)
+        return self._writes.first_delivered_at.get(key)
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals: pages, bytes, seconds, messages."""
-        names = ("pages_sent", "bytes_sent", "pages_overlapped", "stale_messages", "refused_grants", "broken_pairs")
+        names = ("stale_messages", "refused_grants", "broken_pairs")
         return {
+            **self._writes.counters(),
             **{name: float(self._totals[name]) for name in names},
             **{f"pairs_by_{name}": float(count) for name, count in self._pairs.num_attached.items()},
             **self._transport.counters(),
-            "write_seconds": self._write_s,
         }
 
     def transports(self) -> Sequence[str]:
@@ -443,29 +390,23 @@ class Sender:
 
     def check(self) -> None:
         """Prove the books; raises ``AssertionError``."""
-        in_flight: Counter[Key] = Counter()
-        for key, indices in self._tickets.values():
-            in_flight[key] += len(indices)
         granted: dict[str, list[int]] = {}
-        for session in [*self._sessions.values(), *(session for session, _ in self._early.values())]:
+        sessions = [*self._sessions.values(), *(session for session, _ in self._early.values())]
+        self._writes.check(sessions)
+        for session in sessions:
             session.check()
-            assert session.num_in_flight == in_flight.pop(session.key, 0), "a write is under way and not counted"
             assert session.state is not Sending.CLOSED, "a closed transfer is still in the books"
             assert (session.state is Sending.CLOSING) == (session.key in self._ends)
             assert session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
-            is_due = bool(session.num_due) and session.state is not Sending.EARLY
-            assert is_due == (session.key in self._due), "pages are due and nobody knows"
             if session.is_granted:
                 pair = self._pairs.by_peer.get(session.peer)
                 if pair is not None and pair.epoch == session.epoch:
                     granted.setdefault(session.peer, []).extend(session.targets.values())
                 else:
                     assert session.state is Sending.CLOSING, "a transfer outlived its pair"
-        assert not in_flight, "a write is under way for nobody"
         for peer, pair in self._pairs.by_peer.items():
             pages = granted.get(peer, [])
             assert len(pages) == len(set(pages)), "two transfers may write one page"
             assert set(pages) == pair.granted, "granted pages are miscounted"
-        tables = (self._due, self._handoffs, self._ends, self._first_delivered_at)
-        assert all(key in self._sessions for table in tables for key in table), "something is left of an ended transfer"
+        assert all(key in self._sessions for key in (*self._handoffs, *self._ends)), "something is left of a transfer"
         assert len(self._early) <= MAX_EARLY

@@ -207,7 +207,7 @@ def test_how_long_writes_take_is_measured_by_the_clock_handed_in(couple: Couple)
             self.instants += 0.5
             return self.instants
 
-    couple.sender._clock = Stepping()
+    couple.sender._writes.clock = Stepping()
     couple.open(KEY, 2)
     couple.begin(KEY, 2)
     couple.hear_decode()

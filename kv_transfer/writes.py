@@ -1,0 +1,107 @@
+"""The writes of one prefill node: which pages go next, what is under way, how long it takes.
+
+Sessions know their own pages (``due``, in flight); this knows the order among sessions, and which ticket of the
+transport carries which pages.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from common.clock import Clock
+from kv_transfer.session import Key, Sending, SendSession
+from kv_transfer.transports.base import WriterTransport
+
+
+class Writes:
+    """Args:
+    transport: writes pages.
+    clock: measures how long its calls take.
+    """
+
+    def __init__(self, transport: WriterTransport, clock: Clock) -> None:
+        self.clock = clock
+        self.first_delivered_at: dict[Key, float] = {}  # of transfers that are not over
+        self._transport = transport
+        self._due: dict[Key, SendSession] = {}  # with pages to write, first come first served
+        self._tickets: dict[int, tuple[SendSession, list[int]]] = {}
+        self._totals: Counter[str] = Counter()
+        self._seconds = 0.0
+
+    @property
+    def has_due(self) -> bool:
+        return bool(self._due)
+
+    def note_due(self, session: SendSession) -> None:
+        """Pages of this session may have come due."""
+        if session.num_due and session.state in (Sending.OPEN, Sending.HANDED):
+            self._due[session.key] = session
+
+    def start(self, max_pages: int) -> None:
+        """Begin to write up to so many pages."""
+        for session in list(self._due.values()):
+            if max_pages <= 0:
+                return
+            max_pages -= self._start(session, max_pages)
+
+    def _start(self, session: SendSession, limit: int) -> int:
+        indices = session.start(limit)
+        pages = [(session.sources[index], session.targets[index]) for index in indices]
+        begun_at = self.clock.now()
+        ticket = self._transport.write(session.peer, pages)
+        self._seconds += self.clock.now() - begun_at
+        self._tickets[ticket] = (session, indices)
+        if not session.num_due:
+            del self._due[session.key]
+        return len(indices)
+
+    def settle(self, now: float) -> list[tuple[SendSession, list[int]]]:
+        """Sessions with pages (by index) whose writes are over now."""
+        delivered: dict[Key, tuple[SendSession, list[int]]] = {}
+        for ticket in self._transport.done():
+            if ticket not in self._tickets:
+                continue  # over before its pair was, and nobody asked
+            session, indices = self._tickets.pop(ticket)
+            session.written(len(indices))
+            delivered.setdefault(session.key, (session, []))[1].extend(indices)
+        for session, indices in delivered.values():
+            self._count(session, len(indices), now)
+        return list(delivered.values())
+
+    def _count(self, session: SendSession, num_pages: int, now: float) -> None:
+        self._totals["pages_sent"] += num_pages
+        self._totals["bytes_sent"] += num_pages * self._transport.store.geometry.page_bytes
+        self._totals["pages_overlapped"] += num_pages if session.state is Sending.OPEN else 0
+        self.first_delivered_at.setdefault(session.key, now)
+
+    def stop(self, session: SendSession) -> None:
+        """Nothing of this session starts any more."""
+        self._due.pop(session.key, None)
+
+    def lose(self, session: SendSession) -> None:
+        """What is under way of this session never arrives: the transport has let go of its peer."""
+        for ticket in [t for t, (owner, _) in self._tickets.items() if owner is session]:
+            del self._tickets[ticket]
+
+    def forget(self, session: SendSession) -> None:
+        """The session is over."""
+        self.stop(session)
+        self.first_delivered_at.pop(session.key, None)
+
+    def counters(self) -> dict[str, float]:
+        names = ("pages_sent", "bytes_sent", "pages_overlapped")
+        return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._seconds}
+
+    def check(self, sessions: Iterable[SendSession]) -> None:
+        """Prove the books against all sessions that are not over; raises ``AssertionError``."""
+        in_flight: Counter[int] = Counter()
+        for session, indices in self._tickets.values():
+            in_flight[id(session)] += len(indices)
+        keys = []
+        for session in sessions:
+            keys.append(session.key)
+            assert session.num_in_flight == in_flight.pop(id(session), 0), "a write is under way and not counted"
+            is_due = bool(session.num_due) and session.state is not Sending.EARLY
+            assert is_due == (self._due.get(session.key) is session), "pages are due and nobody knows"
+        assert not in_flight, "a write is under way for nobody"
+        left = [key for table in (self._due, self.first_delivered_at) for key in table if key not in keys]
+        assert not left, f"something is left of ended transfers: {left}"
