@@ -1,0 +1,142 @@
+"""How NIXL's writer gets to know a reader: ask to be watched, load its agent, write a few bytes and read them back.
+
+Everything here is called in the writer's own thread. See ``nixl`` for the whole story.
+"""
+
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kv_transfer.transports.nixl import PROBE_BYTES, Agent
+from kv_transfer.transports.nixl_route import Route, Write
+from kv_transfer.transports.shm_hello import ENDPOINT
+from kv_transfer.transports.shm_reader import peer_pidfd
+
+log = logging.getLogger(__name__)
+
+MAX_KNOWN = 256
+CLOSING_S = 1.0  # UCX needs to be called for so long to close what has been let go
+
+
+class Attaching:
+    """Args:
+    in_use: keys of routes whose agents must stay known.
+    """
+
+    def __init__(self, agent: Agent, in_use: Callable[[], list[tuple[bytes, int, int]]]) -> None:
+        self.closing_until = 0.0
+        self._agent = agent
+        self._in_use = in_use
+        self._known: dict[tuple[bytes, int, int], tuple[Any, Any]] = {}  # agents of readers, and their pages
+
+    def begin(self, route: Route, metadata: bytes, writes: list[Write]) -> None:
+        """Lay out the steps; those that transfer add to ``writes``."""
+        probe = secrets.token_bytes(PROBE_BYTES)
+        at = self._agent.probe_at
+
+        def transfer(operation: str, local: int) -> Callable[[], bool]:
+            def step() -> bool:
+                local_list = self._agent.nixl.get_xfer_descs([(local, PROBE_BYTES, 0)], "DRAM")
+                remote_list = self._agent.nixl.get_xfer_descs([(route.endpoint.probe_at, PROBE_BYTES, 0)], "DRAM")
+                handle = self._agent.nixl.initialize_xfer(operation, local_list, remote_list, route.agent)
+                route.num_probes += 1
+                write = Write(route, 0, handle)
+                if self._agent.nixl.transfer(handle) == "ERR":
+                    write.is_failed = True
+                writes.append(write)
+                return True
+
+            return step
+
+        def load() -> bool:
+            self._load(route, metadata)
+            self._agent.probe[:PROBE_BYTES] = probe
+            self._agent.probe[PROBE_BYTES:] = bytes(PROBE_BYTES)
+            return True
+
+        def is_still() -> bool:
+            return route.num_probes == 0
+
+        def compare() -> bool:
+            if self._agent.probe[PROBE_BYTES:] != probe:
+                raise ConnectionError("other bytes came back than were sent")
+            return True
+
+        self._knock(route)
+        route.steps.extend((lambda: self._is_let_in(route), load, transfer("WRITE", at), is_still))
+        route.steps.extend((transfer("READ", at + PROBE_BYTES), is_still, compare))
+
+    def _load(self, route: Route, metadata: bytes) -> None:
+        """Know the reader's agent. One that was known before is kept as it was: UCX leaves a socket open for each that
+        is removed, and fails now and then for one that is added again at once."""
+        route.key = (metadata, route.endpoint.pool_at, route.connect.num_pages)
+        known = self._known.pop(route.key, None)
+        if known is None:
+            agent = self._agent.nixl.add_remote_agent(metadata)
+            known = (agent, self._agent.page_list(agent, route.endpoint.pool_at, route.connect.num_pages))
+        self._known[route.key] = known
+        route.agent, route.pages = known
+        in_use = self._in_use()
+        for key in [key for key in list(self._known)[:-MAX_KNOWN] if key not in in_use]:
+            self.forget(key)
+
+    def forget(self, key: tuple[bytes, int, int]) -> None:
+        """Let go of a reader's agent, if it is known."""
+        agent, pages = self._known.pop(key, (None, None))
+        if agent is not None:
+            with contextlib.suppress(Exception):  # it may be gone, and then it is forgotten already
+                pages.release()
+                self._agent.nixl.remove_remote_agent(agent)
+            self.closing_until = time.monotonic() + CLOSING_S
+
+    def _knock(self, route: Route) -> None:
+        """Ask the reader, if it is on this host, to watch our process; and watch it."""
+        endpoint = ENDPOINT.fullmatch(route.endpoint.door)
+        if endpoint is None:
+            return
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            door.connect(f"\0{endpoint[1]}")
+            door.send(bytes.fromhex(endpoint[2]))
+            route.pidfd = peer_pidfd(door)
+        except OSError as error:
+            door.close()
+            log.info("%s is not on this host (%s): its pages are not fenced by our death", route.connect.name, error)
+            return
+        route.door = door
+
+    def _is_let_in(self, route: Route) -> bool:
+        if route.door is None:
+            return True
+        try:
+            if not route.door.recv(256):
+                raise ConnectionError("it would not let us in: another token or user")
+        except BlockingIOError:
+            return False
+        return True
+
+    def step(self, route: Route) -> str | None:
+        """Go on. None: it is not over; else it is, with this problem or none."""
+        problem = ""
+        try:
+            with self._agent.lock:
+                while route.steps and route.steps[0]():
+                    route.steps.popleft()
+            if route.steps and route.until <= time.monotonic():
+                problem = f"no answer within {route.patience_s:.0f} s"
+        except Exception as error:  # NIXL's own errors have no common root
+            problem = str(error) or type(error).__name__
+        if route.steps and not problem:
+            return None
+        if problem:
+            route.steps.clear()
+            problem = f"nixl cannot reach decode node {route.connect.name}: {problem}"
+        return problem
+
+    def forget_all(self) -> None:
+        for key in list(self._known):
+            self.forget(key)

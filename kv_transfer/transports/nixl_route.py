@@ -1,0 +1,60 @@
+"""What NIXL's writer keeps of each reader and of each write under way. No calls to NIXL."""
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from common.messages import Connect
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    agent: str
+    pool_at: int
+    probe_at: int
+    door: str
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """Under way. ``ticket`` 0: a probe. ``is_failed``: NIXL gave up, but nothing proves that the bytes did."""
+
+    route: "Route"
+    ticket: int
+    handle: Any
+    num_pages: int = 0
+    is_failed: bool = False
+    begun_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """A peer under one epoch. ``num_open``: writes that were asked for and are not over."""
+
+    peer: str
+    connect: Connect
+    endpoint: Endpoint
+    patience_s: float
+    until: float = 0.0
+    key: tuple[bytes, int, int] = (b"", 0, 0)
+    agent: Any = None
+    pages: Any = None
+    door: socket.socket | None = None
+    pidfd: int = -1
+    num_open: int = 0
+    num_probes: int = 0  # the same, of the thread's own; they reach no page
+    is_detached: bool = False
+    is_gone: bool = False
+    steps: deque[Callable[[], bool]] = field(default_factory=deque)  # of attaching, each called until it says True
+
+    def __post_init__(self) -> None:
+        self.until = time.monotonic() + self.patience_s
+
+    @property
+    def is_reader_dead(self) -> bool:
+        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
