@@ -6,52 +6,32 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from kv_fakes import DECODE, PREFILL
+from nursery import Nursery
 from transport_node import GEOMETRY, NUM_PAGES, page_content
 
-TESTS = Path(__file__).parent
 TRANSPORTS = ("shm", "tcp", "nixl")
-#: NIXL takes 1.4 s of CPU per process to start. The other tests of it run with --deep.
-OFTEN = (
-    "test_pages_arrive_bit_by_bit_from_another_process",
-    "test_a_pair_forms_again_and_again_and_nothing_is_left_behind",
-    "test_death_of_the_writer_is_a_fence",
-    "test_death_of_the_reader_ends_all_writes",
-    "test_a_writer_that_was_stopped_harms_nobody_when_it_wakes",
-)
 
 
 class End:
     """A process with one end of a transport; see ``transport_node``."""
 
-    def __init__(self, role: str, transport: str, key: str = "", **environment: str) -> None:
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "transport_node.py"), role, transport, key],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-        )
+    def __init__(self, nursery: Nursery, role: str, transport: str, key: str = "", **environment: str) -> None:
+        self.process = nursery.start(role, transport, key, **environment)
         self.pid: int = self.answer()
         assert self.pid == self.process.pid
 
     def answer(self) -> Any:
-        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 60)
         assert ready, "no answer"
         return json.loads(self.process.stdout.readline())
 
     def tell(self, do: str, **words: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
         self.process.stdin.flush()
 
@@ -69,17 +49,23 @@ class End:
     def close(self) -> None:
         self.kill()
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., End]]:
+def start(nursery: Nursery) -> Iterator[Callable[..., End]]:
     ends: list[End] = []
 
     def begin(role: str, transport: str, key: str = "", **environment: str) -> End:
-        ends.append(End(role, transport, key, **environment))
+        ends.append(End(nursery, role, transport, key, **environment))
         return ends[-1]
 
     yield begin
@@ -89,8 +75,6 @@ def start() -> Iterator[Callable[..., End]]:
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
-    if request.param == "nixl" and request.function.__name__ not in OFTEN and not request.config.getoption("--deep"):
-        pytest.skip("deep: runs with --deep")
     return str(request.param)
 
 
@@ -270,7 +254,7 @@ def test_an_offer_that_was_withdrawn_is_good_for_nothing(start: Callable[..., En
     assert "token" in problem
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 def test_a_reader_that_never_answers_is_given_up(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport, TEST_ATTACH_TIMEOUT_S="0.5"), start("reader", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
