@@ -109,9 +109,9 @@ class Gateway:
         for site in list(self._runner.sites):
             await site.stop()
         until = self._clock.now() + GRACE_S
-        while self._control.num_in_flight and self._clock.now() < until:
+        while self._control.requests.num_in_flight and self._clock.now() < until:
             await asyncio.sleep(0.02)
-        self._control.shut()
+        self._control.requests.shut()
         await self._runner.cleanup()
         self._control.close()
         self._models.close()
@@ -195,9 +195,11 @@ class Gateway:
         on_gap = self._metrics.on_gap(model.name)
         for number, ask in enumerate(asks):
             detokenizer = model.text.detokenizer(skip_special=ask.skip_special)
-            relays.append(Relay(ask, number, detokenizer, outlet.wake, self._control.ended, arrived_at, on_gap))
+            relays.append(
+                Relay(ask, number, detokenizer, outlet.wake, self._control.requests.ended, arrived_at, on_gap)
+            )
         with self._metrics.refusing[model.name]:
-            self._control.dispatch(relays)
+            self._control.requests.dispatch(relays)
         try:
             yield relays, outlet
         except (ConnectionError, asyncio.CancelledError):
@@ -208,7 +210,7 @@ class Gateway:
         finally:
             for relay in relays:
                 if not relay.is_ended:
-                    self._control.abort(relay.ask.rid, "the client has gone")
+                    self._control.requests.abort(relay.ask.rid, "the client has gone")
 
 
 def new_head(prefix: str, model: Model) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class Queries:
         body = await self._decoded(request, AbortRequest)
         if body.abort_all == (body.rid is not None):
             raise refuse("give either rid or abort_all: true", "rid")
-        count = self._control.abort_all() if body.rid is None else self._control.abort_matching(body.rid)
+        count = (
+            self._control.requests.abort_all() if body.rid is None else self._control.requests.abort_matching(body.rid)
+        )
         return json_response({"aborted": count})
 
     async def _flush_cache(self, request: web.BaseRequest) -> web.Response:
@@ -161,7 +163,7 @@ class Queries:
                 "version": own_version(),
                 "model": first.name,
                 "uptime_s": round(self._clock.now() - self._started_at, 3),
-                "num_in_flight": self._control.num_in_flight,
+                "num_in_flight": self._control.requests.num_in_flight,
                 "is_ready": any(model["is_ready"] for model in models.values()),
                 "control_address": self._control.address,
                 "limits": first.fleet.registry.limits(),
@@ -174,7 +176,7 @@ class Queries:
         return json_response(
             {
                 "workers": [self._control.describe(node) for node in self._control.fleets.nodes()],
-                "num_in_flight": self._control.num_in_flight,
+                "num_in_flight": self._control.requests.num_in_flight,
                 "model": self._models.first.name,
                 "models": [model.name for model in self._models],
                 "is_ready": any(model.fleet.registry.is_ready for model in self._models),
