@@ -9,7 +9,7 @@ standing needs no clock: it is the priority less the rate times the instant of a
 arrives ``(highest priority - own priority) / rate`` seconds after it, which bounds for how long it can be overtaken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from common.policy import Policy
 from common.request import Request
@@ -32,6 +32,19 @@ class Order:
         """
         ordered = self.policy.order(waiting, now)
         return sorted(ordered, key=self._rank) if self.rules.is_enabled else ordered
+
+    def merge(self, begun: Sequence[Request], waiting: Sequence[Request], now: float) -> Sequence[Request]:
+        """Those that are being worked on and those that wait, in one line: a more urgent one overtakes what has begun.
+
+        Args:
+            begun: in the order in which they began; among equals they come first.
+        """
+        ordered = [*begun, *self.policy.order(waiting, now)]
+        return sorted(ordered, key=self._rank) if self.rules.is_enabled else ordered
+
+    def least_first(self, running: Iterable[Request]) -> list[Request]:
+        """In which order running requests give way: the least urgent first, and of these the newest."""
+        return sorted(running, key=lambda request: (self.priority(request), -request.arrived_at))
 
     def _rank(self, request: Request) -> float:
         return -self.standing(request)

@@ -57,6 +57,10 @@ class SchedulingOptions:
         0.0, "What a second of waiting adds to a priority, so that nobody waits for ever.", minimum=0.0
     )
 
+    max_skip_ahead: int = option(
+        8, "Smaller requests that may pass one for which memory is short; 0 keeps the order strictly.", minimum=0
+    )
+
     @property
     def priority_rules(self) -> PriorityRules:
         return PriorityRules(

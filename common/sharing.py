@@ -32,25 +32,26 @@ class Sharing:
     def __init__(self, page_size: int, limits: SharingLimits, computing: Iterable[Request]) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._limits = limits
-        self._by_first_page: dict[tuple[str, bytes], list[TokenKey]] = {}
+        self._by_first_page: dict[tuple[str, bytes], list[tuple[TokenKey, Request]]] = {}
         for request in computing:
             self.add(request)
 
     def add(self, request: Request) -> None:
         """This prompt is being computed too."""
         key = packed_tokens(request, len(request.prompt))
-        self._by_first_page.setdefault((request.salt, key[: self._page_bytes]), []).append(key)
+        self._by_first_page.setdefault((request.salt, key[: self._page_bytes]), []).append((key, request))
 
-    def holds_back(self, request: Request, cache: RadixCache) -> bool:
-        """Whether waiting a little saves this request a good part of its prompt."""
+    def waits_for(self, request: Request, cache: RadixCache) -> Request | None:
+        """The one whose computing saves this request a good part of its prompt, if it waits a little."""
         key = packed_tokens(request, request.num_cacheable)
         others = self._by_first_page.get((request.salt, key[: self._page_bytes]), ())
         if not others or not cache.is_enabled:
-            return False
+            return None
         num_cached = cache.match(key, request.salt).num_tokens
         if num_cached > self._limits.max_cached:
-            return False
-        return any(self._num_shared(key, other) - num_cached >= self._limits.min_shared for other in others)
+            return None
+        min_shared = num_cached + self._limits.min_shared
+        return next((other for other_key, other in others if self._num_shared(key, other_key) >= min_shared), None)
 
     def _num_shared(self, key: TokenKey, other: TokenKey) -> int:
         """Tokens that both begin with, in whole pages."""

@@ -297,7 +297,7 @@ class DecodeScheduler:
         for request in [*retracted, *self._order.sort(list(self.local.values()), now)]:
             if not self._slots:
                 break
-            if request.key in self.local and sharing.holds_back(request, self._cache):
+            if request.key in self.local and sharing.waits_for(request, self._cache):
                 continue
             num_chunks = len(adder.chunks)
             result = adder.add_one_req(request)

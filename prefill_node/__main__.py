@@ -29,6 +29,7 @@ def build(parts: Parts, transport: WriterTransport | None = None) -> PrefillRole
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
         max_requests=config.prefill_max_requests,
+        max_skip_ahead=config.max_skip_ahead,
     )
     key = (config.cluster_key or "").encode()
     if transport is None:

@@ -9,9 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ErrorCode, RequestError
-from common.messages import Abort, Connect, Failed, Flush, Flushed, Generate, Handoff, Message
+from common.messages import (
+    Abort,
+    Connect,
+    Explain,
+    Failed,
+    Flush,
+    Flushed,
+    Generate,
+    Handoff,
+    Message,
+    Reprioritize,
+)
 from common.node.outbox import Outbox
-from common.node.role import Load, check_generate, first_tokens, prove_pages, request_from
+from common.node.role import Load, check_generate, explained, first_tokens, prove_pages, request_from
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -50,6 +61,7 @@ class PrefillRole:
         self._books = books
         self._vocab_size = vocab_size
         self._answered: dict[Key, None] = {}  # requests whose first token the gateway has; they may be retracted after
+        self._decode: dict[Key, str] = {}  # which decode node goes on with a request
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # ---- events ---------------------------------------------------------------------------------------------------
@@ -59,13 +71,19 @@ class PrefillRole:
             self._generate(message, now)
         elif isinstance(message, Abort):
             self._close((message.rid, message.attempt), "aborted", "the gateway ended it")
+        elif isinstance(message, Reprioritize):
+            self._scheduler.reprioritize((message.rid, message.attempt), message.priority, now)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear()))
+        elif isinstance(message, Explain):
+            self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
         self._settle()
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
         if isinstance(message, Connect):
             self._sender.connect(peer, message)
+        elif isinstance(message, Reprioritize):
+            self._raise(peer, message, now)
         else:
             self._sender.on_message(peer, message, now)
         self._settle()
@@ -121,7 +139,15 @@ class PrefillRole:
         except RequestError as error:
             self._answer_failure(request, error.code, error.message)
         else:
+            self._decode[request.key] = message.decode.incarnation
             self._sender.open(request.key, message.decode.incarnation)
+
+    def _raise(self, peer: str, message: Reprioritize, now: float) -> None:
+        """Somebody more urgent waits at the decode node for what is on its way there for this request."""
+        key = (message.rid, message.attempt)
+        request = self._scheduler.requests.get(key)
+        if request is not None and self._decode.get(key) == peer and message.priority > request.priority:
+            self._scheduler.reprioritize(key, message.priority, now)
 
     def _pass_on(self, computed: Computed, now: float) -> None:
         request, first = computed.request, computed.first
@@ -165,6 +191,7 @@ class PrefillRole:
             was_closing = self._scheduler.states[release.key] is State.CLOSING
             self._scheduler.release(release.key)
             self._answered.pop(release.key, None)
+            self._decode.pop(release.key, None)
             if release.ok or was_closing:
                 continue
             self._answer_failure(request, ErrorCode.TRANSFER_FAILED, release.reason)
@@ -196,7 +223,7 @@ class PrefillRole:
         )
 
     def counters(self) -> dict[str, float]:
-        return {**self._totals, **self._sender.counters()}
+        return {**self._totals, **self._scheduler.totals, **self._sender.counters()}
 
     def check(self) -> None:
         prove_pages(self._books, self._cache, self._scheduler.requests.values())

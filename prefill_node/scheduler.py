@@ -5,9 +5,11 @@ chunk budget by ``PrefillAdder``. After a chunk its whole pages enter the radix 
 of the last chunk is the first output token; the slot is free then, the pages stay until ``release``.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from common.decisions import Decisions
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
 from common.lifecycle import advance
@@ -15,10 +17,12 @@ from common.order import Order
 from common.pages import PageBooks
 from common.prefill_adder import AddResult, Budgets, Chunk, ChunkResult, PrefillAdder, admit_row, chunk_results
 from common.radix import RadixCache
-from common.request import Request
+from common.request import LOWEST_PRIORITY, Request
 from common.request_pages import cache_computed, packed_tokens, release
+from common.room import victims_for
 from common.sampling import TokenLogprobs
 from common.sharing import Sharing, SharingLimits
+from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
 from common.step import PageDelta, StepPlan, StepResult
 from prefill_node.lifecycle import TABLE, Event, State
 
@@ -36,6 +40,7 @@ class Limits:
         chunk_tokens: tokens of one step after which a prompt is cut; None leaves prompts whole.
         max_requests: requests of one step.
         sharing: which prompts wait for a prefix that is just being computed.
+        max_skip_ahead: smaller prompts that may pass one for which pages are short.
     """
 
     max_running: int
@@ -44,6 +49,7 @@ class Limits:
     chunk_tokens: int | None = None
     max_requests: int | None = None
     sharing: SharingLimits = field(default_factory=SharingLimits)
+    max_skip_ahead: int = MAX_SKIP_AHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class PrefillScheduler:
         self.extending: dict[Key, Request] = {}
         self._first: dict[Key, FirstToken] = {}  # of retracted requests; what was said once is not said otherwise
         self.retracted: list[Key] = []
+        self.decisions = Decisions()
+        self.totals: Counter[str] = Counter(preemptions=0, skipped_ahead=0)
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._in_flight: dict[int, list[Chunk]] = {}
         self._num_steps = 0
@@ -130,6 +138,13 @@ class PrefillScheduler:
         self._first.pop(key, None)
         release(self._cache, self._books, request, keep=False)  # whole pages went to the cache chunk by chunk
 
+    def reprioritize(self, key: Key, priority: int, now: float) -> None:
+        """From now on this request is so urgent, wherever it stands. An unknown one is ignored."""
+        request = self.requests.get(key)
+        if request is not None:
+            self.decisions.note(now, request.rid, "reprioritize", "from {} to {}", request.priority, priority)
+            request.priority = priority
+
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed and that are not closing yet."""
         return [
@@ -154,7 +169,7 @@ class PrefillScheduler:
         """The next step, or None if nothing can be computed now."""
         if not self.extending and not self.waiting:
             return None
-        urgent = self._make_room()
+        urgent = self._make_room(now)
         adder = PrefillAdder(
             self._cache,
             self._books,
@@ -167,10 +182,7 @@ class PrefillScheduler:
             max_requests=self._limits.max_requests,
             reserve_output=False,
         )
-        for request in self.extending.values():
-            if adder.add_chunked_req(request) is not AddResult.CONTINUE:
-                break
-        admitted = self._admit(adder, urgent, now)
+        admitted = self._fill(adder, urgent, now)
         if not adder.chunks:
             return None
         self._num_steps += 1
@@ -183,21 +195,103 @@ class PrefillScheduler:
             rows=tuple(chunk.to_row() for chunk in adder.chunks),
         )
 
-    def _make_room(self) -> list[Request]:
-        """The first waiting request for which a decode node holds pages, if it fits only by taking from those without.
-
-        A decode node keeps what it has granted until the transfer is over, so such a request must not wait for others
-        that wait for decode nodes: two nodes of each kind could then wait for one another for ever.
-        """
-        urgent = next((request for request in self.waiting.values() if self._is_granted(request.key)), None)
-        if urgent is None or self._fits(urgent):
-            return []
-        for victim in reversed(list(self.requests.values())):
-            if self.states[victim.key] in (State.EXTENDING, State.SENDING) and not self._is_granted(victim.key):
-                self._retract(victim)
-                if self._fits(urgent):
+    def _fill(self, adder: PrefillAdder, urgent: Request | None, now: float) -> list[Request]:
+        """Chunks of begun and of waiting requests, in one order, as far as the budgets reach. Returns the admitted."""
+        queue = list(self._order.merge(list(self.extending.values()), list(self.waiting.values()), now))
+        if urgent is not None:
+            queue.remove(urgent)
+            queue.insert(next((i for i, r in enumerate(queue) if r.key in self.waiting), len(queue)), urgent)
+        sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
+        skip_ahead = SkipAhead(self._limits.max_skip_ahead)
+        lent: dict[Key, int] = {}
+        admitted: list[Request] = []
+        num_begun = len(self.extending)
+        for request in queue:
+            if self.states[request.key] is State.EXTENDING:
+                num_begun -= 1
+                if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                     break
-        return [urgent]
+            elif not self._slots or skip_ahead.is_closed:
+                if not num_begun:
+                    break
+            elif holder := sharing.waits_for(request, self._cache):
+                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.priority(request))
+            elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
+                skip_ahead.refuse(request)
+                if request is urgent:
+                    skip_ahead.close()
+            elif result is AddResult.OTHER:
+                break
+            else:
+                self._admit(request, now)
+                self.totals["skipped_ahead"] += skip_ahead.admit(request)
+                sharing.add(request)
+                admitted.append(request)
+        for request in self.extending.values():
+            request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
+        return admitted
+
+    def _admit(self, request: Request, now: float) -> None:
+        del self.waiting[request.key]
+        self.extending[request.key] = request
+        request.slot = self._slots.pop()
+        request.admitted_at = now
+        self._advance(request.key, Event.ADMIT)
+        self.decisions.note(now, request.rid, "admit", "computes {} of {} tokens", *_to_compute(request))
+
+    # ---- who gives way ----------------------------------------------------------------------------------------------
+
+    def _make_room(self, now: float) -> Request | None:
+        """Retract prompts for which no decode node holds pages yet, so that one that matters more fits.
+
+        A decode node keeps what it has granted until the transfer is over, so a prompt for which pages are granted must
+        not wait for others that wait for decode nodes: two nodes of each kind could then wait for one another for ever.
+
+        Returns:
+            Such a prompt, if it fits only by taking from others; it comes first.
+        """
+        urgent = self._first_granted()
+        if urgent is not None and not self._fits(urgent):
+            self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
+            return urgent
+        if self._order.rules.is_enabled and self.waiting:
+            first = self._order.sort(list(self.waiting.values()), now)[0]
+            weaker = [victim for victim in self._ungranted() if self._order.beats(first, victim)]
+            if weaker and not self._is_held_back(first):
+                self._preempt(first, weaker, now)
+        return None
+
+    def _first_granted(self) -> Request | None:
+        granted = [request for request in self.waiting.values() if self._is_granted(request.key)]
+        return max(granted, key=self._order.standing) if granted else None
+
+    def _ungranted(self) -> list[Request]:
+        """Those that may be retracted, least urgent first."""
+        states = (State.EXTENDING, State.SENDING)
+        holders = [r for key, r in self.requests.items() if self.states[key] in states and not self._is_granted(key)]
+        return self._order.least_first(holders)
+
+    def _is_held_back(self, request: Request) -> bool:
+        sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
+        return sharing.waits_for(request, self._cache) is not None
+
+    def _preempt(self, first: Request, weaker: list[Request], now: float) -> None:
+        """The first in line takes the place of less urgent ones, short of a slot or short of pages."""
+        extending = [victim for victim in weaker if self.states[victim.key] is State.EXTENDING]
+        num_retracted = len(self.retracted)
+        if not self._slots and extending and self._fits(first):
+            self._retract(extending[0], now, "its slot goes to the more urgent {}", first)
+        elif self._slots and not self._fits(first):
+            self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
+        self.totals["preemptions"] += len(self.retracted) - num_retracted
+
+    def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> None:
+        match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
+        num_pages = -(-request.num_tokens // self._cache.page_size) - len(match.pages)
+        for victim in victims_for(
+            self._cache, self._books, num_pages=num_pages, keep=match.node, candidates=candidates
+        ):
+            self._retract(victim, now, reason, request)
 
     def _fits(self, request: Request) -> bool:
         """Whether there are pages for it now. Those of its cached prefix are not counted twice."""
@@ -208,7 +302,7 @@ class PrefillScheduler:
         self._cache.unlock(match.node)
         return num_needed <= num_available
 
-    def _retract(self, request: Request) -> None:
+    def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back; their KV stays in the cache as long as there is room. It is next in line again."""
         self._leave_batch(request.key)
         release(self._cache, self._books, request, keep=True)
@@ -217,29 +311,7 @@ class PrefillScheduler:
         self._advance(request.key, Event.RETRACT)
         self.waiting = {request.key: request, **self.waiting}
         self.retracted.append(request.key)
-
-    def _admit(self, adder: PrefillAdder, urgent: list[Request], now: float) -> list[Request]:
-        admitted: list[Request] = []
-        order = self._order.sort([r for r in self.waiting.values() if r not in urgent], now)
-        sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
-        for request in [*urgent, *order]:
-            if not self._slots:
-                break
-            if sharing.holds_back(request, self._cache):
-                continue
-            num_chunks = len(adder.chunks)
-            result = adder.add_one_req(request)
-            if len(adder.chunks) > num_chunks:
-                sharing.add(request)
-                del self.waiting[request.key]
-                self.extending[request.key] = request
-                request.slot = self._slots.pop()
-                request.admitted_at = now
-                self._advance(request.key, Event.ADMIT)
-                admitted.append(request)
-            if result is not AddResult.CONTINUE:
-                break
-        return admitted
+        self.decisions.note(now, request.rid, "retract", reason, other.rid)
 
     def commit(self, result: StepResult) -> list[Computed]:
         """Take in what a step computed. Rows of requests that were closed meanwhile are ignored."""
@@ -281,3 +353,7 @@ class PrefillScheduler:
         assert self.states.keys() == self.requests.keys()
         slots = sorted(self._slots + [request.slot for request in self.extending.values()])
         assert slots == list(range(self._limits.max_running)), "a slot is lost or taken twice"
+
+
+def _to_compute(request: Request) -> tuple[int, int]:
+    return request.num_tokens - request.num_cached, request.num_tokens

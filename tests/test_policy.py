@@ -73,19 +73,19 @@ def sharing(*computing: Request) -> Sharing:
 def test_a_prompt_is_held_back_if_what_it_shares_beyond_its_cached_part_is_worth_it() -> None:
     busy = sharing(request(*range(20)))
     nothing, one_page, two_pages = (RadixCache(PageBooks(9), PAGE_SIZE), cache_with(*range(4)), cache_with(*range(8)))
-    assert busy.holds_back(request(*range(8), 70, 71), nothing)
-    assert not busy.holds_back(request(*range(7), 70, 71, 72), nothing)  # one page shared, not two
-    assert not busy.holds_back(request(*range(8), 70, 71), one_page)  # only four tokens to gain
-    assert busy.holds_back(request(*range(12), 70, 71), one_page)
-    assert not busy.holds_back(request(*range(16), 70, 71), two_pages)  # enough is cached already
+    assert busy.waits_for(request(*range(8), 70, 71), nothing)
+    assert not busy.waits_for(request(*range(7), 70, 71, 72), nothing)  # one page shared, not two
+    assert not busy.waits_for(request(*range(8), 70, 71), one_page)  # only four tokens to gain
+    assert busy.waits_for(request(*range(12), 70, 71), one_page)
+    assert not busy.waits_for(request(*range(16), 70, 71), two_pages)  # enough is cached already
 
 
 def test_a_prompt_shares_nothing_across_salts_nor_with_nobody_nor_without_a_cache() -> None:
     cache = RadixCache(PageBooks(9), PAGE_SIZE)
-    assert not sharing(request(*range(20), salt="red")).holds_back(request(*range(20), salt="blue"), cache)
-    assert not sharing().holds_back(request(*range(20)), cache)
+    assert not sharing(request(*range(20), salt="red")).waits_for(request(*range(20), salt="blue"), cache)
+    assert not sharing().waits_for(request(*range(20)), cache)
     off = RadixCache(PageBooks(9), PAGE_SIZE, is_enabled=False)
-    assert not sharing(request(*range(20))).holds_back(request(*range(20)), off)
+    assert not sharing(request(*range(20))).waits_for(request(*range(20)), off)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.decisions import Decisions as Ring
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish
-from common.messages import Generate, Message, Tokens
+from common.messages import Decision, Decisions, Explain, Generate, Message, Tokens
 from common.node.outbox import Outbox
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
@@ -65,6 +66,11 @@ def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, f
             "prefill_s": now - request.admitted_at,
         },
     )
+
+
+def explained(decisions: Ring, message: Explain, now: float) -> Decisions:
+    """The answer to ``Explain``."""
+    return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)))
 
 
 def prove_pages(books: PageBooks, cache: RadixCache, requests: Iterable[Request]) -> None:
