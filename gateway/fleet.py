@@ -7,12 +7,15 @@ registers.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from common.config import GatewayConfig
 from common.errors import ErrorCode, RequestError
 from common.messages import Refused, Register, Registered
 from gateway.admission import Admission
 from gateway.registry import Limits, Node, Registry
 from gateway.relay import Ask
 from gateway.router import Pair, Router
+
+MAX_QUEUED_REQUESTS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +46,24 @@ class Fleet:
             return self.router.again(siblings, num_new=num_new) if is_there else None
         prefills, decodes = self.registry.able("prefill"), self.registry.able("decode")
         return self.router.choose(prefills, decodes, ask.prompt, num_new=num_new, salt=ask.salt)
+
+
+def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> Fleet:
+    """The pure parts of one served model, as the configuration wants them.
+
+    Args:
+        num_token_ids: of the gateway's tokenizer; nodes know at least as many.
+    """
+    registry = Registry(
+        model=model,
+        num_token_ids=num_token_ids,
+        heartbeat_s=config.heartbeat_interval,
+        lost_after_s=config.heartbeat_timeout,
+        needs_prefill=config.local_prefill != "always",
+    )
+    router = Router(local_prefill=config.local_prefill, local_threshold=config.local_prefill_threshold)
+    queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
+    return Fleet(model, registry, router, Admission(queued))
 
 
 class Fleets:

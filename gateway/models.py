@@ -6,16 +6,11 @@ from pathlib import Path
 
 from common.config import GatewayConfig
 from common.errors import ErrorCode
-from gateway.admission import Admission
 from gateway.asks import Asker
 from gateway.chat import ChatTemplate
-from gateway.fleet import Fleet
-from gateway.registry import Registry
-from gateway.router import Router
+from gateway.fleet import Fleet, make_fleet
 from gateway.schema import refuse
 from gateway.text import Text
-
-MAX_QUEUED_REQUESTS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,14 +61,5 @@ class Models:
 def _load(config: GatewayConfig, name: str, folder: Path, template: str | None) -> Model:
     text = Text.load(folder)
     chat = ChatTemplate.load(folder, None if template is None else Path(template))
-    registry = Registry(
-        model=name,
-        num_token_ids=text.vocab_size,
-        heartbeat_s=config.heartbeat_interval,
-        lost_after_s=config.heartbeat_timeout,
-        needs_prefill=config.local_prefill != "always",
-    )
-    router = Router(local_prefill=config.local_prefill, local_threshold=config.local_prefill_threshold)
-    queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
     asker = Asker(name, text, chat, request_timeout_s=config.request_timeout)
-    return Model(name, text, asker, Fleet(name, registry, router, Admission(queued)))
+    return Model(name, text, asker, make_fleet(config, name, text.vocab_size))
