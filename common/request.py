@@ -65,10 +65,10 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int = -1
     packed: bytes = b""
+    key: tuple[str, int] = field(init=False)  # (rid, attempt)
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return (self.rid, self.attempt)
+    def __post_init__(self) -> None:
+        self.key = (self.rid, self.attempt)
 
     @property
     def num_tokens(self) -> int:

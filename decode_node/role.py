@@ -121,7 +121,9 @@ class DecodeRole:
 
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1
-        for sampled in self._scheduler.commit(result):
+        effects = self._scheduler.commit(result)
+        self._totals["output_tokens"] += len(effects)
+        for sampled in effects:
             self._answer(sampled, now)
         self._settle(now)
 
@@ -223,9 +225,10 @@ class DecodeRole:
     def _answer(self, sampled: Sampled, now: float) -> None:
         """One more token: at once if it is the first or the last, else when a message is full."""
         request, key = sampled.request, sampled.request.key
-        self._totals["output_tokens"] += 1
         if len(request.output) == 1:
             self._answer_first(sampled, now)
+        elif self._stream_interval == 1:
+            self._say([sampled], now)
         else:
             self._unsent.setdefault(key, []).append(sampled)
             if sampled.finish or len(self._unsent[key]) >= self._stream_interval:
@@ -241,26 +244,25 @@ class DecodeRole:
         self.outbox.gateway.append(first_tokens(request, sampled.token, sampled.logprobs, sampled.finish, now))
 
     def _send_tokens(self, request: Request, now: float) -> None:
-        unsent = self._unsent.pop(request.key, [])
-        if not unsent:
-            return
+        """What waits to fill a message."""
+        unsent = self._unsent.pop(request.key, None)
+        if unsent:
+            self._say(unsent, now)
+
+    def _say(self, unsent: list[Sampled], now: float) -> None:
+        """The last tokens of a request, to the gateway."""
+        request, token, logprobs, finish = unsent[-1]
+        rid, attempt = request.key
         index = len(request.output) - len(unsent)
+        tokens = (token,) if len(unsent) == 1 else tuple([sampled.token for sampled in unsent])
+        judged = () if logprobs is None else tuple([sampled.logprobs for sampled in unsent])
         timings: dict[str, float] = {}
         if index == 1 and request.key in self._source:
             timings = {
                 "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
                 "handoff_s": now - request.admitted_at,
             }
-        self.outbox.gateway.append(
-            Tokens(
-                *request.key,
-                index=index,
-                tokens=tuple(sampled.token for sampled in unsent),
-                logprobs=() if unsent[0].logprobs is None else tuple(sampled.logprobs for sampled in unsent),
-                finish=unsent[-1].finish,
-                timings=timings,
-            )
-        )
+        self.outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=judged, finish=finish, timings=timings))
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         self._send_tokens(request, now)

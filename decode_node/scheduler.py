@@ -8,6 +8,7 @@ requests are retracted, least work lost first, and go to the front of the queue.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
@@ -57,8 +58,7 @@ class Granted:
     reservation: Reservation
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One more output token."""
 
     request: Request
@@ -212,7 +212,8 @@ class DecodeScheduler:
         joining = self._take_up()
         grown = self._grow()
         chunks, begun = self._extend(now)
-        rows = [request for request in self.running.values() if self._has_room(request)]
+        page_size = self._cache.page_size
+        rows = [r for r in self.running.values() if len(r.pages) * page_size > r.num_computed]
         if not rows and not chunks:
             self._ratio.reset()
             return None
@@ -252,7 +253,8 @@ class DecodeScheduler:
     def _grow(self) -> list[Request]:
         """One more page for every running request whose last page is full; retracts where pages run short."""
         grown = []
-        for request in list(self.running.values()):
+        page_size = self._cache.page_size
+        for request in [r for r in self.running.values() if len(r.pages) * page_size <= r.num_computed]:
             while request.key in self.running and not self._has_room(request):
                 if pages := self._take_page():
                     request.pages += pages
@@ -345,8 +347,9 @@ class DecodeScheduler:
         rows, chunks = self._in_flight.pop(result.step)
         effects: list[Sampled] = []
         logprobs = result.logprobs or (None,) * len(result.tokens)
+        running = self.running
         for request, token, logprob in zip(rows, result.tokens, logprobs, strict=False):
-            if self.running.get(request.key) is request:
+            if running.get(request.key) is request:
                 request.num_computed += 1
                 effects.append(self._sampled(request, token, logprob))
         for chunk, found in zip(chunks, chunk_results(chunks, result, num_before=len(rows)), strict=True):
