@@ -38,7 +38,6 @@ OTHER_VARIABLES = (
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {
-    "--priority-classes": "priorities are not obeyed yet",
     "--enable-dynamic-chunking": "chunks have one size, --chunked-prefill-size",
     "--enable-mixed-chunk": "chunks computed on a decode node always ride with its decode rows",
     "--truncation-align-size": "chunks end at a multiple of --page-size",

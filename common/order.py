@@ -7,11 +7,15 @@ time it travels, if low values are to come first.
 Ageing raises every waiting request by the same rate, so the order of two requests never changes while both wait, and a
 standing needs no clock: it is the priority less the rate times the instant of arrival. A request outranks whatever
 arrives ``(highest priority - own priority) / rate`` seconds after it, which bounds for how long it can be overtaken.
+
+With ``--priority-classes`` all that holds inside a class. The classes take turns by virtual token counters
+(``common/fair.py``), so that while several have requests waiting each is served in proportion to its weight.
 """
 
 from collections.abc import Iterable, Sequence
 
-from common.policy import Policy
+from common.fair import TokenCounters, cost_of, weighted
+from common.policies import Policy
 from common.request import Request
 from common.scheduling import PriorityRules
 
@@ -22,6 +26,50 @@ class Order:
     def __init__(self, policy: Policy, rules: PriorityRules | None = None) -> None:
         self.policy = policy
         self.rules = rules or PriorityRules()
+        weights = self.rules.class_weights
+        self._classes = TokenCounters(weights, default_weight=min(weights.values())) if weights else None
+        self.is_charging = self._classes is not None or type(policy).served is not Policy.served
+
+    # ---- what there is to be ordered --------------------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """A request waits from now on."""
+        self.policy.arrived(request)
+        if self._classes is not None:
+            self._classes.arrived(self._class_of(request))
+
+    def left(self, request: Request) -> None:
+        """It waits no longer: admitted, aborted or failed."""
+        self.policy.left(request)
+        if self._classes is not None:
+            self._classes.left(self._class_of(request))
+
+    def admitted(self, request: Request, *, num_input: int) -> None:
+        """A request is served from now on, and so many of its prompt's tokens have to be computed for it.
+
+        What is computed again after a retraction is nobody's to pay.
+        """
+        if self.is_charging and not request.is_charged:
+            request.is_charged = True
+            self.served(request, num_input=num_input)
+
+    def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
+        """So many prompt tokens are computed for a request, or so many output tokens were."""
+        if self.is_charging:
+            self.policy.served(request, num_input=num_input, num_output=num_output)
+            if self._classes is not None:
+                self._classes.charge(self._class_of(request), weighted(num_input, num_output))
+
+    def decoded(self, requests: Iterable[Request]) -> None:
+        """Each of these produced one output token. Costs nothing unless somebody counts."""
+        if self.is_charging:
+            for request in requests:
+                self.served(request, num_output=1)
+
+    def _class_of(self, request: Request) -> str:
+        return request.priority_class or self.rules.default_class
+
+    # ---- the order --------------------------------------------------------------------------------------------------
 
     def sort(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         """The waiting requests, first in line first.
@@ -30,8 +78,7 @@ class Order:
             waiting: in order of arrival.
             now: seconds of the node's clock.
         """
-        ordered = self.policy.order(waiting, now)
-        return sorted(ordered, key=self._rank) if self.rules.is_enabled else ordered
+        return self._by_rules(self.policy.order(waiting, now))
 
     def merge(self, begun: Sequence[Request], waiting: Sequence[Request], now: float) -> Sequence[Request]:
         """Those that are being worked on and those that wait, in one line: a more urgent one overtakes what has begun.
@@ -39,8 +86,12 @@ class Order:
         Args:
             begun: in the order in which they began; among equals they come first.
         """
-        ordered = [*begun, *self.policy.order(waiting, now)]
-        return sorted(ordered, key=self._rank) if self.rules.is_enabled else ordered
+        return self._by_rules([*begun, *self.policy.order(waiting, now)])
+
+    def _by_rules(self, ordered: Sequence[Request]) -> Sequence[Request]:
+        if self.rules.is_enabled:
+            ordered = sorted(ordered, key=self._rank)
+        return self._classes.interleave(ordered, self._class_of, cost_of) if self._classes else ordered
 
     def least_first(self, running: Iterable[Request]) -> list[Request]:
         """In which order running requests give way: the least urgent first, and of these the newest."""
@@ -60,7 +111,7 @@ class Order:
         return self.priority(request) - self.rules.aging_per_s * request.arrived_at
 
     def beats(self, waiting: Request, running: Request) -> bool:
-        """Whether one that waits may take the place of one that runs."""
-        if not self.rules.is_enabled:
+        """Whether one that waits may take the place of one that runs, which is of the same class."""
+        if not self.rules.is_enabled or self._class_of(waiting) != self._class_of(running):
             return False
         return self.priority(waiting) - self.priority(running) > self.rules.preemption_threshold

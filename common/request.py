@@ -29,6 +29,7 @@ class Request:
         waited_s: what it had waited before it came here.
         inherited_priority: the highest of those that wait for it.
         num_passed: requests that were admitted before it since it did not fit.
+        is_charged: its prompt is on its tenant's and class's account.
         output: tokens sampled so far, on any node.
         pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
         own: those of ``pages`` that belong to the request (``Owner.REQUEST``), not to the radix cache.
@@ -56,6 +57,7 @@ class Request:
     waited_s: float = 0.0
     inherited_priority: int = LOWEST_PRIORITY
     num_passed: int = 0
+    is_charged: bool = False
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
@@ -78,6 +80,11 @@ class Request:
     def num_left(self) -> int:
         """Output tokens it may still produce."""
         return self.sampling.max_new_tokens - len(self.output)
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens that are still to be computed, as far as is known while it waits."""
+        return self.num_tokens - self.num_computed
 
     @property
     def num_cacheable(self) -> int:

@@ -1,15 +1,17 @@
 """The options of scheduling, which the gateway and every node know alike, and which combinations cannot be."""
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import ConfigError
 from common.options import option
 
 #: Values of --schedule-policy; see common/policy.py.
-POLICIES = ("fcfs", "lpm")
-POLICIES_NOT_YET = ("dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
+POLICIES = ("fcfs", "lpm", "fair")
+POLICIES_NOT_YET = ("dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "adaptive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,15 @@ class PriorityRules:
         preemption_threshold: a waiting request takes the place of one that runs only if its priority is higher by more.
         aging_per_s: what a second of waiting adds to a priority, in the queue; preemption looks at priorities alone,
             since two requests would otherwise take each other's place in turn.
+        class_weights: by name of the class, in the order in which they were given; empty for no classes.
+        default_class: of requests that name none.
     """
 
     is_enabled: bool = False
     preemption_threshold: int = 10
     aging_per_s: float = 0.0
+    class_weights: Mapping[str, float] = field(default_factory=dict, hash=False)
+    default_class: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,10 @@ class SchedulingOptions:
     """Part of every configuration."""
 
     schedule_policy: str = option(
-        "fcfs", "Order of waiting requests: fcfs by arrival, lpm by the longest cached prefix.", metavar="fcfs|lpm"
+        "fcfs",
+        "Order of waiting requests: fcfs by arrival, lpm by the longest cached prefix, fair by what each tenant was "
+        "served.",
+        metavar="fcfs|lpm|fair",
     )
     lpm_degrade_threshold: int = option(128, "A longer queue makes lpm fall back to fcfs.", minimum=1)
     enable_priority_scheduling: bool = option(
@@ -56,6 +65,36 @@ class SchedulingOptions:
     priority_aging_per_second: float = option(
         0.0, "What a second of waiting adds to a priority, so that nobody waits for ever.", minimum=0.0
     )
+    priority_classes: tuple[str, ...] = option(
+        (),
+        "Classes of requests and their weights, as in high:8,normal:3,low:1: while several have requests waiting, "
+        "each is served tokens in proportion to its weight. Priorities and --schedule-policy order inside a class.",
+        metavar="NAME:WEIGHT,...",
+    )
+    default_priority_class: str | None = option(
+        None, "Class of requests that name none; otherwise the one with the least weight."
+    )
+    tenant_shares: tuple[str, ...] = option(
+        (),
+        "Tenants and their shares for --schedule-policy fair, as in search:4,batch:1; a tenant not named here has 1.",
+        metavar="NAME:WEIGHT,...",
+    )
+
+    @property
+    def class_weights(self) -> dict[str, float]:
+        """Weights of --priority-classes by name, in their order; empty for no classes."""
+        return parse_weights(self.priority_classes, "--priority-classes")
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        """Weights of --tenant-shares by tenant."""
+        return parse_weights(self.tenant_shares, "--tenant-shares")
+
+    @property
+    def default_class(self) -> str:
+        """The class of requests that name none; empty without classes."""
+        weights = self.class_weights
+        return self.default_priority_class or min(weights, key=lambda name: weights[name], default="")
 
     max_skip_ahead: int = option(
         8, "Smaller requests that may pass one for which memory is short; 0 keeps the order strictly.", minimum=0
@@ -67,12 +106,36 @@ class SchedulingOptions:
             is_enabled=self.enable_priority_scheduling,
             preemption_threshold=self.priority_scheduling_preemption_threshold,
             aging_per_s=self.priority_aging_per_second,
+            class_weights=self.class_weights,
+            default_class=self.default_class,
         )
+
+
+def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
+    """``NAME:WEIGHT`` texts as weights by name, in their order.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 < weight < math.inf:
+            raise ConfigError(f"{flag} must be NAME:WEIGHT with a weight above 0, not {text!r}")
+        if name in weights:
+            raise ConfigError(f"{flag} names {name} twice")
+        weights[name] = weight
+    return weights
 
 
 def check_scheduling(config: Any) -> None:
     """Raises ConfigError: names the flag."""
     check_policy(config.schedule_policy)
+    _check_classes(config)
     if not config.enable_priority_scheduling:
         for name in ("default_priority_value", "schedule_low_priority_values_first", "priority_aging_per_second"):
             if getattr(config, name) not in (None, False, 0.0):
@@ -85,6 +148,15 @@ def check_scheduling(config: Any) -> None:
             "--priority-aging-per-second needs --default-priority-value: requests that name none would otherwise "
             "stand so low that no waiting lifts them"
         )
+
+
+def _check_classes(config: Any) -> None:
+    weights, default = config.class_weights, config.default_priority_class
+    if default is not None and default not in weights:
+        known = ", ".join(weights) or "none; add --priority-classes"
+        raise ConfigError(f"--default-priority-class {default} is not one of the classes (which are {known})")
+    if config.tenant_weights and config.schedule_policy != "fair":
+        raise ConfigError("--tenant-shares has no effect without --schedule-policy fair; add that")
 
 
 def check_policy(name: str) -> None:

@@ -7,8 +7,7 @@ from common.cli import resolve
 from common.config import NodeConfig
 from common.new_token_ratio import NewTokenRatio, constants_from
 from common.node.process import Parts, run
-from common.order import Order
-from common.policy import make_policy
+from common.policy import make_order
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receiver import Receiver
@@ -36,10 +35,7 @@ def build(parts: Parts, transport: ReaderTransport | None = None) -> DecodeRole:
         parts.cache,
         parts.books,
         limits=limits,
-        order=Order(
-            make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
-            config.priority_rules,
-        ),
+        order=make_order(config, parts.cache),
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )

@@ -23,6 +23,7 @@ from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
 from common.sharing import Sharing, SharingLimits
 from common.step import PageDelta, Row, StepPlan, StepResult
+from common.waiting import WaitingQueue
 from decode_node.admission import Admission, Refusal, Reservation
 from decode_node.lifecycle import TABLE, Event, State
 
@@ -89,8 +90,8 @@ class DecodeScheduler:
         self._admission = Admission(cache, books)
         self.requests: dict[Key, Request] = {}
         self.states: dict[Key, State] = {}
-        self.waiting: dict[Key, Request] = {}
-        self.local: dict[Key, Request] = {}  # waiting too, but to be computed here
+        self.waiting = WaitingQueue(order)
+        self.local = WaitingQueue(order)  # waiting too, but to be computed here
         self.receiving: dict[Key, Request] = {}
         self.ready: dict[Key, Request] = {}
         self.retracted: dict[Key, Request] = {}
@@ -182,6 +183,7 @@ class DecodeScheduler:
                 break
             del self.waiting[request.key]
             request.admitted_at = now
+            self._order.admitted(request, num_input=len(request.prompt) - request.num_cached)
             self._move(request, Event.GRANT, self.receiving)
             granted.append(Granted(request, reservation))
         return granted
@@ -309,6 +311,7 @@ class DecodeScheduler:
                     del self.retracted[request.key]
                 else:
                     request.admitted_at = now
+                    self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
                 request.slot = self._slots.pop()
                 self._move(request, Event.EXTEND, self.extending)
                 begun.append(request)
@@ -364,6 +367,7 @@ class DecodeScheduler:
                 self._move(request, Event.SAMPLED, self.running)
                 effects.append(self._sampled(request, *found.sampled))
         self._books.end_step(result.step)
+        self._order.decoded(effect.request for effect in effects)
         return effects
 
     def _sampled(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Sampled:

@@ -5,8 +5,7 @@ import sys
 from common.cli import resolve
 from common.config import NodeConfig
 from common.node.process import Parts, run
-from common.order import Order
-from common.policy import make_policy
+from common.policy import make_order
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import WriterTransport
 from kv_transfer.transports.choice import Settings, open_writer
@@ -39,10 +38,7 @@ def build(parts: Parts, transport: WriterTransport | None = None) -> PrefillRole
         parts.cache,
         parts.books,
         limits=limits,
-        order=Order(
-            make_policy(config.schedule_policy, parts.cache, lpm_degrade_threshold=config.lpm_degrade_threshold),
-            config.priority_rules,
-        ),
+        order=make_order(config, parts.cache),
         eos_token_ids=parts.eos_token_ids,
         is_granted=sender.is_granted,
     )

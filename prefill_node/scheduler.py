@@ -24,6 +24,7 @@ from common.sampling import TokenLogprobs
 from common.sharing import Sharing, SharingLimits
 from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
 from common.step import PageDelta, StepPlan, StepResult
+from common.waiting import WaitingQueue
 from prefill_node.lifecycle import TABLE, Event, State
 
 Key = tuple[str, int]
@@ -93,7 +94,7 @@ class PrefillScheduler:
         self._is_granted = is_granted
         self.requests: dict[Key, Request] = {}  # every request that may hold pages
         self.states: dict[Key, State] = {}
-        self.waiting: dict[Key, Request] = {}
+        self.waiting = WaitingQueue(order)
         self.extending: dict[Key, Request] = {}
         self._first: dict[Key, FirstToken] = {}  # of retracted requests; what was said once is not said otherwise
         self.retracted: list[Key] = []
@@ -236,6 +237,7 @@ class PrefillScheduler:
         self.extending[request.key] = request
         request.slot = self._slots.pop()
         request.admitted_at = now
+        self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
         self.decisions.note(now, request.rid, "admit", "computes {} of {} tokens", *_to_compute(request))
 
@@ -309,7 +311,7 @@ class PrefillScheduler:
         request.output.clear()
         request.prompt_logprobs.clear()
         self._advance(request.key, Event.RETRACT)
-        self.waiting = {request.key: request, **self.waiting}
+        self.waiting.put_first(request)
         self.retracted.append(request.key)
         self.decisions.note(now, request.rid, "retract", reason, other.rid)
 

@@ -9,7 +9,7 @@ from common.policy import _POLICIES, make_policy
 from common.radix import RadixCache
 from common.request import Request
 from common.sampling import SamplingParams
-from common.scheduling import POLICIES, POLICIES_NOT_YET
+from common.scheduling import POLICIES, POLICIES_NOT_YET, SchedulingOptions
 from common.sharing import Sharing, SharingLimits
 from tests.fake_engine import expected_output
 from tests.local_cluster import LocalCluster
@@ -50,8 +50,14 @@ def test_longest_prefix_match_puts_the_most_cached_first_and_equals_by_arrival()
 def test_longest_prefix_match_gives_up_on_long_queues() -> None:
     cache = cache_with(*range(4))
     waiting = [request(9), request(8), request(0, 1, 2, 3, 4)]
-    assert list(make_policy("lpm", cache, lpm_degrade_threshold=2).order(waiting, 0.0)) == waiting
-    assert next(iter(make_policy("lpm", cache, lpm_degrade_threshold=3).order(waiting, 0.0))) is waiting[2]
+    assert (
+        list(make_policy("lpm", cache, options=SchedulingOptions(lpm_degrade_threshold=2)).order(waiting, 0.0))
+        == waiting
+    )
+    assert (
+        next(iter(make_policy("lpm", cache, options=SchedulingOptions(lpm_degrade_threshold=3)).order(waiting, 0.0)))
+        is waiting[2]
+    )
 
 
 def test_without_a_radix_cache_lpm_is_fcfs() -> None:

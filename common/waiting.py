@@ -1,0 +1,52 @@
+"""A queue of waiting requests, which tells its order of all who enter and leave. Pure."""
+
+from collections.abc import Iterator, MutableMapping, Sequence, ValuesView
+
+from common.order import Order
+from common.request import Request
+
+Key = tuple[str, int]
+
+
+class WaitingQueue(MutableMapping[Key, Request]):
+    """Requests by key, in order of arrival; used like the dictionary that it is.
+
+    Args:
+        order: in which they are served.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._requests: dict[Key, Request] = {}
+
+    def in_order(self, now: float) -> Sequence[Request]:
+        """First in line first."""
+        return self._order.sort(list(self._requests.values()), now)
+
+    def put_first(self, request: Request) -> None:
+        """Back to the front: it has waited before."""
+        self[request.key] = request
+        self._requests = {request.key: request, **self._requests}
+
+    def __getitem__(self, key: Key) -> Request:
+        return self._requests[key]
+
+    def __setitem__(self, key: Key, request: Request) -> None:
+        assert key not in self._requests, f"{key} waits already"
+        self._requests[key] = request
+        self._order.arrived(request)
+
+    def __delitem__(self, key: Key) -> None:
+        self._order.left(self._requests.pop(key))
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._requests
+
+    def values(self) -> ValuesView[Request]:
+        return self._requests.values()
