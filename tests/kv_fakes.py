@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from common.geometry import PageGeometry
 from common.messages import Handoff, Message
 from common.pages import Owner, PageBooks
+from kv_transfer.pieces import Piece
 from kv_transfer.receiver import Completed, Event, PairLost, Receiver
 from kv_transfer.sender import Released, Sender
 from kv_transfer.session import Key
@@ -79,12 +80,12 @@ class WatchedWriter(InProcessWriter):
         self._source_books = source_books
         self._target_books = target_books
 
-    def put(self, peer: str, source: int, target: int) -> int:
+    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
         owner_of(self._source_books, source, Owner.REQUEST)
         owner = owner_of(self._target_books, target, Owner.GRANT, Owner.QUARANTINE)
         self.num_in_quarantine += owner is Owner.QUARANTINE
         self.written.append(target)
-        return super().put(peer, source, target)
+        return super().put(peer, source, target, piece)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Refused
 from common.pages import Owner, PageBooks
+from kv_transfer.pieces import Piece
 from kv_transfer.receiver import PairLost, Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
@@ -40,7 +41,7 @@ class FakeWriter:
         news, self.news = self.news, []
         return news
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         self._ticket += 1
         return self._ticket
 

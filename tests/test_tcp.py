@@ -16,16 +16,28 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
 from common.errors import ConfigError
 from common.messages import Connect, Handoff
 from common.pages import Owner, PageBooks
+from kv_transfer.pieces import Box, whole
 from kv_transfer.receiver import Completed, PairLost, Receiver, TransferFailed
 from kv_transfer.sender import Sender
 from kv_transfer.transports import tcp_reader, tcp_writer
 from kv_transfer.transports.base import Attached, Fenced, to_message
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp_inlet import Inlet
-from kv_transfer.transports.tcp_wire import DONE, FRAME_BYTES, HELLO, MAC_BYTES, MAGIC, PAGE, WELCOME, Terms
+from kv_transfer.transports.tcp_wire import (
+    DONE,
+    DONE_FRAME_BYTES,
+    HELLO,
+    MAC_BYTES,
+    MAGIC,
+    PAGE,
+    PAGE_FRAME_BYTES,
+    WELCOME,
+    Terms,
+)
 
 NUM_PAGES = 8
 SIZE = GEOMETRY.page_bytes
+WHOLE = whole(GEOMETRY)
 KEY = b"the cluster's key"
 
 
@@ -113,18 +125,25 @@ class Stranger:
             return b""
         return data
 
-    def header(self, page: int, *, number: int | None = None, size: int = SIZE, magic: bytes = b"page") -> bytes:
+    def header(
+        self, page: int, *, number: int | None = None, size: int = SIZE, magic: bytes = b"page", box: Box = WHOLE
+    ) -> bytes:
         assert self.terms is not None
-        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number)
+        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *box)
         return header + self.terms.seal(KEY, b"pages").mac(header)
 
     def page(self, page: int, value: int, **words: Any) -> None:
         self.connection.sendall(self.header(page, **words) + bytes([value]) * SIZE)
         self.num_sent += 1
 
+    def part(self, page: int, value: int, box: Box) -> None:
+        size = box.num_bytes(GEOMETRY)
+        self.connection.sendall(self.header(page, size=size, box=box) + bytes([value]) * size)
+        self.num_sent += 1
+
     def answer(self) -> tuple[int, int] | None:
         """(was it placed, page) of the next acknowledgement; None if the reader hung up."""
-        frame = self.receive(FRAME_BYTES)
+        frame = self.receive(DONE_FRAME_BYTES)
         if not frame:
             return None
         _, is_placed, page, _ = DONE.unpack(frame[: DONE.size])
@@ -317,6 +336,10 @@ def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger,
         {"page": 2, "size": 0},
         {"page": 2, "number": 1},
         {"page": 2, "magic": b"done"},
+        {"page": 2, "box": Box(0, 1, 0, 1, 1, 4)},
+        {"page": 2, "box": Box(0, 2, 0, 1, 0, 4), "size": 2 * SIZE},
+        {"page": 2, "box": Box(0, 1, 0, 1, 0, 0), "size": 0},
+        {"page": 2, "box": Box(0, 1, 0, 1, 0, 2)},
     ],
 )
 def test_a_frame_that_cannot_be_meant_ends_the_connection(
@@ -327,6 +350,38 @@ def test_a_frame_that_cannot_be_meant_ends_the_connection(
     assert [(fenced.peer, fenced.epoch) for fenced in news] == [(PREFILL, 1)]
     assert set(store.memory[:]) == {0}
     assert stranger.answer() is None
+
+
+def test_parts_of_a_page_go_where_they_belong_each_once(stranger: Stranger, store: MemfdStore) -> None:
+    """A page is 4 tokens: 32 bytes of keys, 32 of values."""
+    first, last = Box(0, 1, 0, 1, 0, 3), Box(0, 1, 0, 1, 3, 1)
+    stranger.part(2, 7, last)
+    assert stranger.answer() == (1, 2)
+    stranger.part(2, 9, first)
+    assert stranger.answer() == (1, 2)
+    keys_then_values = (b"\x09" * 24 + b"\x07" * 8) * 2
+    assert store.read(2) == keys_then_values
+    for again in (last, first, WHOLE):
+        stranger.part(2, 5, again)
+        assert stranger.answer() == (0, 2)
+    assert store.read(2) == keys_then_values
+    stranger.reader.allow(PREFILL, 1, [2])
+    stranger.part(2, 5, last)
+    assert stranger.answer() == (1, 2)
+    assert store.read(2) == (b"\x09" * 24 + b"\x05" * 8) * 2
+    assert stranger.reader.counters()["bytes_by_tcp"] == SIZE + 16
+    assert stranger.reader.counters()["refused_pages"] == 3
+
+
+def test_leave_that_is_given_anew_is_not_for_what_was_on_its_way(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.connection.sendall(stranger.header(2) + b"\7" * (SIZE // 2))
+    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    stranger.reader.forbid([2])
+    store.fill(2, 99)
+    stranger.reader.allow(PREFILL, 1, [2])
+    stranger.connection.sendall(b"\7" * (SIZE // 2))
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {99}
 
 
 def test_a_replayed_frame_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
@@ -347,7 +402,7 @@ def test_a_header_without_the_key_ends_the_connection(stranger: Stranger, store:
     assert set(store.read(2)) == {0}
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 5])
+@pytest.mark.parametrize("num_bytes", [0, 1, PAGE_FRAME_BYTES - 1, PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + 5])
 def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_bytes: int) -> None:
     stranger.connection.sendall((stranger.header(2) + b"\7" * SIZE)[:num_bytes])
     stranger.connection.close()
@@ -355,7 +410,7 @@ def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_by
 
 
 @settings(max_examples=40, deadline=None)
-@given(noise=st.binary(min_size=FRAME_BYTES, max_size=300))
+@given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
 def test_noise_inside_ends_the_connection_and_touches_no_page(noise: bytes) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)

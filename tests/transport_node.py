@@ -12,6 +12,7 @@ import random
 import select
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,42 +20,52 @@ from kv_fakes import MemfdStore
 
 from common.geometry import PageGeometry
 from common.messages import Connect
+from kv_transfer.fit import Fit
 from kv_transfer.transports import nixl_writer, tcp_writer
-from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, to_message
+from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, from_message, to_message
 from kv_transfer.transports.choice import Settings, open_reader, open_writer
 
 GEOMETRY = PageGeometry(num_layers=4, num_kv_heads=2, head_dim=256, page_size=16, dtype="float32")  # 256 KiB a page
 NUM_PAGES = 16
 
 
-def page_content(seed: int) -> bytes:
-    return random.Random(seed).randbytes(GEOMETRY.page_bytes)
+def page_content(seed: int, geometry: PageGeometry = GEOMETRY) -> bytes:
+    return random.Random(seed).randbytes(geometry.page_bytes)
+
+
+def geometry_here() -> PageGeometry:
+    """This process's pages: ``TEST_PAGE_SIZE`` tokens long, where it is set."""
+    return replace(GEOMETRY, page_size=int(os.environ.get("TEST_PAGE_SIZE", GEOMETRY.page_size)))
 
 
 class WriterEnd:
     def __init__(self, settings: Settings) -> None:
-        self.store = MemfdStore(NUM_PAGES, GEOMETRY)
+        self.store = MemfdStore(NUM_PAGES, geometry_here())
         self.transport: WriterTransport = open_writer(self.store, settings)
         self.news: list[Any] = []
         self.finished: list[int] = []
+        self.fits: dict[str, Fit] = {}
 
     def turn(self) -> None:
         self.news += [[a.peer, a.epoch, a.problem, a.transport] for a in self.transport.poll()]
         self.finished += self.transport.done()
 
     def do_attach(self, peer: str, connect: str) -> str:
+        offer = msgspec.json.decode(connect, type=Connect)
+        self.fits[peer] = Fit(self.store.geometry, from_message(offer.geometry))
         try:
-            self.transport.attach(peer, msgspec.json.decode(connect, type=Connect))
+            self.transport.attach(peer, offer)
         except AttachError as error:
             return str(error)
         return ""
 
-    def do_write(self, peer: str, pages: list[tuple[int, int, int]]) -> int:
-        """(seed, our page, the peer's page)"""
-        size = GEOMETRY.page_bytes
+    def do_write(self, peer: str, pages: list[tuple[int, int, int]], piece: int = 0) -> int:
+        """(seed, our page, the peer's page); the how-manieth piece of each, where pages are unequal"""
+        size = self.store.geometry.page_bytes
         for seed, source, _ in pages:
-            self.store.memory[source * size : (source + 1) * size] = page_content(seed)
-        return self.transport.write(peer, [(source, target) for _, source, target in pages])
+            self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.geometry)
+        moved = [(source, target) for _, source, target in pages]
+        return self.transport.write(peer, moved, self.fits[peer].pieces[piece])
 
     def do_detach(self, peer: str) -> bool:
         return self.transport.detach(peer)
@@ -66,7 +77,7 @@ class WriterEnd:
 
 class ReaderEnd:
     def __init__(self, settings: Settings) -> None:
-        self.store = MemfdStore(NUM_PAGES, GEOMETRY)
+        self.store = MemfdStore(NUM_PAGES, geometry_here())
         self.transport: ReaderTransport = open_reader(self.store, settings)
         self.news: list[Any] = []
 
@@ -76,7 +87,7 @@ class ReaderEnd:
     def do_offer(self, peer: str, epoch: int) -> str:
         endpoint = self.transport.offer(peer, epoch)
         name = self.transport.name
-        connect = Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, name, endpoint)
+        connect = Connect("decode-0", "model", epoch, to_message(self.store.geometry), NUM_PAGES, name, endpoint)
         return msgspec.json.encode(connect).decode()
 
     def do_chosen(self, peer: str, epoch: int, transport: str) -> bool:
@@ -93,9 +104,9 @@ class ReaderEnd:
 
     def do_fill(self, pages: list[tuple[int, int]]) -> None:
         """(seed, page)"""
-        size = GEOMETRY.page_bytes
+        size = self.store.geometry.page_bytes
         for seed, page in pages:
-            self.store.memory[page * size : (page + 1) * size] = page_content(seed)
+            self.store.memory[page * size : (page + 1) * size] = page_content(seed, self.store.geometry)
 
     def do_digest(self, pages: list[int]) -> list[str]:
         return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]

@@ -10,13 +10,14 @@ Where the reader places the bytes itself (TCP) it is the fence: it writes only i
 moment, and ``forbid`` and ``withdraw`` take effect before they return.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import BatonError
 from common.geometry import PageGeometry
 from common.messages import Connect, Geometry
+from kv_transfer.pieces import Piece
 
 
 class AttachError(BatonError):
@@ -107,8 +108,8 @@ class WriterTransport(Protocol):
         """Attachments that have succeeded or failed since the last call; one that had succeeded may fail later."""
         ...
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
-        """Begin to copy pages (ours, the attached peer's).
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+        """Begin to copy pages (ours, the attached peer's), or this piece of each; None: all of it, to all of it.
 
         Returns:
             A ticket that ``done`` returns when all of them are in place.
@@ -168,7 +169,8 @@ class ReaderTransport(Protocol):
         ...
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
-        """This peer may write these pages, once each, under this epoch. Binding where the reader places the bytes."""
+        """This peer may write these pages under this epoch, each byte once. Binding where the reader places the bytes.
+        Said again, they may be written again."""
         ...
 
     def forbid(self, pages: Sequence[int]) -> None:
@@ -199,3 +201,25 @@ def to_message(geometry: PageGeometry) -> Geometry:
         page_size=geometry.page_size,
         dtype=geometry.dtype,  # type: ignore[arg-type]  # one of the three names that PageGeometry knows
     )
+
+
+def from_message(geometry: Geometry) -> PageGeometry:
+    """A page's shape as it has come."""
+    return PageGeometry(
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        page_size=geometry.page_size,
+        dtype=geometry.dtype,
+    )
+
+
+def stage(store: PageStore, pages: Iterable[int]) -> None:
+    """Make the bytes of these pages stand in ``store.memory``, wherever the pool is."""
+    if store.is_mapped:
+        return
+    size = store.geometry.page_bytes
+    with memoryview(store.memory) as memory:
+        for page in pages:
+            with memory[page * size : (page + 1) * size] as into:
+                store.export_page(page, into)

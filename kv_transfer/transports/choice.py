@@ -16,6 +16,7 @@ import msgspec
 from common.config import is_loopback
 from common.errors import ConfigError
 from common.messages import Connect
+from kv_transfer.pieces import Piece
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
@@ -191,11 +192,11 @@ class ChoosingWriter:
             return [Attached(peer, attempt.connect.epoch, str(error))]
         return []
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         attempt = self._attempts[peer]
         assert attempt.is_attached and attempt.current is not None
         self._num_tickets += 1
-        self._tickets[attempt.current.name, attempt.current.write(peer, pages)] = self._num_tickets
+        self._tickets[attempt.current.name, attempt.current.write(peer, pages, piece)] = self._num_tickets
         return self._num_tickets
 
     def done(self) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.messages import Connect
+from kv_transfer.pieces import Piece, copy
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
 
 
@@ -21,6 +22,7 @@ class _Write:
     ticket: int
     pages: deque[tuple[int, int]]
     due_at: int
+    piece: Piece | None = None
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Wire:
             while write.pages:
                 if budget is not None and budget <= 0:
                     return
-                num_bytes = write.writer.put(write.peer, *write.pages.popleft())
+                num_bytes = write.writer.put(write.peer, *write.pages.popleft(), write.piece)
                 budget = None if budget is None else budget - num_bytes
             self._writes.popleft()
             write.writer.finished.append(write.ticket)
@@ -97,19 +99,25 @@ class InProcessWriter:
         news, self._news = self._news, []
         return news
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         assert peer in self._readers, "not attached"
         self._num_tickets += 1
-        self._wire.begin(_Write(self, peer, self._num_tickets, deque(pages), self._wire.num_ticks + self._wire.latency))
+        due_at = self._wire.num_ticks + self._wire.latency
+        self._wire.begin(_Write(self, peer, self._num_tickets, deque(pages), due_at, piece))
         return self._num_tickets
 
-    def put(self, peer: str, source: int, target: int) -> int:
-        """Copy one page now; returns its bytes."""
+    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+        """Copy one page now, or a piece of it; returns its bytes."""
         reader = self._readers[peer]
-        num_bytes = self.store.geometry.page_bytes
-        with memoryview(reader.store.memory) as memory:
-            self.store.export_page(source, memory[target * num_bytes : (target + 1) * num_bytes])
-        return num_bytes
+        num_bytes = reader.store.geometry.page_bytes
+        with memoryview(reader.store.memory) as memory, memory[target * num_bytes : (target + 1) * num_bytes] as into:
+            if piece is None:
+                self.store.export_page(source, into)
+                return num_bytes
+            page = bytearray(self.store.geometry.page_bytes)
+            self.store.export_page(source, memoryview(page))
+            copy(piece, memoryview(page), into)
+            return piece.num_bytes
 
     def done(self) -> list[int]:
         tickets, self.finished = self.finished, []

@@ -59,9 +59,8 @@ class Agent:
         except Exception as error:  # NIXL's own errors have no common root
             raise ConfigError(f"--transport nixl cannot register the pool: {error}") from error
 
-    def page_list(self, agent: str | bytes, pool_at: int, num_pages: int) -> Any:
-        """A prepared descriptor for every page of a pool, here (agent "NIXL_INIT_AGENT") or there."""
-        size = self.store.geometry.page_bytes
+    def page_list(self, agent: str | bytes, pool_at: int, num_pages: int, size: int) -> Any:
+        """A prepared descriptor for every page of a pool, here (agent "NIXL_INIT_AGENT") or there; ``size``: bytes."""
         return self.nixl.prep_xfer_dlist(agent, [(pool_at + i * size, size, 0) for i in range(num_pages)], "DRAM")
 
     def close(self) -> None:

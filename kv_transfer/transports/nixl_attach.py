@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kv_transfer.transports.base import from_message
 from kv_transfer.transports.nixl import PROBE_BYTES, Agent
 from kv_transfer.transports.nixl_route import Route, Write
 from kv_transfer.transports.shm_hello import ENDPOINT
@@ -77,7 +78,8 @@ class Attaching:
         known = self._known.pop(route.key, None)
         if known is None:
             agent = self._agent.nixl.add_remote_agent(metadata)
-            known = (agent, self._agent.page_list(agent, route.endpoint.pool_at, route.connect.num_pages))
+            size = from_message(route.connect.geometry).page_bytes
+            known = (agent, self._agent.page_list(agent, route.endpoint.pool_at, route.connect.num_pages, size))
         self._known[route.key] = known
         route.agent, route.pages = known
         in_use = self._in_use()

@@ -27,7 +27,7 @@ class Write:
     route: "Route"
     ticket: int
     handle: Any
-    num_pages: int = 0
+    num_bytes: int = 0
     is_failed: bool = False
     begun_at: float = field(default_factory=time.monotonic)
 

@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from common.messages import Connect
-from kv_transfer.transports.base import Attached, AttachError, PageStore
+from kv_transfer.pieces import Piece
+from kv_transfer.transports.base import Attached, AttachError, PageStore, stage
 from kv_transfer.transports.nixl import Agent
 from kv_transfer.transports.nixl_attach import Attaching
 from kv_transfer.transports.nixl_route import Endpoint, Route, Write
@@ -47,7 +48,9 @@ class NixlWriter:
     def __init__(self, store: PageStore, incarnation: str = "") -> None:
         self.store = store
         self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}")
-        self._sources = self._agent.page_list("NIXL_INIT_AGENT", self._agent.pool_at, store.num_pages)
+        self._sources = self._agent.page_list(
+            "NIXL_INIT_AGENT", self._agent.pool_at, store.num_pages, store.geometry.page_bytes
+        )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._routes: dict[str, Route] = {}
         self._leaving: dict[str, Route] = {}  # detached from, with writes under way
@@ -81,21 +84,14 @@ class NixlWriter:
         news = [self._news.popleft() for _ in range(len(self._news))]
         return [a for a in news if a.peer in self._routes and self._routes[a.peer].connect.epoch == a.epoch]
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         route = self._routes[peer]
-        if not self.store.is_mapped:
-            for source, _ in pages:
-                self._stage(source)
+        stage(self.store, [source for source, _ in pages])
         self._num_tickets += 1
         with self._lock:
             route.num_open += 1
-        self._jobs.put(("write", route, self._num_tickets, [s for s, _ in pages], [t for _, t in pages]))
+        self._jobs.put(("write", route, self._num_tickets, pages, piece))
         return self._num_tickets
-
-    def _stage(self, page: int) -> None:
-        size = self.store.geometry.page_bytes
-        with memoryview(self.store.memory) as memory, memory[page * size : (page + 1) * size] as into:
-            self.store.export_page(page, into)
 
     def done(self) -> list[int]:
         self._calm()
@@ -192,32 +188,51 @@ class NixlWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def _post(self, route: Route, ticket: int, sources: list[int], targets: list[int], writes: list[Write]) -> None:
+    def _post(
+        self, route: Route, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None, writes: list[Write]
+    ) -> None:
         with self._lock:
             if route.is_detached:  # never begun
                 route.num_open -= 1
                 return
-        if not sources:
+        if not pages:
             self._finish(Write(route, ticket, None))
             return
-        nixl = self._agent.nixl
         try:
             with self._agent.lock:
-                handle = nixl.make_prepped_xfer("WRITE", self._sources, sources, route.pages, targets)
+                handle = self._prepare(route, pages, piece)
         except Exception as error:  # NIXL's own errors have no common root; nothing was begun
             with self._lock:
                 route.num_open -= 1
             self._fail(route, str(error))
             return
-        write = Write(route, ticket, handle, len(sources))
+        num_bytes = len(pages) * (self.store.geometry.page_bytes if piece is None else piece.num_bytes)
+        write = Write(route, ticket, handle, num_bytes)
         writes.append(write)
         try:
             with self._agent.lock:
-                is_failed = nixl.transfer(handle) == "ERR"
+                is_failed = self._agent.nixl.transfer(handle) == "ERR"
         except Exception:
             is_failed = True
         if is_failed:
             self._mark_failed(write)
+
+    def _prepare(self, route: Route, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
+        """Whole pages by index from the lists that are prepared; pieces by a list of all of their runs."""
+        nixl = self._agent.nixl
+        if piece is None:
+            sources, targets = [source for source, _ in pages], [target for _, target in pages]
+            return nixl.make_prepped_xfer("WRITE", self._sources, sources, route.pages, targets)
+        ours, theirs = self.store.geometry.page_bytes, piece.theirs.page_bytes
+        local, remote = [], []
+        for source, target in pages:
+            source_at = self._agent.pool_at + source * ours
+            target_at = route.endpoint.pool_at + target * theirs
+            for at, to, length in piece.runs:
+                local.append((source_at + at, length, 0))
+                remote.append((target_at + to, length, 0))
+        lists = nixl.get_xfer_descs(local, "DRAM"), nixl.get_xfer_descs(remote, "DRAM")
+        return nixl.initialize_xfer("WRITE", *lists, route.agent)
 
     def _is_over(self, write: Write) -> bool:
         """Look after one write. A failed one is over when nobody is left whose memory it could reach."""
@@ -270,7 +285,7 @@ class NixlWriter:
     def _finish(self, write: Write) -> None:
         self._count_over(write)
         if write.ticket:
-            self._num_bytes += write.num_pages * self.store.geometry.page_bytes
+            self._num_bytes += write.num_bytes
             self._done.append(write.ticket)
             self._say()
         self._leave_if_still(write.route)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.messages import Connect
-from kv_transfer.transports.base import Attached, AttachError, PageStore
+from kv_transfer.pieces import Piece, copy
+from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
 from kv_transfer.transports.shm_hello import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
 
 
@@ -31,6 +32,7 @@ class _Attaching:
 class _Mapping:
     connection: socket.socket
     memory: mmap.mmap
+    page_bytes: int  # of the peer's pages
 
 
 class ShmWriter:
@@ -123,11 +125,11 @@ class ShmWriter:
                 os.close(descriptor)
         self._epoll.unregister(connection)
         del self._attaching[peer]
-        self._mappings[peer] = _Mapping(connection, memory)
+        self._mappings[peer] = _Mapping(connection, memory, from_message(attaching.connect.geometry).page_bytes)
         return True
 
     def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
-        num_bytes = self.store.geometry.pool_bytes(connect.num_pages)
+        num_bytes = from_message(connect.geometry).pool_bytes(connect.num_pages)
         expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
         if hello not in expected:
             raise AttachError(f"{connect.name} said one thing in its offer and another over its socket")
@@ -143,17 +145,26 @@ class ShmWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
-        num_bytes = self.store.geometry.page_bytes
-        with memoryview(self._mappings[peer].memory) as memory:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+        mapping = self._mappings[peer]
+        with memoryview(mapping.memory) as memory:
             for source, target in pages:
-                with memory[target * num_bytes : (target + 1) * num_bytes] as into:
-                    assert len(into) == num_bytes, f"page {target} is not in the peer's pool"
-                    self.store.export_page(source, into)
-        self._num_bytes += len(pages) * num_bytes
+                with memory[target * mapping.page_bytes : (target + 1) * mapping.page_bytes] as into:
+                    assert len(into) == mapping.page_bytes, f"page {target} is not in the peer's pool"
+                    if piece is None:
+                        self.store.export_page(source, into)
+                    else:
+                        self._copy(piece, source, into)
+        self._num_bytes += len(pages) * (self.store.geometry.page_bytes if piece is None else piece.num_bytes)
         self._num_tickets += 1
         self._done.append(self._num_tickets)
         return self._num_tickets
+
+    def _copy(self, piece: Piece, source: int, into: memoryview) -> None:
+        num_bytes = self.store.geometry.page_bytes
+        stage(self.store, (source,))
+        with memoryview(self.store.memory) as memory, memory[source * num_bytes : (source + 1) * num_bytes] as page:
+            copy(piece, page, into)
 
     def done(self) -> list[int]:
         tickets, self._done = self._done, []

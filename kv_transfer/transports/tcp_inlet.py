@@ -12,13 +12,25 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from kv_transfer.pieces import Box
 from kv_transfer.transports.base import PageStore
-from kv_transfer.transports.tcp_wire import DONE, DONE_MAGIC, FRAME_BYTES, PAGE, PAGE_MAGIC, Seal
+from kv_transfer.transports.tcp_wire import DONE, DONE_MAGIC, PAGE, PAGE_FRAME_BYTES, PAGE_MAGIC, Seal
 
 log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 64 << 10
 _WORTHWHILE_BYTES = 256 << 10
+MAX_BUFFERS = 64  # filled by one call; a tenth of a millisecond of copying at most
+
+
+class Grant:
+    """Leave to write one page, given at one time. ``claimed``: parts of it that have come, or are coming."""
+
+    __slots__ = ("claimed", "owner")
+
+    def __init__(self, owner: tuple[str, int]) -> None:
+        self.owner = owner
+        self.claimed: list[Box] = []
 
 
 class Leave:
@@ -26,31 +38,73 @@ class Leave:
 
     def __init__(self) -> None:
         self.num_bytes = 0  # placed
-        self.num_refused = 0  # pages
-        self._owners: dict[int, tuple[str, int]] = {}
-        self._lock = threading.Lock()  # of the totals
+        self.num_refused = 0  # pages, or parts of some
+        self._grants: dict[int, Grant] = {}
+        self._lock = threading.Lock()  # of the totals and of claims
 
     def give(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
-        owner = (peer, epoch)
         for page in pages:
-            self._owners[page] = owner
+            self._grants[page] = Grant((peer, epoch))
 
     def take(self, pages: Sequence[int]) -> None:
         for page in pages:
-            self._owners.pop(page, None)
+            self._grants.pop(page, None)
 
     def revoke(self, peer: str) -> None:
         """All of this peer's."""
-        for page in [page for page, owner in list(self._owners.items()) if owner[0] == peer]:
-            self._owners.pop(page, None)
+        for page in [page for page, grant in list(self._grants.items()) if grant.owner[0] == peer]:
+            self._grants.pop(page, None)
 
-    def has(self, owner: tuple[str, int], page: int) -> bool:
-        return self._owners.get(page) == owner
+    def claim(self, owner: tuple[str, int], page: int, box: Box) -> Grant | None:
+        """This part of the page begins to come: by which grant it may. Each byte once."""
+        grant = self._grants.get(page)
+        with self._lock:
+            if grant is None or grant.owner != owner or any(box.overlaps(other) for other in grant.claimed):
+                return None
+            grant.claimed.append(box)
+        return grant
+
+    def holds(self, grant: Grant | None, page: int) -> bool:
+        """Was it not taken since, nor given anew?"""
+        return grant is not None and self._grants.get(page) is grant
 
     def count(self, num_bytes: int) -> None:
         with self._lock:
             self.num_bytes += num_bytes
             self.num_refused += not num_bytes
+
+
+class Room:
+    """Where the bytes to come belong: runs of one page, filled in order.
+
+    Attributes:
+        num_bytes: of all of it.
+        num_missing: that have not come.
+    """
+
+    def __init__(self, memory: memoryview, base: int, runs: list[tuple[int, int]]) -> None:
+        self.num_bytes = self.num_missing = sum(length for _, length in runs)
+        self._memory = memory
+        self._base = base
+        self._runs = runs
+        self._first = 0  # run that is being filled
+        self._at = 0  # bytes that it has already
+
+    def buffers(self) -> list[memoryview]:
+        """The next places, as many as one call should fill."""
+        at, places = self._at, []
+        for offset, length in self._runs[self._first : self._first + MAX_BUFFERS]:
+            begin = self._base + offset
+            places.append(self._memory[begin + at : begin + length])
+            at = 0
+        return places
+
+    def filled(self, num_bytes: int) -> None:
+        self.num_missing -= num_bytes
+        self._at += num_bytes
+        while self._first < len(self._runs) and self._at >= self._runs[self._first][1]:
+            self._at -= self._runs[self._first][1]
+            self._first += 1
 
 
 class Inlet:
@@ -78,6 +132,7 @@ class Inlet:
         self._page_bytes = store.geometry.page_bytes
         self._leave = leave
         self._on_end = on_end
+        self._layout: tuple[Box, list[tuple[int, int]]] | None = None  # of the last part that came
         self._lock = threading.Lock()
         self._is_open = True
         self._page = -1  # being received
@@ -120,13 +175,13 @@ class Inlet:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        header = bytearray(FRAME_BYTES)
+        header = bytearray(PAGE_FRAME_BYTES)
         number = 0
         try:
             with memoryview(self._store.memory) as memory, memoryview(header) as view:
                 while self._fill(view):
-                    page = self._understood(bytes(header), number)
-                    is_placed = self._place(memory, page)
+                    page, box = self._understood(bytes(header), number)
+                    is_placed = self._place(memory, page, box)
                     self._acknowledge(is_placed, page, number)
                     number += 1
                 self.why = self.why or "it was closed at the other end"
@@ -148,43 +203,47 @@ class Inlet:
             at += num_bytes
         return True
 
-    def _understood(self, frame: bytes, number: int) -> int:
-        """The page that is to follow. Raises ConnectionError for anything but the next page of a writer we know."""
+    def _understood(self, frame: bytes, number: int) -> tuple[int, Box]:
+        """What is to follow: a page, and which part of it. Raises ConnectionError for anything but the next one of a
+        writer we know."""
         header = frame[: PAGE.size]
-        magic, num_bytes, page, given = PAGE.unpack(header)
+        magic, num_bytes, page, given, *numbers = PAGE.unpack(header)
         if magic != PAGE_MAGIC or not self._page_seal.is_mine(header, frame[PAGE.size :]):
             raise ConnectionError("something came that is no page of this writer")
         if given != number:
             raise ConnectionError(f"page number {number} was to come, and {given} came")
-        if num_bytes != self._page_bytes or page >= self._store.num_pages:
-            raise ConnectionError(f"a page came that this pool does not have: number {page}, {num_bytes} bytes")
-        return int(page)
+        box, geometry = Box(*numbers), self._store.geometry
+        if page >= self._store.num_pages or not box.is_within(geometry) or num_bytes != box.num_bytes(geometry):
+            raise ConnectionError(f"a page came that this pool does not have: number {page}, {num_bytes} bytes, {box}")
+        return page, box
 
-    def _place(self, memory: memoryview, page: int) -> bool:
-        """Receive a page's bytes, into the pool as long as that is allowed, else into nowhere. Was it placed whole?"""
-        base, at, is_allowed = page * self._page_bytes, 0, True
+    def _place(self, memory: memoryview, page: int, box: Box) -> bool:
+        """Receive the bytes of a page, into the pool as long as that is allowed, else into nowhere. Were all placed?"""
+        if self._layout is None or self._layout[0] != box:
+            self._layout = (box, box.runs(self._store.geometry))
+        room = Room(memory, page * self._page_bytes, self._layout[1])
+        grant = self._leave.claim(self._owner, page, box)
+        is_allowed = grant is not None
         self._page = page
-        while at < self._page_bytes:
+        while room.num_missing:
             with self._lock:
                 if not self._is_open:
                     raise ConnectionError("it was closed on our side")
-                is_allowed = is_allowed and self._leave.has(self._owner, page)
-                into = memory[base + at : base + self._page_bytes] if is_allowed else memoryview(self._scratch)
-                with into[: self._page_bytes - at] as room:
-                    num_bytes = self._receive(room)
-                into.release()
+                is_allowed = is_allowed and self._leave.holds(grant, page)
+                num_bytes = self._receive(room.buffers() if is_allowed else [self._nowhere(room.num_missing)])
             if not num_bytes:
                 raise ConnectionError("it was cut within a page")
-            at += max(num_bytes, 0)
-            if at < self._page_bytes:
-                self._wait(self._page_bytes - at)
+            room.filled(max(num_bytes, 0))
+            if room.num_missing:
+                self._wait(room.num_missing)
         with self._lock:
-            is_allowed = is_allowed and self._leave.has(self._owner, page)
-            if is_allowed:
-                self._leave.take((page,))  # once
+            is_allowed = is_allowed and self._leave.holds(grant, page)
         self._page = -1
-        self._leave.count(self._page_bytes if is_allowed else 0)
+        self._leave.count(room.num_bytes if is_allowed else 0)
         return is_allowed
+
+    def _nowhere(self, num_bytes: int) -> memoryview:
+        return memoryview(self._scratch)[:num_bytes]
 
     def _wait(self, num_missing: int) -> None:
         """Until a good part of what is missing has arrived, so that few calls fetch much; or the connection ends."""
@@ -194,12 +253,15 @@ class Inlet:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at_least)
         self._readable.poll()
 
-    def _receive(self, into: memoryview) -> int:
+    def _receive(self, into: list[memoryview]) -> int:
         """What is there, without waiting. -1: nothing yet; 0: the other end closed."""
         try:
-            return self._connection.recv_into(into, 0, socket.MSG_DONTWAIT)
+            return self._connection.recvmsg_into(into, 0, socket.MSG_DONTWAIT)[0]
         except BlockingIOError:
             return -1
+        finally:
+            for buffer in into:
+                buffer.release()
 
     def _acknowledge(self, is_placed: bool, page: int, number: int) -> None:
         header = DONE.pack(DONE_MAGIC, is_placed, page, number)

@@ -18,21 +18,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
 
 from common.messages import Connect
-from kv_transfer.transports.base import Attached, AttachError, PageStore
+from kv_transfer.pieces import Piece
+from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
+from kv_transfer.transports.tcp_outlet import Job, Outlet
 from kv_transfer.transports.tcp_wire import (
     DONE,
+    DONE_FRAME_BYTES,
     DONE_MAGIC,
     ENDPOINT,
-    FRAME_BYTES,
     HELLO,
     MAGIC,
     MAX_CONNECTIONS,
     NONCE_BYTES,
-    PAGE,
-    PAGE_MAGIC,
     PROOF_BYTES,
     WELCOME,
     Seal,
@@ -56,7 +55,7 @@ class _Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One connection. ``pending``: (ticket, page of the peer) of pages handed to the thread and not acknowledged."""
+    """One connection. ``pending``: (ticket, page of the peer, bytes) handed to the thread and not acknowledged."""
 
     index: int
     connection: socket.socket
@@ -64,8 +63,8 @@ class _Lane:
     stage: _Stage = _Stage.DIALLING
     terms: Terms | None = None
     inbox: bytearray = field(default_factory=bytearray)
-    jobs: "queue.SimpleQueue[tuple[int, int] | None]" = field(default_factory=queue.SimpleQueue)
-    pending: deque[tuple[int, int]] = field(default_factory=deque)
+    jobs: "queue.SimpleQueue[Job | None]" = field(default_factory=queue.SimpleQueue)
+    pending: deque[tuple[int, int, int]] = field(default_factory=deque)
     num_done: int = 0
     thread: threading.Thread | None = None
     seal: Seal | None = None
@@ -209,7 +208,7 @@ class TcpWriter:
             index=lane.index,
             count=len(route.lanes),
             epoch=route.connect.epoch,
-            page_bytes=self.store.geometry.page_bytes,
+            page_bytes=from_message(route.connect.geometry).page_bytes,
             num_pages=route.connect.num_pages,
             writer_nonce=lane.nonce,
             reader_nonce=nonce,
@@ -234,8 +233,8 @@ class TcpWriter:
         lane.stage = _Stage.READY
         lane.seal = lane.terms.seal(self._key, b"acknowledgements")
         lane.connection.setblocking(True)  # for the thread; the loop says MSG_DONTWAIT
-        sender = _PageSender(lane.connection, lane.jobs, lane.terms.seal(self._key, b"pages"), self.store)
-        lane.thread = threading.Thread(target=sender.run, name=f"tcp-send-{lane.index}", daemon=True)
+        outlet = Outlet(lane.connection, lane.jobs, lane.terms.seal(self._key, b"pages"), self.store)
+        lane.thread = threading.Thread(target=outlet.run, name=f"tcp-send-{lane.index}", daemon=True)
         lane.thread.start()
         if all(other.stage is _Stage.READY for other in route.lanes):
             route.is_attached = True
@@ -243,38 +242,33 @@ class TcpWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]]) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         route = self._routes[peer]
         assert route.is_attached, "not attached"
         self._num_tickets += 1
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
+        num_bytes = self.store.geometry.page_bytes if piece is None else piece.num_bytes
         for source, target in pages:
-            if not self.store.is_mapped:
-                self._stage(source)
+            stage(self.store, (source,))
             lane = min(route.lanes, key=lambda lane: len(lane.pending))
-            lane.pending.append((ticket, target))
-            lane.jobs.put((source, target))
+            lane.pending.append((ticket, target, num_bytes))
+            lane.jobs.put((source, target, piece))
         if not pages:
             self._finish(ticket)
         return ticket
-
-    def _stage(self, page: int) -> None:
-        size = self.store.geometry.page_bytes
-        with memoryview(self.store.memory) as memory, memory[page * size : (page + 1) * size] as into:
-            self.store.export_page(page, into)
 
     def _hear(self, lane: _Lane) -> None:
         """Take acknowledgements. Raises OSError if one is not what must come next."""
         assert lane.seal is not None
         with contextlib.suppress(BlockingIOError):
-            data = lane.connection.recv(64 * FRAME_BYTES, socket.MSG_DONTWAIT)
+            data = lane.connection.recv(64 * DONE_FRAME_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 raise ConnectionError("it closed the connection")
             lane.inbox += data
-        whole = len(lane.inbox) // FRAME_BYTES * FRAME_BYTES
-        for at in range(0, whole, FRAME_BYTES):
-            frame = bytes(lane.inbox[at : at + FRAME_BYTES])
+        end = len(lane.inbox) // DONE_FRAME_BYTES * DONE_FRAME_BYTES
+        for at in range(0, end, DONE_FRAME_BYTES):
+            frame = bytes(lane.inbox[at : at + DONE_FRAME_BYTES])
             header = frame[: DONE.size]
             magic, is_placed, page, number = DONE.unpack(header)
             if magic != DONE_MAGIC or not lane.seal.is_mine(header, frame[DONE.size :]):
@@ -282,12 +276,12 @@ class TcpWriter:
             if number != lane.num_done or not lane.pending or lane.pending[0][1] != page:
                 raise ConnectionError("it acknowledged a page that was not sent")
             lane.num_done += 1
-            ticket, _ = lane.pending.popleft()
-            self._num_bytes += self.store.geometry.page_bytes if is_placed else 0
+            ticket, _, num_bytes = lane.pending.popleft()
+            self._num_bytes += num_bytes if is_placed else 0
             self._remaining[ticket] -= 1
             if not self._remaining[ticket]:
                 self._finish(ticket)
-        del lane.inbox[:whole]
+        del lane.inbox[:end]
 
     def _finish(self, ticket: int) -> None:
         del self._remaining[ticket]
@@ -309,7 +303,7 @@ class TcpWriter:
             self._lanes.pop(lane.connection.fileno(), None)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self._epoll.unregister(lane.connection)
-            for ticket, _ in lane.pending:
+            for ticket, _, _ in lane.pending:
                 self._remaining.pop(ticket, None)
             with contextlib.suppress(OSError):
                 if lane.pending:
@@ -332,41 +326,3 @@ class TcpWriter:
         for peer in list(self._routes):
             self.detach(peer)
         self._epoll.close()
-
-
-class _PageSender:
-    """What the thread of one connection does: frame after frame, straight from the pool."""
-
-    def __init__(
-        self, connection: socket.socket, jobs: "queue.SimpleQueue[tuple[int, int] | None]", seal: Seal, store: PageStore
-    ) -> None:
-        self._connection = connection
-        self._jobs = jobs
-        self._seal = seal
-        self._memory: Any = store.memory
-        self._page_bytes = store.geometry.page_bytes
-
-    def run(self) -> None:
-        try:
-            with memoryview(self._memory) as memory:
-                number = 0
-                while (job := self._jobs.get()) is not None:
-                    source, target = job
-                    with memory[source * self._page_bytes : (source + 1) * self._page_bytes] as page:
-                        self._send(PAGE.pack(PAGE_MAGIC, self._page_bytes, target, number), page)
-                    number += 1
-        except OSError as error:
-            log.debug("a page connection ends: %s", error)
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # the loop hears of it
-
-    def _send(self, header: bytes, page: memoryview) -> None:
-        header += self._seal.mac(header)
-        num_sent = self._connection.sendmsg((header, page))
-        if num_sent < len(header):
-            self._connection.sendall(header[num_sent:])
-            num_sent = len(header)
-        at = num_sent - len(header)
-        while at < len(page):
-            with page[at:] as rest:
-                at += self._connection.send(rest)
