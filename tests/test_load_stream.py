@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scripts.load.connection import Connection, Exchange, follow_chunks, read_head
 from scripts.load.stream import read_answer
-from scripts.load.wire import Done, FrameReader, Ready, Tick, encode, to_parent
+from scripts.load.wire import Done, Dones, FrameReader, Ready, Tick, encode, to_parent
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = [b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(4)]
@@ -185,7 +185,7 @@ def test_heads_are_read_whatever_their_case() -> None:
 
 @given(st.lists(st.integers(1, 60), max_size=10))
 def test_frames_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
-    frames = [Ready(), done_of([WHOLE]), Tick(1.0, 2, 3, 4, 5, 6, [0.5])]
+    frames = [Ready(), Dones([done_of([WHOLE])] * 2), Tick(1.0, 2, 3, 4, 5, 6, [0.5])]
     data = b"".join(map(encode, frames))
     seen: list[Any] = []
     reader = FrameReader(to_parent, seen.append, lambda: None)

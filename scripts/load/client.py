@@ -18,7 +18,7 @@ from scripts.load.alarm import Alarm
 from scripts.load.connection import Connection, Exchange
 from scripts.load.wire import Ask, Done, Setup, Tick
 
-LAG_S = 0.05
+LAG_S = 0.2  # each look wakes a sleeping process up, which costs as much as a token
 
 
 class Client:

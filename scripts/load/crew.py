@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from scripts.load.plan import Planned
 from scripts.load.wire import (
     Ask,
     Done,
+    Dones,
     EndOfAsks,
     Finished,
     FrameReader,
@@ -85,6 +87,7 @@ class _Member:
         self.is_ready = asyncio.Event()
         self.finished: Finished | None = None
         self.tick: Tick | None = None
+        self.num_open = 0  # asks handed over that have not ended
 
     async def connect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -131,6 +134,7 @@ class Crew:
         self._members: list[_Member] = []
         self._outcome = Outcome()
         self._all_ended = asyncio.Event()
+        self._some_ended = asyncio.Event()
         self._failure = ""
         self._is_stopping = False
 
@@ -176,11 +180,12 @@ class Crew:
             await asyncio.wait_for(member.is_ready.wait(), READY_TIMEOUT_S)
         began_at, has_started, num_bytes = time.monotonic(), False, 0
         for number, chain in enumerate(chains):
-            member = self._members[number % len(self._members)]
+            member = self._member_for(number)
             if not has_started and self._is_a_start(number, chain[0].at, num_bytes, began_at):
                 has_started = await self._go()
             if has_started:
                 await self._until_near(chain[0].at)
+                await self._until_short_of_work(member)
                 await member.writer.drain()
                 if self._is_over():
                     break
@@ -188,6 +193,7 @@ class Crew:
                 self._outcome.planned.append(planned)
                 ask = self._ask(planned)
                 num_bytes += len(ask.body)
+                member.num_open += 1
                 member.writer.send(ask)
             if number % 16 == 15:
                 await asyncio.sleep(0)
@@ -208,7 +214,24 @@ class Crew:
         """Whether enough has been handed out for the clock to start: a few seconds' worth, or all that time allows."""
         if time.monotonic() - began_at > MAX_FEED_BEFORE_START_S or num_bytes > MAX_BYTES_BEFORE_START:
             return True
-        return number >= 4 * self._setup.slots + 64 if self._setup.slots else at > LOOKAHEAD_S
+        return number >= self._lead() * len(self._members) if self._setup.slots else at > LOOKAHEAD_S
+
+    def _member_for(self, number: int) -> _Member:
+        """In turn; in a closed loop the one with the least to do, since some answers are slow."""
+        if not self._setup.slots:
+            return self._members[number % len(self._members)]
+        return min(self._members, key=lambda member: member.num_open)
+
+    def _lead(self) -> int:
+        """Asks that each process of a closed loop has at hand."""
+        return 4 * self._setup.slots // len(self._members) + 64
+
+    async def _until_short_of_work(self, member: _Member) -> None:
+        """In a closed loop, wait until a process will soon have nothing to send."""
+        while self._setup.slots and member.num_open >= self._lead() and not self._is_over():
+            self._some_ended.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._some_ended.wait(), FEED_EVERY_S)
 
     async def _until_near(self, at: float) -> None:
         """Wait until a request is due in a few seconds: making all bodies at once would take the server's cores."""
@@ -242,8 +265,10 @@ class Crew:
         asyncio.get_running_loop().call_later(GRACE_S, self._all_ended.set)
 
     def _on_frame(self, member: _Member, frame: Any) -> None:
-        if isinstance(frame, Done):
-            self._outcome.dones.append(frame)
+        if isinstance(frame, Dones):
+            self._outcome.dones += frame.ended
+            member.num_open -= len(frame.ended)
+            self._some_ended.set()
         elif isinstance(frame, Tick):
             member.tick = frame
             ticks = [other.tick for other in self._members if other.tick]

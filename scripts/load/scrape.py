@@ -5,16 +5,17 @@ each set of labels.
 """
 
 import asyncio
+import http.client
 import re
 import time
 from urllib.parse import urlsplit
 
-from common.errors import ConfigError
 from scripts.load.config import LoadtestConfig
-from scripts.load.probe import get
+from scripts.load.probe import connect
 
-LINE = re.compile(r"^([a-zA-Z_:][\w:]*(?:\{[^}]*\})?)\s+([-+\d.eE]+|NaN|[+-]Inf)")
-LEFT_OUT = re.compile(r"^(python_|process_|go_)|_bucket\{|_created\b|_sum\b|_info\{")
+LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}\n]*\})?[ \t]+([-+\d.eE]+)(?=\s|$)", re.MULTILINE)
+LEFT_OUT = ("_bucket", "_created", "_sum", "_info")
+LEFT_OUT_KINDS = ("python_", "process_", "go_")
 MAX_SERIES = 400
 
 
@@ -25,28 +26,46 @@ class Scraper:
         self._config = config
         self._rows: list[tuple[float, dict[str, float]]] = []
         self.notes: list[str] = []
+        url = config.url if config.scrape == "auto" else config.scrape
+        self._parts = urlsplit(url)
+        is_page = config.scrape != "auto" and self._parts.path not in ("", "/")
+        root = self._parts.path.rstrip("/").removesuffix("/v1")
+        self._path = self._parts.path if is_page else root + "/metrics"
+        self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        self._connection: http.client.HTTPConnection | None = None
 
     async def run(self) -> None:
         """Read every ``--scrape-interval``; give up quietly where there are no metrics."""
         config = self._config
         if config.scrape == "none":
             return
-        url = config.url if config.scrape == "auto" else config.scrape
-        parts = urlsplit(url)
-        path = "/metrics" if config.scrape == "auto" or parts.path in ("", "/") else ""
-        while True:
-            at = time.monotonic()
-            try:
-                status, body = await asyncio.to_thread(get, parts, path, config.api_key, config.verify_tls)
-            except ConfigError:
-                status, body = 0, b""
-            if status == 200:
-                self._rows.append((at, parse(body.decode(errors="replace"))))
-            elif not self._rows:
-                if config.scrape != "auto":
-                    self.notes.append(f"--scrape {url}: no metrics (HTTP {status})")
-                return
-            await asyncio.sleep(max(0.0, at + config.scrape_interval - time.monotonic()))
+        try:
+            while True:
+                at = time.monotonic()
+                status, body = await asyncio.to_thread(self._get)
+                if status == 200:
+                    self._rows.append((at, parse(body.decode(errors="replace"))))
+                elif not self._rows:
+                    if config.scrape != "auto":
+                        self.notes.append(f"--scrape {config.scrape}: no metrics (HTTP {status})")
+                    return
+                await asyncio.sleep(max(0.0, at + config.scrape_interval - time.monotonic()))
+        finally:
+            if self._connection:
+                self._connection.close()
+
+    def _get(self) -> tuple[int, bytes]:
+        """Status and page, over one connection for the whole run if the server lets it; status 0 if nobody answers."""
+        try:
+            if self._connection is None:
+                self._connection = connect(self._parts, self._config.verify_tls)
+            self._connection.request("GET", self._path, headers=self._headers)
+            answer = self._connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException):
+            if self._connection:
+                self._connection.close()  # the next try opens it again
+            return 0, b""
 
     def since(self, start_at: float) -> dict[str, list[list[float]]]:
         """All series that ever changed or are not 0, as pairs of seconds and value."""
@@ -64,10 +83,7 @@ class Scraper:
 def parse(text: str) -> dict[str, float]:
     """Samples of Prometheus' text format by name and labels."""
     found = {}
-    for line in text.splitlines():
-        if line.startswith("#") or LEFT_OUT.search(line):
-            continue
-        sample = LINE.match(line)
-        if sample and sample.group(2) not in ("NaN", "+Inf", "-Inf"):
-            found[sample.group(1)] = float(sample.group(2))
+    for name, labels, value in LINE.findall(text):
+        if not name.endswith(LEFT_OUT) and not name.startswith(LEFT_OUT_KINDS):
+            found[name + labels] = float(value)
     return found

@@ -17,6 +17,8 @@ from typing import Any
 from scripts.load.client import Client
 from scripts.load.wire import (
     Ask,
+    Done,
+    Dones,
     EndOfAsks,
     Finished,
     Frame,
@@ -30,6 +32,8 @@ from scripts.load.wire import (
 )
 
 TICK_S = 0.25
+SEND_AFTER_S = 0.25
+SEND_AFTER_NUM = 32
 NICENESS = -10
 MAX_BYTES_WAITING = 64 << 20
 
@@ -44,6 +48,8 @@ class Shard:
         self._reader = FrameReader(to_client, self._on_frame, self._on_end)
         self._writer = FrameWriter()
         self._began_at = self._began_cpu_s = 0.0
+        self._dones: list[Done] = []
+        self._sending: asyncio.TimerHandle | None = None
         self._is_paused = self._is_finished = self._has_ticks = False
 
     async def run(self) -> None:
@@ -75,8 +81,21 @@ class Shard:
             client.halt()
             self._finish()
 
-    def _on_done(self, done: Frame) -> None:
-        self._send(done)
+    def _on_done(self, done: Done) -> None:
+        """Keep it a moment: a frame for each would cost more than the requests themselves."""
+        self._dones.append(done)
+        if len(self._dones) >= SEND_AFTER_NUM:
+            self._send_dones()
+        elif self._sending is None:
+            self._sending = self._loop.call_later(SEND_AFTER_S, self._send_dones)
+
+    def _send_dones(self) -> None:
+        if self._sending:
+            self._sending.cancel()
+            self._sending = None
+        if self._dones:
+            self._send(Dones(self._dones))
+            self._dones = []
         self._resume()
 
     def _resume(self) -> None:
@@ -96,6 +115,7 @@ class Shard:
             return
         self._is_finished = True
         client.close()
+        self._send_dones()
         cpu_s, wall_s = time.process_time() - self._began_cpu_s, time.monotonic() - self._began_at
         self._send(Finished(cpu_s, wall_s, list(client.lags), client.num_connections, client.num_unsent))
         self._writer.transport.close()  # after what is still to be written

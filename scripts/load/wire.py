@@ -107,6 +107,12 @@ class Done(Frame, frozen=True):
     is_retry: bool
 
 
+class Dones(Frame, frozen=True):
+    """Requests that have ended: many in one frame, since every frame wakes the parent up."""
+
+    ended: list[Done]
+
+
 class Tick(Frame, frozen=True):
     """The state of a client process, a few times a second."""
 
@@ -138,7 +144,7 @@ class Finished(Frame, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 to_client = msgspec.msgpack.Decoder(Setup | Ask | Go | EndOfAsks | Halt)
-to_parent = msgspec.msgpack.Decoder(Ready | Done | Tick | Finished)
+to_parent = msgspec.msgpack.Decoder(Ready | Dones | Tick | Finished)
 
 
 def encode(frame: Frame) -> bytes:
