@@ -105,7 +105,9 @@ class Stranger:
         _, _, token, count = connect.endpoint.split(":")
         self.hello(bytes.fromhex(token), index, int(count))
         nonce, _ = WELCOME.unpack(self.receive(WELCOME.size))
-        self.terms = Terms(bytes.fromhex(token), index, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce)
+        self.terms = Terms(
+            MAGIC, bytes.fromhex(token), index, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce
+        )
         self.connection.sendall(self.terms.proof(key, b"writer"))
         self.turn()
         return self.receive(32)
@@ -198,7 +200,9 @@ def test_a_proof_is_good_for_one_handshake_only(reader: TcpReader) -> None:
     stranger = Stranger(reader)
     stranger.hello(token, index=0, count=2)
     nonce, _ = WELCOME.unpack(stranger.receive(WELCOME.size))
-    proof = Terms(token, 0, 2, 1, SIZE, NUM_PAGES, b"n" * 32, nonce).proof(KEY, b"writer")  # said, and never arrived
+    proof = Terms(MAGIC, token, 0, 2, 1, SIZE, NUM_PAGES, b"n" * 32, nonce).proof(
+        KEY, b"writer"
+    )  # said, and never arrived
     again = Stranger(reader)
     again.hello(token, index=0, count=2)
     again.receive(WELCOME.size)
@@ -476,7 +480,7 @@ def test_a_writer_believes_no_acknowledgement_but_the_next(writer: TcpWriter, an
     with connection:
         writer.poll()
         nonce = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))[-1]
-        terms = Terms(bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
+        terms = Terms(MAGIC, bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
         connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))
         until(lambda: writer.poll() or select.select([connection], [], [], 0)[0])
         connection.recv(32, socket.MSG_WAITALL)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kv_transfer.pieces import Box
 from kv_transfer.transports.base import PageStore
-from kv_transfer.transports.tcp_wire import DONE, DONE_MAGIC, PAGE, PAGE_FRAME_BYTES, PAGE_MAGIC, Seal
+from kv_transfer.transports.tcp_wire import DONE, DONE_MAGIC, PAGE, PAGE_FRAME_BYTES, PAGE_MAGIC, Line
 
 log = logging.getLogger(__name__)
 
@@ -109,25 +109,23 @@ class Room:
 
 class Inlet:
     """Args:
-    owner: (peer, epoch) whose connection this is.
-    seals: of page headers, which come, and of acknowledgements, which go.
+    owner: (peer, epoch) whose line this is.
     on_end: called in the thread when the connection ends.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
+        line: Line,
         owner: tuple[str, int],
-        seals: tuple[Seal, Seal],
         store: PageStore,
         leave: Leave,
         on_end: "Callable[[Inlet], None]",
     ) -> None:
         self.peer = owner[0]
         self.why = ""
-        self._connection = connection
+        self._connection = line.connection
         self._owner = owner
-        self._page_seal, self._done_seal = seals
+        self._page_seal, self._done_seal = line.seal(b"pages"), line.seal(b"acknowledgements")
         self._store = store
         self._page_bytes = store.geometry.page_bytes
         self._leave = leave
@@ -138,9 +136,9 @@ class Inlet:
         self._page = -1  # being received
         self._at_least = 1  # bytes that must have arrived for the connection to count as readable
         self._readable = select.poll()
-        self._readable.register(connection, select.POLLIN)
+        self._readable.register(self._connection, select.POLLIN)
         self._scratch = bytearray(min(_SCRATCH_BYTES, self._page_bytes))
-        self._thread = threading.Thread(target=self._run, name="tcp-receive", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="receive-pages", daemon=True)
 
     def start(self) -> None:
         self._connection.setblocking(True)
@@ -175,21 +173,26 @@ class Inlet:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        header = bytearray(PAGE_FRAME_BYTES)
-        number = 0
         try:
-            with memoryview(self._store.memory) as memory, memoryview(header) as view:
-                while self._fill(view):
-                    page, box = self._understood(bytes(header), number)
-                    is_placed = self._place(memory, page, box)
-                    self._acknowledge(is_placed, page, number)
-                    number += 1
+            with memoryview(self._store.memory) as memory:
+                self._serve(memory)
                 self.why = self.why or "it was closed at the other end"
         except OSError as error:
             self.why = error.strerror or str(error)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._on_end(self)
+
+    def _serve(self, memory: memoryview) -> None:
+        """Page after page, until the other end closes. Raises OSError if that comes in the middle, or is not a page."""
+        header = bytearray(PAGE_FRAME_BYTES)
+        number = 0
+        with memoryview(header) as view:
+            while self._fill(view):
+                page, box = self._understood(bytes(header), number)
+                is_placed = self._place(memory, page, box)
+                self._acknowledge(is_placed, page, number)
+                number += 1
 
     def _fill(self, into: memoryview) -> bool:
         """Read a header. False if the connection ends before one begins."""
@@ -219,9 +222,7 @@ class Inlet:
 
     def _place(self, memory: memoryview, page: int, box: Box) -> bool:
         """Receive the bytes of a page, into the pool as long as that is allowed, else into nowhere. Were all placed?"""
-        if self._layout is None or self._layout[0] != box:
-            self._layout = (box, box.runs(self._store.geometry))
-        room = Room(memory, page * self._page_bytes, self._layout[1])
+        room = Room(memory, page * self._page_bytes, self._runs_of(box))
         grant = self._leave.claim(self._owner, page, box)
         is_allowed = grant is not None
         self._page = page
@@ -241,6 +242,12 @@ class Inlet:
         self._page = -1
         self._leave.count(room.num_bytes if is_allowed else 0)
         return is_allowed
+
+    def _runs_of(self, box: Box) -> list[tuple[int, int]]:
+        """As ``Box.runs``; one part comes many times in a row."""
+        if self._layout is None or self._layout[0] != box:
+            self._layout = (box, box.runs(self._store.geometry))
+        return self._layout[1]
 
     def _nowhere(self, num_bytes: int) -> memoryview:
         return memoryview(self._scratch)[:num_bytes]

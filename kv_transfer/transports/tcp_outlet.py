@@ -4,51 +4,91 @@ import contextlib
 import logging
 import queue
 import socket
+import threading
 from typing import Any
 
 from kv_transfer.pieces import Piece, whole
 from kv_transfer.transports.base import PageStore
-from kv_transfer.transports.tcp_wire import PAGE, PAGE_MAGIC, Seal
+from kv_transfer.transports.tcp_wire import PAGE, PAGE_MAGIC, Line
 
 log = logging.getLogger(__name__)
 
 MAX_BUFFERS = 512  # of one call; systems allow 1,024
+JOIN_S = 5.0  # a thread that has been stopped does not take longer
 
 Job = tuple[int, int, Piece | None]  # our page, the peer's page, what of it
 
 
 class Outlet:
-    """What the thread of one connection does: frame after frame, straight from the pool."""
+    """A line's thread, and what the loop says to it."""
 
-    def __init__(
-        self, connection: socket.socket, jobs: "queue.SimpleQueue[Job | None]", seal: Seal, store: PageStore
-    ) -> None:
-        self._connection = connection
-        self._jobs = jobs
-        self._seal = seal
+    def __init__(self, line: Line, store: PageStore) -> None:
+        self.why = ""  # it ended by itself
+        self._connection = line.connection
+        self._seal = line.seal(b"pages")
         self._memory: Any = store.memory
         self._page_bytes = store.geometry.page_bytes
         self._whole = whole(store.geometry)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="send-pages", daemon=True)
 
-    def run(self) -> None:
+    # ---- called by the loop -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._connection.setblocking(True)  # for the thread; the loop says MSG_DONTWAIT
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Send nothing more; the connection has been shut. ``is_idle`` tells when that is so."""
+        self._jobs.put(None)
+        self._thread.join()  # at once: its socket takes nothing more
+
+    @property
+    def is_idle(self) -> bool:
+        """Stopped, and nobody reads our pages."""
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """The thread has ended."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(JOIN_S)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
         try:
             with memoryview(self._memory) as memory:
-                number = 0
-                while (job := self._jobs.get()) is not None:
-                    source, target, piece = job
-                    box = self._whole if piece is None else piece.target
-                    num_bytes = self._page_bytes if piece is None else piece.num_bytes
-                    header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *box)
-                    with memory[source * self._page_bytes : (source + 1) * self._page_bytes] as page:
-                        if piece is None:
-                            self._send(header + self._seal.mac(header), page)
-                        else:
-                            self._gather(header + self._seal.mac(header), page, piece)
-                    number += 1
+                self._serve(memory)
         except OSError as error:
+            self.why = error.strerror or str(error)
             log.debug("a page connection ends: %s", error)
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)  # the loop hears of it
+
+    def _serve(self, memory: memoryview) -> None:
+        """Frame after frame, straight from the pool."""
+        number = 0
+        while (job := self._jobs.get()) is not None:
+            source, target, piece = job
+            header = self._header(target, piece, number)
+            with memory[source * self._page_bytes : (source + 1) * self._page_bytes] as page:
+                if piece is None:
+                    self._send(header, page)
+                else:
+                    self._gather(header, page, piece)
+            number += 1
+
+    def _header(self, target: int, piece: Piece | None, number: int) -> bytes:
+        box = self._whole if piece is None else piece.target
+        num_bytes = self._page_bytes if piece is None else piece.num_bytes
+        header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *box)
+        return header + self._seal.mac(header)
 
     def _send(self, header: bytes, page: memoryview) -> None:
         num_sent = self._connection.sendmsg((header, page))

@@ -23,6 +23,7 @@ from kv_transfer.transports.tcp_wire import (
     PROOF_BYTES,
     TOKEN_BYTES,
     WELCOME,
+    Line,
     Terms,
     family_of,
     tune,
@@ -69,6 +70,7 @@ class TcpReader:
 
     name = "tcp"
     names: Sequence[str] = ("tcp",)
+    magic = MAGIC
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class TcpReader:
             inlet = self._ended.popleft()
             offer = self._offers.get(inlet.peer)
             if offer is not None and inlet in offer.inlets:
-                self._shut(offer, f"the tcp connection to the prefill node ended: {inlet.why}")
+                self._shut(offer, f"the {self.name} connection to the prefill node ended: {inlet.why}")
         self._closing = [inlet for inlet in self._closing if not inlet.collect()]
         for visitor in [v for v in self._visitors.values() if v.since + PATIENCE_S <= now]:
             self._turn_away(visitor, "silent")
@@ -198,10 +200,11 @@ class TcpReader:
     def _greet(self, visitor: _Visitor, frame: bytes) -> None:
         magic, index, count, token, nonce = HELLO.unpack(frame)
         offer = self._offer_with(token)
-        if magic != MAGIC or offer is None or count != self._num_connections or index not in offer.awaited:
-            self._turn_away(visitor, "token" if magic == MAGIC else "garbage")
+        if magic != self.magic or offer is None or count != self._num_connections or index not in offer.awaited:
+            self._turn_away(visitor, "token" if magic == self.magic else "garbage")
             return
         visitor.terms = Terms(
+            magic=self.magic,
             token=token,
             index=index,
             count=count,
@@ -229,10 +232,12 @@ class TcpReader:
         del offer.awaited[terms.index]
         del self._visitors[visitor.connection.fileno()]
         self._epoll.unregister(visitor.connection)
-        seals = terms.seal(self._key, b"pages"), terms.seal(self._key, b"acknowledgements")
-        inlet = Inlet(visitor.connection, (offer.peer, offer.epoch), seals, self.store, self._leave, self._on_end)
+        inlet = self._inlet(Line(visitor.connection, terms, self._key), (offer.peer, offer.epoch))
         offer.inlets.append(inlet)
         inlet.start()
+
+    def _inlet(self, line: Line, owner: tuple[str, int]) -> Inlet:
+        return Inlet(line, owner, self.store, self._leave, self._on_end)
 
     def _on_end(self, inlet: Inlet) -> None:
         """Called in the inlet's own thread."""
@@ -252,7 +257,7 @@ class TcpReader:
 
     def counters(self) -> dict[str, float]:
         return {
-            "bytes_by_tcp": float(self._leave.num_bytes),
+            f"bytes_by_{self.name}": float(self._leave.num_bytes),
             "refused_pages": float(self._leave.num_refused),
             **{f"turned_away_{reason}": float(count) for reason, count in self.dropped.items()},
         }

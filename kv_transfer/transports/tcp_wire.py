@@ -44,8 +44,9 @@ SILENCE_S = 30
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both ends of one connection must agree on, and prove that they do."""
+    """What both ends of one connection must agree on, and prove that they do. ``magic``: of the transport."""
 
+    magic: bytes
     token: bytes
     index: int
     count: int
@@ -58,7 +59,7 @@ class Terms:
     def proof(self, key: bytes, label: bytes) -> bytes:
         """32 bytes that only one who knows the key can make. ``label`` tells the uses apart."""
         agreed = _AGREED.pack(self.index, self.count, self.epoch, self.page_bytes, self.num_pages)
-        message = b"\0".join((MAGIC, label, agreed, self.token, self.writer_nonce, self.reader_nonce))
+        message = b"\0".join((self.magic, label, agreed, self.token, self.writer_nonce, self.reader_nonce))
         return hmac.digest(key, message, hashlib.sha256)
 
     def is_proof(self, key: bytes, label: bytes, given: bytes) -> bool:
@@ -66,6 +67,21 @@ class Terms:
 
     def seal(self, key: bytes, direction: bytes) -> "Seal":
         return Seal(self.proof(key, b"frames " + direction) if key else b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A connection whose ends have proven to each other that they know these terms, and the cluster key."""
+
+    connection: socket.socket
+    terms: Terms
+    key: bytes
+
+    def seal(self, direction: bytes) -> "Seal":
+        return self.terms.seal(self.key, direction)
+
+    def proof(self, label: bytes) -> bytes:
+        return self.terms.proof(self.key, label)
 
 
 class Seal:

@@ -7,12 +7,10 @@ Sending is one thread per connection; everything else, acknowledgements too, hap
 import contextlib
 import logging
 import os
-import queue
 import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from enum import Enum, auto
 from common.messages import Connect
 from kv_transfer.pieces import Piece
 from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
-from kv_transfer.transports.tcp_outlet import Job, Outlet
+from kv_transfer.transports.tcp_outlet import Outlet
 from kv_transfer.transports.tcp_wire import (
     DONE,
     DONE_FRAME_BYTES,
@@ -34,6 +32,7 @@ from kv_transfer.transports.tcp_wire import (
     NONCE_BYTES,
     PROOF_BYTES,
     WELCOME,
+    Line,
     Seal,
     Terms,
     family_of,
@@ -46,42 +45,43 @@ ATTACH_TIMEOUT_S = 10.0
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: on close, forget what has not been sent
 
 
-class _Stage(Enum):
+class Stage(Enum):
     DIALLING = auto()
     GREETED = auto()  # a WELCOME is awaited
     PROVEN = auto()  # to be let in
+    OPENING = auto()  # let in; the outlet has something to settle with the other end first
     READY = auto()
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
-    """One connection. ``pending``: (ticket, page of the peer, bytes) handed to the thread and not acknowledged."""
+class Lane:
+    """One connection. ``pending``: (ticket, page of the peer, bytes) handed to the outlet and not acknowledged."""
 
     index: int
     connection: socket.socket
     nonce: bytes
-    stage: _Stage = _Stage.DIALLING
+    stage: Stage = Stage.DIALLING
     terms: Terms | None = None
     inbox: bytearray = field(default_factory=bytearray)
-    jobs: "queue.SimpleQueue[Job | None]" = field(default_factory=queue.SimpleQueue)
     pending: deque[tuple[int, int, int]] = field(default_factory=deque)
     num_done: int = 0
-    thread: threading.Thread | None = None
+    outlet: Outlet | None = None
     seal: Seal | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Route:
+class Route:
     """All connections to one peer."""
 
     peer: str
     connect: Connect
     address: tuple[str, int]
     token: bytes
-    lanes: list[_Lane]
+    lanes: list[Lane]
     until: float
     is_attached: bool = False
     is_broken: bool = False
+    is_late: bool = False  # it was detached from while pages were being read
 
     @property
     def who(self) -> str:
@@ -97,13 +97,16 @@ class TcpWriter:
 
     name = "tcp"
     names: Sequence[str] = ("tcp",)
+    magic = MAGIC
 
     def __init__(self, store: PageStore, *, key: bytes = b"") -> None:
         self.store = store
         self._key = key
         self._epoll = select.epoll()
-        self._routes: dict[str, _Route] = {}
-        self._lanes: dict[int, tuple[_Route, _Lane]] = {}  # by descriptor
+        self._routes: dict[str, Route] = {}
+        self._lanes: dict[int, tuple[Route, Lane]] = {}  # by descriptor
+        self._leaving: dict[str, Route] = {}  # detached from, and our pages are still being read
+        self._ending: list[Outlet] = []  # stopped; their threads end soon
         self._remaining: dict[int, int] = {}  # ticket -> pages not acknowledged
         self._news: list[Attached] = []
         self._done: list[int] = []
@@ -113,21 +116,21 @@ class TcpWriter:
     # ---- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, peer: str, connect: Connect) -> None:
-        assert peer not in self._routes, "detach first"
+        assert peer not in self._routes and peer not in self._leaving, "detach first"
         endpoint = ENDPOINT.fullmatch(connect.endpoint)
         if endpoint is None or not 0 < int(endpoint[2]) < 65536 or not 0 < int(endpoint[4]) <= MAX_CONNECTIONS:
-            raise AttachError(f"{connect.name} offers an endpoint that tcp does not understand")
+            raise AttachError(f"{connect.name} offers an endpoint that {self.name} does not understand")
         address = (endpoint[1], int(endpoint[2]))
-        route = _Route(peer, connect, address, bytes.fromhex(endpoint[3]), [], time.monotonic() + ATTACH_TIMEOUT_S)
+        route = Route(peer, connect, address, bytes.fromhex(endpoint[3]), [], time.monotonic() + ATTACH_TIMEOUT_S)
         self._routes[peer] = route
         try:
             for index in range(int(endpoint[4])):
                 self._dial(route, index)
         except OSError as error:
             self.detach(peer)
-            raise AttachError(f"{route.who} cannot be reached by tcp: {error.strerror or error}") from error
+            raise AttachError(f"{route.who} cannot be reached by {self.name}: {error.strerror or error}") from error
 
-    def _dial(self, route: _Route, index: int) -> None:
+    def _dial(self, route: Route, index: int) -> None:
         connection = socket.socket(family_of(route.address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             tune(connection)
@@ -136,7 +139,7 @@ class TcpWriter:
         except BaseException:
             connection.close()
             raise
-        lane = _Lane(index, connection, secrets.token_bytes(NONCE_BYTES))
+        lane = Lane(index, connection, secrets.token_bytes(NONCE_BYTES))
         route.lanes.append(lane)
         self._lanes[connection.fileno()] = (route, lane)
         self._epoll.register(connection, select.EPOLLIN | select.EPOLLOUT)
@@ -155,37 +158,39 @@ class TcpWriter:
 
     def _turn(self) -> None:
         """Hear what the connections have to say."""
+        self._reap()
         for descriptor, _ in self._epoll.poll(0):
             found = self._lanes.get(descriptor)
             if found is None or found[0].is_broken:
                 continue
             route, lane = found
             try:
-                if lane.stage is _Stage.READY:
+                if lane.stage is Stage.READY:
                     self._hear(lane)
                 else:
                     self._shake(route, lane)
             except OSError as error:
-                self._break(route, error.strerror or str(error))
+                why = lane.outlet.why if lane.outlet is not None else ""
+                self._break(route, why or error.strerror or str(error))
 
-    def _break(self, route: _Route, why: str) -> None:
+    def _break(self, route: Route, why: str) -> None:
         route.is_broken = True
         for lane in route.lanes:
             with contextlib.suppress(KeyError, FileNotFoundError, ValueError):
                 self._epoll.unregister(lane.connection)
         verb = "broke" if route.is_attached else "could not be made"
-        problem = f"the tcp connection to {route.who} {verb}: {why}"
+        problem = f"the {self.name} connection to {route.who} {verb}: {why}"
         self._news.append(Attached(route.peer, route.connect.epoch, problem))
 
-    def _shake(self, route: _Route, lane: _Lane) -> None:
+    def _shake(self, route: Route, lane: Lane) -> None:
         """One more step of the handshake, as soon as its frame is there whole. Raises OSError if it cannot go on."""
-        if lane.stage is _Stage.DIALLING:
+        if lane.stage is Stage.DIALLING:
             if error := lane.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, os.strerror(error))
-            lane.connection.send(HELLO.pack(MAGIC, lane.index, len(route.lanes), route.token, lane.nonce))
-            lane.stage = _Stage.GREETED
+            lane.connection.send(HELLO.pack(self.magic, lane.index, len(route.lanes), route.token, lane.nonce))
+            lane.stage = Stage.GREETED
             self._epoll.modify(lane.connection, select.EPOLLIN)
-        elif lane.stage is _Stage.GREETED:
+        elif lane.stage is Stage.GREETED:
             if (frame := self._frame(lane, WELCOME.size)) is None:
                 return
             nonce, proof = WELCOME.unpack(frame)
@@ -193,8 +198,8 @@ class TcpWriter:
             if not lane.terms.is_proof(self._key, b"reader", proof):
                 raise ConnectionError("it does not know our cluster key, or offers another pool than it says")
             lane.connection.send(lane.terms.proof(self._key, b"writer"))
-            lane.stage = _Stage.PROVEN
-        elif lane.stage is _Stage.PROVEN:
+            lane.stage = Stage.PROVEN
+        elif lane.stage is Stage.PROVEN:
             if (frame := self._frame(lane, PROOF_BYTES)) is None:
                 return
             assert lane.terms is not None
@@ -202,8 +207,9 @@ class TcpWriter:
                 raise ConnectionError("it let us in without proof")
             self._open(route, lane)
 
-    def _terms(self, route: _Route, lane: _Lane, nonce: bytes) -> Terms:
+    def _terms(self, route: Route, lane: Lane, nonce: bytes) -> Terms:
         return Terms(
+            magic=self.magic,
             token=route.token,
             index=lane.index,
             count=len(route.lanes),
@@ -215,7 +221,7 @@ class TcpWriter:
         )
 
     @staticmethod
-    def _frame(lane: _Lane, size: int) -> bytes | None:
+    def _frame(lane: Lane, size: int) -> bytes | None:
         """The next so many bytes, once they are all there."""
         with contextlib.suppress(BlockingIOError):
             data = lane.connection.recv(size - len(lane.inbox), socket.MSG_DONTWAIT)
@@ -228,15 +234,21 @@ class TcpWriter:
         lane.inbox.clear()
         return frame
 
-    def _open(self, route: _Route, lane: _Lane) -> None:
+    def _open(self, route: Route, lane: Lane) -> None:
+        """Let in: pages can be sent."""
         assert lane.terms is not None
-        lane.stage = _Stage.READY
-        lane.seal = lane.terms.seal(self._key, b"acknowledgements")
-        lane.connection.setblocking(True)  # for the thread; the loop says MSG_DONTWAIT
-        outlet = Outlet(lane.connection, lane.jobs, lane.terms.seal(self._key, b"pages"), self.store)
-        lane.thread = threading.Thread(target=outlet.run, name=f"tcp-send-{lane.index}", daemon=True)
-        lane.thread.start()
-        if all(other.stage is _Stage.READY for other in route.lanes):
+        line = Line(lane.connection, lane.terms, self._key)
+        lane.seal = line.seal(b"acknowledgements")
+        lane.outlet = self._outlet(line)
+        lane.outlet.start()
+        self._note_ready(route, lane)
+
+    def _outlet(self, line: Line) -> Outlet:
+        return Outlet(line, self.store)
+
+    def _note_ready(self, route: Route, lane: Lane) -> None:
+        lane.stage = Stage.READY
+        if all(other.stage is Stage.READY for other in route.lanes):
             route.is_attached = True
             self._news.append(Attached(route.peer, route.connect.epoch))
 
@@ -252,13 +264,14 @@ class TcpWriter:
         for source, target in pages:
             stage(self.store, (source,))
             lane = min(route.lanes, key=lambda lane: len(lane.pending))
+            assert lane.outlet is not None
             lane.pending.append((ticket, target, num_bytes))
-            lane.jobs.put((source, target, piece))
+            lane.outlet.put((source, target, piece))
         if not pages:
             self._finish(ticket)
         return ticket
 
-    def _hear(self, lane: _Lane) -> None:
+    def _hear(self, lane: Lane) -> None:
         """Take acknowledgements. Raises OSError if one is not what must come next."""
         assert lane.seal is not None
         with contextlib.suppress(BlockingIOError):
@@ -296,28 +309,51 @@ class TcpWriter:
 
     def detach(self, peer: str) -> bool:
         route = self._routes.pop(peer, None)
-        if route is None:
-            return True
-        self._news = [news for news in self._news if news.peer != peer]
+        if route is not None:
+            self._news = [news for news in self._news if news.peer != peer]
+            self._hang_up(route)
+            self._leaving[peer] = route
+        return self._let_go(peer)
+
+    def _hang_up(self, route: Route) -> None:
         for lane in route.lanes:
             self._lanes.pop(lane.connection.fileno(), None)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self._epoll.unregister(lane.connection)
-            for ticket, _, _ in lane.pending:
-                self._remaining.pop(ticket, None)
             with contextlib.suppress(OSError):
                 if lane.pending:
                     lane.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
                 lane.connection.shutdown(socket.SHUT_RDWR)
-            lane.jobs.put(None)
         for lane in route.lanes:
-            if lane.thread is not None:
-                lane.thread.join()  # at once: its socket takes nothing more. After it nobody reads our pages
+            if lane.outlet is not None:
+                lane.outlet.stop()
+                self._ending.append(lane.outlet)
+
+    def _let_go(self, peer: str) -> bool:
+        """Is nobody reading our pages for this peer any more? Then nothing is left of its connections. Tickets that
+        were not over vanish, unless ``detach`` had to say False: then they are over now."""
+        route = self._leaving.get(peer)
+        if route is None:
+            return True
+        if not all(lane.outlet is None or lane.outlet.is_idle for lane in route.lanes):
+            route.is_late = True
+            return False
+        del self._leaving[peer]
+        for lane in route.lanes:
             lane.connection.close()
+        for ticket in {ticket: None for lane in route.lanes for ticket, _, _ in lane.pending}:
+            del self._remaining[ticket]
+            if route.is_late:
+                self._done.append(ticket)
         return True
 
+    def _reap(self) -> None:
+        for peer in list(self._leaving):
+            self._let_go(peer)
+        self._ending = [outlet for outlet in self._ending if not outlet.is_over]
+
     def counters(self) -> dict[str, float]:
-        return {"bytes_by_tcp": float(self._num_bytes)}
+        return {f"bytes_by_{self.name}": float(self._num_bytes)}
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
@@ -325,4 +361,7 @@ class TcpWriter:
     def close(self) -> None:
         for peer in list(self._routes):
             self.detach(peer)
+        for outlet in self._ending:
+            outlet.join()
+        self._reap()
         self._epoll.close()
