@@ -67,6 +67,7 @@ class DecodeRole:
         self._unsent: dict[Key, list[Sampled]] = {}  # tokens that wait to fill a message
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
         self._source: dict[Key, str] = {}  # which of them computes a request's prompt
+        self._received_at: dict[Key, tuple[float, float]] = {}  # the handoff, and the last of the pages
         self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
@@ -191,7 +192,7 @@ class DecodeRole:
 
     def _on_event(self, event: Event, now: float) -> None:
         if isinstance(event, Completed):
-            self._received(event)
+            self._received(event, now)
         elif isinstance(event, Finished):
             self._forget(event.key)
         elif isinstance(event, TransferFailed):
@@ -200,7 +201,7 @@ class DecodeRole:
         elif isinstance(event, PairLost):
             self.peer_lost(event.peer, now)
 
-    def _received(self, event: Completed) -> None:
+    def _received(self, event: Completed, now: float) -> None:
         request = self._scheduler.receiving[event.key]
         if event.handoff.num_tokens != len(request.prompt):
             self._forget(event.key)
@@ -208,6 +209,7 @@ class DecodeRole:
             self._answer_failure(event.key, ErrorCode.TRANSFER_FAILED, "the handoff is of another prompt")
             return
         self._scheduler.received(event.key, token=event.handoff.token)
+        self._received_at[event.key] = (event.handed_at, now)
         self._totals["transfers"] += 1
 
     def _end(self, key: Key) -> None:
@@ -220,6 +222,7 @@ class DecodeRole:
     def _forget(self, key: Key) -> Request | None:
         self._source.pop(key, None)
         self._unsent.pop(key, None)
+        self._received_at.pop(key, None)
         return self._scheduler.end(key)
 
     def _answer(self, sampled: Sampled, now: float) -> None:
@@ -256,13 +259,19 @@ class DecodeRole:
         index = len(request.output) - len(unsent)
         tokens = (token,) if len(unsent) == 1 else tuple([sampled.token for sampled in unsent])
         judged = () if logprobs is None else tuple([sampled.logprobs for sampled in unsent])
-        timings: dict[str, float] = {}
-        if index == 1 and request.key in self._source:
-            timings = {
-                "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
-                "handoff_s": now - request.admitted_at,
-            }
+        timings = self._timings(request, now) if index == 1 and request.key in self._received_at else {}
         self.outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=judged, finish=finish, timings=timings))
+
+    def _timings(self, request: Request, now: float) -> dict[str, float]:
+        """Of the way to the second token, stage after stage, by this node's clock. ``transfer_s`` is what the pages
+        took once the prefill node had computed all of them and said so."""
+        handed_at, received_at = self._received_at.pop(request.key)
+        return {
+            "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
+            "prompt_wait_s": handed_at - request.admitted_at,
+            "transfer_s": received_at - handed_at,
+            "join_s": now - received_at,
+        }
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         self._send_tokens(request, now)

@@ -26,7 +26,9 @@ STAGES = {
     "prefill_queue_s": "prefill_queue",
     "prefill_s": "prefill",
     "decode_queue_s": "decode_queue",
-    "handoff_s": "handoff",
+    "prompt_wait_s": "prompt_wait",
+    "transfer_s": "transfer",
+    "join_s": "join",
 }
 
 

@@ -13,7 +13,7 @@ caller's.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
 from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Message, Received, Refused
@@ -28,11 +28,15 @@ CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Everything is here. ``pages`` (those granted, in order) are still ``GRANT``, and the caller's to move."""
+    """Everything is here. ``pages`` (those granted, in order) are still ``GRANT``, and the caller's to move.
+
+    ``handed_at``: when the handoff came, in seconds of the ``now`` handed in.
+    """
 
     key: Key
     handoff: Handoff
     pages: tuple[int, ...]
+    handed_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Receiver:
         self._epoch = 0  # rises with every connection to anyone
         self._links: dict[str, _Link] = {}
         self._sessions: dict[Key, ReceiveSession] = {}
-        self._handoffs: dict[Key, Handoff] = {}
+        self._handoffs: dict[Key, tuple[Handoff, float]] = {}  # with the instant at which each came
         self._messages: list[tuple[str, Message]] = []
         self._events: list[Event] = []
         self._totals: Counter[str] = Counter()
@@ -191,7 +195,7 @@ class Receiver:
             is_ours = self._on_refused(peer, message)
         elif isinstance(message, Delivered | Handoff | Closed):
             session = self._sessions.get((message.rid, message.attempt))
-            is_ours = session is not None and session.peer == peer and self._on_transfer(session, message)
+            is_ours = session is not None and session.peer == peer and self._on_transfer(session, message, now)
         else:
             is_ours = False
         self._totals["stale_messages"] += not is_ours
@@ -223,14 +227,14 @@ class Receiver:
                 self._give_up(session, ReceiveEvent.CLOSE, failure)
         return True
 
-    def _on_transfer(self, session: ReceiveSession, message: Delivered | Handoff | Closed) -> bool:
+    def _on_transfer(self, session: ReceiveSession, message: Delivered | Handoff | Closed, now: float) -> bool:
         if isinstance(message, Closed):
             return self._on_closed(session, message)
         if isinstance(message, Handoff):
             is_whole = self._transport.store.geometry.num_pages(message.num_tokens) == session.num_pages
             if not is_whole or not session.accepts(ReceiveEvent.HANDOFF):
                 return False
-            self._handoffs[session.key] = message
+            self._handoffs[session.key] = (message, now)
             session.apply(ReceiveEvent.HANDOFF)
         else:
             is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
@@ -272,7 +276,8 @@ class Receiver:
         self._transport.forbid(session.pages)
         self._totals["transfers_received"] += 1
         self._messages.append((session.peer, Received(*session.key)))
-        self._events.append(Completed(session.key, self._handoffs.pop(session.key), tuple(session.pages)))
+        handoff, handed_at = self._handoffs.pop(session.key)
+        self._events.append(Completed(session.key, handoff, tuple(session.pages), handed_at))
 
     def _fence(self, peer: str, epoch: int, reason: str) -> None:
         """No write under epochs up to this one can come any more."""

@@ -239,7 +239,7 @@ def echo(node: FakeNode, generate: Generate) -> None:
         return
     for i in range(1, limit):
         finish = "length" if i == limit - 1 else ""
-        timings = {"decode_queue_s": 0.125, "handoff_s": 1.0} if i == 1 and generate.prefill is not None else {}
+        timings = {"decode_queue_s": 0.125, "transfer_s": 1.0} if i == 1 and generate.prefill is not None else {}
         node.tokens(generate.rid, i, output[i : i + 1], logprobs=logprobs[i : i + 1], finish=finish, timings=timings)
 
 

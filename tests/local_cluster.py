@@ -58,6 +58,7 @@ class Answer:
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_messages: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
     error: Failed | None = None
 
     @property
@@ -283,6 +284,7 @@ class LocalCluster:
             answer.error = answer.error or message
         else:
             answer.num_messages += 1
+            answer.timings |= message.timings
             for offset, token in enumerate(message.tokens):
                 assert message.index + offset not in answer.tokens, "a token was sent twice"
                 answer.tokens[message.index + offset] = token

@@ -65,7 +65,7 @@ async def test_an_answer_moves_counts_tokens_latencies_and_stages(stack):
             name != "inter_token"
         ):  # the fakes' tokens may arrive within one tick of the clock: the gaps add up to nothing
             assert changes[f"baton_{name}_seconds_sum{LABEL}"] > 0
-    for stage, seconds in (("prefill_queue", 0.25), ("prefill", 0.5), ("decode_queue", 0.125), ("handoff", 1.0)):
+    for stage, seconds in (("prefill_queue", 0.25), ("prefill", 0.5), ("decode_queue", 0.125), ("transfer", 1.0)):
         assert changes[f'baton_stage_seconds_sum{{model="tiny",stage="{stage}"}}'] == 2 * seconds
         assert changes[f'baton_stage_seconds_count{{model="tiny",stage="{stage}"}}'] == 2
 

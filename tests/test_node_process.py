@@ -1,16 +1,23 @@
 """What stands around a role: how much a node holds, the engine's thread, when an output ends."""
 
+import os
 import select
 import threading
 
 import pytest
+import zmq
 
+from common.clock import MonotonicClock
 from common.config import NodeConfig
 from common.errors import ConfigError
 from common.finish import finish_reason
 from common.geometry import PageGeometry
+from common.messages import Ping
 from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, plan_capacity
 from common.node.engine_thread import EngineThread
+from common.node.loop import Node
+from common.node.outbox import Outbox
+from common.node.role import Load
 from common.sampling import SamplingParams
 from common.step import StepPlan, StepResult
 
@@ -89,6 +96,59 @@ def test_what_the_engine_raises_is_raised_in_the_loop() -> None:
     with pytest.raises(RuntimeError, match="on fire"):
         thread.take()
     thread.close()
+
+
+class Watched:
+    """A role whose tick after its first step notes what had not gone out by then, and whether the next had begun."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.plans = [plan(1)]
+        self.is_committed = False
+        self.seen: tuple[int, bool] | None = None
+        self.node: Node | None = None
+
+    def plan(self, now: float) -> StepPlan | None:
+        return self.plans.pop() if self.plans else None
+
+    def commit(self, result: StepResult, now: float) -> None:
+        self.is_committed = True
+        self.outbox.gateway.append(Ping())
+        self.plans.append(plan(2))
+
+    def tick(self, now: float) -> bool:
+        assert self.node is not None
+        if self.is_committed:
+            self.seen = (len(self.outbox.gateway), self.node._engine.is_busy)
+            self.node.stop()
+        return True
+
+    def files(self) -> tuple[int, ...]:
+        return ()
+
+    def load(self) -> Load:
+        return Load(0, 1, 0, 0, 0)
+
+    def stop(self, reason: str, now: float) -> None:
+        pass
+
+
+def test_what_a_step_came_to_goes_out_and_the_next_one_begins_before_pages_are_moved() -> None:
+    engine, role = Engine(), Watched()
+    engine.may_run.set()
+    thread = EngineThread(engine)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    node = Node(
+        role, thread, register=lambda: None, gateway="127.0.0.1:1", context=context, incarnation="n" * 32,
+        listen=None, clock=MonotonicClock(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    role.node = node
+    os.eventfd_write(node._wake, 1)  # nothing else would wake it
+    node.run()
+    node.close("the test is over")
+    thread.close()
+    context.term()
+    assert role.seen == (0, True)
 
 
 @pytest.mark.parametrize(

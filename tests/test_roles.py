@@ -47,6 +47,17 @@ def test_a_prompt_computed_here_is_continued_there() -> None:
     assert_all_pages_are_back(cluster)
 
 
+@pytest.mark.parametrize("latency", [0, 7])
+def test_the_way_to_the_second_token_is_told_stage_by_stage(latency: int) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=latency)
+    answer = cluster.submit("a", prompt_of(40), sampling(4))  # three chunks, at 1, 2 and 3 ms
+    cluster.run()
+    assert {name: round(seconds * 1e3) for name, seconds in answer.timings.items()} == {
+        "prefill_queue_s": 1, "prefill_s": 2,
+        "decode_queue_s": 0, "prompt_wait_s": 3, "transfer_s": latency, "join_s": 1,
+    }  # fmt: skip
+
+
 def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:
     cluster = LocalCluster(latency=5)
     answer = cluster.submit("a", prompt_of(40), sampling(1))

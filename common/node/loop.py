@@ -105,13 +105,19 @@ class Node:
             result = self._engine.take()
             if result is not None:
                 self._role.commit(result, now)
+            self._compute(now)
+            self._speak(now)  # first tokens go out, and the engine computes, before pages are moved
             more = self._role.tick(now)
-            if not self._engine.is_busy:
-                plan = self._role.plan(now)
-                if plan is not None:
-                    self._engine.submit(plan)
-            self._speak(now)
+            self._compute(now)  # what a tick has let go of
+            self._flush()
             self._check_when_idle()
+
+    def _compute(self, now: float) -> None:
+        """Give the engine its next step, if it has none and there is one."""
+        if not self._engine.is_busy:
+            plan = self._role.plan(now)
+            if plan is not None:
+                self._engine.submit(plan)
 
     def _check_when_idle(self) -> None:
         """Prove the books once after each spell of work: a leak shows here, long before the pool is empty."""
