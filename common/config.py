@@ -170,15 +170,16 @@ class _Engine:
         maximum=1024,
     )
     attention_backend: str = option("auto", "Name of an attention backend; auto takes the fastest that fits.")
-    transport: Literal["auto", "shm", "tcp", "nixl"] = option(
+    transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl"] = option(
         "auto",
-        "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl); auto tries shm,"
-        " nixl (only with a --data-interface that other machines reach) and tcp for each pair, and keeps the first that"
-        " works.",
+        "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl), gloo or nccl"
+        " (torch.distributed's; nccl between CUDA devices); auto tries shm, nixl (only with a --data-interface that"
+        " other machines reach) and tcp for each pair, and keeps the first that works.",
     )
     cluster_key: str | None = option(
         None,
-        "Secret that the nodes share and prove to each other on tcp data connections. Better set by environment.",
+        "Secret that the nodes share and prove to each other on tcp, gloo and nccl data connections. Better set by"
+        " environment.",
         is_secret=True,
     )
 

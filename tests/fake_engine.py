@@ -42,6 +42,7 @@ class FakePool:
 
     fd = -1
     is_mapped = True
+    device_pages = None
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.geometry = PageGeometry(1, 1, 1, page_size, "float32")

@@ -25,6 +25,7 @@ class MemfdStore:
     """A pool without a model: pages are plain bytes."""
 
     is_mapped = True
+    device_pages = None
 
     def __init__(self, num_pages: int, geometry: PageGeometry = GEOMETRY) -> None:
         self.geometry = geometry

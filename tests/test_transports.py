@@ -15,7 +15,9 @@ from kv_fakes import DECODE, PREFILL
 from nursery import Nursery
 from transport_node import GEOMETRY, NUM_PAGES, page_content
 
-TRANSPORTS = ("shm", "tcp", "nixl")
+TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
+#: Where the reader places the bytes, it needs nobody's word.
+PLACED = ("tcp", "gloo")
 
 
 class End:
@@ -195,14 +197,14 @@ def test_a_writer_that_was_stopped_harms_nobody_when_it_wakes(start: Callable[..
     reader.ask("withdraw", peer=PREFILL)
     time.sleep(0.2)
     news = reader.ask("news")
-    if transport == "tcp":  # the reader places the bytes: it needs nobody's word
+    if transport in PLACED:
         assert news[0][:2] == [PREFILL, 1]
         reader.ask("fill", pages=[(50, 4), (51, 5)])  # the pages belong to someone else by now
     else:
         assert news == [], "a stopped writer is no proof"
     writer.signal(signal.SIGCONT)
     writer.answer()
-    if transport != "tcp":
+    if transport not in PLACED:
         until(lambda: writer.ask("finished"))
         assert writer.ask("detach", peer=DECODE) is True
         assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 1]
@@ -254,7 +256,7 @@ def test_an_offer_that_was_withdrawn_is_good_for_nothing(start: Callable[..., En
     assert "token" in problem
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("transport", ["tcp", "nixl", "gloo"])
 def test_a_reader_that_never_answers_is_given_up(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport, TEST_ATTACH_TIMEOUT_S="0.5"), start("reader", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
@@ -266,17 +268,19 @@ def test_a_reader_that_never_answers_is_given_up(start: Callable[..., End], tran
     assert writer.ask("detach", peer=DECODE) is True
 
 
+@pytest.mark.parametrize("transport", PLACED)
 @pytest.mark.parametrize("keys", [("right", "wrong"), ("right", ""), ("", "right")])
-def test_another_cluster_key_is_no_way_in(start: Callable[..., End], keys: tuple[str, str]) -> None:
-    writer, reader = start("writer", "tcp", keys[0]), start("reader", "tcp", keys[1])
+def test_another_cluster_key_is_no_way_in(start: Callable[..., End], transport: str, keys: tuple[str, str]) -> None:
+    writer, reader = start("writer", transport, keys[0]), start("reader", transport, keys[1])
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""
     assert "cluster key" in until(lambda: writer.ask("news"))[0][2]
 
 
-def test_pages_travel_under_a_cluster_key(start: Callable[..., End]) -> None:
-    writer, reader = start("writer", "tcp", "secret"), start("reader", "tcp", "secret")
-    join(writer, reader, "tcp")
+@pytest.mark.parametrize("transport", PLACED)
+def test_pages_travel_under_a_cluster_key(start: Callable[..., End], transport: str) -> None:
+    writer, reader = start("writer", transport, "secret"), start("reader", transport, "secret")
+    join(writer, reader, transport)
     ship(writer, reader, [(1, 0, 1), (2, 1, 0)])
     assert reader.ask("digest", pages=[0, 1]) == digests(2, 1)
 

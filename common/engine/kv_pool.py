@@ -47,6 +47,13 @@ class KVPool:
         """Is ``memory`` the pool itself?"""
         return self.tensor is self._landing
 
+    @property
+    def device_pages(self) -> torch.Tensor | None:
+        """The pool on its device as bytes, uint8 ``[num_pages, page_bytes]``; None where ``memory`` is the pool."""
+        if self.is_mapped:
+            return None
+        return self.tensor.view(torch.uint8).view(self.num_pages, self.geometry.page_bytes)
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]

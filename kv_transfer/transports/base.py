@@ -30,6 +30,9 @@ class PageStore(Protocol):
     ``fd`` is a memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes in which a writer of the same host puts
     pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise (the pool
     is on a device) it is a place beside it, where pages come and go.
+
+    ``device_pages``: the pool's bytes on its device, a uint8 tensor ``[num_pages, page_bytes]`` for transports that
+    move device memory; None where there is no device.
     """
 
     @property
@@ -46,6 +49,9 @@ class PageStore(Protocol):
 
     @property
     def memory(self) -> Any: ...  # a writable buffer
+
+    @property
+    def device_pages(self) -> Any: ...
 
     def export_page(self, page: int, into: memoryview) -> None:
         """Copy a page's bytes out. Keeps no reference to ``into``."""

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Best first.
+#: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends: they are had
+#: by name.
 TRANSPORTS = ("shm", "nixl", "tcp")
 
 #: What ``auto`` means while pages stay on this machine. UCX listens on every interface that it finds and authenticates
@@ -63,6 +64,10 @@ def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":
             from kv_transfer.transports.nixl_reader import NixlReader
 
             return NixlReader(store, settings.incarnation)
+        if name in ("gloo", "nccl"):
+            from kv_transfer.transports.group import GroupReader
+
+            return GroupReader(store, name, host=settings.host, key=settings.cluster_key)
         return TcpReader(store, host=settings.host, key=settings.cluster_key)
 
     return ChoosingReader(_available(settings, make))
@@ -78,6 +83,10 @@ def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
             from kv_transfer.transports.nixl_writer import NixlWriter
 
             return NixlWriter(store, settings.incarnation)
+        if name in ("gloo", "nccl"):
+            from kv_transfer.transports.group import GroupWriter
+
+            return GroupWriter(store, name, key=settings.cluster_key)
         return TcpWriter(store, key=settings.cluster_key)
 
     return ChoosingWriter(_available(settings, make))

@@ -262,7 +262,7 @@ class TcpWriter:
         self._remaining[ticket] = len(pages)
         num_bytes = self.store.geometry.page_bytes if piece is None else piece.num_bytes
         for source, target in pages:
-            stage(self.store, (source,))
+            self._stage(source)
             lane = min(route.lanes, key=lambda lane: len(lane.pending))
             assert lane.outlet is not None
             lane.pending.append((ticket, target, num_bytes))
@@ -270,6 +270,9 @@ class TcpWriter:
         if not pages:
             self._finish(ticket)
         return ticket
+
+    def _stage(self, page: int) -> None:
+        stage(self.store, (page,))
 
     def _hear(self, lane: Lane) -> None:
         """Take acknowledgements. Raises OSError if one is not what must come next."""
