@@ -6,6 +6,7 @@ piece per layer and side. All offsets are Python integers and must stay 64-bit w
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,3 +57,33 @@ class PageGeometry:
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens, the last one perhaps partly."""
         return -(-num_tokens // self.page_size)
+
+
+class Shape(Protocol):
+    """What ``PageGeometry`` and its message have in common."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def conflict(one: Shape, other: Shape) -> str:
+    """Why pages of two nodes cannot be shipped from one to the other, in words; empty if they can.
+
+    All must be equal but their size in tokens, of which one must be a multiple of the other.
+    """
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
+        mine, yours = getattr(one, field), getattr(other, field)
+        if mine != yours:
+            return f"{field.removeprefix('num_').replace('_', ' ')} {mine} and {yours} must be equal"
+    small, large = sorted((one.page_size, other.page_size))
+    if large % small:
+        return f"of the page sizes {one.page_size} and {other.page_size} one must be a multiple of the other"
+    return ""

@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of a KV page, as ``kv_transfer.geometry.PageGeometry`` knows it."""
+    """Shape of a KV page, as ``common.geometry.PageGeometry`` knows it."""
 
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
     num_kv_heads: Annotated[int, Meta(ge=1, le=65536)]
@@ -224,6 +224,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
     epoch: Count
     transport: Id
+    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # into which your pages are cut, since mine are shorter
 
 
 # ---- a transfer -----------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class Delivered(Message, frozen=True, tag="delivered"):
     attempt: Count
     epoch: Count
     indices: tuple[Count, ...]
-    part: Count = 0
+    part: Count = 0  # which unit of each of these pages
 
 
 class Handoff(Message, frozen=True, tag="handoff"):

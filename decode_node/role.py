@@ -179,8 +179,7 @@ class DecodeRole:
                 self._source[request.key],
                 first=reservation.first,
                 pages=reservation.pages,
-                num_pages=reservation.num_pages,
-                now=now,
+                num_tokens=len(request.prompt),
             )
         self._take(now)
 

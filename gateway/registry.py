@@ -7,6 +7,9 @@ old one is gone.
 
 from dataclasses import dataclass
 
+import msgspec
+
+from common.geometry import conflict
 from common.messages import Heartbeat, Refused, Register, Registered
 
 #: What all nodes of a deployment must have in common, and how to say it.
@@ -17,7 +20,6 @@ AGREE = {
     "context_length": "context length",
     "eos_token_ids": "end tokens",
     "generation": "generation defaults",
-    "geometry": "page geometry",
 }
 MAX_STARTS_REMEMBERED = 64
 
@@ -202,6 +204,12 @@ def _conflict(new: Register, other: Register) -> str:
         ours, theirs = getattr(new, field), getattr(other, field)
         if ours != theirs:
             return f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal"
+    theirs = other.geometry
+    if new.role == other.role:  # no page goes from one to the other, so their sizes do not matter
+        theirs = msgspec.structs.replace(theirs, page_size=new.geometry.page_size)
+    problem = conflict(new.geometry, theirs)
+    if problem:
+        return f"page geometry of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):
         return (
             f"nodes {new.name} and {other.name} have no transport in common:"

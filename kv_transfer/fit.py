@@ -26,6 +26,10 @@ class Units:
         """Units of a prompt, the last one perhaps partly filled."""
         return -(-num_tokens // self.tokens)
 
+    def num_target_pages(self, num_units: int) -> int:
+        """Pages of the decode node that so many units fill, the last one perhaps partly."""
+        return -(-num_units // self.per_target)
+
     def of_target(self, index: int) -> range:
         """Units that the decode node's page of this index has room for."""
         return range(index * self.per_target, (index + 1) * self.per_target)
@@ -63,6 +67,12 @@ class Fit:
     def _box(self, geometry: PageGeometry, token: int) -> Box:
         all_of_it = whole(geometry)
         return Box(0, all_of_it.num_layers, 0, all_of_it.num_heads, token, self.units.tokens)
+
+    def most_granted(self, num_tokens: int | None, num_source_pages: int) -> int:
+        """Pages of the decode node that a prompt can fill: of so many tokens, or any with so many pages here."""
+        if num_tokens is not None:
+            return self.theirs.num_pages(num_tokens)
+        return self.units.num_target_pages(num_source_pages * self.units.per_source)
 
     def number_of(self, unit: int) -> int:
         """Which of ``pieces`` moves this unit."""

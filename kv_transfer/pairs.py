@@ -4,9 +4,11 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
+from common.geometry import conflict
 from common.messages import Connect, Connected, Grant, Message, Refused
-from kv_transfer.session import Sending, SendSession
-from kv_transfer.transports.base import AttachError, WriterTransport, to_message
+from kv_transfer.fit import Fit
+from kv_transfer.session import SendSession
+from kv_transfer.transports.base import AttachError, WriterTransport, from_message
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +22,14 @@ class Pair:
     name: str
     epoch: int
     num_pages: int
+    fit: Fit
     is_attached: bool = False
     granted: set[int] = field(default_factory=set)
 
-    def problem(self, session: SendSession, grant: Grant, most: int) -> str:
-        """Why this grant cannot be meant, as a sentence; empty if it can. ``most``: pages of the largest prompt."""
+    def problem(self, session: SendSession, grant: Grant, num_source_pages: int) -> str:
+        """Why this grant cannot be meant, as a sentence; empty if it can."""
         end = grant.first + len(grant.pages)
-        most = len(session.sources) if session.state is Sending.HANDED else most
+        most = self.fit.most_granted(session.num_tokens, num_source_pages)
         if grant.first < 0 or end > most:
             return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
         if any(not 0 <= page < self.num_pages for page in grant.pages):
@@ -67,19 +70,21 @@ class Pairs:
                 problem = str(error)
         if problem:
             return Refused(problem)
-        self.by_peer[peer] = Pair(connect.name, connect.epoch, connect.num_pages)
+        fit = Fit(self._transport.store.geometry, from_message(connect.geometry))
+        self.by_peer[peer] = Pair(connect.name, connect.epoch, connect.num_pages, fit)
         return None
 
     def _mismatch(self, connect: Connect) -> str:
         """Why this decode node does not fit, as a sentence; empty if it does."""
-        ours, theirs = to_message(self._transport.store.geometry), connect.geometry
+        ours, theirs = self._transport.store.geometry, from_message(connect.geometry)
         names = (connect.transport, self._transport.name)
         if "auto" not in names and names[0] != names[1]:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
         if self._digest and connect.digest != self._digest:
             return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
-        if theirs != ours:
-            return f"pages of {connect.name} are {theirs}, those of this prefill node {ours}"
+        problem = conflict(theirs, ours)
+        if problem:
+            return f"{connect.name} and this prefill node cannot share pages: {problem}"
         if len(self.by_peer) >= MAX_PEERS:
             return f"this prefill node already writes to {MAX_PEERS} decode nodes"
         return ""
@@ -107,7 +112,7 @@ class Pairs:
                 transport = news.transport or self._transport.name
                 self.num_attached[transport] += 1
                 log.info("pages go to decode node %s by %s%s", pair.name, transport, news.why and f": {news.why}")
-                answers.append((news.peer, Connected(pair.epoch, transport)))
+                answers.append((news.peer, Connected(pair.epoch, transport, pair.fit.units.per_target)))
         return answers, broken
 
     def drop(self, peer: str) -> bool:

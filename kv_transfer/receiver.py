@@ -68,8 +68,11 @@ Event = Completed | Finished | TransferFailed | PairLost
 
 @dataclass(slots=True)
 class _Link:
+    """``num_units``: parts in which each of our pages comes."""
+
     epoch: int
     is_connected: bool = False
+    num_units: int = 1
     refusal: str = ""
 
 
@@ -80,7 +83,7 @@ class Receiver:
         transport: offers our pool, and proves writers dead.
         books: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
-        num_parts: parts that make up a page's delivery; one per tensor-parallel rank of the writer.
+        num_ranks: of the writer, each of which delivers its own part of every page.
     """
 
     def __init__(
@@ -90,13 +93,13 @@ class Receiver:
         *,
         name: str = "decode",
         digest: str = "-",
-        num_parts: int = 1,
+        num_ranks: int = 1,
     ) -> None:
         self._transport = transport
         self._books = books
         self._name = name
         self._digest = digest
-        self._num_parts = num_parts
+        self._num_ranks = num_ranks
         self._epoch = 0  # rises with every connection to anyone
         self._links: dict[str, _Link] = {}
         self._sessions: dict[Key, ReceiveSession] = {}
@@ -126,14 +129,17 @@ class Receiver:
             endpoint=self._transport.offer(peer, self._epoch),
         )
 
-    def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_pages: int, now: float = 0.0) -> None:
-        """Expect a prompt of ``num_pages`` pages from this peer; those from index ``first`` on go to ``pages``.
+    def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
+        """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
 
         ``pages`` are owned as ``GRANT``, and may be fewer than the prompt lacks: see ``extend``. They are granted as
         soon as the pair is connected.
         """
         assert key not in self._sessions, f"{key} has begun already"
-        session = ReceiveSession(key, peer, first=first, num_pages=num_pages, num_parts=self._num_parts)
+        page_size = self._transport.store.geometry.page_size
+        session = ReceiveSession(
+            key, peer, first=first, num_tokens=num_tokens, page_size=page_size, num_ranks=self._num_ranks
+        )
         session.reserve(pages)
         self._sessions[key] = session
         link = self._links.get(peer)
@@ -206,9 +212,14 @@ class Receiver:
             return False
         if not self._transport.chosen(peer, message.epoch, message.transport):
             return False
+        page_size = self._transport.store.geometry.page_size
+        if page_size % message.num_units:
+            self._refuse(peer, link, f"a page of {page_size} tokens cannot come in {message.num_units} parts")
+            return True
         self._totals[f"pairs_by_{message.transport}"] += 1
         log.info("pages of prefill node %s come by %s", peer[:8], message.transport)
         link.is_connected = True
+        link.num_units = message.num_units
         link.refusal = ""
         self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
         for session in self._of(peer):
@@ -220,19 +231,21 @@ class Receiver:
         link = self._links.get(peer)
         if link is None or link.is_connected:
             return False
-        link.refusal = message.reason or "the prefill node refuses to work with this decode node"
+        self._refuse(peer, link, message.reason or "the prefill node refuses to work with this decode node")
+        return True
+
+    def _refuse(self, peer: str, link: _Link, why: str) -> None:
+        link.refusal = why
         for session in self._of(peer):
             if session.state is Receiving.RESERVED:
-                failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, link.refusal)
+                failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)
                 self._give_up(session, ReceiveEvent.CLOSE, failure)
-        return True
 
     def _on_transfer(self, session: ReceiveSession, message: Delivered | Handoff | Closed, now: float) -> bool:
         if isinstance(message, Closed):
             return self._on_closed(session, message)
         if isinstance(message, Handoff):
-            is_whole = self._transport.store.geometry.num_pages(message.num_tokens) == session.num_pages
-            if not is_whole or not session.accepts(ReceiveEvent.HANDOFF):
+            if message.num_tokens != session.num_tokens or not session.accepts(ReceiveEvent.HANDOFF):
                 return False
             self._handoffs[session.key] = (message, now)
             session.apply(ReceiveEvent.HANDOFF)
@@ -267,7 +280,7 @@ class Receiver:
         pages = tuple(pages)
         first = session.first + len(session.pages) - len(pages)
         epoch = self._links[session.peer].epoch
-        session.grant(epoch)
+        session.grant(epoch, self._links[session.peer].num_units)
         self._transport.allow(session.peer, epoch, pages)
         self._messages.append((session.peer, Grant(*session.key, epoch, first, pages)))
 

@@ -68,7 +68,7 @@ class Sender:
         assert num_parts == 1, "a page has one part as long as one process writes all of it"
         self._transport = transport
         self._pairs = Pairs(transport, digest)
-        self._writes = Writes(transport, clock or MonotonicClock())
+        self._writes = Writes(transport, clock or MonotonicClock(), lambda peer: self._pairs.by_peer[peer].fit.pieces)
         self._sessions: dict[Key, SendSession] = {}  # opened and not closed
         self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
         self._ends: dict[Key, End] = {}  # of sessions that are closing
@@ -155,7 +155,7 @@ class Sender:
             return
         num_pages = self._transport.store.geometry.num_pages(handoff.num_tokens)
         assert len(pages) == num_pages, f"{handoff.num_tokens} tokens are on {num_pages} pages, not on {len(pages)}"
-        session.finish(pages)
+        session.finish(pages, handoff.num_tokens)
         if session.has_ungrantable():
             self._refuse(session, "pages are granted that the prompt does not have")
             return
@@ -220,7 +220,7 @@ class Sender:
         if problem:
             self._refuse(session, problem)
             return
-        session.grant(grant.epoch, grant.first, grant.pages)
+        session.grant(grant.epoch, grant.first, grant.pages, pair.fit.units)
         pair.granted.update(grant.pages)
         handoff = self._handoffs.pop(key, None)
         if handoff is not None:
@@ -328,13 +328,20 @@ class Sender:
         self._settle_pairs()
         self._expire()
         self._writes.start(max_pages)
-        for session, indices in self._writes.settle(now):
+        for session, units in self._writes.settle(now):
             if session.state is Sending.CLOSING:
                 self._close_if_still(session)
-                continue
-            assert session.epoch is not None
-            self._messages.append((session.peer, Delivered(*session.key, session.epoch, tuple(indices))))
+            else:
+                self._tell_delivered(session, units)
         return self._writes.has_due
+
+    def _tell_delivered(self, session: SendSession, units: Sequence[int]) -> None:
+        assert session.epoch is not None
+        per_page = session.units.per_target
+        for part in range(per_page):
+            indices = tuple(unit // per_page for unit in units if unit % per_page == part)
+            if indices:
+                self._messages.append((session.peer, Delivered(*session.key, session.epoch, indices, part)))
 
     def _expire(self) -> None:
         while self._early:

@@ -1,8 +1,9 @@
 """One transfer, seen from its two ends: two tables and what they keep track of. No I/O, no clock, no page books.
 
 A transfer is known by (rid, attempt). The decode node grants destination pages for the prompt's page indices that it
-lacks; the prefill node sends index i once it is both granted and computed, exactly once. ``SendSession`` knows which
-pages are due, ``ReceiveSession`` which are still missing. What the tables do not name is our own bug; what a peer
+lacks; the prefill node sends each unit (a page, or a part of one where pages are unequal, see ``fit``) once it is both
+granted and computed, exactly once. ``SendSession`` knows which units are due, ``ReceiveSession`` which parts of which
+pages are still missing. What the tables do not name is our own bug; what a peer
 sends is therefore tested with ``accepts`` first, and ignored where it cannot happen.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from common.lifecycle import advance
+from kv_transfer.fit import Units
 
 Key = tuple[str, int]
 
@@ -109,13 +111,17 @@ RECEIVE_TABLE: dict[tuple[Receiving, ReceiveEvent], Receiving] = {
 
 
 class SendSession:
-    """The prefill node's end: which pages are granted, computed, on their way.
+    """The prefill node's end: which units are granted, computed, on their way.
 
     Attributes:
         key, peer: whose transfer, and to whom (incarnation).
         epoch: of the pair, since the first grant; None before.
-        num_in_flight: writes (of one page each) begun and not over.
-        num_due: pages that could be started now.
+        units: of the pair, since the first grant.
+        sources: our pages, as far as they are computed.
+        targets: page index of the prompt, as the decode node counts them -> its page, as granted.
+        num_tokens: of the prompt; None until it is computed.
+        num_in_flight: writes (of one unit each) begun and not over.
+        num_due: units that could be started now.
     """
 
     def __init__(self, key: Key, peer: str, state: Sending = Sending.OPEN) -> None:
@@ -123,8 +129,10 @@ class SendSession:
         self.peer = peer
         self.state = state
         self.epoch: int | None = None
+        self.units = Units(1)
         self.sources: list[int] = []
-        self.targets: dict[int, int] = {}  # page index -> destination page, as granted
+        self.targets: dict[int, int] = {}
+        self.num_tokens: int | None = None
         self.num_in_flight = 0
         self._due: deque[int] = deque()
         self._early: dict[int, None] = {}  # granted, not computed yet
@@ -150,54 +158,68 @@ class SendSession:
     def open(self) -> None:
         self.apply(SendEvent.OPEN)
 
-    def grant(self, epoch: int, first: int, pages: Sequence[int]) -> None:
+    def grant(self, epoch: int, first: int, pages: Sequence[int], units: Units) -> None:
         """Destination pages of indices ``first`` and on; the caller has validated them."""
         self.apply(SendEvent.GRANT)
         assert self.epoch in (None, epoch)
         self.epoch = epoch
+        self.units = units
         for index, page in enumerate(pages, first):
             assert index not in self.targets
             self.targets[index] = page
-            if index < len(self.sources):
-                self._due.append(index)
-            else:
-                self._early[index] = None
+            self._early.update(dict.fromkeys(units.of_target(index)))
+        self._release()
 
     def compute(self, pages: Sequence[int]) -> None:
         """Source pages of indices ``0 .. len(pages)``; may repeat what is known, and grow."""
         self.apply(SendEvent.COMPUTE)
         self._grow(pages)
 
-    def finish(self, pages: Sequence[int]) -> None:
+    def finish(self, pages: Sequence[int], num_tokens: int) -> None:
         """Source pages of the whole prompt, a partial last one included."""
         self.apply(SendEvent.FINISH)
+        self.num_tokens = num_tokens
         self._grow(pages)
 
     def _grow(self, pages: Sequence[int]) -> None:
         num_known = len(self.sources)
         assert len(pages) >= num_known, "computed pages cannot become fewer"
-        for index in range(num_known, len(pages)):
-            self.sources.append(pages[index])
-            if index in self._early:
-                del self._early[index]
-                self._due.append(index)
+        self.sources += pages[num_known:]
+        self._release()
+
+    def _release(self) -> None:
+        """What is both granted and computed is due; room behind the prompt's end will never be."""
+        num_computed = len(self.sources) * self.units.per_source
+        if self.num_tokens is not None:
+            num_computed = self.units.count(self.num_tokens)
+            behind = range(num_computed, self.units.num_target_pages(num_computed) * self.units.per_target)
+            for unit in [unit for unit in self._early if unit in behind]:
+                del self._early[unit]
+        for unit in [unit for unit in self._early if unit < num_computed]:
+            del self._early[unit]
+            self._due.append(unit)
 
     def retract(self) -> None:
         """Forget the source pages: nothing was granted, and they will be computed again."""
         assert not self.is_granted, "somebody waits for these pages"
         self.apply(SendEvent.RETRACT)
         self.sources.clear()
+        self.num_tokens = None
 
     def has_ungrantable(self) -> bool:
         """With the prompt computed: is an index granted that the prompt does not have?"""
         return bool(self._early)
 
     def start(self, limit: int) -> list[int]:
-        """Take at most ``limit`` due indices, whose writes begin now."""
+        """Take at most ``limit`` due units, whose writes begin now."""
         self.apply(SendEvent.START)
-        indices = [self._due.popleft() for _ in range(min(limit, len(self._due)))]
-        self.num_in_flight += len(indices)
-        return indices
+        units = [self._due.popleft() for _ in range(min(limit, len(self._due)))]
+        self.num_in_flight += len(units)
+        return units
+
+    def way_of(self, unit: int) -> tuple[int, int]:
+        """From which page of ours to which of the peer's."""
+        return self.sources[unit // self.units.per_source], self.targets[unit // self.units.per_target]
 
     def written(self, count: int) -> None:
         """That many of the writes are over."""
@@ -224,10 +246,14 @@ class SendSession:
 
     def check(self) -> None:
         due = set(self._due)
-        assert len(due) == len(self._due) and due <= self.targets.keys(), "a page is due twice, or was not granted"
-        assert all(index < len(self.sources) for index in due), "a page is due before it is computed"
-        assert not due & self._early.keys() and all(index >= len(self.sources) for index in self._early)
-        assert len(due) + len(self._early) + self.num_in_flight <= len(self.targets), "more is on its way than granted"
+        num_computed = len(self.sources) * self.units.per_source
+        assert len(due) == len(self._due), "a unit is due twice"
+        assert all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
+        assert all(unit < num_computed for unit in due), "a unit is due before it is computed"
+        assert not due & self._early.keys()
+        assert self.num_tokens is not None or all(unit >= num_computed for unit in self._early)
+        num_granted = len(self.targets) * self.units.per_target
+        assert len(due) + len(self._early) + self.num_in_flight <= num_granted, "more is on its way than granted"
         assert self.state not in (Sending.CLOSING, Sending.CLOSED) or not due, "an ended transfer would still write"
         assert self.state is not Sending.HANDED or not self._early, "a page is granted that the prompt does not have"
 
@@ -235,24 +261,31 @@ class SendSession:
 class ReceiveSession:
     """The decode node's end: which pages are granted and which of them have arrived, by (index, part).
 
+    A part is one of the writer's units within a page, and where several ranks write, one rank's share of it.
+
     Attributes:
         key, peer: whose transfer, and from whom (incarnation).
         first: index of the first page that is shipped.
         pages: destination of index ``first`` and on.
-        num_pages: of the whole prompt.
+        num_tokens, num_pages: of the whole prompt.
         epoch: of the pair when the pages were granted; 0 before.
     """
 
-    def __init__(self, key: Key, peer: str, *, first: int, num_pages: int, num_parts: int = 1) -> None:
-        assert 0 <= first <= num_pages and num_parts >= 1
+    def __init__(
+        self, key: Key, peer: str, *, first: int, num_tokens: int, page_size: int = 1, num_ranks: int = 1
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.num_pages = -(-num_tokens // page_size)
+        assert 0 <= first <= self.num_pages and num_ranks >= 1
         self.key = key
         self.peer = peer
         self.state = Receiving.RESERVED
         self.first = first
-        self.num_pages = num_pages
         self.pages: list[int] = []
         self.epoch = 0
-        self._num_parts = num_parts
+        self._page_size = page_size
+        self._num_ranks = num_ranks
+        self._num_units = 1  # of a whole page
         self._arrived: dict[int, set[int]] = {}  # index -> parts
         self._num_whole = 0
 
@@ -267,13 +300,19 @@ class ReceiveSession:
         assert self.first + len(self.pages) + len(pages) <= self.num_pages, "more pages than the prompt lacks"
         self.pages.extend(pages)
 
-    def grant(self, epoch: int) -> None:
-        """The writer is told of the pages."""
+    def grant(self, epoch: int, num_units: int = 1) -> None:
+        """The writer is told of the pages; it writes each in so many units."""
         self.apply(ReceiveEvent.GRANT)
         assert self.epoch in (0, epoch)
         self.epoch = epoch
+        self._num_units = num_units
         if self.is_landed:
             self.apply(ReceiveEvent.LAND)
+
+    def _num_parts(self, index: int) -> int:
+        """Of this page: the prompt's last may have fewer."""
+        num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
+        return -(-num_tokens * self._num_units // self._page_size) * self._num_ranks
 
     @property
     def is_landed(self) -> bool:
@@ -283,9 +322,9 @@ class ReceiveSession:
         """Could a peer truthfully say that this part of these pages has been written just now?"""
         end = self.first + len(self.pages)
         return (
-            part < self._num_parts
-            and len(set(indices)) == len(indices)
-            and all(self.first <= i < end and part not in self._arrived.get(i, ()) for i in indices)
+            len(set(indices)) == len(indices)
+            and all(self.first <= i < end and part < self._num_parts(i) for i in indices)
+            and all(part not in self._arrived.get(i, ()) for i in indices)
         )
 
     def deliver(self, indices: Sequence[int], part: int) -> list[int]:
@@ -300,7 +339,7 @@ class ReceiveSession:
         for index in indices:
             parts = self._arrived.setdefault(index, set())
             parts.add(part)
-            if len(parts) == self._num_parts:
+            if len(parts) == self._num_parts(index):
                 whole.append(self.pages[index - self.first])
         self._num_whole += len(whole)
         if whole and self.is_landed:
@@ -308,7 +347,7 @@ class ReceiveSession:
         return whole
 
     def check(self) -> None:
-        whole = sum(len(parts) == self._num_parts for parts in self._arrived.values())
+        whole = sum(len(parts) == self._num_parts(index) for index, parts in self._arrived.items())
         assert whole == self._num_whole, "arrived pages are miscounted"
         assert len(set(self.pages)) == len(self.pages), "a page is reserved twice"
         is_waiting = self.state in (Receiving.GRANTED, Receiving.HANDED)

@@ -1,13 +1,14 @@
 """The writes of one prefill node: which pages go next, what is under way, how long it takes.
 
-Sessions know their own pages (``due``, in flight); this knows the order among sessions, and which ticket of the
-transport carries which pages.
+Sessions know their own units (``due``, in flight); this knows the order among sessions, and which ticket of the
+transport carries which units.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from common.clock import Clock
+from kv_transfer.pieces import Piece
 from kv_transfer.session import Key, Sending, SendSession
 from kv_transfer.transports.base import WriterTransport
 
@@ -16,12 +17,16 @@ class Writes:
     """Args:
     transport: writes pages.
     clock: measures how long its calls take.
+    pieces_of: what a write to this peer moves of a unit, by its number modulo their count.
     """
 
-    def __init__(self, transport: WriterTransport, clock: Clock) -> None:
+    def __init__(
+        self, transport: WriterTransport, clock: Clock, pieces_of: Callable[[str], Sequence[Piece | None]]
+    ) -> None:
         self.clock = clock
         self.first_delivered_at: dict[Key, float] = {}  # of transfers that are not over
         self._transport = transport
+        self._pieces_of = pieces_of
         self._due: dict[Key, SendSession] = {}  # with pages to write, first come first served
         self._tickets: dict[int, tuple[SendSession, list[int]]] = {}
         self._totals: Counter[str] = Counter()
@@ -37,40 +42,48 @@ class Writes:
             self._due[session.key] = session
 
     def start(self, max_pages: int) -> None:
-        """Begin to write up to so many pages."""
+        """Begin to write up to so many pages (units, where pages are unequal)."""
         for session in list(self._due.values()):
             if max_pages <= 0:
                 return
             max_pages -= self._start(session, max_pages)
 
     def _start(self, session: SendSession, limit: int) -> int:
-        indices = session.start(limit)
-        pages = [(session.sources[index], session.targets[index]) for index in indices]
-        begun_at = self.clock.now()
-        ticket = self._transport.write(session.peer, pages)
-        self._seconds += self.clock.now() - begun_at
-        self._tickets[ticket] = (session, indices)
+        """One write for each piece that the units are of."""
+        units = session.start(limit)
+        pieces = self._pieces_of(session.peer)
+        for number, piece in enumerate(pieces):
+            some = [unit for unit in units if unit % len(pieces) == number]
+            if some:
+                self._write(session, some, piece)
         if not session.num_due:
             del self._due[session.key]
-        return len(indices)
+        return len(units)
+
+    def _write(self, session: SendSession, units: list[int], piece: Piece | None) -> None:
+        begun_at = self.clock.now()
+        ticket = self._transport.write(session.peer, [session.way_of(unit) for unit in units], piece)
+        self._seconds += self.clock.now() - begun_at
+        self._tickets[ticket] = (session, units)
 
     def settle(self, now: float) -> list[tuple[SendSession, list[int]]]:
-        """Sessions with pages (by index) whose writes are over now."""
+        """Sessions with units whose writes are over now."""
         delivered: dict[Key, tuple[SendSession, list[int]]] = {}
         for ticket in self._transport.done():
             if ticket not in self._tickets:
                 continue  # over before its pair was, and nobody asked
-            session, indices = self._tickets.pop(ticket)
-            session.written(len(indices))
-            delivered.setdefault(session.key, (session, []))[1].extend(indices)
-        for session, indices in delivered.values():
-            self._count(session, len(indices), now)
+            session, units = self._tickets.pop(ticket)
+            session.written(len(units))
+            delivered.setdefault(session.key, (session, []))[1].extend(units)
+        for session, units in delivered.values():
+            self._count(session, len(units), now)
         return list(delivered.values())
 
-    def _count(self, session: SendSession, num_pages: int, now: float) -> None:
-        self._totals["pages_sent"] += num_pages
-        self._totals["bytes_sent"] += num_pages * self._transport.store.geometry.page_bytes
-        self._totals["pages_overlapped"] += num_pages if session.state is Sending.OPEN else 0
+    def _count(self, session: SendSession, num_units: int, now: float) -> None:
+        self._totals["pages_sent"] += num_units
+        page_bytes = self._transport.store.geometry.page_bytes
+        self._totals["bytes_sent"] += num_units * page_bytes // session.units.per_source
+        self._totals["pages_overlapped"] += num_units if session.state is Sending.OPEN else 0
         self.first_delivered_at.setdefault(session.key, now)
 
     def stop(self, session: SendSession) -> None:
@@ -94,8 +107,8 @@ class Writes:
     def check(self, sessions: Iterable[SendSession]) -> None:
         """Prove the books against all sessions that are not over; raises ``AssertionError``."""
         in_flight: Counter[int] = Counter()
-        for session, indices in self._tickets.values():
-            in_flight[id(session)] += len(indices)
+        for session, units in self._tickets.values():
+            in_flight[id(session)] += len(units)
         keys = []
         for session in sessions:
             keys.append(session.key)

@@ -162,7 +162,8 @@ class Couple:
         for page in pages:
             self.target.fill(page, JUNK)
         self.grants[key] = list(pages)
-        self.receiver.begin(key, PREFILL, first=first, pages=pages, num_pages=num_pages, now=self.now)
+        num_tokens = num_pages * GEOMETRY.page_size - 1
+        self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=num_tokens)
         self.settle()
         return pages
 

@@ -249,11 +249,11 @@ def test_a_receiver_gives_leave_with_each_grant_and_takes_it_before_pages_change
     receiver = Receiver(reader, books)
     receiver.connect(PREFILL)
     receiver.on_message(PREFILL, Connected(1, "a"))
-    for rid, end in (("r", None), ("s", Closed("s", 0, "aborted")), ("t", Handoff("t", 0, 8, 9))):
+    for rid, end in (("r", None), ("s", Closed("s", 0, "aborted")), ("t", Handoff("t", 0, 7, 9))):
         reader.calls.clear()
         pages = books.alloc(2, Owner.GRANT)
         assert pages is not None
-        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_pages=2)
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
         assert reader.calls == [("allow", *pages)]
         if end is None:
             receiver.cancel((rid, 0))

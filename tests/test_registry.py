@@ -49,8 +49,9 @@ def test_limits_are_those_of_the_largest_pools():
         ({"context_length": 100}, "context length"),
         ({"eos_token_ids": (1,)}, "end tokens"),
         ({"generation": {"top_p": 0.5}}, "generation defaults"),
-        ({"geometry": Geometry(2, 2, 16, 32, "float32")}, "page geometry"),
+        ({"geometry": Geometry(2, 2, 16, 24, "float32")}, "page sizes 24 and 16 one must be a multiple of the other"),
         ({"geometry": Geometry(2, 2, 16, 16, "bfloat16")}, "page geometry"),
+        ({"geometry": Geometry(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
         ({"transports": ("tcp",)}, "no transport in common"),
         ({"model": "other"}, "serves 'tiny'"),
         ({"vocab_size": 300}, "tokenizer has 320"),
@@ -62,6 +63,21 @@ def test_a_node_that_does_not_fit_is_refused_with_a_sentence_and_the_others_stay
     assert isinstance(answer, Refused)
     assert words in answer.reason
     assert list(nodes.nodes) == [A, B]
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64])
+def test_a_page_size_that_is_a_multiple_or_a_part_of_the_other_roles_is_welcome(page_size):
+    nodes = pair()
+    geometry = Geometry(2, 2, 16, page_size, "float32")
+    assert isinstance(nodes.register(C, make_register("decode", "d2", geometry=geometry), 0.0), Registered)
+
+
+def test_page_sizes_of_one_role_need_not_agree_but_all_else_must():
+    nodes = registry()
+    nodes.register(A, make_register("decode", "d1", geometry=Geometry(2, 2, 16, 24, "float32")), 0.0)
+    others = Geometry(2, 2, 16, 32, "float32"), Geometry(2, 2, 16, 32, "float16")
+    answers = [nodes.register(B, make_register("decode", "d2", geometry=other), 0.0) for other in others]
+    assert [type(answer) for answer in answers] == [Registered, Refused]
 
 
 def test_nodes_of_one_role_need_no_common_transport():

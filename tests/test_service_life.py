@@ -184,7 +184,7 @@ async def check(client: Client) -> None:
 
 
 def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    service = Service(tmp_path / "logs", only={"decode-0": {"page_size": 32}})
+    service = Service(tmp_path / "logs", only={"decode-0": {"page_size": 24}})
     try:
         service.start("gateway", "prefill-0")
         service.wait_until_ready()

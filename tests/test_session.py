@@ -5,6 +5,7 @@ from enum import StrEnum
 import pytest
 
 from common.lifecycle import IllegalTransitionError
+from kv_transfer.fit import Units
 from kv_transfer.session import (
     RECEIVE_TABLE,
     SEND_TABLE,
@@ -17,6 +18,7 @@ from kv_transfer.session import (
 )
 
 KEY = ("r", 0)
+PAGES = Units(1)  # equal on both nodes
 
 # Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
 SEND = """
@@ -61,7 +63,7 @@ def test_the_sending_end_goes_where_the_table_says(state: Sending, event: SendEv
 
 @pytest.mark.parametrize(("state", "event", "after"), _cells(RECEIVE, Receiving, ReceiveEvent))
 def test_the_receiving_end_goes_where_the_table_says(state: Receiving, event: ReceiveEvent, after: str) -> None:
-    session = ReceiveSession(KEY, "peer", first=0, num_pages=1)
+    session = ReceiveSession(KEY, "peer", first=0, num_tokens=1)
     session.state = state
     assert session.accepts(event) == (after != ".")
     if after == ".":
@@ -82,13 +84,13 @@ def test_a_page_is_due_once_it_is_both_granted_and_computed() -> None:
     session = SendSession(KEY, "peer")
     session.compute([10, 11])
     assert session.num_due == 0
-    session.grant(1, 1, [5, 6, 7])  # indices 1, 2, 3
+    session.grant(1, 1, [5, 6, 7], PAGES)  # indices 1, 2, 3
     assert session.num_due == 1
     session.compute([10, 11, 12])
     assert session.start(8) == [1, 2]
     assert [(session.sources[i], session.targets[i]) for i in (1, 2)] == [(11, 5), (12, 6)]
     session.check()
-    session.finish([10, 11, 12, 13])
+    session.finish([10, 11, 12, 13], 4)
     assert session.start(8) == [3]
     assert session.num_in_flight == 3
     assert not session.is_all_written
@@ -99,7 +101,7 @@ def test_a_page_is_due_once_it_is_both_granted_and_computed() -> None:
 
 def test_a_start_takes_no_more_than_it_may_and_no_page_twice() -> None:
     session = SendSession(KEY, "peer")
-    session.grant(1, 0, [0, 1, 2])
+    session.grant(1, 0, [0, 1, 2], PAGES)
     session.compute([3, 4, 5])
     assert session.start(2) == [0, 1]
     assert session.start(2) == [2]
@@ -108,7 +110,7 @@ def test_a_start_takes_no_more_than_it_may_and_no_page_twice() -> None:
 
 def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
     session = SendSession(KEY, "peer")
-    session.grant(1, 0, [0, 1])
+    session.grant(1, 0, [0, 1], PAGES)
     session.compute([3, 4])
     assert session.start(1) == [0]
     session.end()
@@ -122,7 +124,7 @@ def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
 
 def test_a_severed_session_is_closed_with_writes_under_way() -> None:
     session = SendSession(KEY, "peer")
-    session.grant(1, 0, [0])
+    session.grant(1, 0, [0], PAGES)
     session.compute([3])
     session.start(1)
     session.sever()
@@ -131,8 +133,8 @@ def test_a_severed_session_is_closed_with_writes_under_way() -> None:
 
 def test_a_prompt_that_is_granted_more_pages_than_it_has_is_noticed_at_its_end() -> None:
     session = SendSession(KEY, "peer")
-    session.grant(1, 1, [4, 5])
-    session.finish([1, 2])
+    session.grant(1, 1, [4, 5], PAGES)
+    session.finish([1, 2], 2)
     assert session.has_ungrantable()
 
 
@@ -144,7 +146,7 @@ def test_computed_pages_cannot_become_fewer() -> None:
 
 
 def test_pages_land_when_every_part_of_each_is_there() -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_pages=4, num_parts=2)
+    session = ReceiveSession(KEY, "peer", first=2, num_tokens=4, num_ranks=2)
     session.reserve([8, 9])
     session.grant(3)
     assert session.deliver([2, 3], part=0) == []
@@ -161,7 +163,7 @@ def test_pages_land_when_every_part_of_each_is_there() -> None:
     ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond"],
 )
 def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part: int) -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_pages=4)
+    session = ReceiveSession(KEY, "peer", first=2, num_tokens=4)
     session.reserve([8, 9])
     session.grant(1)
     session.deliver([2], part=0)
@@ -170,12 +172,12 @@ def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part
 
 
 def test_a_prompt_that_lacks_no_page_has_landed_when_it_is_granted() -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_pages=2)
+    session = ReceiveSession(KEY, "peer", first=2, num_tokens=2)
     session.grant(1)
     assert session.state is Receiving.LANDED
 
 
 def test_more_pages_than_the_prompt_lacks_cannot_be_reserved() -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_pages=3)
+    session = ReceiveSession(KEY, "peer", first=2, num_tokens=3)
     with pytest.raises(AssertionError):
         session.reserve([1, 2])

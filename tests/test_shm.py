@@ -157,7 +157,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
     sender.on_message(DECODE, receiver.connect(PREFILL), 0.0)
     pages = books.alloc(3, Owner.GRANT)
     assert pages is not None
-    receiver.begin(KEY, PREFILL, first=1, pages=pages, num_pages=4)
+    receiver.begin(KEY, PREFILL, first=1, pages=pages, num_tokens=15)
     sender.open(KEY, DECODE)
     for index in range(4):
         assert isinstance(writer.store, MemfdStore)
@@ -241,7 +241,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     for rid in "ab":
         pages = books.alloc(2, Owner.GRANT)
         assert pages is not None
-        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_pages=2)
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
     receiver.cancel(("a", 0))
     os.kill(child.process.pid, signal.SIGSTOP)
     receiver.peer_lost(PREFILL)  # and its control connection seems gone

@@ -578,7 +578,7 @@ def test_a_whole_transfer_over_tcp(reader: TcpReader, writer: TcpWriter, store: 
     node.connect()
     pages = node.books.alloc(3, Owner.GRANT)
     assert pages is not None and isinstance(writer.store, MemfdStore)
-    node.receiver.begin(key, PREFILL, first=1, pages=pages, num_pages=4)
+    node.receiver.begin(key, PREFILL, first=1, pages=pages, num_tokens=15)
     node.sender.open(key, DECODE)
     for index in range(4):
         writer.store.fill(index, content(key, index))
@@ -596,7 +596,7 @@ def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer
     node.connect()
     pages = node.books.alloc(2, Owner.GRANT)
     assert pages is not None
-    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_pages=2)
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=7)
     node.turn()
     node.receiver.peer_lost(PREFILL)
     assert node.books.count(Owner.QUARANTINE) == 2
@@ -614,7 +614,7 @@ def test_a_cut_connection_ends_its_transfers_with_an_error_that_names_pair_and_t
     pages = node.books.alloc(2, Owner.GRANT)
     assert pages is not None
     node.sender.open(key, DECODE)
-    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_pages=2)
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=7)
     node.turn()
     next(iter(writer._routes.values())).lanes[0].connection.shutdown(socket.SHUT_RDWR)
     until(lambda: node.turn() or (node.released and node.events))

@@ -681,7 +681,11 @@ def test_a_pair_that_cannot_work_is_refused_with_a_sentence() -> None:
     wrong: dict[str, dict[str, object]] = {
         "serves a model with digest other": {"digest": "other"},
         "transfers by 'nixl', this prefill node by 'inprocess'": {"transport": "nixl"},
-        "pages of decode-0 are": {"geometry": Geometry(1, 1, 2, 8, "float32")},
+        "of the page sizes 6 and 4 one must be a multiple of the other": {"geometry": Geometry(1, 1, 2, 6, "float32")},
+        "kv heads 2 and 1 must be equal": {"geometry": Geometry(1, 2, 2, 4, "float32")},
+        "layers 3 and 1 must be equal": {"geometry": Geometry(3, 1, 2, 4, "float32")},
+        "head dim 4 and 2 must be equal": {"geometry": Geometry(1, 1, 4, 4, "float32")},
+        "dtype float16 and float32 must be equal": {"geometry": Geometry(1, 1, 2, 8, "float16")},
         "there is no offer 'nowhere'": {"endpoint": "nowhere"},
     }
     for sentence, change in wrong.items():
