@@ -96,6 +96,12 @@ class Routing:
     max_queued_requests: int | None = option(
         None, "Requests that may wait at a node (at the gateway: for each model) before the next gets 429.", minimum=0
     )
+    gateway_lookahead: int = option(
+        16,
+        "Requests that the gateway sends out beyond what the decode nodes run at once, for each node that computes "
+        "prompts; more of them wait in the gateway, in order.",
+        minimum=0,
+    )
     request_timeout: float = option(
         600.0, "Seconds after which a request that names no deadline of its own ends in an error.", minimum=0.001
     )

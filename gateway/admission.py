@@ -30,13 +30,17 @@ class Admission:
     def limit(self, max_running: int) -> int:
         return max_running + self._max_queued
 
+    def excess(self, count: int, max_running: int) -> int:
+        """How many would be too many if so many more came; at most 0 if none."""
+        return self.num_in_flight + count - self.limit(max_running)
+
     def admit(self, count: int, *, max_running: int, now: float) -> None:
         """All of them or none. Raises RequestError: too many for ever (400), or for now (429)."""
         limit = self.limit(max_running)
         if count > limit:
             message = f"prompt: {count} prompts in one request, {limit} are possible at once"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="prompt")
-        excess = self.num_in_flight + count - limit
+        excess = self.excess(count, max_running)
         if excess > 0:
             message = f"{self.num_in_flight} requests are in flight, {limit} are allowed"
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=self.retry_after(excess, now))
@@ -44,11 +48,12 @@ class Admission:
             self._busy_since = now
         self.num_in_flight += count
 
-    def release(self, now: float) -> None:
-        """One request has ended."""
+    def release(self, now: float, *, is_evicted: bool = False) -> None:
+        """One request has ended. If it only gave way to another, that says nothing about the rate at which they end."""
         assert self.num_in_flight > 0
         busy = self._busy(now)
-        self._ended.append(busy)
+        if not is_evicted:
+            self._ended.append(busy)
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self._busy_before = busy

@@ -116,6 +116,10 @@ class Control:
         """After so many seconds, unless it is cancelled."""
         return self._loop.call_later(delay_s, act, rid)
 
+    def call_soon(self, act: Callable[[], None]) -> asyncio.Handle:
+        """Once the handlers that are due now have run."""
+        return self._loop.call_soon(act)
+
     def _drain_soon(self) -> None:
         """After anything that touches the socket, which may swallow the edge that announces input."""
         if not self._is_drain_due:
@@ -159,6 +163,7 @@ class Control:
         for fleet in self.fleets:
             for incarnation in fleet.registry.silent(self._clock.now()):
                 self.lose(incarnation)
+        self.requests.tick(self._clock.now())
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
         fleet = self.fleets.of(sender)
@@ -188,6 +193,7 @@ class Control:
         elif isinstance(answer, Registered):
             if not was_known:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
+                self.requests.nodes_came(self.fleets[message.model])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_in is not None:

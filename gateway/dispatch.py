@@ -1,8 +1,9 @@
-"""The requests that are under way: to whom each was sent, and the one way by which it leaves.
+"""The requests that are under way: who waits, to whom each was sent, and the one way by which it leaves.
 
-Every output that is sent out is in one table until it ends, and it leaves by one way, ``ended``: at its last token, a
-stop string, a node's failure or loss, its deadline, or because the client has gone. Whichever it is, the nodes that may
-still work on it are told at once.
+Requests go out as long as the nodes have room; the rest waits in the backlog of its model, and is sent out, in order,
+as others end. The pair is chosen then. Every output is in one table from its arrival to its end, and it leaves by one
+way, ``ended``: at its last token, a stop string, a node's failure or loss, its deadline, or because the client has
+gone. Whichever it is, the nodes that may still work on it are told at once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.clock import Clock
+from common.decisions import Decisions
 from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Failed, Generate, Message, Peer, Tokens
+from common.request import Request
 from gateway.fleet import Fleet, Fleets
 from gateway.relay import Relay
 from gateway.router import Pair
@@ -37,18 +40,33 @@ class Post(Protocol):
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer: ...
 
+    def call_soon(self, act: Callable[[], None]) -> object: ...
+
 
 @dataclass(slots=True)
 class Leg:
-    """One output under way: its relay, its model's fleet, its pair there, and its deadline's timer."""
+    """One output under way.
+
+    Attributes:
+        fleet: of its model.
+        timer: of its deadline.
+        siblings: pairs of the outputs of its HTTP request that have been sent out, by the number of their prompt.
+        request: as the backlog knows it; None if it never waited and nobody counts what it is served.
+        pair, nodes: None and empty while it waits.
+        is_evicted: it gave way to a more urgent one.
+        failed_at: the node that ended it, which need not be told.
+    """
 
     relay: Relay
     fleet: Fleet
-    pair: Pair
-    nodes: tuple[str, ...]  # of the pair
     timer: Timer
-    is_prefill_counted: bool = True
-    failed_at: str = ""  # the node that ended it, which need not be told
+    siblings: dict[int, Pair]
+    request: Request | None = None
+    pair: Pair | None = None
+    nodes: tuple[str, ...] = ()
+    is_prefill_counted: bool = False
+    is_evicted: bool = False
+    failed_at: str = ""
 
 
 class Dispatch:
@@ -69,48 +87,133 @@ class Dispatch:
         self._clock = clock
         self._on_start = on_start
         self._on_end = on_end
+        self.decisions = Decisions()
         self._legs: dict[str, Leg] = {}
         self._is_shut = False
+        self._is_pump_due = False
 
     @property
     def num_in_flight(self) -> int:
         return len(self._legs)
 
-    # ---- out ------------------------------------------------------------------------------------------------------
+    # ---- in -------------------------------------------------------------------------------------------------------
 
     def dispatch(self, relays: Sequence[Relay]) -> None:
-        """Sends the outputs of one request out, all or none; the samples of a prompt to one pair.
+        """Takes the outputs of one request, all or none; the samples of a prompt go to one pair.
 
         Raises:
-            RequestError: an id is in use, too many are in flight, or no pair of nodes fits; nothing was sent then.
+            RequestError: an id is in use, too many are in flight, or no nodes are there.
         """
         if self._is_shut:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
-        now = self._clock.now()
         for relay in relays:
             if relay.ask.rid in self._legs:
                 message = f"rid: a request with the id {relay.ask.rid!r} is in flight"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         fleet = self._fleets[relays[0].ask.model]
-        fleet.admission.admit(len(relays), max_running=fleet.limits().max_running, now=now)
-        pairs: dict[int, Pair] = {}
-        for i, relay in enumerate(relays):
-            pair = fleet.choose(relay.ask, siblings=pairs.get(relay.ask.prompt_number))
-            if pair is None:
-                for _ in relays[i:]:
-                    fleet.admission.release(now)
-                error = RequestError(ErrorCode.NO_ROUTE, "no nodes with a large enough pool are there at present")
-                for sent in relays[:i]:
-                    self._fail(sent.ask.rid, error)
-                raise error
-            pairs[relay.ask.prompt_number] = pair
-            self._send_out(relay, fleet, pair)
+        now = self._clock.now()
+        self._admit(fleet, relays, now)
+        siblings: dict[int, Pair] = {}
+        legs = []
+        for relay in relays:
+            left_s = max(relay.ask.timeout_s - (now - relay.started_at), 0.001)
+            timer = self._post.call_later(left_s, self._on_deadline, relay.ask.rid)
+            leg = self._legs[relay.ask.rid] = Leg(relay, fleet, timer, siblings)
+            legs.append(leg)
+        credit = max(fleet.credit(), 0) if fleet.backlog.is_idle else 0
+        for leg in legs[credit:]:
+            self._wait(leg, now)
+        for leg in legs[:credit]:
+            if fleet.backlog.order.is_charging:
+                self._enqueue(leg)  # for no time at all, but its order must know of everybody
+            if not leg.relay.is_ended and not self._send_out(leg, now):
+                message = "no nodes with a large enough pool are there at present"
+                leg.relay.fail(RequestError(ErrorCode.NO_ROUTE, message), now)
 
-    def _send_out(self, relay: Relay, fleet: Fleet, pair: Pair) -> None:
-        ask = relay.ask
-        left_s = max(ask.timeout_s - (self._clock.now() - relay.started_at), 0.001)
-        timer = self._post.call_later(left_s, self._on_deadline, ask.rid)
-        self._legs[ask.rid] = Leg(relay, fleet, pair, pair.nodes, timer)
+    def _admit(self, fleet: Fleet, relays: Sequence[Relay], now: float) -> None:
+        """Counts a request's outputs in. If that is too many, requests that stand lower give way, or it is refused."""
+        max_running = fleet.limits().max_running
+        excess = fleet.admission.excess(len(relays), max_running)
+        if excess > 0:
+            relay = relays[0]
+            for victim in fleet.backlog.outranked(request_of(relay), excess):
+                self._evict(self._legs[victim.rid], relay, now)
+        try:
+            fleet.admission.admit(len(relays), max_running=max_running, now=now)
+        except RequestError as error:
+            self.decisions.note(now, relays[0].ask.rid, "refuse", "{}", error.message)
+            raise
+
+    def _evict(self, leg: Leg, other: Relay, now: float) -> None:
+        reason = "a more urgent one has taken its place in a full queue"
+        self.decisions.note(now, leg.relay.ask.rid, "evict", "{} came: " + reason, other.ask.rid)
+        leg.is_evicted = True
+        retry_after_s = leg.fleet.admission.retry_after(1, now)
+        message = f"the request waited, and {reason}"
+        leg.relay.fail(RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s), now)
+
+    def _wait(self, leg: Leg, now: float) -> None:
+        rid, backlog = leg.relay.ask.rid, leg.fleet.backlog
+        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(backlog))
+        self._enqueue(leg)
+
+    @staticmethod
+    def _enqueue(leg: Leg) -> None:
+        leg.request = request_of(leg.relay)
+        leg.fleet.backlog.push(leg.request)
+
+    # ---- out ------------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Sends out whoever's turn it is, as far as the nodes have room."""
+        self._is_pump_due = False
+        now = self._clock.now()
+        for fleet in self._fleets:
+            while not fleet.backlog.is_idle and (credit := fleet.credit()) > 0:
+                for request in fleet.backlog.first(credit, now):
+                    leg = self._legs.get(request.rid)
+                    if leg is None or leg.request is not request:
+                        continue  # it ended just now, with a node that was found to be gone
+                    if not self._send_out(leg, now):
+                        fleet.backlog.strand(request, now)
+                        self.decisions.note(now, request.rid, "strand", "no pool that is there could hold it")
+
+    def pump_soon(self) -> None:
+        """Once what happens now is over, since many may end at once."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            self._post.call_soon(self.pump)
+
+    def nodes_came(self, fleet: Fleet) -> None:
+        """A node registered: there is more room, and perhaps a pool for those that had none."""
+        fleet.backlog.nodes_came()
+        self.pump_soon()
+
+    def tick(self, now: float) -> None:
+        """Ends those who have waited long enough for nodes that did not come."""
+        for fleet in self._fleets:
+            if len(fleet.backlog):
+                for request in fleet.backlog.hopeless(now, is_routable=fleet.registry.is_ready):
+                    message = "the nodes that it takes are gone, and no others came while the request waited"
+                    self._fail(request.rid, RequestError(ErrorCode.NO_ROUTE, message))
+
+    def _send_out(self, leg: Leg, now: float) -> bool:
+        """To a pair chosen now. False if no pool is large enough."""
+        relay, fleet, ask = leg.relay, leg.fleet, leg.relay.ask
+        pair = fleet.choose(ask, siblings=leg.siblings.get(ask.prompt_number))
+        if pair is None:
+            return False
+        if leg.request is not None:
+            fleet.backlog.remove(leg.request)
+            num_input = len(ask.prompt) if pair.prefill is None else pair.num_compute
+            fleet.backlog.order.admitted(leg.request, num_input=num_input)
+        leg.siblings[ask.prompt_number] = leg.pair = pair
+        leg.nodes = pair.nodes
+        leg.is_prefill_counted = True
+        relay.sent_at = now
+        waited_s = max(now - relay.started_at, 0.0)
+        names = [fleet.registry.nodes[incarnation].name for incarnation in pair.nodes]
+        self.decisions.note(now, ask.rid, "send", "to {} and {}, {:.3f} s after it came", names[0], names[-1], waited_s)
         self._on_start(relay, pair)
         generate = Generate(
             rid=ask.rid,
@@ -119,14 +222,19 @@ class Dispatch:
             sampling=ask.sampling,
             prefill=None if pair.prefill is None else self._peer(fleet, pair.prefill),
             decode=self._peer(fleet, pair.decode),
-            timeout_s=left_s + NODE_TIMEOUT_MARGIN_S,
+            timeout_s=max(ask.timeout_s - waited_s, 0.001) + NODE_TIMEOUT_MARGIN_S,
             cache_salt=ask.salt,
             priority=ask.priority,
+            priority_class=ask.priority_class,
+            tenant=ask.tenant,
+            expected_output=ask.expected_output,
+            waited_s=waited_s,
         )
         for incarnation in pair.nodes:
             if not self._post.send(generate, incarnation):
                 self._post.lose(incarnation)  # ends this request with the others of that node
-                return
+                break
+        return True
 
     @staticmethod
     def _peer(fleet: Fleet, incarnation: str) -> Peer:
@@ -172,23 +280,24 @@ class Dispatch:
         """The one way out of the table; every relay calls it when it ends."""
         leg = self._legs.pop(relay.ask.rid, None)
         if leg is None:
-            return  # it was never sent out
+            return  # it was never taken
         leg.timer.cancel()
-        if leg.is_prefill_counted:
-            leg.fleet.router.prefill_done(leg.pair)
-        leg.fleet.router.decode_done(leg.pair)
-        leg.fleet.admission.release(relay.ended_at)
-        abort = Abort(relay.ask.rid, 0)
-        for incarnation in self._still_working(relay, leg):
-            self._post.send(abort, incarnation)
+        if leg.pair is not None:
+            self._leave_nodes(leg, leg.pair)
+        elif leg.request is not None:
+            leg.fleet.backlog.remove(leg.request)
+        leg.fleet.admission.release(relay.ended_at, is_evicted=leg.is_evicted)
+        if not leg.fleet.backlog.is_idle:
+            self.pump_soon()
         self._on_end(relay)
 
-    def _still_working(self, relay: Relay, leg: Leg) -> Iterable[str]:
-        """Nodes that may not know of the end by themselves."""
-        if relay.finish and not isinstance(relay.matched, str):
-            is_ended_by_prefill = leg.pair.prefill is not None and len(relay.ids) <= 1
-            return (leg.pair.decode,) if is_ended_by_prefill else ()  # it may wait for a handoff
-        return (node for node in leg.pair.nodes if node != leg.failed_at)
+    def _leave_nodes(self, leg: Leg, pair: Pair) -> None:
+        if leg.is_prefill_counted:
+            leg.fleet.router.prefill_done(pair)
+        leg.fleet.router.decode_done(pair)
+        abort = Abort(leg.relay.ask.rid, 0)
+        for incarnation in _still_working(leg, pair):
+            self._post.send(abort, incarnation)
 
     # ---- what nodes say -------------------------------------------------------------------------------------------
 
@@ -198,9 +307,11 @@ class Dispatch:
             # Ended here, or sent out by an earlier gateway: the node should not go on with it.
             self._post.send(Abort(message.rid, message.attempt), sender)
             return
-        if message.index == 0 and leg.is_prefill_counted:
+        if message.index == 0 and leg.is_prefill_counted and leg.pair is not None:
             leg.is_prefill_counted = False
             leg.fleet.router.prefill_done(leg.pair)
+        if leg.request is not None:
+            leg.fleet.backlog.order.served(leg.request, num_output=len(message.tokens))
         leg.relay.on_tokens(message, self._clock.now())
 
     def on_failed(self, sender: str, message: Failed) -> None:
@@ -221,5 +332,34 @@ class Dispatch:
         message = f"node {name} was lost while it worked on the request"
         for rid, leg in list(self._legs.items()):
             is_handed_over = len(leg.relay.ids) > 1
+            if leg.pair is None:
+                continue  # it waits, for whatever nodes there will be
             if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
                 self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
+
+
+def request_of(relay: Relay) -> Request:
+    """An output as a queue sees it."""
+    ask = relay.ask
+    return Request(
+        rid=ask.rid,
+        attempt=0,
+        prompt=ask.prompt,
+        sampling=ask.sampling,
+        salt=ask.salt,
+        priority=ask.priority,
+        priority_class=ask.priority_class,
+        tenant=ask.tenant,
+        expected_output=ask.expected_output,
+        arrived_at=relay.started_at,
+        deadline_at=relay.started_at + ask.timeout_s,
+    )
+
+
+def _still_working(leg: Leg, pair: Pair) -> Iterable[str]:
+    """Nodes that may not know of the end by themselves."""
+    relay = leg.relay
+    if relay.finish and not isinstance(relay.matched, str):
+        is_ended_by_prefill = pair.prefill is not None and len(relay.ids) <= 1
+        return (pair.decode,) if is_ended_by_prefill else ()  # it may wait for a handoff
+    return (node for node in pair.nodes if node != leg.failed_at)

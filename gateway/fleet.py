@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from common.config import GatewayConfig
 from common.errors import ErrorCode, RequestError
 from common.messages import Refused, Register, Registered
+from common.policy import make_order
 from gateway.admission import Admission
+from gateway.backlog import Backlog
 from gateway.registry import Limits, Node, Registry
 from gateway.relay import Ask
 from gateway.router import Pair, Router
@@ -26,6 +28,8 @@ class Fleet:
     registry: Registry
     router: Router
     admission: Admission
+    backlog: Backlog
+    lookahead: int  # see Routing.gateway_lookahead
 
     def limits(self) -> Limits:
         """What the nodes can do for one request. Raises RequestError while nobody can serve one."""
@@ -38,14 +42,26 @@ class Fleet:
     def choose(self, ask: Ask, *, siblings: Pair | None) -> Pair | None:
         """The nodes for one output: those of its siblings, other samples of the same prompt, if it has any.
 
-        None if no pool is large enough, or a node of the siblings has gone.
+        None if no pool that is there is large enough.
         """
-        num_new = ask.sampling.max_new_tokens
-        if siblings is not None:
-            is_there = all(incarnation in self.registry.nodes for incarnation in siblings.nodes)
-            return self.router.again(siblings, num_new=num_new) if is_there else None
+        tokens = {"num_new": ask.sampling.max_new_tokens, "num_expected": ask.expected_output}
         prefills, decodes = self.registry.able("prefill"), self.registry.able("decode")
-        return self.router.choose(prefills, decodes, ask.prompt, num_new=num_new, salt=ask.salt)
+        if siblings is not None:
+            able = {node.incarnation for node in (*prefills, *decodes)}
+            if able.issuperset(siblings.nodes):
+                return self.router.again(siblings, **tokens)
+        return self.router.choose(prefills, decodes, ask.prompt, salt=ask.salt, **tokens)
+
+    def credit(self) -> int:
+        """Requests that may go out now: what the decode nodes run at once and, so that those that compute prompts do
+        not run dry, some more for each of these. Below zero if nodes have gone."""
+        limits = self.registry.limits()
+        if limits is None:
+            return 0
+        decodes = self.registry.able("decode")
+        num_computing = len(self.registry.able("prefill")) or len(decodes)
+        num_out = sum(self.router.num_requests(node.incarnation) for node in decodes)
+        return limits.max_running + self.lookahead * num_computing - num_out
 
 
 def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> Fleet:
@@ -63,7 +79,8 @@ def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> Fleet:
     )
     router = Router(local_prefill=config.local_prefill, local_threshold=config.local_prefill_threshold)
     queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
-    return Fleet(model, registry, router, Admission(queued))
+    backlog = Backlog(make_order(config), patience_s=config.heartbeat_timeout)
+    return Fleet(model, registry, router, Admission(queued), backlog, config.gateway_lookahead)
 
 
 class Fleets:

@@ -43,6 +43,10 @@ class Node:
     def name(self) -> str:
         return self.register.name
 
+    @property
+    def max_running(self) -> int:
+        return self.register.max_running
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

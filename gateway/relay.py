@@ -31,6 +31,9 @@ class Ask:
         is_prompt_only: the client wants the prompt judged and no output; nodes make one token, which nobody sees.
         stops: stop strings; none is empty.
         keep_stop: what stopped the output is shown.
+        priority: higher is more urgent.
+        priority_class, tenant: on whose account it is served; empty for nobody's in particular.
+        expected_output: output tokens that there will probably be; 0 if nobody knows.
         timeout_s: the client's deadline, from the request's arrival.
     """
 
@@ -48,6 +51,9 @@ class Ask:
     skip_special: bool = True
     salt: str = ""
     priority: int = 0
+    priority_class: str = ""
+    tenant: str = ""
+    expected_output: int = 0
     timeout_s: float = 600.0
 
 
@@ -78,7 +84,7 @@ class Relay:
         finish: "stop" or "length" once it ended well.
         matched: what stopped it: a token id or a stop string.
         error: why it ended, if it failed.
-        started_at, first_at, last_at, ended_at: instants in seconds; 0 while they have not come.
+        started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 while they have not come.
     """
 
     ask: Ask
@@ -96,6 +102,7 @@ class Relay:
     error: RequestError | None = None
     cached_tokens: int = 0
     timings: dict[str, float] = field(default_factory=dict)
+    sent_at: float = 0.0
     first_at: float = 0.0
     last_at: float = 0.0
     ended_at: float = 0.0

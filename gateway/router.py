@@ -2,8 +2,9 @@
 
 Both are chosen by least cost, counted in tokens. Prefill: tokens it still has to compute before this prompt is done, of
 this prompt only those that it has probably not cached. Decode: tokens that its requests hold or will hold, as a share
-of its pool, less what need not be shipped again. What a node has cached is guessed from what it was sent: hashes of
-prompt prefixes, chained piece by piece, remembered with the nodes that got them, least recently used forgotten first.
+of its pool, less what need not be shipped again; a node whose rows are all taken comes after those with free ones. What
+a node has cached is guessed from what it was sent: hashes of prompt prefixes, chained piece by piece, remembered with
+the nodes that got them, least recently used forgotten first.
 
 A pair may be a decode node alone, which then computes the prompt by itself: always, or where it lacks so little of the
 prompt that a transfer would cost more than it spares the node's other requests.
@@ -23,12 +24,14 @@ LocalPrefill = Literal["never", "auto", "always"]
 
 
 class Candidate(Protocol):
-    """A node that could take a request: who, and the tokens its pool holds."""
+    """A node that could take a request: who, the tokens its pool holds, and the requests that it runs at once."""
 
     @property
     def incarnation(self) -> str: ...
     @property
     def capacity_tokens(self) -> int: ...
+    @property
+    def max_running(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +75,26 @@ class Router:
         self._max_pieces = max_pieces
         self._holders: OrderedDict[int, dict[str, None]] = OrderedDict()
         self._load: dict[str, int] = {}
+        self._num_requests: dict[str, int] = {}  # that a decode node was given and has not done with
         self._turn: dict[str, int] = {}  # when a node was chosen last, to go round among equals
         self._num_chosen = 0
 
     def choose(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
-        *, num_new: int, salt: str = "",
+        *, num_new: int, num_expected: int = 0, salt: str = "",
     ) -> Pair | None:  # fmt: skip
-        """The pair for one request, counted as given to them; None if no pool is large enough."""
+        """The pair for one request, counted as given to them; None if no pool is large enough.
+
+        Args:
+            num_new: output tokens at most; a pool must hold them.
+            num_expected: output tokens that there will probably be, which is what it is counted as; 0 if nobody knows.
+        """
         num_prompt = len(prompt)
-        num_hold = num_prompt + num_new
+        num_most = num_prompt + num_new
+        num_hold = num_prompt + (min(num_expected, num_new) or num_new)
         is_always = self._local_prefill == "always"
         prefills = [] if is_always else [node for node in prefills if node.capacity_tokens >= num_prompt]
-        decodes = [node for node in decodes if node.capacity_tokens >= num_hold]
+        decodes = [node for node in decodes if node.capacity_tokens >= num_most]
         if not decodes or not (prefills or is_always):
             return None
         is_choice = len(prefills) > 1 or len(decodes) > 1 or self._local_prefill == "auto"
@@ -95,9 +105,10 @@ class Router:
             compute = self.load(node.incarnation) + num_prompt - cached.get(node.incarnation, 0)
             return compute, self._turn.get(node.incarnation, 0)
 
-        def decode_cost(node: Candidate) -> tuple[float, int]:
+        def decode_cost(node: Candidate) -> tuple[bool, float, int]:
+            is_full = self.num_requests(node.incarnation) >= node.max_running
             hold = self.load(node.incarnation) + num_hold - cached.get(node.incarnation, 0)
-            return hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
+            return is_full, hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
 
         decode = min(decodes, key=decode_cost).incarnation
         if is_always or self._is_short(num_prompt - cached.get(decode, 0)):
@@ -109,9 +120,9 @@ class Router:
         self._remember(pieces, pair)
         return pair
 
-    def again(self, pair: Pair, *, num_new: int) -> Pair:
+    def again(self, pair: Pair, *, num_new: int, num_expected: int = 0) -> Pair:
         """The same nodes for a further sample of the same prompt, which costs them only its output."""
-        sample = Pair(pair.prefill, pair.decode, 0, num_new)
+        sample = Pair(pair.prefill, pair.decode, 0, min(num_expected, num_new) or num_new)
         self._give(sample)
         return sample
 
@@ -122,6 +133,10 @@ class Router:
         """Tokens that a node was given and has not done with."""
         return self._load.get(incarnation, 0)
 
+    def num_requests(self, incarnation: str) -> int:
+        """Requests that a decode node was given and has not done with."""
+        return self._num_requests.get(incarnation, 0)
+
     def prefill_done(self, pair: Pair) -> None:
         """The pair's first token is here (or never will be)."""
         if pair.prefill is not None:
@@ -130,6 +145,8 @@ class Router:
     def decode_done(self, pair: Pair) -> None:
         """The pair's request has ended."""
         self._subtract(pair.decode, pair.num_hold)
+        if pair.decode in self._num_requests:
+            self._num_requests[pair.decode] -= 1
 
     def forget_prefixes(self) -> None:
         """The nodes have nothing cached any more."""
@@ -138,6 +155,7 @@ class Router:
     def forget(self, incarnation: str) -> None:
         """A node is gone, its cache with it."""
         self._load.pop(incarnation, None)
+        self._num_requests.pop(incarnation, None)
         self._turn.pop(incarnation, None)
         for holders in self._holders.values():
             holders.pop(incarnation, None)
@@ -147,6 +165,7 @@ class Router:
         if pair.prefill is not None:
             self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
         self._load[pair.decode] = self.load(pair.decode) + pair.num_hold
+        self._num_requests[pair.decode] = self.num_requests(pair.decode) + 1
         for incarnation in pair.nodes:
             self._turn[incarnation] = self._num_chosen
 

@@ -12,6 +12,7 @@ from gateway.router import Router
 class Candidate:
     incarnation: str
     capacity_tokens: int
+    max_running: int = 100
 
 
 P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)
@@ -73,6 +74,30 @@ def test_decode_nodes_are_filled_in_proportion_to_their_pools():
     small, large = Candidate("small", 100), Candidate("large", 300)
     picks = [chosen.choose([P1], [small, large], [1, 2], num_new=8).decode for _ in range(8)]
     assert picks.count("large") == 6
+
+
+def test_a_node_whose_rows_are_all_taken_comes_after_those_with_a_free_one():
+    chosen = router()
+    few, many = Candidate("few", 10_000, max_running=2), Candidate("many", 10_000, max_running=4)
+    chosen.choose([P1], [many], [1] * 900, num_new=1)  # much the fuller pool
+    pairs = [chosen.choose([P1], [few, many], [i], num_new=1) for i in range(6)]
+    assert [pair.decode for pair in pairs] == ["few", "few", "many", "many", "many", "few"]
+    chosen.decode_done(pairs[2])
+    assert (chosen.num_requests("few"), chosen.num_requests("many")) == (3, 3)
+    assert chosen.choose([P1], [few, many], [7], num_new=1).decode == "many"
+    chosen.forget("many")
+    chosen.decode_done(pairs[3])
+    assert chosen.num_requests("many") == 0
+
+
+def test_what_an_output_will_probably_be_is_counted_and_what_it_may_be_must_fit():
+    chosen = router()
+    pair = chosen.choose([P1], [D1], [1] * 10, num_new=500, num_expected=30)
+    assert pair.num_hold == 40
+    assert chosen.load("d1") == 40
+    assert chosen.choose([P1], [Candidate("small", 100)], [1] * 10, num_new=500, num_expected=30) is None
+    assert chosen.choose([P1], [D1], [1] * 10, num_new=5, num_expected=30).num_hold == 15
+    assert chosen.again(pair, num_new=500, num_expected=30).num_hold == 30
 
 
 def test_a_pool_that_is_too_small_is_never_chosen():
