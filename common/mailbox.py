@@ -60,6 +60,7 @@ class Mailbox:
         assert bool(bind) != bool(connect)
         self.incarnation = incarnation
         self.dropped: Counter[str] = Counter()
+        self.num_bytes_sent = 0  # in messages, as they are encoded
         self._is_bound = bool(bind)
         self._message = msgspec.msgpack.Decoder(accepts)
         self._header = msgspec.msgpack.Decoder(Header)
@@ -127,6 +128,7 @@ class Mailbox:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
+        self.num_bytes_sent += sum(map(len, frames))
         return True
 
     def receive(self, limit: int = 1_000) -> list[Letter]:

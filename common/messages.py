@@ -17,6 +17,7 @@ PROTOCOL_VERSION = 1
 
 Count = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=4096)]
+Sentence = Annotated[str, Meta(max_length=512)]
 ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
@@ -99,6 +100,21 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_cached_pages: Count
     num_quarantined_pages: Count
     counters: dict[str, float]  # monotonic totals since the process began, by name
+
+
+class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The other end of a pair: which start of which node, by which transport pages travel, and why by that one."""
+
+    peer: Id
+    incarnation: Incarnation
+    transport: Id
+    why: Sentence
+
+
+class Pairs(Message, frozen=True, tag="pairs"):
+    """node -> gateway: the pairs in which pages travel, all of them; whenever they have changed."""
+
+    pairs: Annotated[tuple[PairState, ...], Meta(max_length=1_024)]
 
 
 class Flush(Message, frozen=True, tag="flush"):
@@ -225,6 +241,7 @@ class Connected(Message, frozen=True, tag="connected"):
     epoch: Count
     transport: Id
     num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # into which your pages are cut, since mine are shorter
+    why: Sentence = ""  # this transport
 
 
 # ---- a transfer -----------------------------------------------------------------------------------------------------
@@ -283,7 +300,7 @@ class Closed(Message, frozen=True, tag="closed"):
     message: Text = ""
 
 
-FromNode = Register | Heartbeat | Leave | Flushed | Decisions | Tokens | Failed | Ping
+FromNode = Register | Heartbeat | Pairs | Leave | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | Explain | Ping
 FromDecode = Connect | Grant | Received | Cancel | Reprioritize | Ping
 FromPrefill = Connected | Refused | Delivered | Handoff | Closed | Ping

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ErrorCode, RequestError
-from common.messages import Abort, Closed, Failed, Flush, Flushed, Generate, Message, Peer, Tokens
+from common.messages import Abort, Closed, Failed, Flush, Flushed, Generate, Message, PairState, Peer, Tokens
 from common.node.outbox import Outbox
 from common.node.role import Load, check_generate, first_tokens, prove_pages, request_from
 from common.pages import Owner, PageBooks
@@ -288,6 +288,13 @@ class DecodeRole:
 
     def transports(self) -> Sequence[str]:
         return self._receiver.transports()
+
+    def pairs(self) -> Sequence[PairState]:
+        return [
+            PairState(self._peers[peer].name, peer, transport, why)
+            for peer, transport, why in self._receiver.pairs()
+            if peer in self._peers
+        ]
 
     def peers(self) -> Sequence[str]:
         return list(self._peers)

@@ -21,6 +21,7 @@ from common.messages import (
     Heartbeat,
     Leave,
     Message,
+    Pairs,
     Ping,
     Register,
     Registered,
@@ -77,6 +78,7 @@ class Control:
             Tokens: self.requests.on_tokens,
             Failed: self.requests.on_failed,
             Heartbeat: self._on_heartbeat,
+            Pairs: self._on_pairs,
             Register: self._on_register,
             Leave: self._on_leave,
             Flushed: self._on_flushed,
@@ -172,6 +174,11 @@ class Control:
         else:
             fleet.registry.heard(sender, self._clock.now(), message)
 
+    def _on_pairs(self, sender: str, message: Pairs) -> None:
+        fleet = self.fleets.of(sender)
+        if fleet is not None:
+            fleet.registry.nodes[sender].pairs = message.pairs
+
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.fleets.namesake(message)
         if namesake is None or namesake.incarnation == sender:
@@ -248,4 +255,5 @@ class Control:
             "load_tokens": fleet.router.load(node.incarnation),
             "register": register,
             "heartbeat": heartbeat,
+            "pairs": node.pairs,
         }

@@ -233,6 +233,15 @@ class _NodeCollector:
                 if node.heartbeat is not None:
                     gauge.add_metric(_labels(node), getattr(node.heartbeat, name))
             yield gauge
+        pairs = GaugeMetricFamily(
+            "baton_node_pair",
+            "1 for each pair in which pages travel.",
+            labels=[*self.LABELS, "peer", "transport", "why"],
+        )
+        for node in nodes:
+            for pair in node.pairs:
+                pairs.add_metric([*_labels(node), pair.peer, pair.transport, pair.why], 1)
+        yield pairs
         yield from self._totals(nodes)
         dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
         for reason, count in self._dropped().items():

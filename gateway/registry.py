@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.geometry import conflict
-from common.messages import Heartbeat, Refused, Register, Registered
+from common.messages import Heartbeat, PairState, Refused, Register, Registered
 
 #: What all nodes of a deployment must have in common, and how to say it.
 AGREE = {
@@ -33,6 +33,7 @@ class Node:
     starts: int
     seen_at: float
     heartbeat: Heartbeat | None = None
+    pairs: tuple[PairState, ...] = ()
     is_leaving: bool = False
     capacity_tokens: int = 0  # that its whole pool holds
 

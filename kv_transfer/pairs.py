@@ -5,25 +5,33 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from common.geometry import conflict
-from common.messages import Connect, Connected, Grant, Message, Refused
+from common.messages import Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.fit import Fit
 from kv_transfer.session import SendSession
-from kv_transfer.transports.base import AttachError, WriterTransport, from_message
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport, from_message
 
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 1_024
+MAX_WHY = 512  # characters of a reason that travel
 
 
 @dataclass(slots=True)
 class Pair:
-    """A decode node's offer, of use once attached. ``granted``: its pages that some transfer may write."""
+    """A decode node's offer, of use once attached.
+
+    Attributes:
+        transport, why: by which its pages are written, and why by that one; once attached.
+        granted: its pages that some transfer may write.
+    """
 
     name: str
     epoch: int
     num_pages: int
     fit: Fit
     is_attached: bool = False
+    transport: str = ""
+    why: str = ""
     granted: set[int] = field(default_factory=set)
 
     def problem(self, session: SendSession, grant: Grant, num_source_pages: int) -> str:
@@ -108,12 +116,25 @@ class Pairs:
                 self.drop(news.peer)
                 answers.append((news.peer, Refused(news.problem)))
             else:
-                pair.is_attached = True
-                transport = news.transport or self._transport.name
-                self.num_attached[transport] += 1
-                log.info("pages go to decode node %s by %s%s", pair.name, transport, news.why and f": {news.why}")
-                answers.append((news.peer, Connected(pair.epoch, transport, pair.fit.units.per_target)))
+                self._attached(pair, news)
+                num_units = pair.fit.units.per_target
+                answers.append((news.peer, Connected(pair.epoch, pair.transport, num_units, pair.why)))
         return answers, broken
+
+    def _attached(self, pair: Pair, news: Attached) -> None:
+        pair.is_attached = True
+        pair.transport = news.transport or self._transport.name
+        pair.why = news.why[:MAX_WHY]
+        self.num_attached[pair.transport] += 1
+        log.info("pages go to decode node %s by %s%s", pair.name, pair.transport, pair.why and f": {pair.why}")
+
+    def states(self) -> list[PairState]:
+        """Those in which pages can travel."""
+        return [
+            PairState(pair.name, peer, pair.transport, pair.why)
+            for peer, pair in self.by_peer.items()
+            if pair.is_attached
+        ]
 
     def drop(self, peer: str) -> bool:
         """Let go of a peer's pool, known or not. False: some writes are under way; see ``WriterTransport.detach``."""

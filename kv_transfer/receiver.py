@@ -74,6 +74,8 @@ class _Link:
     is_connected: bool = False
     num_units: int = 1
     refusal: str = ""
+    transport: str = ""
+    why: str = ""
 
 
 class Receiver:
@@ -217,9 +219,12 @@ class Receiver:
             self._refuse(peer, link, f"a page of {page_size} tokens cannot come in {message.num_units} parts")
             return True
         self._totals[f"pairs_by_{message.transport}"] += 1
-        log.info("pages of prefill node %s come by %s", peer[:8], message.transport)
+        log.info(
+            "pages of prefill node %s come by %s%s", peer[:8], message.transport, message.why and f": {message.why}"
+        )
         link.is_connected = True
         link.num_units = message.num_units
+        link.transport, link.why = message.transport, message.why
         link.refusal = ""
         self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
         for session in self._of(peer):
@@ -352,6 +357,10 @@ class Receiver:
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``."""
         return self._transport.files()
+
+    def pairs(self) -> list[tuple[str, str, str]]:
+        """Prefill nodes that pages can come from: (incarnation, transport, why by that one)."""
+        return [(peer, link.transport, link.why) for peer, link in self._links.items() if link.is_connected]
 
     def peers(self) -> Sequence[str]:
         """Prefill nodes that this node has offered its pool to."""

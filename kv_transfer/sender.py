@@ -23,6 +23,7 @@ from common.messages import (
     Grant,
     Handoff,
     Message,
+    PairState,
     Received,
 )
 from kv_transfer.pairs import Pairs
@@ -384,6 +385,10 @@ class Sender:
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``pump``."""
         return self._transport.files()
+
+    def pairs(self) -> list[PairState]:
+        """Decode nodes that pages can go to, by which transport, and why."""
+        return self._pairs.states()
 
     def peers(self) -> Sequence[str]:
         """Decode nodes that have offered their pool; only these can be lost."""

@@ -19,6 +19,7 @@ from common.messages import (
     Generate,
     Handoff,
     Message,
+    PairState,
     Reprioritize,
 )
 from common.node.outbox import Outbox
@@ -209,6 +210,9 @@ class PrefillRole:
 
     def transports(self) -> Sequence[str]:
         return self._sender.transports()
+
+    def pairs(self) -> Sequence[PairState]:
+        return self._sender.pairs()
 
     def peers(self) -> Sequence[str]:
         return self._sender.peers()

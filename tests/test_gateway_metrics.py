@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import re
 
+import msgspec
 import pytest
 import zmq
 from fake_nodes import make_model_folder, running, silent
 
 from common.errors import ErrorCode
+from common.messages import Pairs, PairState
 from gateway.metrics import Gaps
 
 LABEL = '{model="tiny"}'
@@ -170,6 +172,31 @@ async def test_nodes_are_shown_with_what_they_last_said(stack):
         ('baton_nodes{model="tiny",role="decode"}', 1), ('baton_nodes{model="tiny",role="prefill"}', 1),
     ):  # fmt: skip
         assert series[name] == value, name
+
+
+async def test_the_transport_of_each_pair_is_shown_with_the_reason_until_the_pair_is_gone(stack):
+    node = stack.nodes[0]
+    state = PairState("decode", stack.nodes[1].incarnation, "tcp", 'the first that worked; shm: "no"')
+    node.send(Pairs((state,)))
+    labels = 'model="tiny",node="prefill",peer="decode",role="prefill",transport="tcp"'
+    name = f'baton_node_pair{{{labels},why="the first that worked; shm: \\"no\\""}}'
+    while name not in (series := await scrape(stack)):
+        await asyncio.sleep(0.01)
+    assert series[name] == 1
+    rows = {worker["name"]: worker["pairs"] for worker in (await stack.get("/v1/workers"))[1]["workers"]}
+    assert rows == {"prefill": [msgspec.to_builtins(state)], "decode": []}
+    node.send(Pairs(()))
+    while name in await scrape(stack):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_node_cannot_tell_of_more_pairs_than_there_may_be(stack):
+    state = PairState("decode", stack.nodes[1].incarnation, "tcp", "")
+    stack.nodes[0].send(Pairs((state,) * 1_025))
+    stack.nodes[0].send(Pairs((msgspec.structs.replace(state, why="x" * 513),)))
+    while (await scrape(stack)).get('baton_control_messages_dropped_total{reason="malformed"}') != 2:
+        await asyncio.sleep(0.01)
+    assert {str(worker["pairs"]) for worker in (await stack.get("/v1/workers"))[1]["workers"]} == {"[]"}
 
 
 async def test_dropped_control_messages_are_counted(stack):

@@ -20,6 +20,8 @@ from common.messages import (
     Heartbeat,
     Leave,
     Message,
+    Pairs,
+    PairState,
     Peer,
     Ping,
     Refused,
@@ -33,6 +35,7 @@ from common.node.role import Role
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
+MAX_PAIRS = 1_024  # of which a node tells
 
 
 class Node:
@@ -73,7 +76,8 @@ class Node:
         self._is_stopping = False
         self._is_checked = True
         self._num_failed_checks = 0
-        self._num_dropped = 0  # by mailboxes that are closed by now
+        self._told_pairs: tuple[PairState, ...] | None = None  # to the gateway that we are registered with
+        self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed by now
         self.is_registered = False
         self.refused: str | None = None
         self._poller = zmq.Poller()
@@ -188,6 +192,7 @@ class Node:
             if not self.is_registered:
                 log.info("registered with the gateway (start %d)", message.starts)
             self.is_registered = True
+            self._told_pairs = None
             self._heartbeat_s = message.heartbeat_s
             self._next_heartbeat_at = now
         elif isinstance(message, Unknown):
@@ -222,6 +227,13 @@ class Node:
         if self.is_registered and now >= self._next_heartbeat_at:
             self._next_heartbeat_at = now + self._heartbeat_s
             self._gateway.send(self._heartbeat(), target=self._gateway_incarnation)
+            self._tell_pairs()
+
+    def _tell_pairs(self) -> None:
+        pairs = tuple(self._role.pairs())[:MAX_PAIRS]
+        if pairs != self._told_pairs:
+            self._told_pairs = pairs
+            self._gateway.send(Pairs(pairs), target=self._gateway_incarnation)
 
     def _flush(self) -> None:
         outbox = self._role.outbox
@@ -251,6 +263,7 @@ class Node:
         if mailbox is not None:
             self._unwatch(mailbox)
             self._num_dropped += mailbox.dropped.total()
+            self._num_bytes_sent += mailbox.num_bytes_sent
             mailbox.close()
 
     def _heartbeat(self) -> Heartbeat:
@@ -264,6 +277,9 @@ class Node:
             counters={
                 **self._role.counters(),
                 "dropped_messages": float(self._num_dropped + sum(m.dropped.total() for m in self._mailboxes())),
+                "control_bytes_sent": float(
+                    self._num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in self._mailboxes())
+                ),
                 "failed_checks": float(self._num_failed_checks),
             },
         )

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from common.decisions import Decisions as Ring
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish
-from common.messages import Decision, Decisions, Explain, Generate, Message, Tokens
+from common.messages import Decision, Decisions, Explain, Generate, Message, PairState, Tokens
 from common.node.outbox import Outbox
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
@@ -131,6 +131,10 @@ class Role(Protocol):
 
     def transports(self) -> Sequence[str]:
         """Names of the transports that KV pages may travel by, best first."""
+        ...
+
+    def pairs(self) -> Sequence[PairState]:
+        """The nodes that pages travel to or from now, and by what."""
         ...
 
     def peers(self) -> Sequence[str]:
