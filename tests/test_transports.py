@@ -239,6 +239,20 @@ def test_a_nixl_write_under_way_holds_the_fence_until_it_is_over(start: Callable
     assert reader.ask("digest", pages=list(range(NUM_PAGES))) == digests(*range(NUM_PAGES))
 
 
+def test_a_nixl_write_that_its_readers_death_ends_is_over_too(start: Callable[..., End]) -> None:
+    """The sender waits for its ticket: source pages are held until then."""
+    writer, reader = start("writer", "nixl", UCX_TLS="tcp"), start("reader", "nixl", UCX_TLS="tcp")
+    join(writer, reader, "nixl")
+    reader.signal(signal.SIGSTOP)
+    ticket = writer.ask("write", peer=DECODE, pages=[(i, i, i) for i in range(NUM_PAGES)])
+    time.sleep(0.3)
+    assert writer.ask("detach", peer=DECODE) is False
+    assert writer.ask("finished") == []
+    reader.kill()
+    assert until(lambda: writer.ask("finished")) == [ticket]
+    until(lambda: writer.ask("detach", peer=DECODE))
+
+
 def test_an_offer_is_good_once(start: Callable[..., End], transport: str) -> None:
     writer, reader, other = start("writer", transport), start("reader", transport), start("writer", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)

@@ -191,10 +191,10 @@ class NixlWriter:
     def _post(
         self, route: Route, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None, writes: list[Write]
     ) -> None:
-        with self._lock:
-            if route.is_detached:  # never begun
-                route.num_open -= 1
-                return
+        if route.is_detached:  # never begun
+            self._count_over(Write(route, ticket, None))
+            self._leave_if_still(route)
+            return
         if not pages:
             self._finish(Write(route, ticket, None))
             return
@@ -202,9 +202,9 @@ class NixlWriter:
             with self._agent.lock:
                 handle = self._prepare(route, pages, piece)
         except Exception as error:  # NIXL's own errors have no common root; nothing was begun
-            with self._lock:
-                route.num_open -= 1
             self._fail(route, str(error))
+            self._count_over(Write(route, ticket, None))
+            self._leave_if_still(route)
             return
         num_bytes = len(pages) * (self.store.geometry.page_bytes if piece is None else piece.num_bytes)
         write = Write(route, ticket, handle, num_bytes)
@@ -275,19 +275,21 @@ class NixlWriter:
             self._news.append(Attached(route.peer, route.connect.epoch, problem))
             self._say()
 
-    def _count_over(self, write: Write) -> None:
+    def _count_over(self, write: Write, *, is_written: bool = False) -> None:
+        """Nothing of it is under way any more. One that came to nothing has failed with its pair, but for those of a
+        pair that was let go of before: their tickets are waited for, whatever became of them."""
         if not write.ticket:
             write.route.num_probes -= 1
             return
         with self._lock:
+            if is_written or write.route.is_detached:
+                self._done.append(write.ticket)
             write.route.num_open -= 1
+        self._say()
 
     def _finish(self, write: Write) -> None:
-        self._count_over(write)
-        if write.ticket:
-            self._num_bytes += write.num_bytes
-            self._done.append(write.ticket)
-            self._say()
+        self._num_bytes += write.num_bytes
+        self._count_over(write, is_written=True)
         self._leave_if_still(write.route)
 
     # ---- the end ------------------------------------------------------------------------------------------------
