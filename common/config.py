@@ -52,6 +52,10 @@ NOT_YET: dict[str, str] = {
 }
 
 
+#: Why a node cannot have ``--transport inprocess``.
+IN_PROCESS = "joins nodes of one process, as tests and the simulator have them; nodes here are processes of their own"
+
+
 # ---- options that several commands share ----------------------------------------------------------------------------
 
 
@@ -176,11 +180,12 @@ class _Engine:
         maximum=1024,
     )
     attention_backend: str = option("auto", "Name of an attention backend; auto takes the fastest that fits.")
-    transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl"] = option(
+    transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
         "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl), gloo or nccl"
         " (torch.distributed's; nccl between CUDA devices); auto tries shm, nixl (only with a --data-interface that"
-        " other machines reach) and tcp for each pair, and keeps the first that works.",
+        " other machines reach) and tcp for each pair, and keeps the first that works. inprocess is for tests and the"
+        " simulator: commands refuse it.",
     )
     cluster_key: str | None = option(
         None,
@@ -278,6 +283,8 @@ class ServeConfig(Batching, _Engine, Routing, _Http, SchedulingOptions, _Model):
 def _check_engine(config: Any) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
+    if config.transport == "inprocess":
+        raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     check_scheduling(config)
     check_batching(config)
     _check_revision(config)

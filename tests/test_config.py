@@ -117,7 +117,11 @@ def test_a_gateway_that_cannot_be_is_refused_with_the_flag_named(words, sentence
         (["--max-total-tokens", "15"], "--max-total-tokens 15 is less than a page"),
         (["--gateway", "here"], "--gateway must be HOST:PORT, not 'here'"),
         (["--advertise-host", "10.0.0.1"], "--advertise-host 10.0.0.1 can be reached.*--insecure"),
-        (["--transport", "smoke"], "--transport must be one of auto, shm, tcp, nixl, gloo, nccl, not 'smoke'"),
+        (
+            ["--transport", "smoke"],
+            "--transport must be one of auto, shm, tcp, nixl, gloo, nccl, inprocess, not 'smoke'",
+        ),
+        (["--transport", "inprocess"], "--transport inprocess joins nodes of one process"),
         (["--data-interface", "10.0.0.1"], "--data-interface is for decode nodes"),
         (["--revision", "main", "--model", "/"], "--revision is for hub models"),
     ],

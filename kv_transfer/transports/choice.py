@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from common.config import is_loopback
+from common.config import IN_PROCESS, is_loopback
 from common.errors import ConfigError
 from common.messages import Connect
 from kv_transfer.pieces import Piece
@@ -93,6 +93,8 @@ def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
 
 
 def _available(settings: Settings, make: Callable[[str], T]) -> list[T]:
+    if settings.name == "inprocess":
+        raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if settings.name != "auto":
         return [make(settings.name)]
     found = []

@@ -3,26 +3,58 @@
 A write takes effect some ticks after it began, and a tick moves only so many bytes; the source is read and the
 destination written at that moment and no earlier. So a source page given away too soon, or a write that arrives after
 its destination went to someone else, corrupts pages here just as it would on hardware. Fence: ``detach`` drops what
-has not been delivered; a writer that a test declares dead is reported by the reader's ``poll``.
+has not been delivered (on a wire that can call it back); a writer that a test declares dead is reported by the
+reader's ``poll``.
+
+What goes wrong is handed in, page by page (``Fault``), or done by hand (``arrive``, ``partition``, ``die``); nothing
+here draws lots.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from common.messages import Connect
 from kv_transfer.pieces import Piece, copy
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
 
+FaultKind = Literal["drop", "duplicate", "reorder", "delay", "corrupt", "partition", "restart"]
 
-@dataclass(slots=True)
-class _Write:
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What befalls one page on its way.
+
+    Attributes:
+        kind: ``drop``: it never arrives, and the connection breaks with it, as a real one does. ``duplicate``: it
+            arrives twice, and its write is over with the second. ``reorder``: it is late, and those behind it pass.
+            ``delay``: it is late, and holds up those behind it. ``corrupt``: it arrives with one byte changed, and the
+            wire notices nothing. ``partition``: from here on nothing passes between its two ends for a while, and
+            nobody is told. ``restart``: the writer's process dies at this page.
+        ticks: how long: until the second copy, of lateness, of the partition.
+    """
+
+    kind: FaultKind
+    ticks: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Page:
+    """One page on its way."""
+
     writer: "InProcessWriter"
     peer: str
     ticket: int
-    pages: deque[tuple[int, int]]
-    due_at: int
-    piece: Piece | None = None
+    source: int
+    target: int
+    piece: Piece | None
+    due_at: int = 0
+    fault: FaultKind | None = None
+    fault_ticks: int = 0
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return (self.writer.incarnation, self.peer)
 
 
 @dataclass(slots=True)
@@ -32,61 +64,132 @@ class Wire:
     Attributes:
         latency: ticks between the beginning of a write and its first byte. With 0, writes are over when they begin.
         bytes_per_tick: how much moves in one tick, whole pages only but at least one; None: any amount.
+        faults: what befalls the n-th page that is begun, from 0.
+        can_recall: False: what is under way goes on after ``detach``, which says so, as with remote memory access.
     """
 
     latency: int = 0
     bytes_per_tick: int | None = None
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    can_recall: bool = True
     num_ticks: int = 0
+    num_begun: int = 0  # pages so far
+    num_ends: int = 0  # writers and readers so far
     offers: dict[str, tuple["InProcessReader", str]] = field(default_factory=dict)  # endpoint -> reader, for whom
-    _writes: deque[_Write] = field(default_factory=deque)
+    _pages: dict[int, _Page] = field(default_factory=dict)  # on their way, by number
+    _partitions: dict[tuple[str, str], int | None] = field(default_factory=dict)  # pair -> until when, if ever
 
     @property
     def num_in_flight(self) -> int:
         """Pages begun and not delivered."""
-        return sum(len(write.pages) for write in self._writes)
+        return len(self._pages)
+
+    @property
+    def is_instant(self) -> bool:
+        return self.latency == 0 and self.bytes_per_tick is None
+
+    @property
+    def in_flight(self) -> Sequence[int]:
+        """Numbers of the pages begun and not delivered, oldest first."""
+        return list(self._pages)
 
     def tick(self) -> None:
         """Time goes on by one tick."""
         self.num_ticks += 1
+        self._partitions = {p: t for p, t in self._partitions.items() if t is None or t > self.num_ticks}
         self.deliver()
 
     def deliver(self) -> None:
+        """Everything that is due by now arrives, as far as a tick's bytes go."""
         budget = self.bytes_per_tick
-        while self._writes and self._writes[0].due_at <= self.num_ticks:
-            write = self._writes[0]
-            while write.pages:
-                if budget is not None and budget <= 0:
-                    return
-                num_bytes = write.writer.put(write.peer, *write.pages.popleft(), write.piece)
+        held_up: set[tuple[str, str]] = set()
+        for number, page in list(self._pages.items()):
+            if budget is not None and budget <= 0:
+                return
+            if number not in self._pages or page.pair in held_up or page.pair in self._partitions:
+                continue
+            if page.due_at <= self.num_ticks:
+                num_bytes = self.arrive(number)
                 budget = None if budget is None else budget - num_bytes
-            self._writes.popleft()
-            write.writer.finished.append(write.ticket)
+            elif page.fault != "reorder":
+                if not self.faults:
+                    return  # nothing behind it is due either
+                held_up.add(page.pair)
 
-    def begin(self, write: _Write) -> None:
-        self._writes.append(write)
-        if self.latency == 0 and self.bytes_per_tick is None:
-            self.deliver()
+    def arrive(self, number: int) -> int:
+        """This page's turn has come: it arrives, or its fault strikes. Returns the bytes that were moved."""
+        page = self._pages[number]
+        kind, page.fault = page.fault, None
+        if kind == "restart":
+            page.writer.die()
+        elif kind == "drop":
+            page.writer.lose(page.peer, f"page {page.source} was lost")
+        elif kind == "partition":
+            self.partition(page.writer, page.peer, page.fault_ticks)
+        else:
+            num_bytes = page.writer.put(page.peer, page.source, page.target, page.piece)
+            if kind == "corrupt":
+                page.writer.spoil(page.peer, page.target)
+            if kind == "duplicate":
+                page.due_at = self.num_ticks + page.fault_ticks
+            else:
+                del self._pages[number]
+                page.writer.arrived(page.ticket)
+            return num_bytes
+        return 0
 
-    def drop(self, writer: "InProcessWriter", peer: str) -> None:
-        """Writes to this peer that have not happened never will."""
-        self._writes = deque(w for w in self._writes if w.writer is not writer or w.peer != peer)
+    def befall(self, number: int, kind: FaultKind, ticks: int = 0) -> None:
+        """From now on, this is what happens to a page that is on its way."""
+        self._pages[number].fault, self._pages[number].fault_ticks = kind, ticks
+
+    def begin(self, page: _Page) -> None:
+        """A page sets out."""
+        number, page.due_at = self.num_begun, self.num_ticks + self.latency
+        self.num_begun += 1
+        self._pages[number] = page
+        fault = self.faults.get(number)
+        if fault is not None:
+            self.befall(number, fault.kind, fault.ticks)
+            page.due_at += fault.ticks if fault.kind in ("reorder", "delay") else 0
+
+    def partition(self, writer: "InProcessWriter", peer: str, num_ticks: int | None = None) -> None:
+        """Nothing passes between the two for so many ticks, or until ``heal``."""
+        until = None if num_ticks is None else self.num_ticks + num_ticks
+        self._partitions[writer.incarnation, peer] = until
+
+    def heal(self, writer: "InProcessWriter", peer: str) -> None:
+        self._partitions.pop((writer.incarnation, peer), None)
+
+    def is_carrying(self, writer: "InProcessWriter", peer: str) -> bool:
+        """Is anything on its way between the two?"""
+        return any(page.writer is writer and page.peer == peer for page in self._pages.values())
+
+    def drop(self, writer: "InProcessWriter", peer: str) -> list[int]:
+        """Writes to this peer that have not happened never will; returns their tickets."""
+        found = [n for n, page in self._pages.items() if page.writer is writer and page.peer == peer]
+        return list(dict.fromkeys(self._pages.pop(number).ticket for number in found))
 
 
 class InProcessWriter:
-    """``WriterTransport`` over a wire. ``peer`` arguments are the readers' incarnations."""
+    """``WriterTransport`` over a wire. ``peer`` arguments are the readers' incarnations, as ``incarnation`` is ours."""
 
     name = "inprocess"
     names: Sequence[str] = ("inprocess",)
 
-    def __init__(self, wire: Wire, store: PageStore) -> None:
+    def __init__(self, wire: Wire, store: PageStore, incarnation: str = "") -> None:
+        wire.num_ends += 1
         self.store = store
+        self.incarnation = incarnation or str(wire.num_ends)
         self.finished: list[int] = []
         self._wire = wire
         self._readers: dict[str, InProcessReader] = {}
+        self._leaving: dict[str, None] = {}  # detached from, with pages on their way
         self._news: list[Attached] = []
+        self._remaining: dict[int, int] = {}  # ticket -> pages on their way
         self._num_tickets = 0
 
     def attach(self, peer: str, connect: Connect) -> None:
+        assert peer not in self._readers, "detach first"
         offer = self._wire.offers.pop(connect.endpoint, None)
         if offer is None:
             raise AttachError(f"there is no offer {connect.endpoint!r} in this process")
@@ -102,9 +205,15 @@ class InProcessWriter:
     def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         assert peer in self._readers, "not attached"
         self._num_tickets += 1
-        due_at = self._wire.num_ticks + self._wire.latency
-        self._wire.begin(_Write(self, peer, self._num_tickets, deque(pages), due_at, piece))
-        return self._num_tickets
+        ticket = self._num_tickets
+        self._remaining[ticket] = len(pages)
+        if not pages:
+            self._finish(ticket)
+        for source, target in pages:
+            self._wire.begin(_Page(self, peer, ticket, source, target, piece))
+        if self._wire.is_instant:
+            self._wire.deliver()
+        return ticket
 
     def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
         """Copy one page now, or a piece of it; returns its bytes."""
@@ -119,13 +228,48 @@ class InProcessWriter:
             copy(piece, memoryview(page), into)
             return piece.num_bytes
 
+    def spoil(self, peer: str, target: int) -> None:
+        """Change one byte of the peer's page."""
+        store = self._readers[peer].store
+        with memoryview(store.memory) as memory:
+            memory[target * store.geometry.page_bytes] ^= 0xFF
+
+    def arrived(self, ticket: int) -> None:
+        self._remaining[ticket] -= 1
+        if not self._remaining[ticket]:
+            self._finish(ticket)
+
+    def _finish(self, ticket: int) -> None:
+        del self._remaining[ticket]
+        self.finished.append(ticket)
+
+    def _drop(self, peer: str) -> None:
+        """What is under way never arrives. Whoever was told that it is under way still learns that it is over."""
+        for ticket in self._wire.drop(self, peer):
+            if peer in self._leaving:
+                self._finish(ticket)
+            else:
+                del self._remaining[ticket]
+
     def done(self) -> list[int]:
         tickets, self.finished = self.finished, []
         return tickets
 
+    def lose(self, peer: str, why: str) -> None:
+        """The connection breaks; what is under way on it never arrives."""
+        self._drop(peer)
+        if peer in self._leaving:
+            return
+        _, epoch = self._readers[peer].writers[self]
+        self._news.append(Attached(peer, epoch, f"the wire to {peer} broke: {why}"))
+
     def detach(self, peer: str) -> bool:
         self._news = [news for news in self._news if news.peer != peer]
-        self._wire.drop(self, peer)
+        if not self._wire.can_recall and self._wire.is_carrying(self, peer):
+            self._leaving[peer] = None
+            return False
+        self._drop(peer)
+        self._leaving.pop(peer, None)
         reader = self._readers.pop(peer, None)
         if reader is not None:
             reader.gone(self, "the writer has let go")
@@ -134,7 +278,7 @@ class InProcessWriter:
     def die(self) -> None:
         """What kill -9 would do."""
         for peer, reader in list(self._readers.items()):
-            self._wire.drop(self, peer)
+            self._drop(peer)
             reader.gone(self, "the writer has died")
         self._readers.clear()
 
@@ -155,8 +299,10 @@ class InProcessReader:
     name = "inprocess"
     names: Sequence[str] = ("inprocess",)
 
-    def __init__(self, wire: Wire, store: PageStore) -> None:
+    def __init__(self, wire: Wire, store: PageStore, incarnation: str = "") -> None:
+        wire.num_ends += 1
         self.store = store
+        self.incarnation = incarnation or str(wire.num_ends)
         self.writers: dict[InProcessWriter, tuple[str, int]] = {}  # who, under which epoch
         self._wire = wire
         self._offers: dict[str, str] = {}  # peer -> endpoint
@@ -164,7 +310,8 @@ class InProcessReader:
 
     def offer(self, peer: str, epoch: int) -> str:
         self.withdraw(peer)
-        endpoint = f"inprocess:{id(self)}:{peer}:{epoch}"
+        endpoint = f"inprocess:{self.incarnation}:{peer}:{epoch}"
+        assert endpoint not in self._wire.offers, "two readers of one name"
         self._offers[peer] = endpoint
         self._wire.offers[endpoint] = (self, peer)
         return endpoint
@@ -195,6 +342,11 @@ class InProcessReader:
 
     def counters(self) -> dict[str, float]:
         return {}
+
+    def die(self) -> None:
+        """What kill -9 would do: its offers are gone; what is written to it still goes nowhere that matters."""
+        for peer in list(self._offers):
+            self.withdraw(peer)
 
     def close(self) -> None:
         for peer in list(self._offers):
