@@ -1,0 +1,638 @@
+"""A prefill and a decode node, the wire and the control connections between them, as one world for ``explore``.
+
+Sender, Receiver, PageBooks and the in-process wire are the production's own. What is played here is what surrounds
+them: roles (after ``prefill_node.role`` and ``decode_node.role``), control connections, deaths, time. Pages arrive in
+any order, and a message whenever its turn has come; faults, of which a run has ``Scope.num_faults``, break that order
+too. When nothing else can happen the deadlines of requests run out, then leases do; so a run ends when nobody holds
+anything, or it has found a leak.
+"""
+
+import io
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.geometry import PageGeometry
+from common.messages import Handoff, Message
+from common.pages import Owner, PageBooks
+from kv_transfer.pieces import Piece
+from kv_transfer.receiver import Completed, Event, PairLost, Receiver
+from kv_transfer.sender import EARLY_LEASE_S, Sender
+from kv_transfer.session import Key
+from kv_transfer.tombs import LEASE_S
+from kv_transfer.transports.base import ReaderTransport, WriterTransport
+from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
+from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
+
+GEOMETRY = PageGeometry(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float16")  # 4 bytes a page
+JUNK = 0xEE
+
+MESSAGE_FAULTS = ("lose", "repeat", "overtake")
+PAGE_FAULTS = ("drop", "copy")
+NODE_FAULTS = ("tear", "kill prefill", "kill decode")
+ROLE_FAULTS = ("abort", "finish early", "cancel", "retract")
+TIME_FAULTS = ("lease", "tombs")
+FAULTS = MESSAGE_FAULTS + PAGE_FAULTS + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much there is to explore.
+
+    Attributes:
+        sizes: pages of each request.
+        first: pages of each that the decode node holds already.
+        num_pages: of either pool.
+        faults, num_faults: kinds, and how many in one run.
+        can_recall: see ``Wire``.
+        is_piecemeal: pages are granted one at a time.
+    """
+
+    sizes: tuple[int, ...] = (2, 1)
+    first: int = 0
+    num_pages: int = 3
+    faults: tuple[str, ...] = FAULTS
+    num_faults: int = 1
+    can_recall: bool = True
+    is_piecemeal: bool = False
+
+
+class Store:
+    """A pool without a model or a file."""
+
+    is_mapped = True
+    fd = -1
+
+    def __init__(self, num_pages: int) -> None:
+        self.geometry = GEOMETRY
+        self.num_pages = num_pages
+        self.memory = bytearray([JUNK] * GEOMETRY.pool_bytes(num_pages))
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        into[:] = self.read(page)
+
+    def landed(self, pages: object) -> None:
+        pass
+
+    def read(self, page: int) -> bytes:
+        size = GEOMETRY.page_bytes
+        return bytes(self.memory[page * size : (page + 1) * size])
+
+    def fill(self, page: int, value: int) -> None:
+        size = GEOMETRY.page_bytes
+        self.memory[page * size : (page + 1) * size] = bytes([value]) * size
+
+
+class WatchedWriter(InProcessWriter):
+    """Shows the world every single write before it happens."""
+
+    world: "TwoNodes"
+
+    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+        self.world.watch(self, self._readers[peer], source, target)
+        return super().put(peer, source, target, piece)
+
+
+@dataclass(eq=False)
+class Prefill:
+    """One start of the prefill node. ``pages``: of requests that are open; ``released``: whether it went well."""
+
+    name: str
+    store: Store
+    books: PageBooks
+    writer: WatchedWriter
+    transport: WriterTransport
+    sender: Sender
+    pages: dict[Key, list[int]] = field(default_factory=dict)
+    num_computed: dict[Key, int] = field(default_factory=dict)
+    finished: dict[Key, None] = field(default_factory=dict)
+    released: dict[Key, bool] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Decode:
+    """One start of the decode node. ``ended``: how; ``dialled``: prefill nodes."""
+
+    name: str
+    store: Store
+    books: PageBooks
+    reader: InProcessReader
+    transport: ReaderTransport
+    receiver: Receiver
+    begun: dict[Key, int] = field(default_factory=dict)  # pages that are here or granted
+    ended: dict[Key, str] = field(default_factory=dict)
+    dialled: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Link:
+    """A control connection. Either end is open until it has noticed that the connection is torn."""
+
+    prefill: str
+    decode: str
+    to_prefill: list[Message] = field(default_factory=list)
+    to_decode: list[Message] = field(default_factory=list)
+    is_open_at_prefill: bool = True
+    is_open_at_decode: bool = True
+    is_torn: bool = False
+
+
+class TwoNodes:
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.now = 0.0
+        self.num_faults = 0
+        self.num_starts = 0
+        self.wire = Wire(latency=1, can_recall=scope.can_recall)  # its time stands still: pages arrive by hand
+        self.links: list[Link] = []
+        self.keys: list[Key] = [(chr(ord("a") + n), 0) for n in range(len(scope.sizes))]
+        self.sizes = dict(zip(self.keys, scope.sizes, strict=True))
+        self.routes: dict[Key, tuple[str, str]] = {}  # the starts of both nodes that a request is given to
+        self.prefill = self._start_prefill()
+        self.decode = self._start_decode()
+
+    def _start_prefill(self) -> Prefill:
+        self.num_starts += 1
+        name, store = f"p{self.num_starts}", Store(self.scope.num_pages)
+        writer = WatchedWriter(self.wire, store, name)
+        writer.world = self
+        transport: WriterTransport = writer if self.scope.can_recall else ChoosingWriter([writer])
+        return Prefill(name, store, PageBooks(self.scope.num_pages), writer, transport, Sender(transport))
+
+    def _start_decode(self) -> Decode:
+        self.num_starts += 1
+        name, store, books = f"d{self.num_starts}", Store(self.scope.num_pages), PageBooks(self.scope.num_pages)
+        reader = InProcessReader(self.wire, store, name)
+        transport: ReaderTransport = reader if self.scope.can_recall else ChoosingReader([reader])
+        return Decode(name, store, books, reader, transport, Receiver(transport, books))
+
+    def content(self, key: Key, index: int) -> int:
+        return 16 * (self.keys.index(key) + 1) + index
+
+    # ---- what can happen ----------------------------------------------------------------------------------------
+
+    def actions(self) -> Iterator[tuple[Any, ...]]:
+        free = [*self._of_prefill(), *self._of_decode(), *self._of_links()]
+        yield from free
+        if self.num_faults < self.scope.num_faults:
+            yield from (action for action in self._faults() if action[0] in self.scope.faults)
+        if not free:
+            yield from self._of_time()
+
+    def _of_prefill(self) -> Iterator[tuple[Any, ...]]:
+        node = self.prefill
+        for key in self.keys:
+            if self.routes.get(key, (node.name, ""))[0] != node.name:
+                continue
+            if key not in node.pages and key not in node.released:
+                if self.sizes[key] <= node.books.num_free:
+                    yield ("open", key)
+            elif key in node.pages and key not in node.finished:
+                yield ("compute", key)
+        if (
+            node.sender._writes.has_due
+            or node.writer.finished
+            or node.writer._news
+            or getattr(node.transport, "_draining", None)
+        ):
+            yield ("pump",)
+        yield from (("arrive", number) for number in self.wire.in_flight)
+
+    def _of_decode(self) -> Iterator[tuple[Any, ...]]:
+        node = self.decode
+        for key in self.keys:
+            if self.routes.get(key, ("", node.name))[1] != node.name or key in node.ended:
+                continue
+            num_lacking = self.sizes[key] - node.begun.get(key, self.scope.first)
+            if self.scope.is_piecemeal:
+                if num_lacking and node.books.num_free:
+                    yield ("extend" if key in node.begun else "begin", key, 1)
+            elif key not in node.begun and num_lacking <= node.books.num_free:
+                yield ("begin", key, num_lacking)
+        if node.reader._news or getattr(node.transport, "_news", None):
+            yield ("poll",)
+
+    def _of_links(self) -> Iterator[tuple[Any, ...]]:
+        for number, link in enumerate(self.links):
+            if link.to_prefill:
+                yield ("prefill hears", number, 0)
+            if link.to_decode:
+                yield ("decode hears", number, 0)
+            if link.is_torn and link.is_open_at_prefill:
+                yield ("prefill notices", number)
+            if link.is_torn and link.is_open_at_decode:
+                yield ("decode notices", number)
+
+    def _faults(self) -> Iterator[tuple[Any, ...]]:
+        for number, link in enumerate(self.links):
+            for queue, messages in (("to_prefill", link.to_prefill), ("to_decode", link.to_decode)):
+                yield from (("overtake", number, queue, at) for at in range(1, len(messages)))
+                yield from (("lose", number, queue, at) for at in range(len(messages)))
+                if messages:
+                    yield ("repeat", number, queue)
+            if not link.is_torn:
+                yield ("tear", number)
+        for page in self.wire.in_flight:
+            yield from ((kind, page) for kind in PAGE_FAULTS)
+        yield ("kill prefill",)
+        yield ("kill decode",)
+        for key in self.prefill.pages:
+            yield ("abort", key)
+            if key not in self.prefill.finished:
+                yield ("finish early", key)
+            if not self.prefill.sender.is_granted(key):
+                yield ("retract", key)
+        yield from (("cancel", key) for key in self._expected())
+        if self.prefill.sender._early:
+            yield ("lease",)
+        if len(self.prefill.sender._tombs) and not any(link.to_prefill for link in self.links):
+            yield ("tombs",)  # a tombstone stands for longer than any message is on its way
+
+    def _expected(self) -> list[Key]:
+        return [key for key in self.decode.begun if key not in self.decode.ended]
+
+    def _of_time(self) -> Iterator[tuple[Any, ...]]:
+        """Nothing else can happen: deadlines run out, then leases."""
+        late = [("deadline at prefill", key) for key in self.prefill.pages]
+        late += [("deadline at decode", key) for key in self._expected()]
+        yield from late
+        if not late and self.prefill.sender._early:
+            yield ("last lease",)
+
+    def do(self, action: tuple[Any, ...]) -> None:
+        name, *words = action
+        if name in FAULTS:
+            self.num_faults += 1
+        step: Callable[..., None] = getattr(self, f"_{name.replace(' ', '_')}")
+        step(*words)
+        self._settle()
+
+    # ---- the prefill node ---------------------------------------------------------------------------------------
+
+    def _route(self, key: Key) -> tuple[str, str]:
+        return self.routes.setdefault(key, (self.prefill.name, self.decode.name))
+
+    def _open(self, key: Key) -> None:
+        node = self.prefill
+        pages = node.books.alloc(self.sizes[key], Owner.REQUEST)
+        assert pages is not None
+        node.pages[key], node.num_computed[key] = pages, 0
+        node.sender.open(key, self._route(key)[1])
+
+    def _compute(self, key: Key) -> None:
+        """One more page of the prompt; with the last one it is computed."""
+        node, size = self.prefill, self.sizes[key]
+        index = node.num_computed[key]
+        node.num_computed[key] += 1
+        node.store.fill(node.pages[key][index], self.content(key, index))
+        if index + 1 < size:
+            node.sender.computed(key, node.pages[key][: index + 1])
+        else:
+            node.finished[key] = None
+            node.sender.finish(key, Handoff(*key, size * GEOMETRY.page_size, 7), node.pages[key])
+
+    def _pump(self) -> None:
+        self.prefill.sender.pump(self.now, 1)
+
+    def _abort(self, key: Key) -> None:
+        self.prefill.sender.abort(key, "aborted")
+
+    _deadline_at_prefill = _abort
+
+    def _finish_early(self, key: Key) -> None:
+        """The request ends with its first token."""
+        self.prefill.sender.abort(key, "finished")
+
+    def _retract(self, key: Key) -> None:
+        node = self.prefill
+        node.sender.retract(key)
+        for page in node.pages[key]:
+            node.store.fill(page, JUNK)
+        node.num_computed[key] = 0
+        node.finished.pop(key, None)
+
+    def _lease(self) -> None:
+        self.now += EARLY_LEASE_S
+        self.prefill.sender.pump(self.now, 0)
+
+    _last_lease = _lease
+
+    def _tombs(self) -> None:
+        self.now += LEASE_S
+        self.prefill.sender.pump(self.now, 0)
+
+    # ---- the decode node ----------------------------------------------------------------------------------------
+
+    def _begin(self, key: Key, count: int) -> None:
+        node = self.decode
+        peer = self._route(key)[0]
+        if peer not in node.dialled:
+            node.dialled[peer] = None
+            link = Link(peer, node.name)
+            if peer != self.prefill.name:  # nobody is there any more
+                link.is_open_at_prefill, link.is_torn = False, True
+            self.links.append(link)
+            self._send_from_decode(peer, node.receiver.connect(peer))
+        node.begun[key] = self.scope.first + count
+        pages = self._reserve(count)
+        node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_pages=self.sizes[key])
+
+    def _extend(self, key: Key, count: int) -> None:
+        self.decode.begun[key] += count
+        self.decode.receiver.extend(key, self._reserve(count))
+
+    def _reserve(self, count: int) -> list[int]:
+        pages = self.decode.books.alloc(count, Owner.GRANT)
+        assert pages is not None
+        for page in pages:
+            self.decode.store.fill(page, JUNK)
+        return pages
+
+    def _cancel(self, key: Key) -> None:
+        self.decode.ended[key] = "cancelled"
+        self.decode.receiver.cancel(key)
+
+    _deadline_at_decode = _cancel
+
+    def _poll(self) -> None:
+        self.decode.receiver.poll(self.now)
+
+    def _lose_peer(self, peer: str) -> None:
+        """What the role does when a connection is gone, or a pair is."""
+        node = self.decode
+        if peer not in node.dialled:
+            return
+        del node.dialled[peer]
+        node.receiver.peer_lost(peer)
+        for link in self.links:
+            if link.prefill == peer and link.decode == node.name and link.is_open_at_decode:
+                link.is_open_at_decode, link.is_torn = False, True
+                link.to_decode.clear()
+
+    def _on_event(self, event: Event) -> None:
+        node = self.decode
+        if isinstance(event, PairLost):
+            self._lose_peer(event.peer)
+            return
+        assert event.key not in node.ended, f"{event.key} ended twice"
+        node.ended[event.key] = type(event).__name__
+        if isinstance(event, Completed):
+            assert len(event.pages) == self.sizes[event.key] - self.scope.first, "complete without all of its pages"
+            for index, page in enumerate(event.pages, self.scope.first):
+                assert set(node.store.read(page)) == {self.content(event.key, index)}, f"page {index} has other bytes"
+            node.books.free(event.pages, Owner.GRANT)  # an answer of no length: others want the pages at once
+
+    # ---- the control connections --------------------------------------------------------------------------------
+
+    def _prefill_hears(self, number: int, at: int) -> None:
+        link = self.links[number]
+        self.prefill.sender.on_message(link.decode, link.to_prefill.pop(at), self.now)
+
+    def _decode_hears(self, number: int, at: int) -> None:
+        link = self.links[number]
+        self.decode.receiver.on_message(link.prefill, link.to_decode.pop(at), self.now)
+
+    def _overtake(self, number: int, queue: str, at: int) -> None:
+        if queue == "to_prefill":
+            self._prefill_hears(number, at)
+        else:
+            self._decode_hears(number, at)
+
+    def _repeat(self, number: int, queue: str) -> None:
+        messages = getattr(self.links[number], queue)
+        messages.insert(0, messages[0])
+        self._overtake(number, queue, 0)
+
+    def _lose(self, number: int, queue: str, at: int) -> None:
+        """A connection that loses a message is torn, but what else is on its way may still come."""
+        del getattr(self.links[number], queue)[at]
+        self.links[number].is_torn = True
+
+    def _tear(self, number: int) -> None:
+        self.links[number].is_torn = True
+
+    def _prefill_notices(self, number: int) -> None:
+        link = self.links[number]
+        link.is_open_at_prefill = False
+        link.to_prefill.clear()
+        if link.decode in self.prefill.sender.peers():
+            self.prefill.sender.peer_lost(link.decode)
+
+    def _decode_notices(self, number: int) -> None:
+        link = self.links[number]
+        self._lose_peer(link.prefill)
+        link.is_open_at_decode = False
+        link.to_decode.clear()
+
+    def _send_from_prefill(self, peer: str, message: Message) -> None:
+        for link in reversed(self.links):
+            if (link.prefill, link.decode) == (self.prefill.name, peer) and link.is_open_at_prefill:
+                if not link.is_torn:
+                    link.to_decode.append(message)
+                return
+
+    def _send_from_decode(self, peer: str, message: Message) -> None:
+        for link in reversed(self.links):
+            if (link.prefill, link.decode) == (peer, self.decode.name) and link.is_open_at_decode:
+                if not link.is_torn:
+                    link.to_prefill.append(message)
+                return
+
+    # ---- pages on their way, and deaths -------------------------------------------------------------------------
+
+    def _arrive(self, number: int) -> None:
+        self.wire.arrive(number)
+
+    def _drop(self, number: int) -> None:
+        self.wire.befall(number, "drop")
+        self.wire.arrive(number)
+
+    def _copy(self, number: int) -> None:
+        self.wire.befall(number, "duplicate")
+        self.wire.arrive(number)
+
+    def _kill_prefill(self) -> None:
+        self.prefill.writer.die()
+        for link in self.links:
+            if link.prefill == self.prefill.name:
+                link.is_open_at_prefill, link.is_torn = False, True
+                link.to_prefill.clear()
+        self.prefill = self._start_prefill()
+
+    def _kill_decode(self) -> None:
+        self.decode.reader.die()
+        for link in self.links:
+            if link.decode == self.decode.name:
+                link.is_open_at_decode, link.is_torn = False, True
+                link.to_decode.clear()
+        self.decode = self._start_decode()
+
+    def watch(self, writer: WatchedWriter, reader: InProcessReader, source: int, target: int) -> None:
+        """A page is about to be written: it must be a request's own at both ends."""
+        assert writer is self.prefill.writer, "a dead node writes"
+        found = [(key, pages.index(source)) for key, pages in self.prefill.pages.items() if source in pages]
+        assert found, f"source page {source} is read and was given away"
+        key, index = found[0]
+        assert set(self.prefill.store.read(source)) == {self.content(key, index)}, "a page leaves that is not computed"
+        if reader is not self.decode.reader:
+            return  # into the memory of a dead process
+        session = self.decode.receiver._sessions.get(key)
+        assert session is not None, f"page {target} is written for {key}, which is over"
+        assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
+
+    # ---- after each ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Send and act on what came of it, until nothing does; then bring free pages into one order."""
+        prefill, decode = self.prefill, self.decode
+        messages, released = prefill.sender.take()
+        for peer, message in messages:
+            self._send_from_prefill(peer, message)
+        for release in released:
+            assert release.key not in prefill.released, f"{release.key} was released twice"
+            prefill.released[release.key] = release.ok
+            pages = prefill.pages.pop(release.key)
+            for page in pages:
+                prefill.store.fill(page, JUNK)
+            prefill.books.free(pages, Owner.REQUEST)
+        replies, events = decode.receiver.take()
+        for peer, message in replies:
+            self._send_from_decode(peer, message)
+        for event in events:
+            self._on_event(event)
+            assert not decode.receiver.take()[1], "news of news"
+        self.links = [link for link in self.links if link.is_open_at_prefill or link.is_open_at_decode]
+        for books in (prefill.books, decode.books):
+            books._stack.sort(reverse=True)
+        for page in decode.books._stack:
+            decode.store.fill(page, JUNK)
+
+    def check(self) -> None:
+        for node in (self.prefill, self.decode):
+            node.books.check()
+        self.prefill.sender.check()
+        self.decode.receiver.check()
+        held = sum(len(pages) for pages in self.prefill.pages.values())
+        assert self.prefill.books.count(Owner.REQUEST) == held, "source pages leak"
+        books = self.decode.books
+        known = sum(len(session.pages) for session in self.decode.receiver._sessions.values())
+        assert books.count(Owner.GRANT) + books.count(Owner.QUARANTINE) == known, "granted pages leak"
+
+    def check_end(self) -> None:
+        assert not self.wire.num_in_flight, "a page is on its way for ever"
+        assert not self.prefill.sender._sessions and not self.prefill.sender._early, "a transfer never ends at prefill"
+        assert not self.decode.receiver._sessions, "a transfer never ends at decode"
+        assert not self.prefill.pages and self.prefill.books.num_free == self.scope.num_pages, "source pages leak"
+        assert self.decode.books.num_free == self.scope.num_pages, "pages leak"
+        assert not any(link.to_prefill or link.to_decode for link in self.links)
+        assert all(key in self.decode.ended for key in self.decode.begun), "a request hangs at decode"
+        if self.num_faults == 0:
+            assert list(self.decode.ended.values()) == ["Completed"] * len(self.keys), (
+                "nothing was wrong, and it failed"
+            )
+            assert list(self.prefill.released.values()) == [True] * len(self.keys)
+
+    # ---- copies, and which states are one -----------------------------------------------------------------------
+
+    def freeze(self) -> bytes:
+        into = io.BytesIO()
+        _Freezer(into, 5).dump(self)
+        return into.getvalue()
+
+    def state(self) -> object:
+        prefill, decode = self.prefill, self.decode
+        writes = prefill.sender._writes
+        tickets = sorted(writes._tickets)
+        rank = {ticket: number for number, ticket in enumerate(tickets)}
+        sender = {name: value for name, value in vars(prefill.sender).items() if name not in _NOT_OF_SENDER}
+        receiver = {name: value for name, value in vars(decode.receiver).items() if name not in _NOT_OF_RECEIVER}
+        return (
+            self.now,
+            self.num_faults,
+            self.num_starts,
+            sorted(self.routes.items()),
+            [tuple(vars(link).values()) for link in self.links],
+            [
+                (p.writer.incarnation, p.peer, rank.get(p.ticket, -1), p.source, p.target, p.fault)
+                for p in self.wire._pages.values()
+            ],
+            list(self.wire.offers),
+            (sender, prefill.sender._pairs.by_peer, {n: v for n, v in vars(writes).items() if n not in _NOT_OF_WRITES}),
+            (sorted(prefill.pages.items()), sorted(prefill.num_computed.items()), sorted(prefill.finished)),
+            (sorted(prefill.released.items()), prefill.store.memory, _of_books(prefill.books)),
+            [(session.key, indices) for session, indices in (writes._tickets[ticket] for ticket in tickets)],
+            list(writes._due),
+            ([rank.get(t, -1) for t in prefill.writer.finished], prefill.writer._news),
+            [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],
+            list(prefill.writer._leaving),
+            _of_choice(prefill.transport),
+            receiver,
+            (sorted(decode.begun.items()), sorted(decode.ended.items()), list(decode.dialled)),
+            (decode.store.memory, _of_books(decode.books)),
+            [(w.incarnation, said) for w, said in decode.reader.writers.items()],
+            (decode.reader._offers, decode.reader._news),
+            _of_choice(decode.transport),
+        )
+
+
+class _Freezer(pickle.Pickler):
+    """Fast where much is copied often; counters, which nothing depends on, stay behind."""
+
+    dispatch_table = {  # noqa: RUF012
+        Counter: lambda counter: (Counter, ()),
+        PageGeometry: lambda geometry: (_geometry, ()),
+        PageBooks: lambda books: (_books, (books.num_pages, books._owner.tobytes(), bytes(books._stack))),
+        Scope: lambda scope: (_scope, (_number_of(scope),)),
+    }
+
+
+_SCOPES: list[Scope] = []
+
+
+def _number_of(scope: Scope) -> int:
+    if scope not in _SCOPES:
+        _SCOPES.append(scope)
+    return _SCOPES.index(scope)
+
+
+def _scope(number: int) -> Scope:
+    return _SCOPES[number]
+
+
+def _geometry() -> PageGeometry:
+    return GEOMETRY
+
+
+def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
+    """Books without holds and steps: transfers know of neither."""
+    books = PageBooks(num_pages)
+    books._owner[:] = np.frombuffer(owners, np.int8)
+    books._stack[:] = free
+    books._counts = [owners.count(owner) for owner in Owner]
+    return books
+
+
+_NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
+_NOT_OF_WRITES = ("_transport", "clock", "_due", "_tickets", "_totals", "_seconds")
+_NOT_OF_RECEIVER = ("_transport", "_books", "_totals")
+
+
+def _of_books(books: PageBooks) -> object:
+    return (books._owner.tobytes(), books._holds.tobytes(), books._stack, books.num_lingering)
+
+
+def _of_choice(transport: object) -> object:
+    """A writer's tickets are as many as those of the one below it, and are numbered alike."""
+    if isinstance(transport, ChoosingWriter):
+        attempts = [
+            (peer, a.connect.epoch, a.offers, len(a.rest), a.is_attached, a.failures)
+            for peer, a in transport._attempts.items()
+        ]
+        return (attempts, list(transport._draining))
+    if isinstance(transport, ChoosingReader):
+        return (transport._offered, transport._chosen, transport._unasked, transport._news)
+    return None
