@@ -2,11 +2,13 @@
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.geometry import conflict
 from common.messages import Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.fit import Fit
+from kv_transfer.pieces import Piece
 from kv_transfer.session import SendSession
 from kv_transfer.transports.base import Attached, AttachError, WriterTransport, from_message
 
@@ -67,6 +69,10 @@ class Pairs:
         """The pair, if pages can be granted under this epoch."""
         pair = self.by_peer.get(peer)
         return pair if pair is not None and pair.is_attached and pair.epoch == epoch else None
+
+    def pieces_of(self, peer: str) -> Sequence[Piece | None]:
+        """What a write to this peer moves of a unit, by its number modulo their count."""
+        return self.by_peer[peer].fit.pieces
 
     def offer(self, peer: str, connect: Connect) -> Refused | None:
         """Begin to attach to a peer that was dropped before; ``settle`` tells how it ended, if not this does."""

@@ -69,7 +69,7 @@ class Sender:
         assert num_parts == 1, "a page has one part as long as one process writes all of it"
         self._transport = transport
         self._pairs = Pairs(transport, digest)
-        self._writes = Writes(transport, clock or MonotonicClock(), lambda peer: self._pairs.by_peer[peer].fit.pieces)
+        self._writes = Writes(transport, clock or MonotonicClock(), self._pairs.pieces_of)
         self._sessions: dict[Key, SendSession] = {}  # opened and not closed
         self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
         self._ends: dict[Key, End] = {}  # of sessions that are closing

@@ -339,7 +339,7 @@ class TwoNodes:
             self._send_from_decode(peer, node.receiver.connect(peer))
         node.begun[key] = self.scope.first + count
         pages = self._reserve(count)
-        node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_pages=self.sizes[key])
+        node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
 
     def _extend(self, key: Key, count: int) -> None:
         self.decode.begun[key] += count
@@ -617,7 +617,7 @@ def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
 
 
 _NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
-_NOT_OF_WRITES = ("_transport", "clock", "_due", "_tickets", "_totals", "_seconds")
+_NOT_OF_WRITES = ("_transport", "_pieces_of", "clock", "_due", "_tickets", "_totals", "_seconds")
 _NOT_OF_RECEIVER = ("_transport", "_books", "_totals")
 
 
