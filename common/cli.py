@@ -25,7 +25,7 @@ CLASSES: dict[str, type] = {
 }
 
 #: Commands whose configuration lives with them, and the prefix of their environment variables.
-OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_"}
+OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_", "simulate": "BATON_SIMULATE_"}
 
 
 def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: str, help: str = "") -> Config:

@@ -187,6 +187,12 @@ class _Engine:
         " other machines reach) and tcp for each pair, and keeps the first that works. inprocess is for tests and the"
         " simulator: commands refuse it.",
     )
+    record: str | None = option(
+        None,
+        "Write what every node is told and what it plans, for simulate --replay; prompts are in it. serve adds each "
+        "node's name. No file is overwritten: a number is added.",
+        metavar="FILE",
+    )
     cluster_key: str | None = option(
         None,
         "Secret that the nodes share and prove to each other on tcp, gloo and nccl data connections. Better set by"

@@ -1,6 +1,5 @@
 """``python -m decode_node``: one decode node, dialling the gateway until it is told to stop."""
 
-import os
 import sys
 
 from common.cli import resolve
@@ -17,14 +16,17 @@ from kv_transfer.transports.choice import Settings, open_reader
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
-def build(parts: Parts, transport: ReaderTransport | None = None) -> DecodeRole:
-    """The role and its transfer endpoint, over the process's pool and books.
+def open_transport(parts: Parts) -> ReaderTransport:
+    """The transport that the configuration names, over the process's pool."""
+    config = parts.config
+    key = (config.cluster_key or "").encode()
+    return open_reader(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
 
-    Args:
-        transport: None for the one that the configuration names.
-    """
+
+def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
+    """The role and its transfer endpoint, over the process's pool and books."""
     config, capacity = parts.config, parts.capacity
-    constants = constants_from(os.environ)
+    constants = constants_from(parts.environ)
     limits = Limits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
@@ -39,9 +41,6 @@ def build(parts: Parts, transport: ReaderTransport | None = None) -> DecodeRole:
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )
-    key = (config.cluster_key or "").encode()
-    if transport is None:
-        transport = open_reader(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
     receiver = Receiver(transport, parts.books, name=config.name or "decode", digest=parts.digest)
     return DecodeRole(
         scheduler,
@@ -55,7 +54,7 @@ def build(parts: Parts, transport: ReaderTransport | None = None) -> DecodeRole:
 
 def main() -> int:
     config = resolve(NodeConfig, command="decode", help=HELP)
-    return run(config, build)
+    return run(config, open_transport, build)
 
 
 if __name__ == "__main__":

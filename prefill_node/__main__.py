@@ -15,12 +15,15 @@ from prefill_node.scheduler import Limits, PrefillScheduler
 HELP = "Compute prompts and hand their KV pages to decode nodes."
 
 
-def build(parts: Parts, transport: WriterTransport | None = None) -> PrefillRole:
-    """The role and its transfer endpoint, over the process's pool and books.
+def open_transport(parts: Parts) -> WriterTransport:
+    """The transport that the configuration names, over the process's pool."""
+    config = parts.config
+    key = (config.cluster_key or "").encode()
+    return open_writer(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
 
-    Args:
-        transport: None for the one that the configuration names.
-    """
+
+def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
+    """The role and its transfer endpoint, over the process's pool and books."""
     config, capacity = parts.config, parts.capacity
     limits = Limits(
         max_running=capacity.num_slots,
@@ -30,9 +33,6 @@ def build(parts: Parts, transport: WriterTransport | None = None) -> PrefillRole
         max_requests=config.prefill_max_requests,
         max_skip_ahead=config.max_skip_ahead,
     )
-    key = (config.cluster_key or "").encode()
-    if transport is None:
-        transport = open_writer(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
     sender = Sender(transport, digest=parts.digest, clock=parts.clock)
     scheduler = PrefillScheduler(
         parts.cache,
@@ -47,7 +47,7 @@ def build(parts: Parts, transport: WriterTransport | None = None) -> PrefillRole
 
 def main() -> int:
     config = resolve(NodeConfig, command="prefill", help=HELP)
-    return run(config, build)
+    return run(config, open_transport, build)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Usage: baton COMMAND [OPTIONS]
   prefill   one prefill node
   decode    one decode node
   loadtest  load an OpenAI-compatible server, and say how it did
+  simulate  a service of many nodes in virtual time, with the real schedulers
   bench     one benchmark by name
 
 baton COMMAND --help shows a command's options."""
@@ -34,6 +35,10 @@ def main() -> int:
         from scripts.load.main import main as loadtest
 
         return loadtest(rest)
+    if command == "simulate":
+        from scripts.sim.main import main as simulate
+
+        return simulate(rest)
     if command == "bench":
         from scripts.bench import main as bench
 

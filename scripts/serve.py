@@ -75,6 +75,7 @@ def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
             "gateway": f"{_bracketed(_local(config.control_host))}:{config.control_port}",
             "threads": share.num_threads,
             "memory_fraction": config.memory_fraction / len(names),
+            "record": config.record and f"{config.record}.{name}",
         }
         argv = _argv(name.split("-")[0] + "_node", to_flags(NodeConfig, values))
         found.append(Child(name, argv, _environment(config, share.num_threads), share.cpus))

@@ -8,8 +8,8 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -18,14 +18,18 @@ from common.clock import Clock, MonotonicClock
 from common.config import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.incarnation import new_incarnation
-from common.messages import Geometry, Register
+from common.messages import Register
 from common.node.capacity import Capacity, plan_capacity
 from common.node.engine_thread import EngineThread
+from common.node.frames import VERSION as RECORDING_VERSION
+from common.node.frames import Opening
 from common.node.loop import Node, listen_mailbox
+from common.node.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
 from common.node.role import Role
 from common.pages import PageBooks
 from common.policy import NEED_CACHE
 from common.radix import RadixCache
+from kv_transfer.transports.base import to_message
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
@@ -47,6 +51,7 @@ class Parts:
         capacity: slots, pages and chunk size that the configuration and this machine come to.
         digest: of the model; nodes that differ in it cannot share KV.
         incarnation: of this start of this process.
+        environ: variables that are read beside the configuration.
     """
 
     config: NodeConfig
@@ -59,22 +64,25 @@ class Parts:
     incarnation: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
 
-def run(config: NodeConfig, build_role: Callable[[Parts], Role]) -> int:
+def run(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
     """Serve until a signal or a refusal. Returns the exit status: 0 stopped on purpose, 1 failed, 2 refused."""
     name = config.name or f"{config.role}-{platform.node()}-{os.getpid()}"
     logging.basicConfig(
         level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {name} %(message)s", datefmt="%H:%M:%S"
     )
     try:
-        return _serve(config, name, build_role)
+        return _serve(config, name, open_transport, build_role)
     except ConfigError as error:
         log.error("%s", error)
         return 2
 
 
-def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -> int:
+def _serve(
+    config: NodeConfig, name: str, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]
+) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning("--schedule-policy %s is fcfs now, since --disable-radix-cache is set", config.schedule_policy)
     model, executor, capacity = _load(config)
@@ -82,20 +90,23 @@ def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -
     books = PageBooks(capacity.num_pages)
     cache = RadixCache(books, config.page_size, is_enabled=not config.disable_radix_cache)
     incarnation = new_incarnation()
-    role = build_role(
-        Parts(
-            config=config,
-            capacity=capacity,
-            pool=executor.pool,
-            books=books,
-            cache=cache,
-            clock=clock,
-            digest=model.digest,
-            incarnation=incarnation,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-        )
+    parts = Parts(
+        config=config,
+        capacity=capacity,
+        pool=executor.pool,
+        books=books,
+        cache=cache,
+        clock=clock,
+        digest=model.digest,
+        incarnation=incarnation,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
     )
+    transport = open_transport(parts)
+    recorder = start_recording(parts, transport) if config.record else None
+    role = build_role(parts, transport if recorder is None else RecordedTransport(transport, recorder))
+    if recorder is not None:
+        role = RecordedRole(role, recorder)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listen = None
     if config.role == "prefill":
@@ -132,7 +143,41 @@ def _serve(config: NodeConfig, name: str, build_role: Callable[[Parts], Role]) -
         node.close(reason)
         engine.close()
         context.term()
+        if recorder is not None:
+            recorder.close()
     return status
+
+
+def start_recording(parts: Parts, transport: Any) -> Recorder:
+    """The recording that the configuration asks for; its first frame says what the role is built from.
+
+    Raises:
+        ConfigError: the file cannot be made.
+    """
+    config = parts.config
+    assert config.record is not None
+    try:
+        recorder = Recorder(config.record)
+    except OSError as error:
+        raise ConfigError(f"--record {config.record} cannot be made: {error.strerror}") from error
+    log.warning("recording into %s, prompts included", recorder.path)
+    recorder.note(
+        Opening(
+            version=RECORDING_VERSION,
+            role=config.role,
+            config=plain_config(config),
+            environ=read_environ(parts.environ),
+            capacity=parts.capacity,
+            geometry=to_message(parts.pool.geometry),
+            digest=parts.digest,
+            incarnation=parts.incarnation,
+            vocab_size=parts.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+            transport=transport.name,
+            transports=tuple(transport.names),
+        )
+    )
+    return recorder
 
 
 def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
@@ -183,13 +228,7 @@ def _register(
         context_length=min(model.context_length, config.context_length or model.context_length),
         eos_token_ids=model.eos_token_ids,
         generation=model.generation,
-        geometry=Geometry(
-            geometry.num_layers,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-            geometry.page_size,
-            geometry.dtype,  # type: ignore[arg-type]  # one of the three names that PageGeometry knows
-        ),
+        geometry=to_message(geometry),
         num_pages=capacity.num_pages,
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,

@@ -1,0 +1,1 @@
+"""The simulator: production routers, roles, schedulers, caches and transfer sessions in virtual time."""

@@ -1,0 +1,187 @@
+"""The clients of a simulated service: they send a planned load, and keep what became of each request.
+
+In an open loop, sessions begin at their instants, whatever the service does; in a closed loop so many are always under
+way. A session's next turn comes after the answer and the pause that is planned for it; after a failure none comes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.errors import RequestError
+from common.sampling import SamplingParams
+from gateway.relay import Ask
+from scripts.load.plan import ANSWER, Planned, key
+from scripts.load.prompts import Prompts
+from scripts.load.workload import Chain, Plan
+from scripts.sim.agenda import Agenda
+from scripts.sim.engine import END_TOKEN
+from scripts.sim.gateway import Answer
+from scripts.sim.node import MODEL
+
+#: Token ids below this are never part of a prompt or an answer.
+FIRST_TOKEN = END_TOKEN + 1
+
+
+class Script:
+    """Prompts and answers of a plan, as token ids: the same for one seed, equal pieces equal.
+
+    A session's answers are those that its later prompts repeat, so that they can be found in a cache.
+    """
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self._prompts = Prompts(seed, (FIRST_TOKEN, vocab_size), "completions")
+        self._interned = np.array(range(vocab_size), dtype=object)  # each id once, however often it occurs
+        self._lengths: dict[int, int] = {}
+
+    def prompt(self, planned: Planned) -> tuple[int, ...]:
+        tokens: list[int] = []
+        for piece in planned.pieces:
+            tokens += self._interned[self._prompts.tokens(piece)].tolist()
+        return tuple(tokens)
+
+    def expect(self, planned: Planned) -> None:
+        """This request is under way; its answer will be asked for."""
+        self._lengths[planned.index] = planned.num_output
+
+    def answer(self, index: int) -> Sequence[int]:
+        """What is said to the request of this number in the plan."""
+        tokens: list[int] = self._interned[self._prompts.tokens((key(ANSWER, index), self._lengths[index]))].tolist()
+        return tokens
+
+    def forget(self, index: int) -> None:
+        """It has ended."""
+        self._lengths.pop(index, None)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request; instants in virtual seconds."""
+
+    planned: Planned
+    due_at: float
+    stamps_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    ended_at: float = -1.0
+    error: str = ""
+    cached_tokens: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.error and self.ended_at >= 0.0
+
+    @property
+    def num_output(self) -> int:
+        return sum(self.counts)
+
+
+class Client:
+    """Args:
+    ask: sends a request out, or raises RequestError.
+    max_new_tokens: what every request allows itself; None for exactly what it is going to need.
+    timeout_s: of requests without a deadline.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        script: Script,
+        agenda: Agenda,
+        ask: Callable[[Ask], Answer],
+        *,
+        max_new_tokens: int | None = None,
+        timeout_s: float = 600.0,
+        concurrency: int = 0,
+    ) -> None:
+        self._plan = plan
+        self._script = script
+        self._agenda = agenda
+        self._ask = ask
+        self._max_new_tokens = max_new_tokens
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
+        self._chains: Iterator[Chain] = iter(plan.chains)
+        self._under_way: dict[str, tuple[Outcome, Chain, int]] = {}
+        self.outcomes: list[Outcome] = []
+        self.num_ended = 0
+        self._num_expected = 0  # turns that are still to come
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is under way, and nothing is to come."""
+        return self._num_expected == 0
+
+    def start(self) -> None:
+        """Put the first arrivals on the agenda."""
+        for _ in range(self._concurrency or 1):
+            self._next_chain()
+
+    def _next_chain(self) -> None:
+        chain = next(self._chains, None)
+        if chain is None:
+            return
+        now = self._agenda.now()
+        due_at = chain[0].at if self._plan.is_open else now
+        if not self._plan.is_open and self._plan.seconds is not None and now >= self._plan.seconds:
+            return
+        self._num_expected += 1
+        self._agenda.at(due_at, self._arrive, chain)
+
+    def _arrive(self, chain: Chain) -> None:
+        if self._plan.is_open:
+            self._next_chain()
+        self._send(chain, 0)
+
+    def _send(self, chain: Chain, turn: int) -> None:
+        planned = chain[turn]
+        outcome = Outcome(planned, self._agenda.now())
+        self.outcomes.append(outcome)
+        rid = f"r{planned.index}"
+        self._script.expect(planned)
+        self._under_way[rid] = (outcome, chain, turn)
+        try:
+            self._ask(self._asked(rid, planned))
+        except RequestError as error:
+            outcome.error = error.code.value
+            self._over(rid)
+
+    def _asked(self, rid: str, planned: Planned) -> Ask:
+        sampling = SamplingParams(
+            max_new_tokens=self._max_new_tokens or planned.num_output,
+            temperature=0.0,
+            seed=planned.index,
+            ignore_eos=self._max_new_tokens is None,
+        )
+        timeout_s = self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3
+        return Ask(
+            rid,
+            rid,
+            self._script.prompt(planned),
+            sampling,
+            model=MODEL,
+            priority=planned.priority or 0,
+            timeout_s=timeout_s,
+        )
+
+    def ended(self, answer: Answer) -> None:
+        """To be called when an answer is over."""
+        outcome = self._under_way[answer.ask.rid][0]
+        outcome.error = answer.error.code.value if answer.error else ""
+        outcome.stamps_s, outcome.counts = answer.stamps_s, answer.counts
+        outcome.cached_tokens = answer.cached_tokens
+        outcome.timings = answer.timings
+        self._over(answer.ask.rid)
+
+    def _over(self, rid: str) -> None:
+        outcome, chain, turn = self._under_way.pop(rid)
+        outcome.ended_at = self._agenda.now()
+        self._script.forget(outcome.planned.index)
+        self.num_ended += 1
+        if outcome.is_ok and turn + 1 < len(chain):
+            self._agenda.after(max(0.0, chain[turn + 1].think_s), self._send, chain, turn + 1)
+            return
+        self._num_expected -= 1
+        if not self._plan.is_open:
+            self._next_chain()

@@ -1,0 +1,143 @@
+"""A whole service in virtual time: every number of a lone request by hand, then everything at once."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import ErrorCode
+from tests.simulated import Limits, Service, prompt_of
+
+
+def test_a_lone_requests_times_are_those_of_its_parts() -> None:
+    service = Service()
+    service.ask("a", prompt_of(8), 3, at=5.0)
+    service.run()
+    answer = service.ended["a"]
+    # Told to the nodes at 5.001. Prefill computes 8 tokens in 10 + 8 ms and tells the gateway, which hears 1 ms later.
+    # Meanwhile decode's Connect has been answered and its grant is there, so that the two pages (1 ms each) leave then:
+    # in place at 5.021, and known to the writer at 5.022. Delivered arrives at 5.023; two steps of one row, 11 ms each.
+    assert answer.stamps_s == pytest.approx([5.020, 5.035, 5.046])
+    assert answer.ended_at == pytest.approx(5.046)
+    assert answer.timings["prefill_s"] == pytest.approx(0.018)
+    service.assert_right("a")
+    service.assert_all_is_back()
+
+
+def test_two_prompts_share_a_step_and_two_answers_a_batch() -> None:
+    service = Service()
+    for number in range(2):
+        service.ask(f"r{number}", prompt_of(4, number), 2)
+    service.run()
+    # The first is alone in its step (10 + 4 ms from 1 ms on), since it came a moment before the second.
+    first, second = (service.ended[f"r{number}"] for number in range(2))
+    assert first.stamps_s[0] == pytest.approx(0.016)
+    assert second.stamps_s[0] == pytest.approx(0.030)
+    work = service.cluster.of("decode")[0].work
+    assert (work["steps"], work["rows"]) == (2, 2)
+    service.assert_all_is_back()
+
+
+def test_equal_beginnings_give_equal_histories() -> None:
+    def history() -> list[tuple[str, list[float], list[int]]]:
+        service = Service(2, 2, limits=Limits(prefill_pages=20, decode_pages=14, max_running=3, chunk_tokens=8))
+        for number in range(30):
+            service.ask(f"r{number}", prompt_of(1 + number * 7 % 40, number % 3), 1 + number % 9, at=number * 0.013)
+        service.run(is_checked=False)
+        return [(rid, answer.stamps_s, answer.ids) for rid, answer in service.ended.items()]
+
+    assert history() == history()
+
+
+def test_a_deadline_ends_a_request_at_its_instant() -> None:
+    service = Service()
+    service.ask("late", prompt_of(8), 200, timeout_s=2.0)
+    service.run()
+    answer = service.ended["late"]
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.DEADLINE_EXCEEDED
+    assert answer.ended_at == pytest.approx(2.0)
+    service.assert_right("late")
+    service.assert_all_is_back()
+
+
+def test_more_than_nodes_and_queue_hold_are_turned_away_at_once() -> None:
+    service = Service(limits=Limits(max_running=2), max_queued_requests=3)
+    for number in range(8):
+        service.ask(f"r{number}", prompt_of(8), 5)
+    service.run()
+    assert [error.code for error in service.refused.values()] == [ErrorCode.QUEUE_FULL] * 3
+    assert len(service.ended) == 5
+    service.assert_all_is_back()
+
+
+def test_prompts_are_computed_where_they_are_decoded_if_there_is_no_prefill_node() -> None:
+    service = Service(0, 1, local_prefill="always")
+    for number in range(6):
+        service.ask(f"r{number}", prompt_of(20, number), 6)
+    service.run()
+    for rid in service.ended:
+        service.assert_right(rid)
+    service.assert_all_is_back()
+
+
+def test_a_page_takes_its_time_on_the_wire_and_waits_for_those_before_it() -> None:
+    service = Service(limits=Limits(prefill_pages=200, decode_pages=200, chunk_tokens=None))
+    for number in range(2):
+        service.ask(f"r{number}", prompt_of(400, number), 2)
+    service.run()
+    first, second = (service.ended[f"r{number}"].stamps_s for number in range(2))
+    # 100 pages of 1 ms each. The first prompt's are computed at 411 ms and away at 511 ms, the second's at 821 and 921.
+    assert first[1] == pytest.approx(0.001 + 0.410 + 0.100 + 0.002 + 0.011 + 0.001, abs=1e-3)
+    assert second[1] - first[1] == pytest.approx(0.410, abs=1e-3)
+
+
+REQUEST = st.tuples(
+    st.integers(0, 2),  # which prompt
+    st.integers(1, 40),  # its length
+    st.integers(1, 14),  # tokens of output
+    st.floats(0.0, 0.5),  # when
+    st.sampled_from([600.0, 600.0, 600.0, 0.3]),  # deadline
+)
+FAULT = st.tuples(st.floats(0.0, 0.6), st.sampled_from(["prefill", "decode", "abort"]), st.integers(0, 39))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=24),
+    faults=st.lists(FAULT, max_size=4),
+    num_prefill=st.integers(1, 2),
+    num_decode=st.integers(1, 2),
+    prefill_pages=st.integers(11, 30),
+    decode_pages=st.integers(14, 30),
+    max_running=st.integers(1, 4),
+)
+def test_every_request_ends_and_every_page_comes_back_whatever_happens(
+    requests: list[tuple[int, int, int, float, float]],
+    faults: list[tuple[float, str, int]],
+    num_prefill: int,
+    num_decode: int,
+    prefill_pages: int,
+    decode_pages: int,
+    max_running: int,
+) -> None:
+    """No deadlock either: ``run`` fails as soon as requests wait and nothing but deadlines is to come."""
+    limits = Limits(prefill_pages, decode_pages, chunk_tokens=8, max_running=max_running)
+    service = Service(num_prefill, num_decode, limits=limits)
+    for number, (first, length, max_new, at, timeout_s) in enumerate(requests):
+        service.ask(f"r{number}", prompt_of(length, first), max_new, at=at, timeout_s=timeout_s)
+    for at, what, number in faults:
+        service.agenda.at(at, strike, service, what, number)
+    service.run()
+    for rid in service.ended:
+        service.assert_right(rid)
+    service.assert_all_is_back()
+
+
+def strike(service: Service, what: str, number: int) -> None:
+    """A client leaves, or a node dies and another takes its place."""
+    if what == "abort":
+        service.cluster.gateway.abort(f"r{number}")
+        return
+    nodes = service.cluster.of(what)  # type: ignore[arg-type]  # one of the two roles
+    service.cluster.kill(nodes[number % len(nodes)])
+    service.cluster.start(what)  # type: ignore[arg-type]
