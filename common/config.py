@@ -24,7 +24,7 @@ LocalPrefill = Literal["never", "auto", "always"]
 SMALL_MODEL = str(Path(__file__).resolve().parents[1] / "scripts" / "small_model")
 SMALL_MODEL_NAME = "baton-small"
 
-#: Read elsewhere: by scripts/setup.sh, by ``common.cli``, and the constants of ``common.new_token_ratio``.
+#: Read elsewhere: by scripts/setup.sh, by ``common.cli``, by ``common.new_token_ratio`` and ``common.sharing``.
 OTHER_VARIABLES = (
     "BATON_VENV",
     "BATON_TORCH_INDEX",
@@ -34,6 +34,8 @@ OTHER_VARIABLES = (
     "BATON_NEW_TOKEN_RATIO_DECAY_STEPS",
     "BATON_RETRACT_DECODE_STEPS",
     "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
+    "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.

@@ -38,9 +38,9 @@ def constants_from(environ: Mapping[str, str]) -> RatioConstants:
     return RatioConstants(
         initial=_number(environ, "BATON_INIT_NEW_TOKEN_RATIO", default.initial, 0.0, 1.0),
         lowest_factor=_number(environ, "BATON_MIN_NEW_TOKEN_RATIO_FACTOR", default.lowest_factor, 0.0, 1.0),
-        decay_steps=_count(environ, "BATON_NEW_TOKEN_RATIO_DECAY_STEPS", default.decay_steps, 1),
-        retract_steps=_count(environ, "BATON_RETRACT_DECODE_STEPS", default.retract_steps, 0),
-        clip=_count(environ, "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION", default.clip, 1),
+        decay_steps=count_from(environ, "BATON_NEW_TOKEN_RATIO_DECAY_STEPS", default.decay_steps, 1),
+        retract_steps=count_from(environ, "BATON_RETRACT_DECODE_STEPS", default.retract_steps, 0),
+        clip=count_from(environ, "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION", default.clip, 1),
     )
 
 
@@ -94,7 +94,8 @@ def _number(environ: Mapping[str, str], name: str, default: float, low: float, h
     return value
 
 
-def _count(environ: Mapping[str, str], name: str, default: int, low: int) -> int:
+def count_from(environ: Mapping[str, str], name: str, default: int, low: int) -> int:
+    """A whole number of at least ``low`` from the environment. Raises ConfigError: names the variable."""
     text = environ.get(name, str(default)).strip()
     if not text.isascii() or not text.isdigit() or int(text) < low:
         raise ConfigError(f"{name}={text} must be a whole number of at least {low}")

@@ -83,9 +83,13 @@ class Order:
     def merge(self, begun: Sequence[Request], waiting: Sequence[Request], now: float) -> Sequence[Request]:
         """Those that are being worked on and those that wait, in one line: a more urgent one overtakes what has begun.
 
+        With a policy that ``overtakes``, the policy decides about all of them.
+
         Args:
             begun: in the order in which they began; among equals they come first.
         """
+        if self.policy.overtakes:
+            return self._by_rules(self.policy.order([*begun, *waiting], now))
         return self._by_rules([*begun, *self.policy.order(waiting, now)])
 
     def _by_rules(self, ordered: Sequence[Request]) -> Sequence[Request]:

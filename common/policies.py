@@ -1,15 +1,19 @@
-"""What a policy is, and the small ones: each orders the waiting queue by one thing. Pure."""
+"""What a policy is, and the small ones: each orders the waiting queue by one thing. Pure.
+
+What is cached of a waiting request is read off its watch, which the radix cache keeps current, so that no policy
+matches anything. All sorts keep the order of arrival among equals.
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.radix import RadixCache
-from common.request import Request
-from common.request_pages import packed_tokens
+import numpy as np
+from numpy.typing import NDArray
 
-#: A longer queue makes ``lpm`` fall back to order of arrival: matching every request would cost more than it gains.
-LPM_DEGRADE_THRESHOLD = 128
+from common.new_token_ratio import RatioConstants
+from common.request import Request
+from common.sharing import Sharing, SharingLimits
 
 
 class Policy(Protocol):
@@ -18,10 +22,12 @@ class Policy(Protocol):
     Attributes:
         name: as in ``--schedule-policy``.
         reason: why this order was chosen, where the policy chooses among several.
+        overtakes: whether one that waits may come before one that has begun to be computed, between two chunks.
     """
 
     name: str
     reason: str = ""
+    overtakes: bool = False
 
     @abstractmethod
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
@@ -54,24 +60,115 @@ class FirstComeFirstServed(Policy):
         return waiting
 
 
+class LongestOutputFirst(Policy):
+    """Whoever may produce most begins first, so that no long one is left running alone at the end."""
+
+    name = "lof"
+
+    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
+        return sorted(waiting, key=lambda request: -request.sampling.max_new_tokens)
+
+
+class Shuffled(Policy):
+    """Another order for every step, as the seed has it.
+
+    Positions are drawn by a counter-based generator (SplitMix64 of Steele, Lea and Flood, OOPSLA'14), so that the order
+    follows from the seed and the number of orders before it.
+    """
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._state = seed % 2**64
+        self._num_drawn = 0
+
+    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
+        counts = np.arange(self._num_drawn + 1, self._num_drawn + 1 + len(waiting), dtype=np.uint64)
+        self._num_drawn += len(waiting)
+        keys = _mixed(np.uint64(self._state) + counts * np.uint64(0x9E3779B97F4A7C15))
+        return [waiting[index] for index in np.argsort(keys, kind="stable").tolist()]
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finishing: nearby numbers come out unlike each other."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class ShortestFirst(Policy):
+    """Least work first: prompt tokens that are not cached, and the output that is expected.
+
+    Where nothing is known about a request's output, it counts with the share of what it may produce that the new-token
+    ratio begins with.
+    """
+
+    name = "short-first"
+
+    def __init__(self, constants: RatioConstants | None = None) -> None:
+        self._constants = constants or RatioConstants()
+
+    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
+        return sorted(waiting, key=self._work)
+
+    def _work(self, request: Request) -> float:
+        num_left = request.num_left
+        if request.expected_output:
+            expected: float = min(max(request.expected_output - len(request.output), 1), num_left)
+        else:
+            expected = min(num_left, self._constants.clip) * self._constants.initial
+        return request.num_uncached + expected
+
+
+class HighestResponseRatioNext(Policy):
+    """Longest waiting, measured by the tokens that are to be computed: short ones go first, and long ones get there.
+
+    Brinch Hansen's rule (1971): the ratio of waiting and service time to service time.
+    """
+
+    name = "hrrn"
+
+    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
+        return sorted(waiting, key=lambda request: (request.arrived_at - now) / max(request.num_uncached, 1))
+
+
+class EarliestDeadlineFirst(Policy):
+    """Earliest deadline first; those that are lost already, last. A prompt that has begun is overtaken too."""
+
+    name = "edf"
+    overtakes = True
+
+    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
+        return sorted(waiting, key=lambda request: (request.deadline_at <= now, request.deadline_at))
+
+
 class LongestPrefixMatch(Policy):
-    """Most cached tokens first; equals in order of arrival.
+    """Most cached tokens first; last those whose prefix one before them will have put into the cache.
 
     Args:
-        cache: of this node.
+        page_size: of the node's cache.
+        sharing: who counts as having the prefix of another.
         degrade_threshold: a longer queue is served in order of arrival.
     """
 
     name = "lpm"
 
-    def __init__(self, cache: RadixCache, degrade_threshold: int = LPM_DEGRADE_THRESHOLD) -> None:
-        self._cache = cache
+    def __init__(self, page_size: int, *, sharing: SharingLimits, degrade_threshold: int) -> None:
+        self._page_size = page_size
+        self._sharing = sharing
         self._degrade_threshold = degrade_threshold
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         if len(waiting) > self._degrade_threshold:
             return waiting
-        return sorted(waiting, key=lambda request: -self._num_cached(request))
+        sharing = Sharing(self._page_size, self._sharing)
+        first: list[Request] = []
+        last: list[Request] = []
+        for request in waiting:
+            (last if sharing.holds_back_or_add(request) else first).append(request)
+        first.sort(key=_minus_cached)
+        return first + last
 
-    def _num_cached(self, request: Request) -> int:
-        return self._cache.match(packed_tokens(request, request.num_cacheable), request.salt).num_tokens
+
+def _minus_cached(request: Request) -> int:
+    return 0 if request.watch is None else -request.watch.num_tokens

@@ -8,9 +8,9 @@ different salts live under different roots, which exist only while something is 
   upper part is a new node; the lower part stays the object it was, so whoever has it locked still holds the whole path.
 - ``lock`` keeps a node and everything above it from eviction. A node nobody has locked has nothing locked below it, so
   what can be evicted is counted, not searched.
-- ``evict`` takes the least recently used leaves, cutting the last one so that no more goes than was asked for. Leaves
-  wait in a heap under the time at which they entered; a leaf used since then is put back under its newer time when it
-  comes up, so no call looks at the whole tree.
+- ``evict`` takes leaves that nobody needs, as ``common/eviction.py`` orders them, cutting the last one so that no more
+  goes than was asked for.
+- ``watch`` tells how much of a waiting request is cached, for as long as it waits (``common/watch.py``).
 - *Pending* nodes stand for pages that a transfer is still writing: they are found by ``match`` (so that a second
   request can wait for them) but never used, locked, evicted or built upon until ``make_ready``.
 
@@ -18,111 +18,16 @@ Pages in ready nodes belong to ``Owner.RADIX``, those in pending nodes to ``Owne
 The idea of a radix tree over KV is from SGLang (Zheng et al., arXiv:2312.07104).
 """
 
-import heapq
-import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from common.eviction import EvictionPolicy, EvictionQueue
 from common.pages import Owner, PageBooks
+from common.radix_node import TOKEN_BYTES, Inserted, Match, Node, Pending, TokenKey, pack
+from common.watch import Watch, Watching
 
-TOKEN_BYTES = 4
-
-#: Tokens in packed form: int32, little endian.
-TokenKey = bytes
-
-
-def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:
-    """Token ids as bytes; what is packed already passes through. Raises ``struct.error`` for ids outside of int32."""
-    if isinstance(tokens, bytes):
-        return tokens
-    return struct.pack(f"<{len(tokens)}i", *tokens)
-
-
-class Node:
-    """A run of tokens and their pages. Roots have neither, no parent, and a salt.
-
-    Attributes:
-        key: packed tokens, a multiple of a page; ``pages``: where their KV lies.
-        children: by the bytes of their first page.
-        locks: how many locks lie on this node or below it.
-        last_used: time of the last match or insert that came through here.
-        pending: the transfer that still writes these pages; None when they are ready.
-        in_heap: whether the eviction heap has an entry for it.
-        serial: order of creation, so that equal times are decided the same way in every run.
-    """
-
-    __slots__ = ("children", "in_heap", "key", "last_used", "locks", "pages", "parent", "pending", "salt", "serial")
-
-    def __init__(
-        self, parent: "Node | None", key: TokenKey, pages: list[int], *, serial: int = 0, salt: str = ""
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.salt = salt
-        self.serial = serial
-        self.children: dict[TokenKey, Node] = {}
-        self.locks = 0
-        self.last_used = 0
-        self.pending: Pending | None = None
-        self.in_heap = False
-
-    @property
-    def is_pending(self) -> bool:
-        return self.pending is not None
-
-    def path(self) -> "list[Node]":
-        """The nodes from below the root down to this one."""
-        nodes: list[Node] = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-
-@dataclass(slots=True, eq=False)
-class Pending:
-    """Handle of what one transfer is going to fill: ``node`` and those above it with the same handle."""
-
-    node: Node
-    is_over: bool = False
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Top to bottom; one, unless matches have cut it."""
-        return [node for node in self.node.path() if node.pending is self]
-
-    @property
-    def pages(self) -> list[int]:
-        return [page for node in self.nodes for page in node.pages]
-
-
-@dataclass(slots=True)
-class Match:
-    """The longest ready prefix: its pages, its length, its deepest node (or the root, if it is empty).
-
-    ``pending`` is the pending node that the tokens go on into, if any: all of its tokens are tokens of the caller.
-    """
-
-    pages: list[int]
-    num_tokens: int
-    node: Node
-    pending: Node | None = None
-
-
-@dataclass(slots=True)
-class Inserted:
-    """``pages[first_adopted:]`` of an insert belong to the tree now; what is before stays as it was.
-
-    ``node`` is the deepest ready node along the tokens. If nothing was adopted, ``first_adopted`` is ``len(pages)``.
-    """
-
-    node: Node
-    first_adopted: int
-    num_adopted: int
+__all__ = ["TOKEN_BYTES", "Inserted", "Match", "Node", "Pending", "RadixCache", "TokenKey", "pack"]
 
 
 class RadixCache:
@@ -132,9 +37,12 @@ class RadixCache:
         books: who owns the pages.
         page_size: tokens per page.
         is_enabled: if not, nothing is ever kept and nothing matches.
+        eviction: what goes first when pages are needed.
     """
 
-    def __init__(self, books: PageBooks, page_size: int, *, is_enabled: bool = True) -> None:
+    def __init__(
+        self, books: PageBooks, page_size: int, *, is_enabled: bool = True, eviction: EvictionPolicy = "lru"
+    ) -> None:
         assert page_size > 0
         self.page_size = page_size
         self.is_enabled = is_enabled
@@ -143,7 +51,8 @@ class RadixCache:
         self._books = books
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []
+        self._leaves = EvictionQueue(eviction)
+        self._watching = Watching(self._page_bytes, self._part_shared)
         self._time = 0
         self._num_nodes = 0
 
@@ -165,14 +74,20 @@ class RadixCache:
         self._time += 1
         node, offset = root, 0
         while child := node.children.get(key[offset : offset + self._page_bytes]):
-            if not key.startswith(child.key, offset):
-                child = self._split(child, self._common_pages(child.key, key, offset))
+            child = self._part_shared(child, key, offset)
             if child.pending is not None:
                 return node, offset, child
             child.last_used = self._time
+            child.num_uses += 1
             node = child
             offset += len(child.key)
         return node, offset, None
+
+    def _part_shared(self, child: Node, key: TokenKey, offset: int) -> Node:
+        """The part of a child whose tokens ``key`` has from ``offset`` on, cut off if it is not all."""
+        if key.startswith(child.key, offset):
+            return child
+        return self._split(child, self._common_pages(child.key, key, offset))
 
     def _common_pages(self, run: TokenKey, key: TokenKey, offset: int) -> int:
         """Whole pages at the start of ``run`` that ``key`` repeats from ``offset`` on; fewer than all of them."""
@@ -193,6 +108,9 @@ class RadixCache:
         upper = self._new_node(parent, lower.key[:cut], lower.pages[:num_pages])
         upper.locks = lower.locks
         upper.last_used = lower.last_used
+        upper.num_uses = lower.num_uses
+        upper.created = lower.created
+        upper.priority = lower.priority
         upper.pending = lower.pending
         parent.children[lower.key[: self._page_bytes]] = upper
         lower.key = lower.key[cut:]
@@ -204,13 +122,39 @@ class RadixCache:
     def _new_node(self, parent: Node, key: TokenKey, pages: list[int]) -> Node:
         self._num_nodes += 1
         node = Node(parent, key, pages, serial=self._num_nodes)
-        node.last_used = self._time
+        node.last_used = node.created = self._time
         return node
+
+    # ---- watching ---------------------------------------------------------------------------------------------------
+
+    def watch(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> Watch:
+        """How many of these tokens are cached, kept current until ``unwatch``. No use of them."""
+        watch = Watch(pack(tokens))
+        if self.is_enabled:
+            root = self._roots.get(salt)
+            if root is None:
+                root = self._roots[salt] = Node(None, b"", [], salt=salt)
+            self._watching.place(watch, root, 0)
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Its request waits no longer."""
+        node = watch.node
+        if node is not None:
+            self._watching.remove(watch)
+            self._drop_if_empty(node)
+
+    def _drop_if_empty(self, node: Node) -> None:
+        """A root is there as long as something is below it or watched from it."""
+        if node.parent is None and not node.children and not node.watchers:
+            del self._roots[node.salt]
 
     # ---- adding -----------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Sequence[int] | TokenKey, pages: Sequence[int], salt: str = "") -> Inserted:
-        """Keep the KV of ``tokens`` (``len(pages)`` whole pages of them, each computed).
+    def insert(
+        self, tokens: Sequence[int] | TokenKey, pages: Sequence[int], salt: str = "", *, priority: int = 0
+    ) -> Inserted:
+        """Keep the KV of ``tokens`` (``len(pages)`` whole pages of them, each computed) for a request of this priority.
 
         Pages for the part that the tree lacks pass from ``Owner.REQUEST`` to ``Owner.RADIX``. For the part that it has,
         the caller's pages, if they are others, stay the caller's. Before a pending node the insert stops.
@@ -220,16 +164,20 @@ class RadixCache:
         if not self.is_enabled:
             return Inserted(root, len(pages), 0)
         node, offset, pending = self._walk(root, key)
+        self._raise_priority(node, priority)
         first = offset // self._page_bytes
         if pending is not None or first == len(pages):
             return Inserted(node, len(pages), 0)
         adopted = [*pages[first:]] if first else list(pages)
         self._books.move(adopted, Owner.REQUEST, Owner.RADIX)
-        leaf = self._attach(node, key[offset:], adopted)
+        leaf = self._attach(node, key[offset:], adopted, priority)
         self._count_ready(leaf)
-        return Inserted(leaf, first, len(adopted))
+        self._watching.came(leaf)
+        return Inserted(leaf, first, len(pages) - first)  # a watch may have cut the leaf meanwhile
 
-    def insert_pending(self, tokens: Sequence[int] | TokenKey, pages: Sequence[int], salt: str = "") -> Pending:
+    def insert_pending(
+        self, tokens: Sequence[int] | TokenKey, pages: Sequence[int], salt: str = "", *, priority: int = 0
+    ) -> Pending:
         """Announce pages (``Owner.GRANT``) that a transfer will fill: those of the last whole pages of ``tokens``.
 
         The tokens before them must be in the tree and ready, the ones for them must not be. The path above is locked
@@ -243,7 +191,8 @@ class RadixCache:
         node, offset, pending = self._walk(root, key)
         assert pending is None, "part of this prefix is pending already; wait for it"
         assert len(key) - offset == len(pages) * self._page_bytes, "what is before the pending pages is not in the tree"
-        leaf = self._attach(node, key[offset:], list(pages))
+        self._raise_priority(node, priority)
+        leaf = self._attach(node, key[offset:], list(pages), priority)
         leaf.pending = Pending(leaf)
         self.lock(node)
         return leaf.pending
@@ -259,6 +208,7 @@ class RadixCache:
             node.pending = None
             self._count_ready(node)
         self.unlock(nodes[0].parent)
+        self._watching.came(nodes[0])
         return pending.node
 
     def drop_pending(self, pending: Pending) -> list[int]:
@@ -281,8 +231,16 @@ class RadixCache:
         assert len(key) == len(pages) * self._page_bytes, "tokens must be whole pages"
         return key
 
-    def _attach(self, parent: Node, key: TokenKey, pages: list[int]) -> Node:
+    def _raise_priority(self, node: Node, priority: int) -> None:
+        """What is above a prefix matters as much as the prefix itself."""
+        above: Node | None = node
+        while above is not None and above.priority < priority:
+            above.priority = priority
+            above = above.parent
+
+    def _attach(self, parent: Node, key: TokenKey, pages: list[int], priority: int) -> Node:
         node = self._new_node(parent, key, pages)
+        node.priority = priority
         if parent.parent is None:
             self._roots[parent.salt] = parent
         parent.children[key[: self._page_bytes]] = node
@@ -292,7 +250,7 @@ class RadixCache:
         self.num_pages += len(node.pages)
         if not node.locks:
             self.num_evictable_pages += len(node.pages)
-            self._offer(node)
+            self._leaves.offer(node)
 
     # ---- locking ----------------------------------------------------------------------------------------------------
 
@@ -315,18 +273,18 @@ class RadixCache:
                 self.num_evictable_pages += len(node.pages)
             node = node.parent
         if lowest is not None:
-            self._offer(lowest)
+            self._leaves.offer(lowest)
 
     # ---- evicting ---------------------------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> int:
-        """Free the least recently used ``num_pages`` pages, or as many as there are. Returns how many.
+        """Free ``num_pages`` pages that nobody needs, or as many as there are. Returns how many.
 
         With a step in flight, or holds on them, they linger in the books for a while.
         """
         freed: list[int] = []
         missing = num_pages
-        while missing > 0 and (leaf := self._oldest_leaf()) is not None:
+        while missing > 0 and (leaf := self._leaves.pop()) is not None:
             if len(leaf.pages) > missing:
                 self._trim(leaf, missing, freed)
                 break
@@ -342,39 +300,19 @@ class RadixCache:
         """Evict everything that can be. Returns how many pages."""
         return self.evict(self.num_evictable_pages)
 
-    def _oldest_leaf(self) -> Node | None:
-        """Take the least recently used leaf that nobody needs out of the heap."""
-        while self._heap:
-            entered, _, node = heapq.heappop(self._heap)
-            node.in_heap = False
-            if not self._can_go(node):
-                continue  # it is offered again when that changes
-            if node.last_used == entered:
-                return node
-            self._offer(node)
-        return None
-
-    def _can_go(self, node: Node) -> bool:
-        return not node.children and not node.locks and node.pending is None and node.parent is not None
-
-    def _offer(self, node: Node) -> None:
-        """Put a node into the eviction heap if it is a leaf that nobody needs and is not there yet."""
-        if not node.in_heap and self._can_go(node):
-            node.in_heap = True
-            heapq.heappush(self._heap, (node.last_used, node.serial, node))
-
     def _trim(self, leaf: Node, num_pages: int, freed: list[int]) -> None:
         """Give up the last pages of a leaf; the rest is a shorter prefix, and as old as before."""
         freed += leaf.pages[-num_pages:]
         del leaf.pages[-num_pages:]
         leaf.key = leaf.key[: -num_pages * self._page_bytes]
-        self._offer(leaf)
+        self._watching.trimmed(leaf, num_pages * self._page_bytes)
+        self._leaves.offer(leaf)
 
     def _drop(self, leaf: Node) -> None:
         parent = leaf.parent
         self._detach(leaf)
         if parent is not None:
-            self._offer(parent)
+            self._leaves.offer(parent)
 
     def _detach(self, node: Node) -> None:
         """Take a leaf out of the tree, and its root with it if nothing else is below."""
@@ -383,8 +321,8 @@ class RadixCache:
         assert not node.children
         del parent.children[node.key[: self._page_bytes]]
         node.parent = None
-        if parent.parent is None and not parent.children:
-            del self._roots[parent.salt]
+        self._watching.gone(node, parent)
+        self._drop_if_empty(parent)
 
     # ---- proving ----------------------------------------------------------------------------------------------------
 
@@ -401,7 +339,8 @@ class RadixCache:
         num_pages = num_evictable = num_pending = 0
         seen: set[int] = set()
         for root in self._roots.values():
-            assert root.children, "a root with nothing below it is kept"
+            assert root.children or root.watchers, "a root with nothing below it is kept"
+            self._watching.check(root, b"")
         for node in self.nodes():
             self._check_node(node)
             assert seen.isdisjoint(node.pages), "a page is in the tree twice"
@@ -415,7 +354,7 @@ class RadixCache:
         assert num_evictable == self.num_evictable_pages, f"{num_evictable} can go, not {self.num_evictable_pages}"
         assert num_pages == self._books.count(Owner.RADIX), "the books and the tree differ about the tree's pages"
         assert num_pending <= self._books.count(Owner.GRANT), "a pending page is not granted"
-        in_heap = [node for _, _, node in self._heap]
+        in_heap = list(self._leaves)
         assert all(node.in_heap for node in in_heap), "a node in the eviction heap does not know it"
         assert len(in_heap) == len({node.serial for node in in_heap}), "a node is in the eviction heap twice"
 
@@ -430,6 +369,8 @@ class RadixCache:
         assert not parent.pending or parent.pending is node.pending, "something is built on a pending node"
         assert parent.parent is None or parent.last_used >= node.last_used, "a node was used without its parent"
         assert node.pending is None or not node.pending.is_over, "a finished transfer left a pending node"
-        assert node.in_heap or not self._can_go(node), "a leaf that can go is not offered to eviction"
+        if node.watchers:
+            self._watching.check(node, b"".join(part.key for part in node.path()))
+        assert node.in_heap or not node.is_evictable_leaf, "a leaf that can go is not offered to eviction"
         if node.pending and not parent.pending and parent.parent is not None:
             assert parent.locks > 0, "what a transfer builds on is not locked"

@@ -7,6 +7,7 @@ from common.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from common.radix import Node
+    from common.watch import Watch
 
 #: Below every priority that a user can name.
 LOWEST_PRIORITY = -(2**31)
@@ -29,6 +30,7 @@ class Request:
         waited_s: what it had waited before it came here.
         inherited_priority: the highest of those that wait for it.
         num_passed: requests that were admitted before it since it did not fit.
+        watch: while it waits on a node, how much of it is cached there.
         is_charged: its prompt is on its tenant's and class's account.
         output: tokens sampled so far, on any node.
         pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
@@ -57,6 +59,7 @@ class Request:
     waited_s: float = 0.0
     inherited_priority: int = LOWEST_PRIORITY
     num_passed: int = 0
+    watch: "Watch | None" = None
     is_charged: bool = False
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -84,7 +87,7 @@ class Request:
     @property
     def num_uncached(self) -> int:
         """Tokens that are still to be computed, as far as is known while it waits."""
-        return self.num_tokens - self.num_computed
+        return self.num_tokens - (self.num_computed if self.watch is None else self.watch.num_tokens)
 
     @property
     def num_cacheable(self) -> int:

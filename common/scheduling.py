@@ -10,8 +10,9 @@ from common.errors import ConfigError
 from common.options import option
 
 #: Values of --schedule-policy; see common/policy.py.
-POLICIES = ("fcfs", "lpm", "fair")
-POLICIES_NOT_YET = ("dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "adaptive")
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
+#: One's own: MODULE:NAME.
+_OWN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,14 @@ class SchedulingOptions:
 
     schedule_policy: str = option(
         "fcfs",
-        "Order of waiting requests: fcfs by arrival, lpm by the longest cached prefix, fair by what each tenant was "
-        "served.",
-        metavar="fcfs|lpm|fair",
+        "Order of waiting requests: fcfs by arrival, lpm by the longest cached prefix, dfs-weight by branches of the "
+        "cache, lof by the longest allowed output, random, short-first by the tokens to be computed and expected, hrrn "
+        "by waiting time over those to be computed, edf by deadline, fair by what each tenant was served, adaptive as "
+        "measured; or MODULE:NAME, a class of one's own. With priorities on it decides among equal ones.",
+        metavar="|".join(POLICIES) + "|MODULE:NAME",
     )
     lpm_degrade_threshold: int = option(128, "A longer queue makes lpm fall back to fcfs.", minimum=1)
+    schedule_seed: int = option(0, "Seed of --schedule-policy random.")
     enable_priority_scheduling: bool = option(
         False, "Serve requests by their priority, and by --schedule-policy among equals."
     )
@@ -64,6 +68,12 @@ class SchedulingOptions:
     )
     priority_aging_per_second: float = option(
         0.0, "What a second of waiting adds to a priority, so that nobody waits for ever.", minimum=0.0
+    )
+    priority_function: str | None = option(
+        None,
+        "A function of one's own, asked once for every request: it takes common.plugins.RequestFacts and returns a "
+        "priority (higher is more urgent), or None to leave the request's own.",
+        metavar="MODULE:NAME",
     )
     priority_classes: tuple[str, ...] = option(
         (),
@@ -135,19 +145,57 @@ def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
 def check_scheduling(config: Any) -> None:
     """Raises ConfigError: names the flag."""
     check_policy(config.schedule_policy)
+    _check_policy_options(config)
     _check_classes(config)
+    _check_priorities(config)
+
+
+def _check_policy_options(config: Any) -> None:
+    """What belongs to one policy is refused with another."""
+    for name, default, policy in (
+        ("lpm_degrade_threshold", 128, "lpm"),
+        ("schedule_seed", 0, "random"),
+        ("tenant_shares", (), "fair"),
+    ):
+        if getattr(config, name) != default and config.schedule_policy != policy:
+            raise ConfigError(f"{_flag(name)} has no effect without --schedule-policy {policy}; add that")
+    config.tenant_weights  # noqa: B018  # refuses what is no weight
+
+
+def _check_priorities(config: Any) -> None:
+    function = config.priority_function
+    if function is not None and not is_own(function):
+        raise ConfigError(f"--priority-function must be MODULE:NAME, not {function!r}")
     if not config.enable_priority_scheduling:
-        for name in ("default_priority_value", "schedule_low_priority_values_first", "priority_aging_per_second"):
+        for name in (
+            "default_priority_value",
+            "schedule_low_priority_values_first",
+            "priority_aging_per_second",
+            "priority_function",
+        ):
             if getattr(config, name) not in (None, False, 0.0):
-                flag = "--" + re.sub("_", "-", name)
-                raise ConfigError(f"{flag} has no effect without --enable-priority-scheduling; add that")
+                raise ConfigError(f"{_flag(name)} has no effect without --enable-priority-scheduling; add that")
     elif config.abort_on_priority_when_disabled:
         raise ConfigError("--abort-on-priority-when-disabled has no effect with --enable-priority-scheduling")
-    elif config.priority_aging_per_second and config.default_priority_value is None:
+    elif config.priority_aging_per_second:
+        _check_aging(config)
+
+
+def _check_aging(config: Any) -> None:
+    if config.default_priority_value is None:
         raise ConfigError(
             "--priority-aging-per-second needs --default-priority-value: requests that name none would otherwise "
             "stand so low that no waiting lifts them"
         )
+    if config.schedule_policy != "fcfs":
+        raise ConfigError(
+            "--priority-aging-per-second orders requests of equal priority by arrival, so --schedule-policy "
+            f"{config.schedule_policy} would have no effect; leave out one of them"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _check_classes(config: Any) -> None:
@@ -155,12 +203,16 @@ def _check_classes(config: Any) -> None:
     if default is not None and default not in weights:
         known = ", ".join(weights) or "none; add --priority-classes"
         raise ConfigError(f"--default-priority-class {default} is not one of the classes (which are {known})")
-    if config.tenant_weights and config.schedule_policy != "fair":
-        raise ConfigError("--tenant-shares has no effect without --schedule-policy fair; add that")
 
 
 def check_policy(name: str) -> None:
     """Raises ConfigError: the policy is not known."""
-    if name not in POLICIES:
-        state = "not available yet" if name in POLICIES_NOT_YET else "unknown"
-        raise ConfigError(f"--schedule-policy {name} is {state}; use one of: {', '.join(POLICIES)}")
+    if name not in POLICIES and not is_own(name):
+        raise ConfigError(
+            f"--schedule-policy {name} is unknown; use one of {', '.join(POLICIES)}, or MODULE:NAME for your own"
+        )
+
+
+def is_own(name: str) -> bool:
+    """Whether this is the MODULE:NAME of something that the user wrote."""
+    return re.fullmatch(_OWN, name) is not None

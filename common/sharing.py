@@ -3,13 +3,15 @@
 Looked at are prompts of which little is cached; held back are those that share enough with one being computed. So a
 system prompt, or the prompt of several samples, is computed once although its users arrive together. The two limits are
 SGLang's (IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD and ..._DEPRIORITIZE_THRESHOLD); there only ``lpm`` does this.
+
+Two prompts share at least n tokens exactly if their first n are equal, so a look-up by those tells, and n takes few
+values: what may be cached at most, in whole pages, and what must be shared beyond it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
+from common.new_token_ratio import count_from
 from common.radix import TOKEN_BYTES, RadixCache, TokenKey
 from common.request import Request
 from common.request_pages import packed_tokens
@@ -26,37 +28,63 @@ class SharingLimits:
     min_shared: int = 32
 
 
+def sharing_limits_from(environ: Mapping[str, str]) -> SharingLimits:
+    """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for a value that cannot be."""
+    default = SharingLimits()
+    return SharingLimits(
+        max_cached=count_from(environ, "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", default.max_cached, 0),
+        min_shared=count_from(environ, "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", default.min_shared, 1),
+    )
+
+
 class Sharing:
     """The prompts being computed in the step in the making."""
 
-    def __init__(self, page_size: int, limits: SharingLimits, computing: Iterable[Request]) -> None:
-        self._page_bytes = page_size * TOKEN_BYTES
+    def __init__(self, page_size: int, limits: SharingLimits, computing: Iterable[Request] = ()) -> None:
+        self._page_size = page_size
         self._limits = limits
-        self._by_first_page: dict[tuple[str, bytes], list[tuple[TokenKey, Request]]] = {}
+        #: How long a common beginning must be, by cached pages; in bytes of packed tokens.
+        self._needed = [
+            -(-(num_cached + limits.min_shared) // page_size) * page_size * TOKEN_BYTES
+            for num_cached in range(0, limits.max_cached + 1, page_size)
+        ]
+        self._holders: dict[tuple[str, TokenKey], Request] = {}
         for request in computing:
             self.add(request)
 
     def add(self, request: Request) -> None:
         """This prompt is being computed too."""
-        key = packed_tokens(request, len(request.prompt))
-        self._by_first_page.setdefault((request.salt, key[: self._page_bytes]), []).append((key, request))
+        self._add(packed_tokens(request, len(request.prompt)), request)
 
     def waits_for(self, request: Request, cache: RadixCache) -> Request | None:
         """The one whose computing saves this request a good part of its prompt, if it waits a little."""
-        key = packed_tokens(request, request.num_cacheable)
-        others = self._by_first_page.get((request.salt, key[: self._page_bytes]), ())
-        if not others or not cache.is_enabled:
+        if not self._holders or not cache.is_enabled:
             return None
-        num_cached = cache.match(key, request.salt).num_tokens
+        watch = request.watch
+        if watch is not None:
+            return self._holder(watch.key, request.salt, watch.num_tokens)
+        key = packed_tokens(request, request.num_cacheable)
+        return self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
+
+    def holds_back_or_add(self, request: Request) -> bool:
+        """Whether a waiting request would wait for one looked at before; if not, others may wait for it."""
+        watch = request.watch
+        if watch is None or watch.num_tokens > self._limits.max_cached:
+            return False
+        if self._holder(watch.key, request.salt, watch.num_tokens) is not None:
+            return True
+        self._add(watch.key, request)
+        return False
+
+    def _add(self, key: TokenKey, request: Request) -> None:
+        salt, holders = request.salt, self._holders
+        for num_bytes in self._needed:
+            if num_bytes > len(key):
+                break
+            holders.setdefault((salt, key[:num_bytes]), request)
+
+    def _holder(self, key: TokenKey, salt: str, num_cached: int) -> Request | None:
         if num_cached > self._limits.max_cached:
             return None
-        min_shared = num_cached + self._limits.min_shared
-        return next((other for other_key, other in others if self._num_shared(key, other_key) >= min_shared), None)
-
-    def _num_shared(self, key: TokenKey, other: TokenKey) -> int:
-        """Tokens that both begin with, in whole pages."""
-        num_bytes = min(len(key), len(other))
-        if key[:num_bytes] != other[:num_bytes]:
-            differs = np.frombuffer(key, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
-            num_bytes = int(differs.argmax())
-        return num_bytes // self._page_bytes * self._page_bytes // TOKEN_BYTES
+        num_bytes = self._needed[num_cached // self._page_size]
+        return self._holders.get((salt, key[:num_bytes])) if len(key) >= num_bytes else None

@@ -1,9 +1,11 @@
-"""A queue of waiting requests, which tells its order of all who enter and leave. Pure."""
+"""A queue of waiting requests: its order is told of all who enter and leave, and the cache of all who wait. Pure."""
 
 from collections.abc import Iterator, MutableMapping, Sequence, ValuesView
 
 from common.order import Order
+from common.radix import RadixCache
 from common.request import Request
+from common.request_pages import packed_tokens
 
 Key = tuple[str, int]
 
@@ -13,10 +15,12 @@ class WaitingQueue(MutableMapping[Key, Request]):
 
     Args:
         order: in which they are served.
+        cache: of this node; each request is watched there while it waits. None in the gateway.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, cache: RadixCache | None = None) -> None:
         self._order = order
+        self._cache = cache
         self._requests: dict[Key, Request] = {}
 
     def in_order(self, now: float) -> Sequence[Request]:
@@ -34,10 +38,16 @@ class WaitingQueue(MutableMapping[Key, Request]):
     def __setitem__(self, key: Key, request: Request) -> None:
         assert key not in self._requests, f"{key} waits already"
         self._requests[key] = request
+        if self._cache is not None:
+            request.watch = self._cache.watch(packed_tokens(request, request.num_cacheable), request.salt)
         self._order.arrived(request)
 
     def __delitem__(self, key: Key) -> None:
-        self._order.left(self._requests.pop(key))
+        request = self._requests.pop(key)
+        self._order.left(request)
+        if self._cache is not None and request.watch is not None:
+            self._cache.unwatch(request.watch)
+            request.watch = None
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._requests)

@@ -6,7 +6,9 @@ from common.cli import resolve
 from common.config import NodeConfig
 from common.new_token_ratio import NewTokenRatio, constants_from
 from common.node.process import Parts, run
+from common.plugins import load_policy
 from common.policy import make_order
+from common.sharing import sharing_limits_from
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receiver import Receiver
@@ -26,18 +28,21 @@ def open_transport(parts: Parts) -> ReaderTransport:
 def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
     """The role and its transfer endpoint, over the process's pool and books."""
     config, capacity = parts.config, parts.capacity
-    constants = constants_from(parts.environ)
+    constants, sharing = constants_from(parts.environ), sharing_limits_from(parts.environ)
     limits = Limits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
+        sharing=sharing,
     )
     scheduler = DecodeScheduler(
         parts.cache,
         parts.books,
         limits=limits,
-        order=make_order(config, parts.cache),
+        order=make_order(
+            config, parts.cache, own_policy=load_policy(config.schedule_policy), sharing=sharing, constants=constants
+        ),
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Closed, Failed, Flush, Flushed, Generate, Message, PairState, Peer, Tokens
 from common.node.outbox import Outbox
-from common.node.role import Load, check_generate, first_tokens, prove_pages, request_from
+from common.node.role import DEADLINE_GRACE_S, Load, check_generate, first_tokens, prove_pages, request_from
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -129,7 +129,7 @@ class DecodeRole:
         self._settle(now)
 
     def tick(self, now: float) -> bool:
-        for request in self._scheduler.expired(now):
+        for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node", now)
         for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
             self.peer_lost(peer, now)

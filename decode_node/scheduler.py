@@ -90,8 +90,8 @@ class DecodeScheduler:
         self._admission = Admission(cache, books)
         self.requests: dict[Key, Request] = {}
         self.states: dict[Key, State] = {}
-        self.waiting = WaitingQueue(order)
-        self.local = WaitingQueue(order)  # waiting too, but to be computed here
+        self.waiting = WaitingQueue(order, cache)
+        self.local = WaitingQueue(order, cache)  # waiting too, but to be computed here
         self.receiving: dict[Key, Request] = {}
         self.ready: dict[Key, Request] = {}
         self.retracted: dict[Key, Request] = {}

@@ -4,8 +4,11 @@ import sys
 
 from common.cli import resolve
 from common.config import NodeConfig
+from common.new_token_ratio import constants_from
 from common.node.process import Parts, run
+from common.plugins import load_policy
 from common.policy import make_order
+from common.sharing import sharing_limits_from
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import WriterTransport
 from kv_transfer.transports.choice import Settings, open_writer
@@ -25,12 +28,14 @@ def open_transport(parts: Parts) -> WriterTransport:
 def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
     """The role and its transfer endpoint, over the process's pool and books."""
     config, capacity = parts.config, parts.capacity
+    constants, sharing = constants_from(parts.environ), sharing_limits_from(parts.environ)
     limits = Limits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
         max_requests=config.prefill_max_requests,
+        sharing=sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
     sender = Sender(transport, digest=parts.digest, clock=parts.clock)
@@ -38,7 +43,9 @@ def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
         parts.cache,
         parts.books,
         limits=limits,
-        order=make_order(config, parts.cache),
+        order=make_order(
+            config, parts.cache, own_policy=load_policy(config.schedule_policy), sharing=sharing, constants=constants
+        ),
         eos_token_ids=parts.eos_token_ids,
         is_granted=sender.is_granted,
     )

@@ -23,7 +23,7 @@ from common.messages import (
     Reprioritize,
 )
 from common.node.outbox import Outbox
-from common.node.role import Load, check_generate, explained, first_tokens, prove_pages, request_from
+from common.node.role import DEADLINE_GRACE_S, Load, check_generate, explained, first_tokens, prove_pages, request_from
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -116,7 +116,7 @@ class PrefillRole:
         self._settle()
 
     def tick(self, now: float) -> bool:
-        for request in self._scheduler.expired(now):
+        for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
         more = self._sender.pump(now)
         self._settle()

@@ -94,7 +94,7 @@ class PrefillScheduler:
         self._is_granted = is_granted
         self.requests: dict[Key, Request] = {}  # every request that may hold pages
         self.states: dict[Key, State] = {}
-        self.waiting = WaitingQueue(order)
+        self.waiting = WaitingQueue(order, cache)
         self.extending: dict[Key, Request] = {}
         self._first: dict[Key, FirstToken] = {}  # of retracted requests; what was said once is not said otherwise
         self.retracted: list[Key] = []

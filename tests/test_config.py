@@ -111,7 +111,7 @@ def test_a_gateway_that_cannot_be_is_refused_with_the_flag_named(words, sentence
     [
         (["--page-size", "0"], "--page-size must be at least 1"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
-        (["--schedule-policy", "edf"], "--schedule-policy edf is not available yet"),
+        (["--schedule-policy", "best"], "--schedule-policy best is unknown"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0 would compute nothing"),
         (["--chunked-prefill-size", "8"], r"--chunked-prefill-size 8 is less than a page \(--page-size 16\)"),
         (["--max-total-tokens", "15"], "--max-total-tokens 15 is less than a page"),

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.pages import Owner, PageBooks
 from common.radix import Match, Node, Pending, RadixCache, pack
+from common.watch import Watch
 
 
 def cache_of(num_pages: int, page_size: int = 4) -> tuple[RadixCache, PageBooks]:
@@ -277,6 +278,57 @@ def test_nothing_is_announced_upon_what_is_pending_or_missing() -> None:
         pending_over(cache, books, C + D, 1)
 
 
+def test_a_watch_follows_what_is_inserted_evicted_and_cut() -> None:
+    cache, books = cache_of(8)
+    watch = cache.watch([*A, *B, *C, 9])
+    assert watch.num_tokens == 0
+    fill(cache, books, A + B + D)
+    assert watch.num_tokens == 8  # the node was cut where the two part
+    fill(cache, books, A + B + C)
+    assert watch.num_tokens == 12
+    cache.evict(2)  # D, which is older, and C
+    assert watch.num_tokens == 8
+    cache.evict(1)  # the end of a node
+    assert watch.num_tokens == 4
+    fill(cache, books, A + B)
+    assert watch.num_tokens == 8
+    cache.check()
+    cache.clear()
+    assert watch.num_tokens == 0
+    cache.unwatch(watch)
+    assert not cache._roots
+
+
+def test_a_watch_sees_pending_pages_once_they_are_ready() -> None:
+    cache, books = cache_of(8)
+    fill(cache, books, A)
+    watch = cache.watch(A + B + C)
+    pending = pending_over(cache, books, A + B, 1)
+    assert watch.num_tokens == 4
+    cache.make_ready(pending)
+    assert watch.num_tokens == 8
+    cache.unwatch(watch)
+    fill(cache, books, A + B + C)
+    assert watch.num_tokens == 8  # nobody tells it any more
+    cache.check()
+
+
+def test_a_watch_of_one_salt_sees_nothing_of_another() -> None:
+    cache, books = cache_of(8)
+    red = cache.watch(A + B, "red")
+    fill(cache, books, A + B, "blue")
+    assert red.num_tokens == 0
+    fill(cache, books, A, "red")
+    assert red.num_tokens == 4
+
+
+def test_with_the_cache_off_a_watch_sees_nothing() -> None:
+    cache = RadixCache(PageBooks(8), 4, is_enabled=False)
+    watch = cache.watch(A)
+    assert (watch.num_tokens, watch.node) == (0, None)
+    cache.unwatch(watch)
+
+
 PAGE = 2
 PREFIXES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=7)
 SALTS = st.sampled_from(["", "salt"])
@@ -294,6 +346,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.time = 0
         self.locks: list[tuple[Node, Key]] = []
         self.pending: list[tuple[Pending, list[Key], list[int]]] = []
+        self.watches: list[tuple[Watch, list[Key]]] = []
 
     # ---- the model ----
 
@@ -416,6 +469,17 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.cache.drop_pending(handle) == pages
         self.books.free(pages, Owner.GRANT)
 
+    @rule(salt=SALTS, prefix=PREFIXES, tail=st.integers(0, PAGE - 1))
+    def watch(self, salt: str, prefix: list[tuple[int, int]], tail: int) -> None:
+        keys = self.keys(salt, prefix)
+        self.watches.append((self.cache.watch(self.tokens(keys[-1]) + [0] * tail, salt), keys))
+
+    @precondition(lambda self: self.watches)
+    @rule(data=st.data())
+    def unwatch(self, data: st.DataObject) -> None:
+        watch, _ = self.watches.pop(data.draw(st.integers(0, len(self.watches) - 1)))
+        self.cache.unwatch(watch)
+
     @rule()
     def clear(self) -> None:
         expected, kept = self.can_go(), self.kept()
@@ -431,6 +495,9 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.cache.num_pages == len(self.ready) == self.books.count(Owner.RADIX)
         assert self.cache.num_evictable_pages == self.can_go()
         assert self.books.count(Owner.GRANT) == sum(len(pages) for _, _, pages in self.pending)
+        for watch, keys in self.watches:
+            cached = [key in self.ready for key in keys]
+            assert watch.num_tokens == PAGE * (cached.index(False) if False in cached else len(keys))
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -441,6 +508,9 @@ class RadixMachine(RuleBasedStateMachine):
             self.cache.drop_pending(handle)
             self.books.free(pages, Owner.GRANT)
         self.cache.clear()
+        assert all(watch.num_tokens == 0 for watch, _ in self.watches)
+        for watch, _ in self.watches:
+            self.cache.unwatch(watch)
         self.cache.check()
         assert not self.cache._roots
         assert self.books.num_free == self.books.num_pages

@@ -47,7 +47,7 @@ def request_from(message: Generate, now: float) -> Request:
         expected_output=message.expected_output,
         arrived_at=now - message.waited_s,
         waited_s=message.waited_s,
-        deadline_at=now + message.timeout_s + DEADLINE_GRACE_S,
+        deadline_at=now + message.timeout_s,
     )
 
 

@@ -1,0 +1,99 @@
+"""``adaptive`` picks a policy from what it measures, sticks to it for a while, and says why."""
+
+import itertools
+
+import pytest
+
+from common.adaptive import CHOICES, MIN_STAY_S, Adaptive
+from common.policy import make_policy
+from common.request import Request
+from common.sampling import SamplingParams
+from common.watch import Watch
+
+NUMBERS = itertools.count()
+
+
+def adaptive() -> Adaptive:
+    return Adaptive({name: make_policy(name if name != "lpm" else "fcfs") for name in CHOICES})
+
+
+def requests(count: int, *, deadline_at: float = 1e9, cached: int = 0) -> list[Request]:
+    made = []
+    for _ in range(count):
+        request = Request(f"{next(NUMBERS)}", 0, tuple(range(100)), SamplingParams(), deadline_at=deadline_at)
+        request.watch = Watch(b"")
+        request.watch.num_tokens = cached
+        made.append(request)
+    return made
+
+
+def serve(policy: Adaptive, some: list[Request]) -> None:
+    for request in some:
+        policy.left(request)
+
+
+def test_it_begins_with_the_order_of_arrival() -> None:
+    policy = adaptive()
+    waiting = requests(3)
+    assert list(policy.order(waiting, 0.0)) == waiting
+    assert policy.choice == "fcfs"
+    assert policy.reason == "few requests wait, little of them is cached, and deadlines are met"
+
+
+def test_a_long_queue_makes_it_hrrn_until_the_queue_is_short() -> None:
+    policy = adaptive()
+    policy.order(requests(63), 0.0)
+    assert policy.choice == "fcfs"
+    policy.order(requests(64), 1.0)
+    assert (policy.choice, policy.reason) == ("hrrn", "64 requests wait")
+    policy.order(requests(16), 10.0)
+    assert policy.choice == "hrrn"  # it would not be chosen now, but it is kept
+    policy.order(requests(15), 20.0)
+    assert policy.choice == "fcfs"
+    assert policy.num_switches == 2
+
+
+def test_a_choice_stands_for_a_while() -> None:
+    policy = adaptive()
+    policy.order(requests(64), 10.0)
+    policy.order(requests(1), 10.0 + MIN_STAY_S - 0.01)
+    assert policy.choice == "hrrn"
+    policy.order(requests(1), 10.0 + MIN_STAY_S)
+    assert policy.choice == "fcfs"
+
+
+def test_cached_prompts_make_it_lpm() -> None:
+    policy = adaptive()
+    serve(policy, requests(15, cached=90))  # 0.9 * (1 - (63/64) ** 15) = 0.189
+    policy.order([], 0.0)
+    assert policy.choice == "fcfs"
+    serve(policy, requests(2, cached=90))
+    policy.order([], 0.0)
+    assert (policy.choice, policy.reason) == ("lpm", "21.1% of the prompts' tokens were cached")
+    serve(policy, requests(40))
+    policy.order([], 5.0)
+    assert policy.choice == "lpm"  # 11.3 %
+    serve(policy, requests(10))
+    policy.order([], 10.0)
+    assert policy.choice == "fcfs"
+
+
+def test_missed_deadlines_make_it_edf_whatever_else_holds() -> None:
+    policy = adaptive()
+    policy.order([], 100.0)
+    serve(policy, requests(4, deadline_at=99.0, cached=90))
+    policy.order(requests(64), 103.0)
+    assert (policy.choice, policy.reason) == ("edf", "6.1% of the requests missed their deadlines")
+    assert policy.overtakes
+    late, early = requests(1, deadline_at=300.0)[0], requests(1, deadline_at=200.0)[0]
+    assert list(policy.order([late, early], 103.0)) == [early, late]
+    serve(policy, requests(130))
+    policy.order([], 110.0)
+    assert policy.choice == "fcfs"
+    assert not policy.overtakes
+
+
+@pytest.mark.parametrize("count", [0, 1, 64])
+def test_it_loses_nobody(count: int) -> None:
+    waiting = requests(count)
+    assert set(map(id, adaptive().order(waiting, 0.0))) == set(map(id, waiting))
