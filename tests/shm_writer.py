@@ -41,7 +41,9 @@ def main() -> None:
         elif command["do"] == "write":
             store.fill(0, command["value"])
             writer.write(command["peer"], [(0, command["page"])])
-            answer = len(writer.done())
+            while not (done := writer.done()):
+                time.sleep(0.001)
+            answer = len(done)
         elif command["do"] == "detach":
             writer.detach(command["peer"])
         print(json.dumps(answer), flush=True)

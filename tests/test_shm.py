@@ -164,7 +164,8 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
         writer.store.fill(index, content(KEY, index))
     sender.finish(KEY, Handoff("r", 0, 15, 9), [0, 1, 2, 3])
     events, released = [], []
-    for _ in range(10):
+    for _ in range(50):
+        select.select(writer.files(), [], [], 0.1)
         receiver.poll(0.0)
         sender.pump(0.0)
         messages, news = sender.take()
@@ -297,7 +298,7 @@ def test_a_child_of_the_writer_does_not_inherit_the_pool(reader: ShmReader, writ
 
 def test_nobody_lets_go_while_the_pool_is_still_in_view(reader: ShmReader, writer: ShmWriter) -> None:
     attach(reader, writer, offer(reader))
-    memory = writer._mappings[DECODE].memory
+    memory = writer._mappings[DECODE].pool.memory
     connection = writer._mappings[DECODE].connection
     view = memoryview(memory)
     with pytest.raises(BufferError):
@@ -313,6 +314,96 @@ def test_a_page_beyond_the_pool_is_never_written(reader: ShmReader, writer: ShmW
     for page in (NUM_PAGES, 2**40):
         with pytest.raises(AssertionError):
             writer.write(DECODE, [(0, page)])
+
+
+# ---- the thread that copies -------------------------------------------------------------------------------------
+
+
+class SlowStore(MemfdStore):
+    """As on a device: a page is copied out by a call, which takes as long as a test wants, and may fail."""
+
+    is_mapped = False
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(10)
+        if self.error is not None:
+            raise self.error
+        super().export_page(page, into)
+
+
+@pytest.fixture
+def slow(reader: ShmReader) -> Iterator[tuple[SlowStore, ShmWriter]]:
+    """Attached, with a write of three pages under way, the first of them half done."""
+    source = SlowStore(NUM_PAGES)
+    writer = ShmWriter(source)
+    for page in range(3):
+        source.fill(page, 7)
+    assert attach(reader, writer, offer(reader)) == ""
+    writer.write(DECODE, [(0, 0), (1, 1), (2, 2)])
+    assert source.has_begun.wait(5)
+    yield source, writer
+    source.may_end.set()
+    writer.close()
+    source.close()
+
+
+def test_the_loop_goes_on_while_pages_are_copied_and_is_woken_when_they_are_in_place(
+    slow: tuple[SlowStore, ShmWriter], store: MemfdStore
+) -> None:
+    source, writer = slow
+    writer.done()
+    assert select.select(writer.files(), [], [], 0)[0] == []
+    source.may_end.set()
+    assert select.select(writer.files(), [], [], 5)[0] == list(writer.files())
+    assert writer.done() == [1]
+    assert [set(store.read(page)) for page in range(4)] == [{7}, {7}, {7}, {0}]
+    assert writer.counters() == {"bytes_by_shm": 3 * GEOMETRY.page_bytes}
+    assert select.select(writer.files(), [], [], 0)[0] == []
+
+
+def test_letting_go_waits_for_the_page_that_is_being_copied_and_for_no_other(
+    reader: ShmReader, store: MemfdStore, slow: tuple[SlowStore, ShmWriter]
+) -> None:
+    source, writer = slow
+    threading.Timer(0.2, source.may_end.set).start()
+    began = time.monotonic()
+    assert writer.detach(DECODE) is True
+    assert time.monotonic() - began > 0.1
+    assert wait_for_news(reader)[0].epoch == 1
+    for page in range(3):
+        store.fill(page, 99)  # someone else's by now, as the source pages are
+        source.fill(page, 13)
+    assert attach(reader, writer, offer(reader, 2)) == ""
+    writer.write(DECODE, [(3, 3)])  # after the others in the thread's queue
+    done: list[int] = []
+    until = time.monotonic() + 5
+    while not done and time.monotonic() < until:
+        done = writer.done()
+    assert done == [2]
+    assert [set(store.read(page)) for page in range(3)] == [{99}] * 3
+
+
+def test_a_copy_that_fails_breaks_the_pair_with_a_sentence_that_names_it(
+    reader: ShmReader, slow: tuple[SlowStore, ShmWriter]
+) -> None:
+    source, writer = slow
+    source.error = RuntimeError("the device is lost")
+    source.may_end.set()
+    assert select.select(writer.files(), [], [], 5)[0]
+    why = "writing into the shared memory of decode-0 failed: the device is lost"
+    assert writer.poll() == [Attached(DECODE, 1, why)]
+    assert (writer.poll(), writer.done()) == ([], [])
+    source.error = None
+    writer.write(DECODE, [(3, 3)])
+    assert select.select(writer.files(), [], [], 5)[0]
+    assert writer.done() == []
+    assert writer.detach(DECODE) is True
 
 
 # ---- pairs that cannot be ---------------------------------------------------------------------------------------

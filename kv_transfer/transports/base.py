@@ -10,6 +10,7 @@ Where the reader places the bytes itself (TCP) it is the fence: it writes only i
 moment, and ``forbid`` and ``withdraw`` take effect before they return.
 """
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -229,3 +230,8 @@ def stage(store: PageStore, pages: Iterable[int]) -> None:
         for page in pages:
             with memory[page * size : (page + 1) * size] as into:
                 store.export_page(page, into)
+
+
+def address_of(memory: Any) -> int:
+    """Where a writable buffer lies. It must outlive the use of the address."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -15,21 +15,15 @@ NIXL authenticates nobody: who knows the metadata, which only ``Connect`` carrie
 that is trusted (``UCX_NET_DEVICES``). ``UCX_TLS`` and the like are UCX's own and are left alone.
 """
 
-import ctypes
 import mmap
 import os
 import threading
 from typing import Any
 
 from common.errors import ConfigError
-from kv_transfer.transports.base import PageStore
+from kv_transfer.transports.base import PageStore, address_of
 
 PROBE_BYTES = 4_096
-
-
-def address_of(memory: Any) -> int:
-    """Where a writable buffer lies. It must outlive the use of the address."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class Agent:

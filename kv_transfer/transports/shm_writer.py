@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.messages import Connect
-from kv_transfer.pieces import Piece, copy
-from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
+from kv_transfer.pieces import Piece
+from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message
+from kv_transfer.transports.shm_copier import Copier, Pool
 from kv_transfer.transports.shm_hello import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
 
 
@@ -31,12 +32,14 @@ class _Attaching:
 @dataclass(slots=True, eq=False)
 class _Mapping:
     connection: socket.socket
-    memory: mmap.mmap
-    page_bytes: int  # of the peer's pages
+    epoch: int
+    who: str
+    pool: Pool
+    is_broken: bool = False
 
 
 class ShmWriter:
-    """``WriterTransport`` of a prefill node. A write is over when it returns."""
+    """``WriterTransport`` of a prefill node. Pages are copied in a thread; see ``shm_copier``."""
 
     name = "shm"
     names: Sequence[str] = ("shm",)
@@ -47,8 +50,9 @@ class ShmWriter:
         self._attaching: dict[str, _Attaching] = {}
         self._mappings: dict[str, _Mapping] = {}
         self._num_tickets = 0
-        self._num_bytes = 0
-        self._done: list[int] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._copier = Copier(store, self._wake)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 
@@ -84,9 +88,7 @@ class ShmWriter:
             self._epoll.register(connection, select.EPOLLIN)
 
     def poll(self) -> list[Attached]:
-        if not self._attaching:
-            return []
-        news = []
+        news = self._broken()
         for peer, attaching in list(self._attaching.items()):
             try:
                 if attaching.connection is None:
@@ -98,6 +100,16 @@ class ShmWriter:
                 self.detach(peer)
             if is_over:
                 news.append(Attached(peer, attaching.connect.epoch, problem))
+        return news
+
+    def _broken(self) -> list[Attached]:
+        """Attachments that had worked until a copy failed."""
+        news = []
+        for peer, mapping in self._mappings.items():
+            if mapping.pool.problem and not mapping.is_broken:
+                mapping.is_broken = True
+                problem = f"writing into the shared memory of {mapping.who} failed: {mapping.pool.problem}"
+                news.append(Attached(peer, mapping.epoch, problem))
         return news
 
     def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
@@ -125,7 +137,8 @@ class ShmWriter:
                 os.close(descriptor)
         self._epoll.unregister(connection)
         del self._attaching[peer]
-        self._mappings[peer] = _Mapping(connection, memory, from_message(attaching.connect.geometry).page_bytes)
+        pool = Pool(memory, from_message(attaching.connect.geometry).page_bytes)
+        self._mappings[peer] = _Mapping(connection, attaching.connect.epoch, who, pool)
         return True
 
     def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
@@ -146,29 +159,17 @@ class ShmWriter:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
-        mapping = self._mappings[peer]
-        with memoryview(mapping.memory) as memory:
-            for source, target in pages:
-                with memory[target * mapping.page_bytes : (target + 1) * mapping.page_bytes] as into:
-                    assert len(into) == mapping.page_bytes, f"page {target} is not in the peer's pool"
-                    if piece is None:
-                        self.store.export_page(source, into)
-                    else:
-                        self._copy(piece, source, into)
-        self._num_bytes += len(pages) * (self.store.geometry.page_bytes if piece is None else piece.num_bytes)
         self._num_tickets += 1
-        self._done.append(self._num_tickets)
+        self._copier.begin(self._mappings[peer].pool, self._num_tickets, pages, piece)
         return self._num_tickets
 
-    def _copy(self, piece: Piece, source: int, into: memoryview) -> None:
-        num_bytes = self.store.geometry.page_bytes
-        stage(self.store, (source,))
-        with memoryview(self.store.memory) as memory, memory[source * num_bytes : (source + 1) * num_bytes] as page:
-            copy(piece, page, into)
-
     def done(self) -> list[int]:
-        tickets, self._done = self._done, []
-        return tickets
+        self._calm()
+        return self._copier.done()
+
+    def _calm(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class ShmWriter:
         if connection is not None:
             self._epoll.unregister(connection)
         if mapping is not None:
-            mapping.memory.close()  # raises if somebody still has a view of it, and then nothing is said
+            mapping.pool.shut()
             connection = mapping.connection
         if connection is None:
             return True
@@ -189,12 +190,16 @@ class ShmWriter:
         return True
 
     def counters(self) -> dict[str, float]:
-        return {"bytes_by_shm": float(self._num_bytes)}
+        return {"bytes_by_shm": float(self._copier.num_bytes)}
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
 
     def close(self) -> None:
+        if self._epoll.closed:
+            return
         for peer in [*self._attaching, *self._mappings]:
             self.detach(peer)
+        self._copier.close()
         self._epoll.close()
+        os.close(self._wake)
