@@ -15,6 +15,7 @@ from typing import Any, Literal
 from common.errors import ConfigError
 from common.options import option
 from common.scheduling import SchedulingOptions, check_scheduling
+from common.tenancy import TenantOptions, check_tenancy
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -107,6 +108,9 @@ class Routing:
         "Requests that the gateway sends out beyond what the decode nodes run at once, for each node that computes "
         "prompts; more of them wait in the gateway, in order.",
         minimum=0,
+    )
+    starvation_bound: float = option(
+        30.0, "Seconds of waiting after which a request counts as starved in the metrics.", minimum=0.001
     )
     request_timeout: float = option(
         600.0, "Seconds after which a request that names no deadline of its own ends in an error.", minimum=0.001
@@ -207,7 +211,7 @@ class _Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(Routing, _Http, SchedulingOptions, _Model):
+class GatewayConfig(Routing, _Http, TenantOptions, SchedulingOptions, _Model):
     """What ``gateway`` runs with."""
 
     control_port: int = option(
@@ -262,7 +266,7 @@ class NodeConfig(Batching, _Engine, SchedulingOptions, _Model):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(Batching, _Engine, Routing, _Http, SchedulingOptions, _Model):
+class ServeConfig(Batching, _Engine, Routing, _Http, TenantOptions, SchedulingOptions, _Model):
     """What ``serve`` runs with: a gateway and nodes on one machine."""
 
     prefill: int = option(1, "Prefill nodes to start; 0 with --local-prefill always.", minimum=0, maximum=256)
@@ -336,13 +340,14 @@ def also_served(config: Any) -> dict[str, str]:
 def _check_http(config: Any) -> None:
     _check_revision(config)
     check_scheduling(config)
+    check_tenancy(config)
     also_served(config)
     if config.heartbeat_timeout < 2 * config.heartbeat_interval:
         raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:
         raise ConfigError(f"--port and --control-port are both {config.port}")
     _check_brackets("--host", config.host)
-    if not config.api_key:
+    if not config.api_key and config.tenant_keys is None:
         _check_reach("--host", config.host, config.insecure, "set --api-key, or ")
     _check_reach("--control-host", config.control_host, config.insecure)
 

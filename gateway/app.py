@@ -18,14 +18,20 @@ from aiohttp import web
 
 from common.clock import MonotonicClock
 from common.config import GatewayConfig
+from common.errors import RequestError
 from common.incarnation import new_incarnation
+from common.tenancy import parse_quotas
+from gateway.asks import Terms
+from gateway.claims import Claims
 from gateway.control import Control
 from gateway.fleet import Fleets
 from gateway.front import Front
+from gateway.keys import make_callers
 from gateway.metrics import Metrics
 from gateway.models import Model, Models
 from gateway.outlet import Outlet, Render, stream, whole
 from gateway.queries import Queries, in_url
+from gateway.quotas import Quotas
 from gateway.relay import Ask, Relay
 from gateway.render import ChatRender, CompletionRender, NativeRender, Usage
 from gateway.schema import Chat, Codec, Completion, Native, OpenAI
@@ -53,6 +59,9 @@ class Gateway:
     ) -> None:
         self._config = config
         self._models = Models(config, folders)
+        self._callers = make_callers(config)
+        self._claims = Claims(config)
+        self._quotas = Quotas(parse_quotas(config.tenant_quotas))
         self._codec = Codec()
         self._clock = MonotonicClock()
         self._header_timeout_s = header_timeout_s
@@ -73,18 +82,18 @@ class Gateway:
             self._clock,
             fleets=fleets,
             on_start=self._metrics.started,
-            on_end=self._metrics.ended,
+            on_end=self._ended,
         )
         self._control.start()
         queries = Queries(config, self._models, self._control, self._metrics, self._clock)
         self._front = Front(
             self._routes() | queries.routes(),
-            api_key=config.api_key,
+            callers=self._callers,
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=self._body_timeout_s,
             on_done=self._metrics.answered,
         )
-        queries.body = self._front.body
+        queries.body, queries.tenant = self._front.body, self._front.tenant
         self._runner = web.ServerRunner(
             self._front.server(header_timeout_s=self._header_timeout_s), shutdown_timeout=1.0
         )
@@ -132,12 +141,16 @@ class Gateway:
             body = self._codec.decode(kind, await self._front.body(request))
             return body, self._models.get(body.model)
 
+    def _terms(self, request: web.BaseRequest, body: Completion | Chat | Native, model: Model) -> Terms:
+        claim = self._claims.claim(self._front.tenant(request), body.priority, body.priority_class)
+        return Terms(model.fleet.limits(), claim)
+
     async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
         arrived_at = self._clock.now()
         body, model = await self._asked(request, Completion)
         head = new_head("cmpl-", model)
         with self._metrics.refusing[model.name]:
-            asks = await model.asker.completion(body, head["id"], model.fleet.limits())
+            asks = await model.asker.completion(body, head["id"], self._terms(request, body, model))
         render = CompletionRender(
             model.text,
             head,
@@ -152,7 +165,7 @@ class Gateway:
         body, model = await self._asked(request, Chat)
         head = new_head("chatcmpl-", model)
         with self._metrics.refusing[model.name]:
-            asks = await model.asker.chat(body, head["id"], model.fleet.limits())
+            asks = await model.asker.chat(body, head["id"], self._terms(request, body, model))
         render = ChatRender(
             model.text,
             head,
@@ -166,7 +179,8 @@ class Gateway:
         arrived_at = self._clock.now()
         body, model = await self._asked(request, Native)
         with self._metrics.refusing[model.name]:
-            asks, is_list = await model.asker.native(body, secrets.token_hex(16), model.fleet.limits())
+            terms = self._terms(request, body, model)
+            asks, is_list = await model.asker.native(body, secrets.token_hex(16), terms)
         render = NativeRender(
             model.text,
             with_logprobs=bool(body.return_logprob),
@@ -199,7 +213,7 @@ class Gateway:
                 Relay(ask, number, detokenizer, outlet.wake, self._control.requests.ended, arrived_at, on_gap)
             )
         with self._metrics.refusing[model.name]:
-            self._control.requests.dispatch(relays)
+            self._take(relays)
         try:
             yield relays, outlet
         except (ConnectionError, asyncio.CancelledError):
@@ -211,6 +225,32 @@ class Gateway:
             for relay in relays:
                 if not relay.is_ended:
                     self._control.requests.abort(relay.ask.rid, "the client has gone")
+
+    def _take(self, relays: list[Relay]) -> None:
+        """Sends them on their way. Raises RequestError: too many, for their tenant or over all; none is taken then."""
+        first, now = relays[0].ask, self._clock.now()
+        self._quotas.admit(first.tenant, len(relays), sum(charge(relay) for relay in relays), now)
+        try:
+            self._control.requests.dispatch(relays)
+        except RequestError:
+            for relay in relays:
+                self._quotas.ended(first.tenant, charged=charge(relay), tokens=0, now=now, is_refused=True)
+            raise
+
+    def _ended(self, relay: Relay) -> None:
+        """One output is over: it is counted, paid for and learned from."""
+        ask = relay.ask
+        self._metrics.ended(relay)
+        tokens = len(ask.prompt) + len(relay.ids)
+        self._quotas.ended(ask.tenant, charged=charge(relay), tokens=tokens, now=relay.ended_at)
+        if relay.finish and not ask.sampling.ignore_eos and not ask.is_prompt_only:
+            predictor = self._models.get(ask.model).predictor
+            predictor.learn(ask.tenant, ask.prompt, len(relay.ids), is_cut=relay.finish == "length")
+
+
+def charge(relay: Relay) -> int:
+    """Tokens that an output is expected to cost its tenant."""
+    return len(relay.ask.prompt) + relay.ask.expected_output
 
 
 def new_head(prefix: str, model: Model) -> dict[str, Any]:

@@ -8,11 +8,14 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ErrorCode
+from common.prediction import Predictor
 from common.sampling import SamplingParams
 from gateway.chat import RESERVED, ChatTemplate
+from gateway.claims import Claim
 from gateway.registry import Limits
 from gateway.relay import Ask
 from gateway.rules import (
@@ -47,6 +50,14 @@ COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms a request is taken: what the nodes can do, and on whose account and how urgent it is."""
+
+    limits: Limits
+    claim: Claim
+
+
 class Asker:
     """Makes asks out of bodies.
 
@@ -54,12 +65,16 @@ class Asker:
         model: the name under which it is served.
         text, chat: the model's tokenizer and chat template.
         request_timeout_s: deadline of requests that name none.
+        predictor: knows how long outputs have been.
     """
 
-    def __init__(self, model: str, text: Text, chat: ChatTemplate | None, *, request_timeout_s: float) -> None:
+    def __init__(
+        self, model: str, text: Text, chat: ChatTemplate | None, *, request_timeout_s: float, predictor: Predictor
+    ) -> None:
         self._model = model
         self._text = text
         self._chat = chat
+        self._predictor = predictor
         self._request_timeout_s = request_timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -68,7 +83,7 @@ class Asker:
 
     # ---- the three kinds of body --------------------------------------------------------------------------------
 
-    async def completion(self, body: Completion, request_id: str, limits: Limits) -> list[Ask]:
+    async def completion(self, body: Completion, request_id: str, terms: Terms) -> list[Ask]:
         """One ask for each sample of each prompt, prompt after prompt."""
         check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
@@ -76,11 +91,11 @@ class Asker:
         if body.max_tokens == 0 and not body.echo:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
         prompts = split_prompts(body.prompt)
-        ids = await self._tokenize_all(prompts, "prompt", limits)
+        ids = await self._tokenize_all(prompts, "prompt", terms.limits)
         rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
         asks: list[Ask] = []
         for i, prompt in enumerate(ids):
-            ask = self._openai_ask(body, rids[i], request_id, prompt, limits, COMPLETION_MAX_TOKENS, body.logprobs)
+            ask = self._openai_ask(body, rids[i], request_id, prompt, terms, COMPLETION_MAX_TOKENS, body.logprobs)
             if body.echo:
                 ask = self._echoed(ask, prompts[i], is_prompt_only=body.max_tokens == 0)
             asks += samples(ask, body.n or 1, prompt_number=i)
@@ -92,7 +107,7 @@ class Asker:
         ask = dataclasses.replace(ask, echo=text, is_prompt_only=is_prompt_only)
         return ask if ask.sampling.logprobs is None else judged(ask, 0, "logprobs")
 
-    async def chat(self, body: Chat, request_id: str, limits: Limits) -> list[Ask]:
+    async def chat(self, body: Chat, request_id: str, terms: Terms) -> list[Ask]:
         """One ask for each sample: the messages through the model's chat template."""
         check_stream_options(body)
         if body.max_completion_tokens is not None:
@@ -103,12 +118,12 @@ class Asker:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         text = self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-        await self._check_text(text, limits, "messages")
+        await self._check_text(text, terms.limits, "messages")
         ids = await self.tokenize(text, add_special_tokens=False, param="messages")
-        check_prompt(ids, limits, self._text.vocab_size, "messages")
-        return samples(self._openai_ask(body, request_id, request_id, ids, limits, None, logprobs), body.n or 1)
+        check_prompt(ids, terms.limits, self._text.vocab_size, "messages")
+        return samples(self._openai_ask(body, request_id, request_id, ids, terms, None, logprobs), body.n or 1)
 
-    async def native(self, body: Native, request_id: str, limits: Limits) -> tuple[list[Ask], bool]:
+    async def native(self, body: Native, request_id: str, terms: Terms) -> tuple[list[Ask], bool]:
         """One ask for each sample of each prompt, prompt after prompt; and whether the answer is a list."""
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
@@ -124,12 +139,12 @@ class Asker:
         if any((other.n or 1) != num_samples for other in params):
             raise refuse("must be the same for all prompts", "sampling_params.n")
         rids = self._rids(body.rid, request_id, count, is_batch)
-        ids = await self._tokenize_all(prompts, param, limits)
+        ids = await self._tokenize_all(prompts, param, terms.limits)
         asks: list[Ask] = []
         for i in range(count):
             prefix = f"sampling_params[{i}]." if isinstance(body.sampling_params, list) else "sampling_params."
             whole = body.rid if isinstance(body.rid, str) else rids[i] if body.rid else request_id
-            ask = self._native_ask(body, params[i], rids[i], whole, ids[i], limits, prefix)
+            ask = self._native_ask(body, params[i], rids[i], whole, ids[i], terms, prefix)
             start = starts[i]
             if start is not None and start >= 0:
                 if not body.return_logprob:
@@ -197,47 +212,58 @@ class Asker:
         return ids
 
     def _openai_ask(
-        self, body: OpenAI, rid: str, request_id: str, prompt: Sequence[int], limits: Limits,
+        self, body: OpenAI, rid: str, request_id: str, prompt: Sequence[int], terms: Terms,
         default_max: int | None, logprobs: int | None,
     ) -> Ask:  # fmt: skip
-        default = tokens_left(len(prompt), limits) if default_max is None else default_max
-        maximum = max_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
+        default = tokens_left(len(prompt), terms.limits) if default_max is None else default_max
+        maximum = max_tokens(body.max_tokens, len(prompt), terms.limits, default, "max_tokens")
         sampling = sampling_params(
-            body, limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
+            body, terms.limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
         )
-        return self._ask(rid, request_id, prompt, sampling, body, body)
+        return self._ask(rid, request_id, prompt, sampling, body, body, terms.claim)
 
     def _native_ask(
-        self, body: Native, params: NativeSampling, rid: str, request_id: str, prompt: Sequence[int], limits: Limits,
+        self, body: Native, params: NativeSampling, rid: str, request_id: str, prompt: Sequence[int], terms: Terms,
         prefix: str,
     ) -> Ask:  # fmt: skip
         check_no_effect(params, prefix)
         given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
-        maximum = max_tokens(given, len(prompt), limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
+        maximum = max_tokens(given, len(prompt), terms.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
         minimum = params.min_new_tokens if params.min_new_tokens is not None else params.min_tokens
         if params.seed is None:
             params.seed = params.sampling_seed
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         sampling = sampling_params(
-            params, limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
+            params, terms.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
         )
-        ask = self._ask(rid, request_id, prompt, sampling, params, body, prefix)
+        ask = self._ask(rid, request_id, prompt, sampling, params, body, terms.claim, prefix)
         return dataclasses.replace(ask, is_prompt_only=True) if given == 0 else ask
 
     def _ask(
         self, rid: str, request_id: str, prompt: Sequence[int], sampling: SamplingParams, options: Sampling,
-        extras: OpenAI | Native, prefix: str = "",
+        extras: OpenAI | Native, claim: Claim, prefix: str = "",
     ) -> Ask:  # fmt: skip
+        prompt = tuple(prompt)
         return Ask(
             rid=rid,
             request_id=request_id,
-            prompt=tuple(prompt),
+            prompt=prompt,
             sampling=sampling,
             model=self._model,
             keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
             stops=stop_strings(options.stop, f"{prefix}stop"),
             skip_special=options.skip_special_tokens is not False,
             salt=extras.cache_salt or "",
-            priority=extras.priority or 0,
+            priority=claim.priority,
+            priority_class=claim.priority_class,
+            tenant=claim.tenant,
+            expected_output=self._expected(claim.tenant, prompt, sampling),
             timeout_s=self._request_timeout_s if extras.deadline_ms is None else extras.deadline_ms / 1000,
         )
+
+    def _expected(self, tenant: str, prompt: tuple[int, ...], sampling: SamplingParams) -> int:
+        """Output tokens that there will probably be; 0 if nobody knows."""
+        if sampling.ignore_eos:
+            return sampling.max_new_tokens
+        expected = self._predictor.expected(tenant, prompt)
+        return min(max(expected, sampling.min_tokens), sampling.max_new_tokens) if expected else 0

@@ -53,6 +53,12 @@ class Backlog:
         self._stranded.pop(request.key, None)
         self._stranded_at.pop(request.key, None)
 
+    def change(self, request: Request, priority: int, priority_class: str) -> None:
+        """It counts otherwise from now on, and keeps its place among those that are equal then."""
+        self.order.left(request)
+        request.priority, request.priority_class = priority, priority_class
+        self.order.arrived(request)
+
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The ``count`` who are next, first in line first. They stay until they are removed."""
         line = self._waiting.in_order(now)

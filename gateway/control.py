@@ -14,6 +14,9 @@ import zmq
 from common.clock import Clock
 from common.mailbox import PROBE_EVERY_S, Letter, Mailbox
 from common.messages import (
+    Decision,
+    Decisions,
+    Explain,
     Failed,
     Flush,
     Flushed,
@@ -30,7 +33,7 @@ from common.messages import (
 )  # fmt: skip
 from gateway.dispatch import Dispatch
 from gateway.fleet import Fleet, Fleets
-from gateway.flushes import Flushes
+from gateway.questions import Questions
 from gateway.registry import Node
 from gateway.relay import Relay
 from gateway.router import Pair
@@ -65,7 +68,7 @@ class Control:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.requests = Dispatch(fleets, self, clock, on_start=on_start, on_end=on_end)
-        self._flushes = Flushes(lambda incarnation: self.send(Flush(), incarnation))
+        self._questions = Questions(self.send)
         self._fds = [int(socket.get(zmq.FD)) for socket in self.mailbox.sockets]
         self._is_drain_due = False
         self._is_probe_due = False
@@ -81,7 +84,8 @@ class Control:
             Pairs: self._on_pairs,
             Register: self._on_register,
             Leave: self._on_leave,
-            Flushed: self._on_flushed,
+            Flushed: self._questions.answered,
+            Decisions: self._questions.answered,
             Ping: lambda sender, message: None,
         }
 
@@ -224,7 +228,7 @@ class Control:
     def _forget(self, fleet: Fleet, incarnation: str, name: str) -> None:
         """Everything about a node that is no longer registered, and what was under way there."""
         fleet.router.forget(incarnation)
-        self._flushes.answered(incarnation, None)
+        self._questions.gone(incarnation)
         self.requests.lost(incarnation, name)
 
     # ---- what others want of the nodes ----------------------------------------------------------------------------
@@ -234,11 +238,15 @@ class Control:
         nodes = self.fleets.nodes()
         for fleet in self.fleets:
             fleet.router.forget_prefixes()
-        answers = await self._flushes.ask([node.incarnation for node in nodes], timeout_s)
-        return [(node, answers.get(node.incarnation)) for node in nodes]
+        answers = await self._questions.ask([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
+        pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
+        return [(node, pages.get(node.incarnation)) for node in nodes]
 
-    def _on_flushed(self, sender: str, message: Flushed) -> None:
-        self._flushes.answered(sender, message.num_pages)
+    async def decisions(self, node: Node, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
+        """The last that a node has taken, newest last; None if it did not answer."""
+        answers = await self._questions.ask([node.incarnation], Explain(limit), Decisions, timeout_s)
+        answer = answers.get(node.incarnation)
+        return None if answer is None else answer.decisions[-limit:]
 
     def describe(self, node: Node) -> dict[str, Any]:
         """One row of the workers' list."""

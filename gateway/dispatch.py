@@ -6,25 +6,21 @@ way, ``ended``: at its last token, a stop string, a node's failure or loss, its 
 gone. Whichever it is, the nodes that may still work on it are told at once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from common.clock import Clock
 from common.decisions import Decisions
 from common.errors import ErrorCode, RequestError
-from common.messages import Abort, Failed, Generate, Message, Peer, Tokens
-from common.request import Request
+from common.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
 from gateway.fleet import Fleet, Fleets
+from gateway.leg import Leg, Timer, request_of
 from gateway.relay import Relay
 from gateway.router import Pair
 
 #: Seconds by which the nodes' own timeout is later than the gateway's, which is the one that the client sees.
 NODE_TIMEOUT_MARGIN_S = 5.0
-
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
 
 
 class Post(Protocol):
@@ -41,32 +37,6 @@ class Post(Protocol):
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer: ...
 
     def call_soon(self, act: Callable[[], None]) -> object: ...
-
-
-@dataclass(slots=True)
-class Leg:
-    """One output under way.
-
-    Attributes:
-        fleet: of its model.
-        timer: of its deadline.
-        siblings: pairs of the outputs of its HTTP request that have been sent out, by the number of their prompt.
-        request: as the backlog knows it; None if it never waited and nobody counts what it is served.
-        pair, nodes: None and empty while it waits.
-        is_evicted: it gave way to a more urgent one.
-        failed_at: the node that ended it, which need not be told.
-    """
-
-    relay: Relay
-    fleet: Fleet
-    timer: Timer
-    siblings: dict[int, Pair]
-    request: Request | None = None
-    pair: Pair | None = None
-    nodes: tuple[str, ...] = ()
-    is_prefill_counted: bool = False
-    is_evicted: bool = False
-    failed_at: str = ""
 
 
 class Dispatch:
@@ -241,25 +211,63 @@ class Dispatch:
         node = fleet.registry.nodes[incarnation]
         return Peer(node.name, incarnation, node.register.address)
 
+    # ---- another priority -----------------------------------------------------------------------------------------
+
+    def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
+        """Changes what is under way, wherever it is. Returns how many outputs that were.
+
+        Args:
+            request_id, tenant: as in ``abort_matching``.
+            priority, priority_class: None for what stays.
+
+        Raises:
+            RequestError: a class is given to what the nodes have already; nothing was changed then.
+        """
+        legs = self._matching(request_id, tenant)
+        if priority_class is not None and any(leg.pair is not None for leg in legs):
+            message = "priority_class: the request has left the queue; only its priority can be changed now"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message, param="priority_class")
+        now = self._clock.now()
+        for leg in legs:
+            ask = leg.relay.ask
+            priority_now = ask.priority if priority is None else priority
+            class_now = ask.priority_class if priority_class is None else priority_class
+            leg.relay.ask = replace(ask, priority=priority_now, priority_class=class_now)
+            self.decisions.note(now, ask.rid, "reprioritize", "from {} to {}", ask.priority, priority_now)
+            if leg.request is not None and leg.pair is None:
+                leg.fleet.backlog.change(leg.request, priority_now, class_now)
+            for incarnation in leg.nodes:
+                self._post.send(Reprioritize(ask.rid, 0, priority_now), incarnation)
+        return len(legs)
+
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def abort(self, rid: str, message: str = "the request was aborted") -> bool:
         """Ends one request on the client's behalf; False if it isn't under way."""
         return self._fail(rid, RequestError(ErrorCode.ABORTED, message))
 
-    def abort_matching(self, request_id: str) -> int:
-        """Ends a request, or all the outputs of a batch, by the id that the client knows. Returns how many."""
-        rids = [rid for rid, leg in self._legs.items() if request_id in (rid, leg.relay.ask.request_id)]
-        return sum(self.abort(rid) for rid in rids)
+    def abort_matching(self, request_id: str | None, tenant: str = "") -> int:
+        """Ends a request, or all the outputs of a batch, by the id that the client knows. Returns how many.
 
-    def abort_all(self, code: ErrorCode = ErrorCode.ABORTED, message: str = "the request was aborted") -> int:
-        """Ends everything under way. Returns how many requests that were."""
-        return sum(self._fail(rid, RequestError(code, message)) for rid in list(self._legs))
+        Args:
+            request_id: None for all.
+            tenant: one in particular, who can end only what is his own.
+        """
+        return sum(self.abort(leg.relay.ask.rid) for leg in self._matching(request_id, tenant))
+
+    def _matching(self, request_id: str | None, tenant: str) -> list[Leg]:
+        return [
+            leg
+            for rid, leg in self._legs.items()
+            if (request_id is None or request_id in (rid, leg.relay.ask.request_id))
+            and (not tenant or leg.relay.ask.tenant == tenant)
+        ]
 
     def shut(self) -> None:
         """The gateway stops: everything under way ends, and nothing new is sent out."""
         self._is_shut = True
-        self.abort_all(ErrorCode.SHUTTING_DOWN, "the server is stopping")
+        for rid in list(self._legs):
+            self._fail(rid, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
 
     def fail_internal(self, rid: str) -> None:
         """A message about this request could not be handled, which is our fault."""
@@ -296,7 +304,7 @@ class Dispatch:
             leg.fleet.router.prefill_done(pair)
         leg.fleet.router.decode_done(pair)
         abort = Abort(leg.relay.ask.rid, 0)
-        for incarnation in _still_working(leg, pair):
+        for incarnation in leg.still_working(pair):
             self._post.send(abort, incarnation)
 
     # ---- what nodes say -------------------------------------------------------------------------------------------
@@ -336,30 +344,3 @@ class Dispatch:
                 continue  # it waits, for whatever nodes there will be
             if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
                 self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
-
-
-def request_of(relay: Relay) -> Request:
-    """An output as a queue sees it."""
-    ask = relay.ask
-    return Request(
-        rid=ask.rid,
-        attempt=0,
-        prompt=ask.prompt,
-        sampling=ask.sampling,
-        salt=ask.salt,
-        priority=ask.priority,
-        priority_class=ask.priority_class,
-        tenant=ask.tenant,
-        expected_output=ask.expected_output,
-        arrived_at=relay.started_at,
-        deadline_at=relay.started_at + ask.timeout_s,
-    )
-
-
-def _still_working(leg: Leg, pair: Pair) -> Iterable[str]:
-    """Nodes that may not know of the end by themselves."""
-    relay = leg.relay
-    if relay.finish and not isinstance(relay.matched, str):
-        is_ended_by_prefill = pair.prefill is not None and len(relay.ids) <= 1
-        return (pair.decode,) if is_ended_by_prefill else ()  # it may wait for a handoff
-    return (node for node in pair.nodes if node != leg.failed_at)

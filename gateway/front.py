@@ -5,7 +5,6 @@ client has gone.
 """
 
 import asyncio
-import hmac
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_exceptions import HTTPException
 
 from common.errors import HTTP_STATUS, ErrorCode, RequestError
+from gateway.keys import Callers
 from gateway.render import as_error, encode_json, error_body
 
 log = logging.getLogger(__name__)
@@ -60,18 +60,18 @@ class Front:
 
     Args:
         routes: handlers by path and method; a path that ends in ``/*`` stands for all below it.
-        api_key: what clients must send as a bearer token; None if nothing.
+        callers: knows whose key a request carries.
         max_body_bytes: larger bodies get 413.
         body_timeout_s: slower bodies get 408.
         on_done: told of every answer's path and status.
     """
 
     def __init__(
-        self, routes: Mapping[str, Mapping[str, Handler]], *, api_key: str | None, max_body_bytes: int,
+        self, routes: Mapping[str, Mapping[str, Handler]], *, callers: Callers, max_body_bytes: int,
         body_timeout_s: float, on_done: OnDone,
     ) -> None:  # fmt: skip
         self._routes = routes
-        self._key = f"Bearer {api_key}".encode() if api_key else None
+        self._callers = callers
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._on_done = on_done
@@ -118,8 +118,7 @@ class Front:
 
     async def _route(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         methods = self._routes.get(path)
-        if self._key is not None and path not in OPEN_PATHS:
-            self._authenticate(request)
+        self._callers.tenant(request.headers, is_open=path in OPEN_PATHS)
         if methods is None:
             raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
@@ -130,11 +129,9 @@ class Front:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         return await handler(request)
 
-    def _authenticate(self, request: web.BaseRequest) -> None:
-        assert self._key is not None
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._key):
-            raise RequestError(ErrorCode.AUTHENTICATION, "the Authorization header carries no valid API key")
+    def tenant(self, request: web.BaseRequest) -> str:
+        """On whose account a request is that has come through here; empty for nobody's in particular."""
+        return self._callers.tenant(request.headers)
 
     async def body(self, request: web.BaseRequest) -> bytes:
         """The JSON body's bytes. Raises RequestError: not JSON, too large, too slow."""

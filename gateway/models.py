@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.config import GatewayConfig
 from common.errors import ErrorCode
+from common.prediction import Predictor
 from gateway.asks import Asker
 from gateway.chat import ChatTemplate
 from gateway.fleet import Fleet, make_fleet
@@ -21,6 +22,7 @@ class Model:
     text: Text
     asker: Asker
     fleet: Fleet
+    predictor: Predictor
 
 
 class Models:
@@ -61,5 +63,6 @@ class Models:
 def _load(config: GatewayConfig, name: str, folder: Path, template: str | None) -> Model:
     text = Text.load(folder)
     chat = ChatTemplate.load(folder, None if template is None else Path(template))
-    asker = Asker(name, text, chat, request_timeout_s=config.request_timeout)
-    return Model(name, text, asker, make_fleet(config, name, text.vocab_size))
+    predictor = Predictor()
+    asker = Asker(name, text, chat, request_timeout_s=config.request_timeout, predictor=predictor)
+    return Model(name, text, asker, make_fleet(config, name, text.vocab_size), predictor)

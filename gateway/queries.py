@@ -13,20 +13,25 @@ from aiohttp import web
 from common.clock import Clock
 from common.config import GatewayConfig
 from common.errors import ErrorCode, RequestError
+from gateway.claims import Claims
 from gateway.control import Control
 from gateway.front import json_response
 from gateway.metrics import Metrics
 from gateway.models import Model, Models
-from gateway.schema import AbortRequest, Body, Codec, Detokenize, Tokenize, refuse
+from gateway.schema import AbortRequest, Body, Codec, Detokenize, Reprioritized, Tokenize, refuse
 
 FLUSH_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
+#: Under this name ``/v1/workers/NAME/decisions`` tells of the gateway itself.
+OWN_DECISIONS = "gateway"
+DECISIONS, MAX_DECISIONS = 100, 1_000
 
 
 class Queries:
     """Handlers of these endpoints.
 
     Attributes:
-        body: reads a request's body; set once there is something that can.
+        body, tenant: read a request's body, and on whose account it is; set once there is something that can.
     """
 
     def __init__(self, config: GatewayConfig, models: Models, control: Control, metrics: Metrics, clock: Clock) -> None:
@@ -38,8 +43,10 @@ class Queries:
         self._codec = Codec()
         self._started_at = clock.now()
         self._created = int(time.time())
+        self._claims = Claims(config)
         self._page = (Path(__file__).parent / "page.html").read_bytes()
         self.body: Callable[[web.BaseRequest], Awaitable[bytes]]
+        self.tenant: Callable[[web.BaseRequest], str]
 
     def routes(self) -> dict[str, dict[str, Callable[[web.BaseRequest], Any]]]:
         return {
@@ -48,12 +55,14 @@ class Queries:
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
             "/abort_request": {"POST": self._abort_request},
+            "/v1/requests/*": {"POST": self._reprioritize},
             "/flush_cache": {"POST": self._flush_cache},
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
             "/metrics": {"GET": self._metrics_text},
             "/server_info": {"GET": self._server_info},
             "/v1/workers": {"GET": self._workers},
+            "/v1/workers/*": {"GET": self._decisions},
             "/": {"GET": self._live_page},
         }
 
@@ -66,8 +75,7 @@ class Queries:
         return json_response({"object": "list", "data": [self._described(model) for model in self._models]})
 
     async def _one_model(self, request: web.BaseRequest) -> web.Response:
-        path = request.raw_path.partition("?")[0]
-        return json_response(self._described(self._models.get(unquote(path.removeprefix("/v1/models/")))))
+        return json_response(self._described(self._models.get(below(request, "/v1/models/"))))
 
     def _described(self, model: Model) -> dict[str, Any]:
         return {
@@ -119,10 +127,19 @@ class Queries:
         body = await self._decoded(request, AbortRequest)
         if body.abort_all == (body.rid is not None):
             raise refuse("give either rid or abort_all: true", "rid")
-        count = (
-            self._control.requests.abort_all() if body.rid is None else self._control.requests.abort_matching(body.rid)
-        )
+        count = self._control.requests.abort_matching(body.rid, self.tenant(request))
         return json_response({"aborted": count})
+
+    async def _reprioritize(self, request: web.BaseRequest) -> web.Response:
+        rid, _, what = below(request, "/v1/requests/").rpartition("/")
+        if what != "priority":
+            raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
+        body = await self._decoded(request, Reprioritized)
+        change = self._claims.change(body.priority, body.priority_class)
+        count = self._control.requests.reprioritize(rid, self.tenant(request), *change)
+        if not count:
+            raise RequestError(ErrorCode.NOT_FOUND, f"no request with the id {rid[:200]!r} is under way")
+        return json_response({"changed": count})
 
     async def _flush_cache(self, request: web.BaseRequest) -> web.Response:
         answers = await self._control.flush(FLUSH_TIMEOUT_S)
@@ -183,8 +200,38 @@ class Queries:
             }
         )
 
+    async def _decisions(self, request: web.BaseRequest) -> web.Response:
+        name, _, what = below(request, "/v1/workers/").rpartition("/")
+        if what != "decisions":
+            raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
+        limit = limit_of(request)
+        if name == OWN_DECISIONS:
+            own = self._control.requests.decisions.last(limit, self._clock.now())
+            return json_response({"worker": name, "decisions": [decided._asdict() for decided in own]})
+        nodes = [node for node in self._control.fleets.nodes() if name in (node.incarnation, node.name)]
+        if not nodes:
+            raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
+        told = await self._control.decisions(nodes[0], limit, ANSWER_TIMEOUT_S)
+        if told is None:
+            message = f"the node {nodes[0].name} gave no answer within {ANSWER_TIMEOUT_S:g} s"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+        return json_response({"worker": nodes[0].name, "decisions": told})
+
     async def _live_page(self, request: web.BaseRequest) -> web.Response:
         return web.Response(body=self._page, content_type="text/html", charset="utf-8")
+
+
+def below(request: web.BaseRequest, prefix: str) -> str:
+    """What a path says after this prefix, its escapes resolved."""
+    return unquote(request.raw_path.partition("?")[0].removeprefix(prefix))
+
+
+def limit_of(request: web.BaseRequest) -> int:
+    """``?limit=``. Raises RequestError: not a number, or too large."""
+    text = request.query.get("limit", str(DECISIONS))
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_DECISIONS:
+        raise refuse(f"must be a whole number from 1 to {MAX_DECISIONS}", "limit")
+    return int(text)
 
 
 def context_length(model: Model) -> int | None:

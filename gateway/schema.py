@@ -28,6 +28,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Salt = Annotated[str, Meta(max_length=1024)]
 Rid = Annotated[str, Meta(min_length=1, max_length=200)]
 Priority = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
+PriorityClass = Annotated[str, Meta(min_length=1, max_length=200)]
 DeadlineMs = Annotated[float, Meta(gt=0, le=86_400_000)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Texts = str | list[str]
@@ -76,6 +77,7 @@ class OpenAI(Sampling, kw_only=True):
     return_token_ids: bool | None = None
     # Baton's own, as in the other endpoints.
     priority: Priority | None = None
+    priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
     # Only without effect.
@@ -183,6 +185,7 @@ class Native(_Strict, kw_only=True):
     model: str | None = None
     # Baton's own, as in the other endpoints.
     priority: Priority | None = None
+    priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
     # Only without effect.
@@ -224,6 +227,13 @@ class AbortRequest(_Strict, kw_only=True):
 
     rid: Rid | None = None
     abort_all: bool = False
+
+
+class Reprioritized(_Strict, kw_only=True):
+    """``POST /v1/requests/ID/priority``: at least one of the two."""
+
+    priority: Priority | None = None
+    priority_class: PriorityClass | None = None
 
 
 #: Fields that have no effect yet, with the values under which that is what the client wants. Others are refused.

@@ -24,6 +24,9 @@ from common.incarnation import new_incarnation
 from common.mailbox import Mailbox
 from common.messages import (
     Abort,
+    Decision,
+    Decisions,
+    Explain,
     Failed,
     Flush,
     Flushed,
@@ -121,6 +124,7 @@ class FakeNode:
         generates, aborts: those of these kinds, by rid.
         on_generate: called with the node and each ``Generate``; by default the echo.
         num_cached_pages: what it says it has forgotten when it is told to; None for no answer.
+        decisions: what it says it has decided; None for no answer.
     """
 
     def __init__(self, control_address: str, role: str, name: str = "", **changes: Any) -> None:
@@ -133,6 +137,7 @@ class FakeNode:
         self.on_generate: Callable[[FakeNode, Generate], None] = echo
         self.is_beating = True
         self.num_cached_pages: int | None = 5
+        self.decisions: tuple[Decision, ...] | None = ()
         self._context = zmq.Context()
         self.mailbox = Mailbox(self._context, self.incarnation, FromGateway, connect=f"tcp://{control_address}")
         self._changed = asyncio.Event()
@@ -199,6 +204,8 @@ class FakeNode:
                 self.aborts.append(letter.message.rid)
             elif isinstance(letter.message, Flush) and self.num_cached_pages is not None:
                 self.send(Flushed(self.num_cached_pages))
+            elif isinstance(letter.message, Explain) and self.decisions is not None:
+                self.send(Decisions(self.decisions[-letter.message.limit :]))
         if letters:
             self._changed.set()
         return letters

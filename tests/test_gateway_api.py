@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 async def stack(folder):
-    async with running(folder) as running_stack:
+    async with running(folder, enable_priority_scheduling=True) as running_stack:
         await running_stack.pair()
         yield running_stack
 

@@ -34,7 +34,9 @@ async def full(folder, *, lookahead=0, nodes=None, **config):
 async def sent(stack, rid, **fields):
     """A request that is in the gateway by now; its answer to come."""
     _, info = await stack.get("/server_info")
-    call = asyncio.ensure_future(stack.client.post(stack.url + "/generate", json=body_of(rid, **fields)))
+    headers = {"x-baton-tenant": fields.pop("tenant")} if "tenant" in fields else {}
+    post = stack.client.post(stack.url + "/generate", json=body_of(rid, **fields), headers=headers)
+    call = asyncio.ensure_future(post)
     async with asyncio.timeout(5):
         while (await stack.get("/server_info"))[1]["num_in_flight"] == info["num_in_flight"] and not call.done():
             await asyncio.sleep(0.002)
@@ -156,6 +158,15 @@ async def test_samples_and_prompts_of_one_request_wait_each_for_itself_and_sampl
         ]
         for prompt in "01":
             assert hosts[f"many-{prompt}-0"] == hosts[f"many-{prompt}-1"]
+
+
+async def test_tenants_take_turns_however_many_requests_one_of_them_sends(folder):
+    options = {"enable_priority_scheduling": False, "schedule_policy": "fair", "tenant_header": True}
+    async with full(folder, **options) as (stack, first):
+        rids = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b")]
+        calls = [await sent(stack, rid, tenant=tenant) for rid, tenant in rids]
+        assert await let_all_go(stack, first, *calls) == [200] * 6
+        assert order_at(stack.nodes[0])[1:] == ["a1", "b1", "a2", "b2", "a3"]
 
 
 # ---- the ways out ---------------------------------------------------------------------------------------------------
