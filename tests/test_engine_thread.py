@@ -13,10 +13,12 @@ from common.step import StepPlan, StepResult
 class Engine:
     """Computes nothing, in ``seconds``, or raises what it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
         self.error: Exception | None = None
+        self.seconds = seconds
 
     def run(self, plan: StepPlan) -> StepResult:
+        time.sleep(self.seconds)
         if self.error is not None:
             raise self.error
         return StepResult(plan.step, ())
@@ -54,6 +56,16 @@ def test_a_result_may_be_taken_before_its_wake_up_was_given(monkeypatch: pytest.
     assert is_readable(thread), "the late wake-up"
     assert thread.take() is None
     assert not is_readable(thread), "a wake-up for nothing must not be given again and again"
+    thread.close()
+
+
+def test_only_the_time_inside_of_steps_counts_as_busy() -> None:
+    thread = EngineThread(Engine(0.05))
+    for step in range(2):
+        thread.submit(plan(step))
+        taken(thread)
+        time.sleep(0.2)
+    assert 0.1 <= thread.busy_s < 0.3
     thread.close()
 
 

@@ -83,6 +83,32 @@ def test_tenants_are_compared_by_what_they_got_of_what_they_asked() -> None:
     assert found["ttft_ratio"] == pytest.approx(4)
 
 
+def test_tokens_of_tenants_are_compared_only_while_several_wait() -> None:
+    """Seconds 1 and 2: a and b both have a request waiting all through; c never waits, and gets what it asked for."""
+    records = [
+        record(5.5, tenant="a", at=0.5, num_input=7),
+        record(1.5, 2.5, 2.75, tenant="a", at=0.5, num_input=4),
+        record(3.5, tenant="b", at=0.9, num_input=7),
+        record(1.25, 1.75, tenant="b", at=0.5, num_input=9),
+        record(1.5, 1.6, 1.7, tenant="c", at=1.4, num_input=100),
+    ]
+    found = metrics.fairness(metrics.groups(records, "tenant", {}, {}, RNG), records)
+    assert found["backlogged_s"] == 2
+    assert found["tokens_per_s"] == {"a": (5 + 2) / 2, "b": (11 + 0) / 2}
+    assert found["backlogged_jain"] == pytest.approx((3.5 + 5.5) ** 2 / (2 * (3.5**2 + 5.5**2)))
+
+
+def test_prompts_that_the_server_knew_before_the_run_are_told_from_hits_of_the_run() -> None:
+    """Of 40 prompt tokens 8 + 6 came from the cache; the trace explains 8 of the first, and none of the second."""
+    found = metrics.caching(
+        [
+            record(1.0, num_input=20, usage_prompt=20, usage_cached=8, ideal_cached=10),
+            record(1.0, num_input=20, usage_prompt=20, usage_cached=6, ideal_cached=0),
+        ]
+    )
+    assert (found["achieved_share"], found["ideal_share"], found["known_before_share"]) == (14 / 40, 10 / 40, 6 / 40)
+
+
 def test_usage_is_checked_against_counted_tokens() -> None:
     right = record(0.1, 0.2, usage_output=2, has_counts=True, num_output_asked=2)
     wrong = record(0.1, 0.2, usage_output=3, has_counts=True, num_output=3)

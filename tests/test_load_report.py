@@ -13,7 +13,7 @@ from scripts.load import metrics
 from scripts.load.compare import compare
 from scripts.load.config import LoadtestConfig
 from scripts.load.live import View
-from scripts.load.main import DIFFERENT, FINE, INVALID, REGRESSED, WRONG, main
+from scripts.load.main import DIFFERENT, FAILED, FINE, INVALID, REGRESSED, WRONG, main
 from scripts.load.parquet import COLUMNS, write_parquet
 from scripts.load.records import Record
 from scripts.load.report import Report
@@ -127,6 +127,7 @@ def counted(good: int, count: int) -> Report:
     """A report that holds nothing but its verdict."""
     report = Report.__new__(Report)
     report.service = {"good": good, "count": count}
+    report.reasons = []
     return report
 
 
@@ -143,6 +144,39 @@ def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
     assert (point.good, point.count, point.holds, point.is_sure, len(point.reports)) == (27, 30, True, False, 3)
     clear = measure(lambda *_: counted(50, 100), 1.0, 0.9)
     assert (clear.holds, clear.is_sure, len(clear.reports)) == (False, True, 1)
+
+
+def test_a_rate_that_the_client_could_not_send_does_not_count_as_held() -> None:
+    def run(rate: float, number: int) -> Report:
+        report = counted(100, 100)
+        report.reasons = ["the client could not keep up"] if rate > 10 else []
+        return report
+
+    best, points = find_goodput(run, 4.0, 0.9, 3)
+    assert 8 <= best <= 10
+    assert next(point.rate for point in points if not point.is_valid) == 16.0
+
+
+def test_runs_of_a_sweep_have_the_same_schedule_and_other_tokens(tmp_path: Path) -> None:
+    """Otherwise each would find the prompts of the one before it in the server's cache."""
+    with mock_server(tmp_path) as server:
+        main(["--url", server.url, "--sweep", "60,120", "--num-requests", "8", "--input-len", "uniform:5:40"])
+    first, second = server.truth[:8], server.truth[8:]
+    prompts = [[one["body"]["prompt"] for one in part] for part in (first, second)]
+    assert sorted(map(len, prompts[0])) == sorted(map(len, prompts[1]))
+    assert not {tuple(prompt[:4]) for prompt in prompts[0]} & {tuple(prompt[:4]) for prompt in prompts[1]}
+
+
+def test_a_run_in_which_every_request_failed_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock_server(tmp_path, "--refuse", "1") as server:
+        assert main(["--url", server.url, "--rate", "50", "--num-requests", "5"]) == FAILED
+    assert "every request failed" in capsys.readouterr().err
+
+
+def test_what_a_sweep_would_not_write_is_refused() -> None:
+    for words in ({"sweep": "1,2", "jsonl": "x"}, {"sweep": "1,2", "expect_file": "x"}, {"sweep": "1,a"}):
+        with pytest.raises(ConfigError, match="--sweep"):
+            LoadtestConfig(**words)  # type: ignore[arg-type]
 
 
 def test_a_sweep_gives_a_row_and_a_report_for_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

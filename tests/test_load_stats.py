@@ -76,6 +76,17 @@ def test_p_values_are_uniform_for_true_exponential_gaps_and_tiny_for_groups_of_t
     assert stats.ks_test(together, stats.exponential_cdf)[1] < 1e-6
 
 
+def test_gaps_known_to_a_millisecond_are_not_held_to_microseconds() -> None:
+    """Half of bursty gaps are shorter than a send takes; that changes their distribution, but nothing that matters."""
+    rng = np.random.default_rng(5)
+    gaps = rng.standard_gamma(1 / 9, 400) * 9
+    as_sent = np.maximum(gaps, 0.004)
+    shape = lambda values: stats.gamma_cdf(values, 1 / 9)  # noqa: E731
+    assert stats.ks_test(as_sent, shape)[1] < 1e-4
+    assert stats.ks_test(as_sent, shape, 0.005)[1] > 0.05
+    assert stats.ks_test(rng.standard_exponential(400), shape, 0.005)[1] < 1e-4, "another distribution is still seen"
+
+
 def test_wilsons_interval_has_its_known_values() -> None:
     assert stats.proportion_interval(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-3)
     assert stats.proportion_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-3)

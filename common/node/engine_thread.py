@@ -4,6 +4,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from typing import Protocol
 
 from common.step import StepPlan, StepResult
@@ -14,7 +15,11 @@ class Executor(Protocol):
 
 
 class EngineThread:
-    """Runs one plan at a time. Its ``fileno`` becomes readable when the result is there."""
+    """Runs one plan at a time. Its ``fileno`` becomes readable when the result is there.
+
+    Attributes:
+        busy_s: seconds spent in steps so far: over the time that passed, how much of it the engine was used.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -22,8 +27,9 @@ class EngineThread:
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
         self.is_busy = False
+        self.busy_s = 0.0
+        self._thread.start()
 
     def fileno(self) -> int:
         return self._wake
@@ -56,9 +62,11 @@ class EngineThread:
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:
+            began_at = time.monotonic()
             try:
                 result: StepResult | BaseException = self._executor.run(plan)
             except BaseException as error:  # handed to the loop, which ends the process
                 result = error
+            self.busy_s += time.monotonic() - began_at
             self._results.put(result)
             os.eventfd_write(self._wake, 1)

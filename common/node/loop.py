@@ -281,6 +281,7 @@ class Node:
                     self._num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in self._mailboxes())
                 ),
                 "failed_checks": float(self._num_failed_checks),
+                "busy_seconds": self._engine.busy_s,
             },
         )
 

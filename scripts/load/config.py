@@ -159,6 +159,7 @@ class LoadtestConfig(LoadOptions, _Target):
     find_goodput: bool = option(False, "Search for the highest rate at which that share is good.")
     search_steps: int = option(5, "Of --find-goodput: bisections after the limit has been enclosed.", minimum=0)
     sweep: str | None = option(None, "One run at each of these rates.", metavar="RATE,RATE,...")
+    flush_cache: bool = option(False, "Empty the server's prefix cache first (Baton, SGLang; vLLM if so started).")
     save_outputs: str | None = option(None, "Write every output, for --expect-file of another run.", metavar="FILE")
     expect_file: str | None = option(None, "Outputs must equal these, token for token.", metavar="FILE")
 
@@ -189,6 +190,12 @@ class LoadtestConfig(LoadOptions, _Target):
             raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
         if self.concurrency and self.sweep:
             raise ConfigError("--sweep is over rates: leave --concurrency out")
+        if self.sweep and not all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in self.sweep.split(",")):
+            raise ConfigError(f"--sweep must be rates, such as 1,2,4, not {self.sweep!r}")
+        for name in ("jsonl", "parquet", "save_outputs", "expect_file") if self.sweep or self.find_goodput else ():
+            if getattr(self, name):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} is for a single run: leave --sweep and --find-goodput out")
         if self.expect_file and not self.stream and self.return_token_ids:
             raise ConfigError("--return-token-ids needs --stream")
         if self.tokenizer and self.endpoint != "chat" and self.prompt != "text":
@@ -204,6 +211,11 @@ class LoadtestConfig(LoadOptions, _Target):
     @property
     def lateness_s(self) -> float:
         return seconds(self.max_send_lateness, "--max-send-lateness") or 0.0
+
+    @property
+    def sends_ids(self) -> bool:
+        """Whether prompts are token ids; otherwise words."""
+        return self.prompt == "ids" and self.endpoint != "chat"
 
     @property
     def body_fields(self) -> dict[str, Any]:

@@ -7,36 +7,30 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.load import pictures
+from scripts.load import pictures, svg
 from scripts.load.metrics import Figures
 from scripts.load.report import Report
 from scripts.load.table import ROWS, milliseconds, percent, summary_lines
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #e3e7ed; --page: #fff; --bad: #b42318;
-  --c0: #2563b8; --c1: #d9692a; --c2: #1f8a5b; --c3: #8457b8; --c4: #b8860b; --c5: #c2335c; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #2b323d; --page: #14181f;
-  --bad: #f97066; --c0: #6ea8fe; --c1: #f2995f; --c2: #53c495; --c3: #b794e6; --c4: #e0b84c; --c5: #f27a9b; } }
+PAGE_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --bad: #b42318; }
+@media (prefers-color-scheme: dark) { :root { --page: #14181f; --bad: #f97066; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
   padding: 2rem 1rem; max-width: 1360px; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
 h3 { font-size: .95rem; margin: 0 0 .2rem; } p { margin: .3rem 0; color: var(--soft); } .bad { color: var(--bad); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1.6rem; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
-svg text.e { text-anchor: end; } svg text.m { text-anchor: middle; } .g { stroke: var(--line); }
-.l { fill: none; stroke-width: 1.7; } .f { fill-opacity: .75; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 1.6rem; }
+.charts .whole { grid-column: 1 / -1; } svg { width: 100%; height: auto; display: block; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .8rem; color: var(--soft); }
-.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em; }
+.legend i { display: inline-block; width: .7em; height: .7em; margin-right: .35em; border-radius: 2px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }
 .wide { overflow-x: auto; } th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color: var(--soft); font-weight: 500; }
+table.facts td { text-align: left; }
 small { color: var(--soft); } pre { white-space: pre-wrap; font-size: .8rem; } details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--soft); }
 """
-COLOURS = "".join(
-    f".l.c{n} {{ stroke: var(--c{n}) }} .f.c{n} {{ fill: var(--c{n}) }} i.c{n} {{ background: var(--c{n}) }}"
-    for n in range(6)
-)
+KEYS = "".join(f"i.c{n} {{ background: var(--c{n}) }}" for n in range(7))
 
 
 def write_html(reports: Sequence[Report], path: str, *, best_rate: float | None = None) -> None:
@@ -54,7 +48,8 @@ def page(reports: Sequence[Report], *, best_rate: float | None = None) -> str:
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>Load test of {html.escape(str(last.server.get('model')))}</title><style>{STYLE}{COLOURS}</style>",
+        f"<title>Load test of {html.escape(str(last.server.get('model')))}</title>",
+        f"<style>{svg.STYLE}{PAGE_STYLE}{KEYS}</style>",
         f"<h1>Load test of {html.escape(str(last.server.get('model') or last.config['url']))}</h1>",
         f"<p>{html.escape(last.config['url'])} · {last.started_at} · seed {last.config['seed']}</p>",
     ]
@@ -74,9 +69,10 @@ def _run(report: Report) -> str:
     verdict = "" if report.is_valid else _invalid(report.reasons)
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
     parts = [verdict, notes, _latency_table(report.latency), _facts(report)]
-    for title, words, charts in pictures.of_run(report):
+    for title, words, is_wide, charts in pictures.of_run(report):
         if charts:
-            parts.append(f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>{_charts(charts)}")
+            drawn = _charts(charts, "whole" if is_wide else "")
+            parts.append(f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>{drawn}")
     parts.append(
         _details("Summary as on the terminal", f"<pre>{html.escape(chr(10).join(summary_lines(report)))}</pre>")
     )
@@ -124,8 +120,8 @@ def _facts(report: Report) -> str:
     return "<h2>Facts</h2>" + _table(rows)
 
 
-def _charts(charts: Sequence[tuple[str, str]]) -> str:
-    cells = "".join(f"<div><h3>{html.escape(title)}</h3>{svg}</div>" for title, svg in charts)
+def _charts(charts: Sequence[tuple[str, str]], kind: str = "") -> str:
+    cells = "".join(f'<div class="{kind}"><h3>{html.escape(title)}</h3>{drawn}</div>' for title, drawn in charts)
     return f'<div class="charts">{cells}</div>'
 
 

@@ -16,18 +16,22 @@ from scripts.load.workload import Plan
 KEPT = 400
 
 
-def watched(config: LoadtestConfig, server: Server | None = None) -> Report:
+def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0) -> Report:
     """``run_load`` with a live view, if standard error is a terminal and ``rich`` is there."""
     if not config.live or not sys.stderr.isatty():
-        return run_load(config, server=server)
+        return run_load(config, server=server, salt=salt)
     try:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        return run_load(config, server=server)
+        return run_load(config, server=server, salt=salt)
     view = View(config)
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
-        return run_load(config, on_tick=lambda ticks, plan: live.update(view.text(ticks, plan)), server=server)
+
+        def on_tick(ticks: Sequence[Tick], plan: Plan) -> None:
+            live.update(view.text(ticks, plan))
+
+        return run_load(config, on_tick=on_tick, server=server, salt=salt)
 
 
 class View:

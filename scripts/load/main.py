@@ -1,7 +1,7 @@
 """``loadtest``: the command.
 
-Exit status: 0 fine, 1 the run could not be made, 2 wrong options, 3 a run is invalid, 4 regressed (``--compare``),
-5 outputs differ from the expected ones, 130 stopped.
+Exit status: 0 fine, 1 the run could not be made or every request failed, 2 wrong options, 3 a run is invalid,
+4 regressed (``--compare``), 5 outputs differ from the expected ones or none could be compared, 130 stopped.
 """
 
 import os
@@ -17,6 +17,7 @@ from scripts.load.config import LoadtestConfig
 from scripts.load.report import Report, write_json, write_jsonl
 
 FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
+STOPPED = 130
 HELP = """Load an OpenAI-compatible server and say how it did: Baton, vLLM, SGLang, llama.cpp's server.
 
 \b
@@ -25,7 +26,7 @@ Two more forms:
   loadtest --demo                              serve the small model, load it for a minute, write a report
 
 Latencies count from the instant at which a request should have gone out. Exit status: 0 fine, 1 failed, 2 wrong
-options, 3 the run is invalid (the client could not keep up), 4 regressed, 5 outputs differ."""
+options, 3 the run is invalid (the client could not keep up), 4 regressed, 5 outputs differ, 130 stopped."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"loadtest: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        return 130
+        return STOPPED
     except BrokenPipeError:  # whoever read the summary has seen enough
         sys.stdout = None
         return FINE
@@ -84,8 +85,13 @@ def finish(config: LoadtestConfig, report: Report) -> int:
 
     write_files(config, report)
     print("\n".join(summary_lines(report)))
-    if report.outputs and report.outputs["differ"]:
+    if report.was_stopped:
+        return STOPPED
+    if report.outputs and (report.outputs["differ"] or not report.outputs["compared"]):
         return DIFFERENT
+    if report.errors["count"] == report.num_measured > 0:
+        print("loadtest: every request failed", file=sys.stderr)
+        return FAILED
     return FINE if report.is_valid else INVALID
 
 

@@ -5,6 +5,7 @@ delaying what comes after (Tene's "coordinated omission"); those from the actual
 no latency; they count as misses wherever something is judged.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -170,7 +171,10 @@ def fairness(tenants: Figures, records: Sequence[Record]) -> Figures:
     """How evenly tenants are served.
 
     ``service_jain``: Jain's index over the share of its asked output that each tenant got; ``ttft_ratio``: worst over
-    best median time to first token.
+    best median time to first token. Whoever asks for little gets little, and that is fair; so tokens are compared only
+    where tenants compete (as Sheng et al. do for VTC, OSDI'24): ``backlogged_s`` are the seconds in which at least two
+    tenants had a request waiting all through, ``tokens_per_s`` what each of them got in those (prompts, counted at the
+    first token, and output), ``backlogged_jain`` Jain's index over that.
     """
     if not tenants:
         return {}
@@ -179,15 +183,44 @@ def fairness(tenants: Figures, records: Sequence[Record]) -> Figures:
         asked[record.tenant or "(none)"] += record.num_output_asked
     shares = [figures["output_tokens"] / max(1, asked[name]) for name, figures in tenants.items()]
     medians = [figures["ttft"]["p50"] for figures in tenants.values() if figures["ttft"]["count"]]
+    seconds, rates = _served_while_backlogged(records)
     return {
         "tenants": len(tenants),
         "service_jain": stats.jain_index(shares),
         "ttft_ratio": max(medians) / min(medians) if medians and min(medians) > 0 else None,
+        "backlogged_s": seconds,
+        "tokens_per_s": rates,
+        "backlogged_jain": stats.jain_index(list(rates.values())) if rates else None,
     }
 
 
+def _served_while_backlogged(records: Sequence[Record]) -> tuple[int, dict[str, float]]:
+    """Seconds in which several tenants waited all through, and the tokens per second that each of these got."""
+    waiting: dict[int, set[str]] = {}
+    served: Counter[tuple[int, str]] = Counter()
+    for record in records:
+        name = record.tenant or "(none)"
+        first_s = record.stamps_s[0] if record.stamps_s else record.ended_s
+        for second in range(math.ceil(record.intended_s), math.floor(first_s)):
+            waiting.setdefault(second, set()).add(name)
+        if record.stamps_s:
+            served[math.floor(first_s), name] += record.num_input
+        for at, count in zip(record.stamps_s, record.counts, strict=True):
+            served[math.floor(at), name] += count
+    contested = {second: names for second, names in waiting.items() if len(names) > 1}
+    totals: dict[str, list[int]] = {}
+    for second, names in contested.items():
+        for name in names:
+            totals.setdefault(name, []).append(served[second, name])
+    return len(contested), {name: sum(some) / len(some) for name, some in sorted(totals.items())}
+
+
 def caching(records: Sequence[Record]) -> Figures:
-    """Prompt tokens that the server found cached, against the most that any cache could have."""
+    """Prompt tokens that the server found cached, against the most that any cache could have from this run alone.
+
+    ``known_before_share``: of prompt tokens, those found cached beyond that: the server had them before the run, so
+    its latencies are not those of new prompts.
+    """
     asked = sum(record.num_input for record in records)
     found: Figures = {
         "prompt_tokens": asked,
@@ -195,12 +228,16 @@ def caching(records: Sequence[Record]) -> Figures:
         "ideal_share": sum(record.ideal_cached for record in records) / asked if asked else 0.0,
         "achieved_tokens": None,
         "achieved_share": None,
+        "known_before_share": None,
     }
     said = [record for record in records if record.usage_cached is not None and record.usage_prompt]
     if said:
         cached = sum(record.usage_cached or 0 for record in said)
+        prompts = sum(record.usage_prompt or 0 for record in said)
+        beyond = sum(max(0, (record.usage_cached or 0) - record.ideal_cached) for record in said)
         found["achieved_tokens"] = cached
-        found["achieved_share"] = cached / sum(record.usage_prompt or 0 for record in said)
+        found["achieved_share"] = cached / prompts
+        found["known_before_share"] = beyond / prompts
     return found
 
 

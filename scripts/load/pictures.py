@@ -1,11 +1,12 @@
 """Which pictures a report shows, and of what."""
 
 import itertools
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from scripts.load import stages
+from scripts.load.nodes import node_charts
 from scripts.load.records import Record
 from scripts.load.report import Report
 from scripts.load.svg import Chart, Points
@@ -13,20 +14,20 @@ from scripts.load.table import milliseconds
 
 Picture = tuple[str, str]  # title, svg
 MAX_BARS = 240
-UTILISATION = re.compile(r"running|waiting|usage|free_pages|cached_pages|in_flight|queue|num_requests|busy|util", re.I)
-COUNTERS = re.compile(r"_total\b|_count\b|_total\{|_count\{")
+WIDE = 1300
 
 
-def of_run(report: Report) -> list[tuple[str, str, list[Picture]]]:
-    """Sections of a run: title, what is seen, pictures."""
+def of_run(report: Report) -> list[tuple[str, str, bool, list[Picture]]]:
+    """Sections of a run: title, what is seen, whether its pictures take the whole width, pictures."""
     records = report.records
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     return [
-        ("Over time", "Each dot is a request, at the instant for which it was intended.", over_time(records)),
-        ("Distributions", "Share of requests (of gaps) that took at most so long.", distributions(good)),
-        ("Requests", "Each bar is a request: waiting for its first token, then decoding.", gantt(records)),
-        ("Stages", "Median of each, by the server's own clock, and what the client saw.", waterfall(report, good)),
-        ("Server", "The server's own metrics during the run.", server(report)),
+        ("Over time", "Each dot is a request, at the instant for which it was intended.", False, over_time(records)),
+        ("Distributions", "Share of requests (of gaps) that took at most so long.", False, distributions(good)),
+        ("Requests", "Each bar is a request, from its intended instant to its last token.", True, gantt(records)),
+        ("Stages", "Medians, by the server's own clocks and the client's. The way to the first token is filled up "
+         "with what the server did not account for.", True, waterfall(good)),
+        ("Nodes", "The server's own metrics during the run.", False, node_charts(report.scrape)),
     ]  # fmt: skip
 
 
@@ -106,81 +107,56 @@ def distributions(good: Sequence[Record]) -> list[Picture]:
     return charts
 
 
+#: Colour of each stage in the Gantt chart, with its name in the legend; others share the first.
+STAGE_COLOURS = {
+    stages.LATE: 3, stages.GATEWAY: 6, "queue": 4, "prefill queue": 4, "prefill": 1, stages.WAITING: 1,
+    stages.FIRST_GAP: 2, stages.STEADY: 0,
+}  # fmt: skip
+FAILED = 5
+
+
 def gantt(records: Sequence[Record]) -> list[Picture]:
-    """One bar per request; of many, an even selection."""
+    """One bar per request, in its stages; of many requests, an even selection."""
     step = -(-len(records) // MAX_BARS)
     shown = sorted(records, key=lambda record: record.intended_s)[:: max(1, step)]
     if not shown:
         return []
-    chart = Chart(
-        "s", f"requests{f', every {step}th' if step > 1 else ''}", height=max(160, min(620, 60 + 5 * len(shown)))
-    )
+    label = f"requests{f', every {step}th' if step > 1 else ''}"
+    chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(shown))), width=WIDE)
+    seen: dict[str, int] = {}
     for row, record in enumerate(shown):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
-        at = float(-row)
-        if record.released_s > record.intended_s:
-            chart.bar(at, record.intended_s, record.released_s, 3, title)
-        first = record.stamps_s[0] if record.stamps_s else record.ended_s
-        chart.bar(at, max(record.intended_s, record.released_s), first, 1, title)
-        if record.stamps_s:
-            chart.bar(at, first, record.stamps_s[-1], 0, title)
+        for span in stages.spans_of(record) if record.stamps_s else _lost(record):
+            if span.name in STAGE_COLOURS and span.length_s > 0:
+                seen[span.name] = colour = STAGE_COLOURS[span.name]
+                end_s = record.stamps_s[-1] if span.name == stages.STEADY else record.intended_s + span.end_s
+                begin_s = record.intended_s + span.begin_s
+                chart.bar(float(-row), begin_s, end_s, colour, f"{span.name}: {title}")
         if record.error:
-            chart.bar(at, record.ended_s, record.ended_s, 5, title)
-    key = "".join(
-        f'<span><i class="c{colour}"></i>{name}</span>'
-        for colour, name in ((3, "sent late"), (1, "waiting for the first token"), (0, "decoding"), (5, "failed"))
-    )
+            seen["failed"] = FAILED
+            chart.bar(float(-row), record.ended_s, record.ended_s, FAILED, title)
+    key = "".join(f'<span><i class="c{colour}"></i>{name}</span>' for name, colour in seen.items())
     return [("Requests by stage", f'<div class="legend">{key}</div>' + chart.svg())]
 
 
-def waterfall(report: Report, good: Sequence[Record]) -> list[Picture]:
-    """Stages as medians; the gap between first and second token, as the client saw it, stands on its own.
+def _lost(record: Record) -> list[stages.Span]:
+    """Of a request that never brought a token: it waited until it failed."""
+    return [stages.Span(stages.WAITING, 0.0, record.ended_s - record.intended_s)]
 
-    Stages of the prefill leg follow each other, and so do those of the other leg, beside them: both are asked at once.
-    What the prefill leg does not account for until the first token is drawn in front of both.
-    """
-    if not report.stages or not good:
+
+def waterfall(good: Sequence[Record]) -> list[Picture]:
+    """The stages on the way to steady decoding, one below the other, each at its median begin and length."""
+    if not any(record.timings for record in good):
         return []
-    legs: tuple[list[tuple[str, float]], list[tuple[str, float]]] = ([], [])
-    for name, figures in report.stages.items():
-        legs[not name.startswith("prefill")].append((name.removesuffix("_s").replace("_", " "), figures["p50"]))
-    first_s = float(np.median([record.ttft_s for record in good]))
-    start_s = max(0.0, first_s - sum(length for _, length in legs[0]))
-    spans = [("gateway and network", 0.0, start_s), *_one_after_another(legs[0], start_s)]
-    spans += _one_after_another(legs[1], start_s)
-    gaps = [record.gaps_s[0] for record in good if len(record.stamps_s) > 1]
-    steady = [gap for record in good for gap in record.gaps_s[1:]]
-    seen = [("first to second token, as seen", gaps), ("steady gap between tokens", steady)]
-    spans += _one_after_another([(name, float(np.median(some))) for name, some in seen if some], first_s)
-    chart = Chart("ms", "stages", height=60 + 26 * len(spans))
-    key = []
-    for row, (name, begin_s, length_s) in enumerate(spans):
-        title = f"{name} {milliseconds(length_s)} ms"
-        chart.bar(float(-row), begin_s * 1e3, (begin_s + length_s) * 1e3, row % 6, title)
-        key.append(f'<span><i class="c{row % 6}"></i>{title}</span>')
-    return [("From arrival to steady decoding", f'<div class="legend">{"".join(key)}</div>' + chart.svg())]
-
-
-def _one_after_another(stages: Sequence[tuple[str, float]], begin_s: float) -> list[tuple[str, float, float]]:
-    """Name, begin and length of each."""
-    begins = itertools.accumulate((length for _, length in stages), initial=begin_s)
-    return [(name, begin, length) for (name, length), begin in zip(stages, begins, strict=False)]
-
-
-def server(report: Report) -> list[Picture]:
-    """Gauges that speak of load, by name, with a line for each set of labels."""
-    families: dict[str, list[tuple[str, list[list[float]]]]] = {}
-    for name, series in report.scrape.items():
-        family, _, labels = name.partition("{")
-        if UTILISATION.search(family) and not COUNTERS.search(name):
-            families.setdefault(family, []).append((labels.rstrip("}"), series))
-    charts = []
-    for family, lines in itertools.islice(families.items(), 12):
-        chart = Chart("s", family[:44])
-        for colour, (labels, series) in enumerate(lines[:6]):
-            chart.line([(at, value) for at, value in series], colour, labels.replace('"', "") or family)
-        charts.append((family, chart.svg()))
-    return charts
+    spans = [span for span in stages.median_spans(good) if span.length_s > 0]
+    rows = {float(-row): f"{span.name}  {milliseconds(span.length_s)} ms" for row, span in enumerate(spans)}
+    chart = Chart(
+        "ms since the intended instant", "stages", height=60 + 24 * len(spans), width=WIDE, left=250, rows=rows
+    )
+    for row, span in enumerate(spans):
+        colour = STAGE_COLOURS.get(span.name, 3)
+        chart.bar(float(-row), span.begin_s * 1e3, span.end_s * 1e3, colour, rows[float(-row)])
+    return [("From arrival to steady decoding", chart.svg())]
 
 
 def _rolling(points: Points, count: int = 20) -> Points:

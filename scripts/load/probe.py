@@ -13,6 +13,11 @@ TIMEOUT_S = 10.0
 #: Ids drawn where nobody says how large the vocabulary is: inside that of nearly every model.
 USUAL_VOCAB = (100, 10_000)
 SHARE_OF_SPECIALS = 64
+UNKNOWN_VOCAB = (
+    f"the server does not say how many token ids it has: prompts are of ids from {USUAL_VOCAB[0]} to "
+    f"{USUAL_VOCAB[1]:,} (--vocab-size, or --prompt text)"
+)
+FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,24 @@ def get_json(parts: SplitResult, path: str, api_key: str | None, verify_tls: boo
         return {}
 
 
-def get(parts: SplitResult, path: str, api_key: str | None, verify_tls: bool) -> tuple[int, bytes]:
-    """Status and body of a GET.
+def flush_cache(url: str, *, api_key: str | None, verify_tls: bool = True) -> None:
+    """Empty the server's prefix cache.
+
+    Raises:
+        ConfigError: it does not do that.
+    """
+    statuses = []
+    for path in FLUSH_PATHS:
+        statuses.append(get(urlsplit(url), path, api_key, verify_tls, method="POST")[0])
+        if statuses[-1] == 200:
+            return
+    raise ConfigError(f"--flush-cache: the server does not do that (HTTP {', '.join(map(str, statuses))})")
+
+
+def get(
+    parts: SplitResult, path: str, api_key: str | None, verify_tls: bool, *, method: str = "GET"
+) -> tuple[int, bytes]:
+    """Status and body of a GET, or of a POST without a body.
 
     Raises:
         ConfigError: nothing answers.
@@ -78,7 +99,7 @@ def get(parts: SplitResult, path: str, api_key: str | None, verify_tls: bool) ->
     connection = connect(parts, verify_tls)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        connection.request("GET", parts.path.rstrip("/").removesuffix("/v1") + path, headers=headers)
+        connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
     except (OSError, http.client.HTTPException) as error:

@@ -30,6 +30,7 @@ class Report:
         latency, throughput, service, errors, classes, tenants, fairness, caching, tokens, stages: see ``metrics``.
         outputs: with --expect-file: how many were compared, and how many differ.
         scrape: the server's own series, ``{name: [[seconds, value], ...]}``.
+        was_stopped: by Ctrl-C or SIGTERM, before its end.
         start_up_s: from the command's start to the first request.
         records: one for each request; not in the JSON.
     """
@@ -56,6 +57,7 @@ class Report:
     scrape: dict[str, list[list[float]]]
     num_requests: int
     num_measured: int
+    was_stopped: bool = False
     start_up_s: float | None = None
     rate: float | None = None
     records: list[Record] = field(default_factory=list, repr=False)

@@ -21,7 +21,7 @@ from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Crew, Outcome, num_clients_for, resolve_host
 from scripts.load.outputs import compare_outputs
 from scripts.load.plan import ideal_cached
-from scripts.load.probe import Server, probe
+from scripts.load.probe import UNKNOWN_VOCAB, Server, flush_cache, probe
 from scripts.load.prompts import PATHS, Prompts
 from scripts.load.records import Record, record_of
 from scripts.load.report import Report, config_figures
@@ -33,26 +33,30 @@ OnTick = Callable[[Sequence[Tick], Plan], None]
 FIGURES = 99  # the stream of the seed that bootstraps use
 
 
-def run_load(config: LoadtestConfig, *, on_tick: OnTick | None = None, server: Server | None = None) -> Report:
+def run_load(
+    config: LoadtestConfig, *, on_tick: OnTick | None = None, server: Server | None = None, salt: int = 0
+) -> Report:
     """Run a load test to its end.
 
     Args:
         config: ``rate`` must be one that can be run; searches and sweeps are ``scripts/load/search.py``.
         on_tick: called a few times a second with the state of each client process.
         server: what ``probe`` found, if that has been asked already.
+        salt: runs with the same seed and another salt have the same schedule and lengths, and other tokens, so that no
+            run finds the prompts of one before it in the server's cache.
 
     Raises:
         ConfigError: the server does not answer, or the plan cannot be made.
         ClientFailed: a client process died.
     """
-    return asyncio.run(run_load_async(config, on_tick=on_tick, server=server))
+    return asyncio.run(run_load_async(config, on_tick=on_tick, server=server, salt=salt))
 
 
 async def run_load_async(
-    config: LoadtestConfig, *, on_tick: OnTick | None = None, server: Server | None = None
+    config: LoadtestConfig, *, on_tick: OnTick | None = None, server: Server | None = None, salt: int = 0
 ) -> Report:
     """As ``run_load``, inside a running loop. Cancelling it ends the client processes."""
-    load = _Load(config, on_tick)
+    load = _Load(config, on_tick, salt)
     return await load.run(server)
 
 
@@ -96,8 +100,9 @@ def setup_of(config: LoadtestConfig) -> Setup:
 class _Load:
     """The steps of a run, with what they share."""
 
-    def __init__(self, config: LoadtestConfig, on_tick: OnTick | None) -> None:
+    def __init__(self, config: LoadtestConfig, on_tick: OnTick | None, salt: int) -> None:
         self._config = config
+        self._salt = salt
         self._on_tick = on_tick
         self._began_at = time.monotonic()
 
@@ -109,7 +114,11 @@ class _Load:
         await crew.start()  # they import while we think
         try:
             found = server or probe(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
+            if config.flush_cache:
+                flush_cache(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
             self._plan = make_plan(config)
+            if found.vocab_size is None and not config.vocab_size and config.sends_ids:
+                self._plan.notes.append(UNKNOWN_VOCAB)
             prompts = self._prompts(found)
         except BaseException:
             await crew.close()
@@ -149,7 +158,7 @@ class _Load:
         if config.vocab_size:
             vocab = Server(None, config.vocab_size, "", {}).vocab
         return Prompts(
-            config.seed,
+            config.seed + (self._salt << 40),
             vocab,
             config.endpoint,
             config.model or server.model,
@@ -209,6 +218,7 @@ class _Load:
             scrape=scraper.since(outcome.start_at),
             num_requests=len(records),
             num_measured=len(measured),
+            was_stopped=outcome.was_halted,
             start_up_s=outcome.start_at
             - self._began_at
             + min((r.sent_s for r in records if r.sent_s >= 0), default=0.0),

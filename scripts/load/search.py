@@ -30,6 +30,7 @@ class Point:
 
     Attributes:
         holds: whether the share of good requests reaches the target.
+        is_valid: whether the client kept up; if not, nobody knows what the server would have done.
         is_sure: whether that is so with 95 % confidence, or only by the mean.
     """
 
@@ -38,6 +39,7 @@ class Point:
     count: int = 0
     holds: bool = False
     is_sure: bool = False
+    is_valid: bool = True
     reports: list[Report] = field(default_factory=list)
 
     @property
@@ -90,6 +92,9 @@ def measure(run: Run, rate: float, target: float) -> Point:
     for number in range(MAX_TRIES):
         report = run(rate, number)
         point.reports.append(report)
+        if report.reasons:
+            point.is_valid = point.holds = False
+            break
         point.good += report.service["good"]
         point.count += report.service["count"]
         low, high = stats.proportion_interval(point.good, point.count)
@@ -106,25 +111,41 @@ def search_command(config: LoadtestConfig) -> int:
     shown: list[Report] = []
 
     def run(rate: float, number: int) -> Report:
-        report = watched(replace(at_rate(config, rate), seed=config.seed + number), server)
+        report = watched(replace(at_rate(config, rate), seed=config.seed + number), server, salt=len(shown))
         shown.append(report)
         print(_row(rate, report), flush=True)
+        if report.was_stopped:
+            raise KeyboardInterrupt
         return report
 
     print(f"{'rate':>9}{'achieved':>10}{'good':>9}{'TTFT p50':>10}{'TTFT p99':>10}{'ITL p50':>9}{'ITL p99':>9}  (ms)")
     best: float | None = None
     points: list[Point] = []
-    if config.find_goodput:
-        start = float(config.rate) if config.rate and config.rate.replace(".", "", 1).isdigit() else 1.0
-        best, points = find_goodput(run, start, config.slo_attainment, config.search_steps)
+    try:
+        if config.find_goodput:
+            start = float(config.rate) if config.rate and config.rate.replace(".", "", 1).isdigit() else 1.0
+            best, points = find_goodput(run, start, config.slo_attainment, config.search_steps)
+        else:
+            for word in (config.sweep or "").split(","):
+                run(float(word), 0)
+    finally:  # stopped, too: what there is
+        if shown:
+            _write(config, shown, points, best)
+    return _verdict(config, shown, points, best)
+
+
+def _verdict(config: LoadtestConfig, shown: list[Report], points: list[Point], best: float | None) -> int:
+    """Say what was found; the exit status."""
+    if best is not None:
         limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
         print(f"\nhighest rate with {percent(config.slo_attainment)} of requests within {limits}: {best:.4g}/s")
-    else:
-        for word in (config.sweep or "").split(","):
-            run(float(word), 0)
-    _write(config, shown, points, best)
-    if not any(report.is_valid for report in shown):
-        print("no run was valid", file=sys.stderr)
+        unsure = [point.rate for point in points if not point.is_sure and point.is_valid]
+        if unsure:
+            print(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
+    failed = [point.rate for point in points if not point.is_valid]
+    if failed:
+        print(f"at {min(failed):.4g}/s the client could not keep up: the limit may be higher", file=sys.stderr)
+    if failed or not any(report.is_valid for report in shown):
         return INVALID
     return FAILED if best == 0 else FINE
 

@@ -83,14 +83,19 @@ def clustered_quantile_interval(
 # ---- does a sample follow a distribution? ---------------------------------------------------------------------------
 
 
-def ks_test(sample: Sequence[float] | Floats, cdf: Callable[[Floats], Floats]) -> tuple[float, float]:
-    """Kolmogorov-Smirnov: the largest distance between a sample and a distribution, and its p-value."""
+def ks_test(
+    sample: Sequence[float] | Floats, cdf: Callable[[Floats], Floats], resolution: float = 0.0
+) -> tuple[float, float]:
+    """Kolmogorov-Smirnov: the largest distance between a sample and a distribution, and its p-value.
+
+    Args:
+        resolution: values are only known to so much; only what no value inside of that explains counts as distance.
+    """
     ordered = np.sort(np.asarray(sample, dtype=np.float64))
     count = len(ordered)
-    expected = cdf(ordered)
-    above = float((np.arange(1, count + 1) / count - expected).max())
-    below = float((expected - np.arange(count) / count).max())
-    distance = max(above, below)
+    above = float((np.arange(1, count + 1) / count - cdf(ordered + resolution)).max())
+    below = float((cdf(ordered - resolution) - np.arange(count) / count).max())
+    distance = max(above, below, 0.0)
     return distance, kolmogorov_p(distance * (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)))
 
 

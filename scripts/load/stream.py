@@ -46,6 +46,7 @@ class _Meta(msgspec.Struct):
     cached_tokens: int | None = None
     finish_reason: Any = None
     timings: dict[str, float] | None = None
+    queue_time: float | None = None
 
 
 class _Event(msgspec.Struct):
@@ -59,6 +60,8 @@ class _Event(msgspec.Struct):
     timings: dict[str, Any] | None = None
 
 
+#: Other servers' names for stages, with what makes seconds of them: llama.cpp's (milliseconds) and SGLang's.
+FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
@@ -219,7 +222,7 @@ def _take(answer: Answer, event: _Event, at: float) -> None:
         if choice.finish_reason:
             answer.finish = str(choice.finish_reason)
     if event.timings:
-        answer.timings.update({key: value for key, value in event.timings.items() if isinstance(value, float)})
+        answer.timings.update(_stages(event.timings))
 
 
 def _take_usage(answer: Answer, usage: _Usage) -> None:
@@ -248,7 +251,19 @@ def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
         answer.finish = str(reason.get("type", "")) if isinstance(reason, dict) else str(reason)
         if answer.finish == "abort":
             answer.error, answer.message = "stream_abort", str(reason)
-    answer.timings.update(meta.timings or {})
+    answer.timings.update(_stages(meta.timings or {}))
+    if meta.queue_time is not None:
+        answer.timings.update(_stages({"queue_time": meta.queue_time}))
+
+
+def _stages(timings: dict[str, Any]) -> dict[str, float]:
+    """Those that are durations of a stage, in seconds, by our names; rates and counts are none."""
+    found = {}
+    for name, value in timings.items():
+        ours, scale = FOREIGN.get(name, (name if name.endswith("_s") else "", 1.0))
+        if ours and isinstance(value, int | float):
+            found[ours] = value * scale
+    return found
 
 
 def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:

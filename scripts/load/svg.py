@@ -1,7 +1,7 @@
 """Charts as SVG text: axes, lines, dots and bars, as a report needs them.
 
-Colours are CSS classes (``c0`` ... ``c5``) that the page defines for light and dark; a mark may carry a title, which
-browsers show as a tooltip.
+Colours are CSS classes (``c0`` ... ``c6``), defined here for light and dark; a mark may carry a title, which browsers
+show as a tooltip. ``svg`` is for a page that has the style, ``file`` stands alone.
 """
 
 import html
@@ -12,6 +12,24 @@ from dataclasses import dataclass, field
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 MAX_POINTS = 1500
+LETTER = 6.2  # mean width of one, for what no browser has laid out yet
+COLOURS = {
+    "light": "#2563b8 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
+    "dark": "#6ea8fe #f2995f #53c495 #b794e6 #e0b84c #f27a9b #667085".split(),
+}
+VARIABLES = {  # ink and lines, then the colours
+    name: f"--ink: {ink}; --soft: {soft}; --line: {line}; "
+    + " ".join(f"--c{n}: {colour};" for n, colour in enumerate(COLOURS[name]))
+    for name, ink, soft, line in (("light", "#1c2430", "#667085", "#e3e7ed"), ("dark", "#e6e9ef", "#98a2b3", "#2b323d"))
+}
+STYLE = (
+    f":root {{ {VARIABLES['light']} }} @media (prefers-color-scheme: dark) {{ :root {{ {VARIABLES['dark']} }} }} "
+    "svg text { font: 11px system-ui, sans-serif; fill: var(--soft); } svg text.e { text-anchor: end; } "
+    "svg text.m { text-anchor: middle; } svg text.t { font-weight: 600; fill: var(--ink); } "
+    ".g { stroke: var(--line); } "
+    ".l { fill: none; stroke-width: 1.7; } .f { fill-opacity: .75; } "
+    + " ".join(f".l.c{n} {{ stroke: var(--c{n}) }} .f.c{n} {{ fill: var(--c{n}) }}" for n in range(7))
+)
 Points = Sequence[tuple[float, float]]
 
 
@@ -50,6 +68,8 @@ class Chart:
         x_label, y_label: what the axes show, with unit.
         x, y: bounds; None to fit what is drawn.
         is_log_x, is_log_y: logarithmic axes; values below the lower bound are drawn on it.
+        height, width, left: pixels; ``left`` is for what stands in front of the axis.
+        rows: names of heights, instead of numbers.
     """
 
     x_label: str
@@ -59,6 +79,9 @@ class Chart:
     is_log_x: bool = False
     is_log_y: bool = False
     height: int = HEIGHT
+    width: int = WIDTH
+    left: int = LEFT
+    rows: dict[float, str] = field(default_factory=dict)
     _marks: list[tuple[str, Points, str, str]] = field(default_factory=list)
     _bars: list[tuple[float, float, float, str, str]] = field(default_factory=list)
 
@@ -81,11 +104,29 @@ class Chart:
 
     def svg(self) -> str:
         """The chart, with its legend above."""
+        label = html.escape(self.y_label)
+        head = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}">'
+        return self._legend() + head + self._drawing() + "</svg>"
+
+    def file(self, title: str) -> str:
+        """The chart as a file of its own, with title and legend, in the reader's light or dark."""
+        keys, x = "", float(self.left)
+        for colour, name in self.names:
+            keys += f'<rect class="f {colour}" x="{x:.0f}" y="25" width="10" height="10"/>'
+            keys += f'<text x="{x + 14:.0f}" y="34">{html.escape(name)}</text>'
+            x += 30 + LETTER * len(name)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height + 36}" '
+            f'width="{self.width}" role="img"><style>{STYLE}</style>'
+            f'<text class="t" x="{self.left}" y="14">{html.escape(title)}</text>{keys}'
+            f'<g transform="translate(0,36)">{self._drawing()}</g></svg>\n'
+        )
+
+    def _drawing(self) -> str:
         x, y = self._bounds()
-        to_x = _scale(x, (LEFT, WIDTH - RIGHT), self.is_log_x)
+        to_x = _scale(x, (self.left, self.width - RIGHT), self.is_log_x)
         to_y = _scale(y, (self.height - BOTTOM, TOP), self.is_log_y)
-        parts = [f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{html.escape(self.y_label)}">']
-        parts += self._grid(x, y, to_x, to_y)
+        parts = self._grid(x, y, to_x, to_y)
         parts += [self._mark(mark, to_x, to_y) for mark in self._marks]
         size = max(1.0, min(10.0, (self.height - TOP - BOTTOM) / max(1, len({bar[0] for bar in self._bars})) - 0.6))
         for at, begin, end, colour, title in self._bars:
@@ -95,8 +136,7 @@ class Chart:
                 f'<rect class="f {colour}" x="{to_x(begin):.1f}" y="{to_y(at) - size / 2:.1f}" width="{width:.1f}" '
                 f'height="{size:.1f}">{label}</rect>'
             )
-        parts.append("</svg>")
-        return self._legend() + "".join(parts)
+        return "".join(parts)
 
     def _bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
         points = [point for _, mark, _, _ in self._marks for point in mark]
@@ -107,20 +147,21 @@ class Chart:
     def _grid(self, x: tuple[float, float], y: tuple[float, float], to_x: "_scale", to_y: "_scale") -> list[str]:
         bottom = self.height - BOTTOM
         parts = []
-        for value in log_ticks(*y) if self.is_log_y else ticks(*y):
-            parts.append(
-                f'<line class="g" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{to_y(value):.1f}" y2="{to_y(value):.1f}"/>'
-            )
-            if not self._bars:
-                parts.append(f'<text class="e" x="{LEFT - 6}" y="{to_y(value) + 3:.1f}">{number(value)}</text>')
-        for value in log_ticks(*x) if self.is_log_x else ticks(*x, 8):
+        right = self.width - RIGHT
+        heights = {} if self._bars else {v: number(v) for v in (log_ticks(*y) if self.is_log_y else ticks(*y))}
+        for value, name in (self.rows or heights).items():
+            at = to_y(value)
+            parts.append(f'<line class="g" x1="{self.left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+            parts.append(f'<text class="e" x="{self.left - 6}" y="{at + 3:.1f}">{html.escape(name)}</text>')
+        for value in log_ticks(*x) if self.is_log_x else ticks(*x, self.width // 80):
             parts.append(f'<line class="g" x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{TOP}" y2="{bottom}"/>')
             parts.append(f'<text class="m" x="{to_x(value):.1f}" y="{bottom + 14}">{number(value)}</text>')
-        middle = (LEFT + WIDTH - RIGHT) / 2
+        middle = (self.left + right) / 2
         parts.append(f'<text class="m" x="{middle}" y="{self.height - 6}">{html.escape(self.x_label)}</text>')
         turned = f"rotate(-90 12 {self.height / 2})"
         label = html.escape(self.y_label)
-        parts.append(f'<text class="m" x="12" y="{self.height / 2}" transform="{turned}">{label}</text>')
+        if not self.rows:
+            parts.append(f'<text class="m" x="12" y="{self.height / 2}" transform="{turned}">{label}</text>')
         return parts
 
     def _mark(self, mark: tuple[str, Points, str, str], to_x: "_scale", to_y: "_scale") -> str:

@@ -6,6 +6,7 @@ from scripts.load.metrics import Figures
 from scripts.load.report import Report
 
 WIDTH = 100
+MAX_KNOWN_BEFORE = 0.05  # a chat template is in every prompt, and is not the harness's own
 ROWS = (
     ("time to first token", "ttft"),
     ("  from the send", "ttft_sent"),
@@ -114,10 +115,22 @@ def _other_lines(report: Report) -> list[str]:
     if fairness:
         ratio = f"{fairness['ttft_ratio']:.2f}" if fairness["ttft_ratio"] else "-"
         lines.append(f"fairness   Jain {fairness['service_jain']:.3f}, worst over best median TTFT {ratio}")
+        if fairness["tokens_per_s"]:
+            rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in list(fairness["tokens_per_s"].items())[:8])
+            lines.append(
+                f"           while several waited ({fairness['backlogged_s']:,} s): Jain "
+                f"{fairness['backlogged_jain']:.3f}, tokens/s {rates}"
+            )
     if caching["ideal_tokens"] or caching["achieved_tokens"]:
         lines.append(
             f"cache      {percent(caching['achieved_share'])} of prompt tokens; "
             f"a perfect cache would have held {percent(caching['ideal_share'])}"
+        )
+    if is_warm(report):
+        share = percent(caching["known_before_share"])
+        lines.append(
+            f"WARM       {share} of prompt tokens were in the server's cache before the run: --flush-cache, or another "
+            "--seed"
         )
     if tokens["usage_mismatches"]:
         lines.append(f"usage      of {tokens['usage_mismatches']:,} answers disagrees with the tokens that came")
@@ -133,6 +146,11 @@ def _other_lines(report: Report) -> list[str]:
     for name, figures in report.stages.items():
         lines.append(f"stage      {name}: p50 {milliseconds(figures['p50'])} ms, p99 {milliseconds(figures['p99'])} ms")
     return lines
+
+
+def is_warm(report: Report) -> bool:
+    """Whether the server knew more of the prompts than this run can have told it."""
+    return (report.caching["known_before_share"] or 0.0) > MAX_KNOWN_BEFORE
 
 
 def _verdict_lines(report: Report) -> list[str]:

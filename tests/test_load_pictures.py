@@ -1,0 +1,119 @@
+"""Stages on a request's way, use of the nodes, and charts as files: values worked out by hand."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from load_records import record
+
+from scripts.load.nodes import node_charts
+from scripts.load.pictures import gantt, waterfall
+from scripts.load.records import Record
+from scripts.load.stages import Span, median_spans, spans_of
+from scripts.load.svg import Chart
+
+TIMINGS = {
+    "prefill_queue_s": 0.1, "prefill_s": 0.3, "decode_queue_s": 0.02, "prompt_wait_s": 0.38, "transfer_s": 0.05,
+    "join_s": 0.1,
+}  # fmt: skip
+
+
+def timed() -> Record:
+    """Sent 0.1 s late; tokens 1.0, 1.2, 1.3 and 1.5 s after the intended instant, 2.0."""
+    return record(3.0, 3.2, 3.3, 3.5, at=2.0, late=0.1, timings=TIMINGS)
+
+
+def rounded(spans: list[Span]) -> dict[str, tuple[float, float]]:
+    return {span.name: (round(span.begin_s, 6), round(span.length_s, 6)) for span in spans}
+
+
+def test_the_prefill_leg_ends_with_the_first_token_and_the_decode_leg_with_the_second() -> None:
+    assert rounded(spans_of(timed())) == {
+        "sent late": (0.0, 0.1),
+        "gateway and network": (0.1, 0.5),
+        "prefill queue": (0.6, 0.1),
+        "prefill": (0.7, 0.3),
+        "decode queue": (0.65, 0.02),
+        "decode waits for the prompt": (0.67, 0.38),
+        "transfer": (1.05, 0.05),
+        "first decode token": (1.1, 0.1),
+        "first to second token": (1.0, 0.2),
+        "steady decode, a token": (1.2, 0.15),
+    }
+
+
+def test_without_the_servers_times_there_is_only_what_the_client_saw() -> None:
+    plain = record(3.0, 3.2, 3.3, at=2.0)
+    assert rounded(spans_of(plain)) == {
+        "sent late": (0.0, 0.0),
+        "until the first token": (0.0, 1.0),
+        "first to second token": (1.0, 0.2),
+        "steady decode, a token": (1.2, 0.1),
+    }
+    assert waterfall([plain]) == [], "a waterfall needs the server's stages"
+    assert rounded(spans_of(record(3.0, at=2.0))) == {"sent late": (0.0, 0.0), "until the first token": (0.0, 1.0)}
+
+
+def test_medians_are_taken_over_the_requests_that_have_the_stage() -> None:
+    three = [record(length, at=0.0, timings={"prefill_s": length}) for length in (1.0, 2.0, 4.0)]
+    found = rounded(median_spans([*three, record(9.0, at=0.0)]))
+    assert found["prefill"] == (0.0, 2.0)
+    assert found["until the first token"] == (0.0, 9.0)
+
+
+def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
+    ((_, drawn),) = gantt([timed(), record(at=1.0, error="dropped", ended_s=4.0)])
+    names = re.findall(r"<title>([^:#]*):", drawn)
+    assert names == [
+        "until the first token",
+        *("sent late", "gateway and network", "prefill queue", "prefill"),
+        *("first to second token", "steady decode, a token"),
+    ]
+    assert "failed" in drawn
+
+
+def points(charts: list[tuple[str, str]], title: str) -> int:
+    """How many points the lines of a chart have."""
+    (drawn,) = [svg for name, svg in charts if name == title]
+    return sum(path.count(",") for path in re.findall(r'd="(M[^"]*)"', drawn))
+
+
+def test_counters_become_rates_from_one_change_to_the_next() -> None:
+    """Read every second, refreshed every two: 1.5 busy seconds in the first two, 1 in the next, then nothing."""
+    values = [10.0, 10.0, 11.5, 11.5, 12.5, 12.5, 12.5, 12.5, 12.5, 12.5]
+    scrape = {'x_node_busy_seconds_total{node="p"}': [[float(at), value] for at, value in enumerate(values)]}
+    charts = node_charts(scrape)
+    assert [title for title, _ in charts] == ["Busy with steps, share of the time"]
+    drawn = charts[0][1]
+    heights = [round(float(y), 1) for y in re.findall(r"[ML][\d.]+,([\d.]+)", drawn)]
+    top, bottom = 14.0, 220.0
+    shares = [round((bottom - height) / (bottom - top), 2) for height in heights]
+    assert shares == [0.75, 0.75, 0.5, 0.5, 0.0, 0.0]
+
+
+def test_pages_in_use_are_those_neither_free_nor_merely_cached() -> None:
+    series = {"pages": 100.0, "free_pages": 60.0, "cached_pages": 30.0}
+    scrape = {
+        f'x_node_{name}{{node="d",role="decode"}}': [[1.0, value], [2.0, value]] for name, value in series.items()
+    }
+    charts = node_charts(scrape)
+    assert charts[0][0] == "KV pages in use, share of the pool"
+    (height,) = {float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", charts[0][1])}
+    assert (220 - height) / (220 - 14) == pytest.approx(0.1, abs=0.001)
+
+
+def test_gauges_of_other_servers_are_shown_as_they_are() -> None:
+    names = ['vllm:num_requests_running{engine="0"}', "sglang:token_usage", "llamacpp:requests_processing", "x_total"]
+    charts = node_charts({name: [[0.0, 1.0], [1.0, 2.0]] for name in names})
+    assert [title for title, _ in charts] == [name.partition("{")[0] for name in names[:3]]
+
+
+def test_a_chart_can_stand_alone_as_a_file() -> None:
+    chart = Chart("requests/s", "ms <p50>", is_log_y=True)
+    chart.line([(1, 2.0), (2, 3.0)], 0, "one & two")
+    chart.line([(1, 4.0), (2, 9.0)], 1, "p99")
+    tree = ElementTree.fromstring(chart.file("Rate against latency"))
+    texts = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[:3] == ["Rate against latency", "one & two", "p99"]
+    assert "ms <p50>" in texts
+    assert "http" not in re.sub(r'xmlns="[^"]*"', "", chart.file("x")), "nothing from outside"
