@@ -200,7 +200,7 @@ def test_a_stopped_run_reports_what_there_is_and_leaves_no_process(tmp_path: Pat
             time.sleep(2.0)
             clients = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 3, "a run cut short is not a valid one"
+            assert process.wait(10) == 130
     report = json.loads((tmp_path / "r.json").read_text())
     assert "stopped before its end" in report["reasons"][-1]
     assert 10 < report["num_requests"] < 100
