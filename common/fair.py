@@ -10,7 +10,8 @@ weights of input and output tokens.
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from common.policies import Policy
 from common.request import Request
@@ -65,27 +66,22 @@ class TokenCounters:
 
         Equal counters go by the given order.
         """
-        queues: dict[str, list[tuple[int, Request]]] = {}
-        for position, request in enumerate(ordered):
-            queues.setdefault(account_of(request), []).append((position, request))
+        queues: dict[str, list[Request]] = {}
+        places: dict[str, list[int]] = {}
+        for place, request in enumerate(ordered):
+            account = account_of(request)
+            if account not in queues:
+                queues[account], places[account] = [], []
+            queues[account].append(request)
+            places[account].append(place)
         if len(queues) < 2:
             return list(ordered)
-        turns = []
+        turns: list[tuple[float, int, float, Iterator[Request], Iterator[int]]] = []
         for account, queue in queues.items():
-            queue.reverse()
-            turns.append((self.value(account), queue[-1][0], account))
+            later = iter(places[account])
+            turns.append((self.value(account), next(later), self._weight(account), iter(queue), later))
         heapq.heapify(turns)
-        line: list[Request] = []
-        while turns:
-            value, _, account = turns[0]
-            queue = queues[account]
-            line.append(request := queue.pop()[1])
-            if queue:
-                value += cost_of(request) / self._weight(account)
-                heapq.heapreplace(turns, (value, queue[-1][0], account))
-            else:
-                heapq.heappop(turns)
-        return line
+        return list(_take_turns(turns, cost_of))
 
     def _weight(self, account: str) -> float:
         return self._weights.get(account, self._default_weight)
@@ -95,6 +91,21 @@ class TokenCounters:
         idle = sorted((value, account) for account, value in self._values.items() if account not in self._num_waiting)
         for _, account in idle[: len(idle) // 2]:
             del self._values[account]
+
+
+def _take_turns(
+    turns: list[tuple[float, int, float, Iterator[Request], Iterator[int]]], cost_of: Callable[[Request], float]
+) -> Iterator[Request]:
+    """From a heap of counters; each with the place of its next request, its weight, its requests and later places."""
+    while turns:
+        value, _, weight, requests, later = turns[0]
+        request = next(requests)
+        yield request
+        place = next(later, None)
+        if place is None:
+            heapq.heappop(turns)
+        else:
+            heapq.heapreplace(turns, (value + cost_of(request) / weight, place, weight, requests, later))
 
 
 def cost_of(request: Request) -> float:
@@ -122,7 +133,7 @@ class Fair(Policy):
         self.counters = TokenCounters(weights)
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return self.counters.interleave(waiting, _tenant_of, cost_of)
+        return self.counters.interleave(waiting, attrgetter("tenant"), cost_of)
 
     def arrived(self, request: Request) -> None:
         self.counters.arrived(request.tenant)
@@ -132,7 +143,3 @@ class Fair(Policy):
 
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
         self.counters.charge(request.tenant, weighted(num_input, num_output))
-
-
-def _tenant_of(request: Request) -> str:
-    return request.tenant

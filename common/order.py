@@ -94,15 +94,15 @@ class Order:
 
     def _by_rules(self, ordered: Sequence[Request]) -> Sequence[Request]:
         if self.rules.is_enabled:
-            ordered = sorted(ordered, key=self._rank)
+            rate = self.rules.aging_per_s
+            ordered = sorted(
+                ordered, key=lambda r: rate * r.arrived_at - max(r.priority, r.inherited_priority)
+            )  # highest standing first, spelt out since queues are long
         return self._classes.interleave(ordered, self._class_of, cost_of) if self._classes else ordered
 
     def least_first(self, running: Iterable[Request]) -> list[Request]:
         """In which order running requests give way: the least urgent first, and of these the newest."""
         return sorted(running, key=lambda request: (self.priority(request), -request.arrived_at))
-
-    def _rank(self, request: Request) -> float:
-        return -self.standing(request)
 
     def priority(self, request: Request) -> int:
         """Its own, or that of the most urgent request that waits for it; 0 for all with priorities off."""

@@ -6,6 +6,7 @@ matches anything. All sorts keep the order of arrival among equals.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -106,17 +107,20 @@ class ShortestFirst(Policy):
     name = "short-first"
 
     def __init__(self, constants: RatioConstants | None = None) -> None:
-        self._constants = constants or RatioConstants()
+        constants = constants or RatioConstants()
+        self._clip = constants.clip
+        self._share = constants.initial
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         return sorted(waiting, key=self._work)
 
     def _work(self, request: Request) -> float:
-        num_left = request.num_left
+        num_output = len(request.output)
+        num_left = request.sampling.max_new_tokens - num_output
         if request.expected_output:
-            expected: float = min(max(request.expected_output - len(request.output), 1), num_left)
+            expected: float = min(max(request.expected_output - num_output, 1), num_left)
         else:
-            expected = min(num_left, self._constants.clip) * self._constants.initial
+            expected = min(num_left, self._clip) * self._share
         return request.num_uncached + expected
 
 
@@ -139,7 +143,9 @@ class EarliestDeadlineFirst(Policy):
     overtakes = True
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=lambda request: (request.deadline_at <= now, request.deadline_at))
+        can_be_met = [request for request in waiting if request.deadline_at > now]
+        lost = [request for request in waiting if request.deadline_at <= now]
+        return sorted(can_be_met, key=_deadline) + sorted(lost, key=_deadline)
 
 
 class LongestPrefixMatch(Policy):
@@ -168,6 +174,9 @@ class LongestPrefixMatch(Policy):
             (last if sharing.holds_back_or_add(request) else first).append(request)
         first.sort(key=_minus_cached)
         return first + last
+
+
+_deadline = attrgetter("deadline_at")
 
 
 def _minus_cached(request: Request) -> int:

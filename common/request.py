@@ -87,7 +87,8 @@ class Request:
     @property
     def num_uncached(self) -> int:
         """Tokens that are still to be computed, as far as is known while it waits."""
-        return self.num_tokens - (self.num_computed if self.watch is None else self.watch.num_tokens)
+        num_found = self.num_computed if self.watch is None else self.watch.num_tokens
+        return len(self.prompt) + len(self.output) - num_found
 
     @property
     def num_cacheable(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from common.config import GatewayConfig
 from common.errors import ErrorCode, RequestError
 from common.messages import Refused, Register, Registered
+from common.plugins import load_policy
 from common.policy import make_order
 from gateway.admission import Admission
 from gateway.backlog import Backlog
@@ -79,7 +80,9 @@ def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> Fleet:
     )
     router = Router(local_prefill=config.local_prefill, local_threshold=config.local_prefill_threshold)
     queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
-    backlog = Backlog(make_order(config), patience_s=config.heartbeat_timeout)
+    backlog = Backlog(
+        make_order(config, own_policy=load_policy(config.schedule_policy)), patience_s=config.heartbeat_timeout
+    )
     return Fleet(model, registry, router, Admission(queued), backlog, config.gateway_lookahead)
 
 

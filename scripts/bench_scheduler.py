@@ -1,4 +1,5 @@
-"""What scheduling costs: the radix cache on a tree of a million tokens, and ``plan`` + ``commit`` of 256 decode rows.
+"""What scheduling costs: the radix cache on a tree of a million tokens, ``plan`` + ``commit`` of 256 decode rows, and
+``plan`` of a prefill node over 1,000 and 10,000 waiting requests under every policy.
 
 Each figure is the median (and 99th percentile) of many repetitions on one core, in microseconds, beside the published
 figures of SGLang 0.5.23's Python and Rust trees on the same tree: 1,000 sequences of 50 shared prefixes of 256 tokens,
@@ -9,128 +10,36 @@ Baton; that is a row of its own.
 import argparse
 import gc
 import json
-import resource
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from common.new_token_ratio import NewTokenRatio, RatioConstants
 from common.order import Order
-from common.pages import Owner, PageBooks
+from common.pages import PageBooks
 from common.policy import make_policy
-from common.radix import TOKEN_BYTES, RadixCache, TokenKey, pack
+from common.radix import TOKEN_BYTES, RadixCache, pack
 from common.request import Request
 from common.sampling import SamplingParams
 from common.step import StepResult
 from decode_node.scheduler import DecodeScheduler, Limits
+from scripts.bench_policies import bench_lpm, bench_plans, measured_steps, print_plans, print_steps
+from scripts.bench_tree import (
+    CHAIN_NODES,
+    LEAF_TOKENS,
+    PAGE_SIZE,
+    PROBE_TOKENS,
+    Figure,
+    Tree,
+    figure,
+    timed,
+)
 
-PAGE_SIZE = 16
-NUM_PREFIXES = 50
-PREFIX_TOKENS = 256
-NUM_LEAVES = 1_000
-LEAF_TOKENS = 1_008
-PROBE_TOKENS = 8_192
-CHAIN_NODES = 16
 EVICT_TOKENS = 100_000
 NUM_ROWS = 256
 PLAN_MARK_US = 500.0
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One row of the table; times in microseconds, None where nobody has published one."""
-
-    name: str
-    median_us: float
-    p99_us: float
-    num_samples: int
-    num_preempted: int
-    python_tree_us: float | None = None
-    rust_tree_us: float | None = None
-    mark_us: float | None = None
-
-
-class Sample(NamedTuple):
-    """One repetition. A preempted one contains a time slice of some other process; it is counted, not left out."""
-
-    wall_us: float
-    is_preempted: bool
-
-
-class Tree:
-    """A cache holding 1,020,800 tokens, with room for what is tried on it."""
-
-    def __init__(self) -> None:
-        num_pages = (NUM_PREFIXES * PREFIX_TOKENS + NUM_LEAVES * LEAF_TOKENS + 2 * PROBE_TOKENS) // PAGE_SIZE
-        self.books = PageBooks(num_pages)
-        self.cache = RadixCache(self.books, PAGE_SIZE)
-        self._random = np.random.default_rng(0)
-        self._prefixes = [self.fresh(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
-        self._num_leaves = 0
-        self._locked = list(self.cache.nodes())
-        self.grow(NUM_LEAVES)
-        assert self.cache.num_pages * PAGE_SIZE == 1_020_800
-
-    def grow(self, num_leaves: int) -> None:
-        """Add requests of one of the shared prefixes and 1,008 new tokens each."""
-        for _ in range(num_leaves):
-            self.add(self._prefixes[self._num_leaves % NUM_PREFIXES] + self.fresh(LEAF_TOKENS))
-            self._num_leaves += 1
-
-    def fresh(self, num_tokens: int) -> TokenKey:
-        """Packed random tokens of a vocabulary of 151,936."""
-        return self._random.integers(0, 151_936, num_tokens).astype("<i4").tobytes()
-
-    def pages_for(self, key: TokenKey) -> list[int]:
-        pages = self.books.alloc(len(key) // (TOKEN_BYTES * PAGE_SIZE), Owner.REQUEST)
-        assert pages is not None
-        return pages
-
-    def add(self, key: TokenKey) -> None:
-        pages = self.pages_for(key)
-        self.books.free(pages[: self.cache.insert(key, pages).first_adopted], Owner.REQUEST)
-
-    def add_chain(self, key: TokenKey, num_nodes: int) -> list[int]:
-        """Insert the first ``num_nodes`` sixteenths of a new run, one after the other as chunks are; their pages."""
-        size = len(key) // CHAIN_NODES
-        pages: list[int] = []
-        for end in range(size, num_nodes * size + 1, size):
-            pages += self.pages_for(key[:size])
-            self.cache.insert(key[:end], pages)
-        return pages
-
-    def lock_all(self) -> None:
-        """What is added from now on is all that ``cache.clear`` removes."""
-        self._locked = list(self.cache.nodes())
-        for node in self._locked:
-            self.cache.lock(node)
-
-    def unlock_all(self) -> None:
-        for node in self._locked:
-            self.cache.unlock(node)
-
-
-def timed(work: Callable[[], object]) -> Sample:
-    """One call on the wall clock."""
-    lost = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    start = time.perf_counter_ns()
-    work()
-    elapsed = time.perf_counter_ns() - start
-    return Sample(elapsed / 1e3, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > lost)
-
-
-def figure(name: str, samples: list[Sample], *others: float | None) -> Figure:
-    ordered = sorted(sample.wall_us for sample in samples)
-    num_preempted = sum(sample.is_preempted for sample in samples)
-    p99 = ordered[int(len(ordered) * 0.99)]
-    return Figure(name, statistics.median(ordered), p99, len(samples), num_preempted, *others)
 
 
 def bench_pack(tree: Tree, num_repeats: int) -> Figure:
@@ -144,7 +53,7 @@ def bench_insert(tree: Tree, num_repeats: int) -> Figure:
         key = tree.fresh(PROBE_TOKENS)
         times.append(timed(partial(tree.cache.insert, key, tree.pages_for(key))))
         tree.cache.clear()
-    return figure("insert 8,192 new tokens", times, 20, 12)
+    return figure("insert 8,192 new tokens", times, python=20, rust=12)
 
 
 def bench_insert_behind_chain(tree: Tree, num_repeats: int) -> Figure:
@@ -165,7 +74,7 @@ def bench_match(tree: Tree, num_repeats: int) -> Figure:
     times = [timed(lambda: tree.cache.match(copy)) for _ in range(num_repeats)]
     assert tree.cache.match(copy).num_tokens == PROBE_TOKENS
     tree.cache.clear()
-    return figure("match 8,192 tokens in one node", times, 28, 5)
+    return figure("match 8,192 tokens in one node", times, python=28, rust=5)
 
 
 def bench_match_chain(tree: Tree, num_repeats: int) -> Figure:
@@ -175,7 +84,7 @@ def bench_match_chain(tree: Tree, num_repeats: int) -> Figure:
     match = tree.cache.match(key)
     assert (match.num_tokens, len(match.node.path())) == (PROBE_TOKENS, CHAIN_NODES)
     tree.cache.clear()
-    return figure("match 8,192 tokens in a chain of 16 nodes", times, 99, 9)
+    return figure("match 8,192 tokens in a chain of 16 nodes", times, python=99, rust=9)
 
 
 def bench_evict(tree: Tree, num_repeats: int) -> Figure:
@@ -184,7 +93,7 @@ def bench_evict(tree: Tree, num_repeats: int) -> Figure:
     for _ in range(max(3, num_repeats // 20)):
         times.append(timed(lambda: tree.cache.evict(num_pages)))
         tree.grow(EVICT_TOKENS // LEAF_TOKENS)
-    return figure("evict 100,000 tokens", times, 724, 403)
+    return figure("evict 100,000 tokens", times, python=724, rust=403)
 
 
 def bench_step(num_steps: int) -> Figure:
@@ -210,7 +119,7 @@ def bench_step(num_steps: int) -> Figure:
     assert all(len(request.output) == num_steps + 1 for request in scheduler.running.values())
     assert len(scheduler.running) == NUM_ROWS
     scheduler.check()
-    return figure("plan + commit, 256 decode rows", times[1:], None, None, PLAN_MARK_US)
+    return figure("plan + commit, 256 decode rows", times[1:], mark=PLAN_MARK_US)
 
 
 def plan_and_commit(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
@@ -231,6 +140,7 @@ def measure(num_repeats: int) -> list[Figure]:
     tree.cache.check()
     tree.books.check()
     figures.append(bench_step(max(20, num_repeats)))
+    figures += bench_lpm(num_repeats)
     gc.enable()
     return figures
 
@@ -254,13 +164,26 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench scheduler", description=__doc__)
     parser.add_argument("--repeats", type=int, default=400, help="repetitions of each row (evict: a twentieth)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--policy", action="append", default=[], help="only plans under this policy; may be repeated")
+    parser.add_argument(
+        "--step", action="append", default=[], metavar="NAME:MS", help="a step time to print beside the measured ones"
+    )
+    parser.add_argument("--no-steps", action="store_true", help="do not run the small model for step times")
     options = parser.parse_args(argv)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
-    figures = measure(options.repeats)
-    print_table(figures)
+    figures = [] if options.policy else measure(options.repeats)
+    if figures:
+        print_table(figures)
+    gc.collect()
+    gc.disable()
+    plans = list(bench_plans(max(8, options.repeats // 10), tuple(options.policy)))
+    gc.enable()
+    print_plans(plans)
+    print_steps({} if options.no_steps else measured_steps(max(3, options.repeats // 20)), options.step)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in figures], indent=2) + "\n")
+        rows = {"figures": [asdict(row) for row in figures], "plans": [asdict(row) for row in plans]}
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0
 
 

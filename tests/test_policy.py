@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from common.config import GatewayConfig, NodeConfig
 from common.errors import ConfigError
+from common.order import Order
 from common.pages import Owner, PageBooks
+from common.policies import FirstComeFirstServed
 from common.policy import _POLICIES, NEED_CACHE, make_order, make_policy
 from common.radix import RadixCache
 from common.request import Request
 from common.sampling import SamplingParams
-from common.scheduling import POLICIES, SchedulingOptions
+from common.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.sharing import Sharing, SharingLimits, sharing_limits_from
 from common.waiting import WaitingQueue
 from tests.fake_engine import expected_output
@@ -209,6 +211,17 @@ def test_priority_decides_before_every_policy_and_the_policy_among_equals() -> N
     mixed = [request(*range(length), priority=priority) for length, priority in ((30, 0), (10, 0), (20, 5), (1, 5))]
     queue = queue_of("short-first", None, *mixed, enable_priority_scheduling=True)
     assert places(queue) == [3, 2, 1, 0]
+
+
+@given(
+    rate=st.sampled_from([0.0, 0.5, 3.0]),
+    who=st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9), st.integers(0, 20)), max_size=8),
+)
+def test_with_priorities_on_the_highest_standing_comes_first(rate: float, who: list[tuple[int, int, int]]) -> None:
+    rules = PriorityRules(is_enabled=True, aging_per_s=rate)
+    order = Order(FirstComeFirstServed(), rules)
+    requests = [request(1, priority=own, inherited_priority=lent, arrived_at=float(at)) for own, lent, at in who]
+    assert list(order.sort(requests, 30.0)) == sorted(requests, key=order.standing, reverse=True)
 
 
 @pytest.mark.parametrize("name", ["best", "my_policies", "a.b:", ":C", "a b:C", "a:C:D"])
