@@ -199,6 +199,11 @@ class _Engine:
         "node's name. No file is overwritten: a number is added.",
         metavar="FILE",
     )
+    kv_checksum: bool = option(
+        False,
+        "Send a checksum with every KV page and verify it where the page arrives; damaged pages are sent again. One"
+        " node of a pair that asks for it is enough.",
+    )
     cluster_key: str | None = option(
         None,
         "Secret that the nodes share and prove to each other on tcp, gloo and nccl data connections. Better set by"

@@ -16,6 +16,7 @@ from common.sampling import SamplingParams, TokenLogprobs
 PROTOCOL_VERSION = 1
 
 Count = Annotated[int, Meta(ge=0)]
+Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Text = Annotated[str, Meta(max_length=4096)]
 Sentence = Annotated[str, Meta(max_length=512)]
 ShortText = Annotated[str, Meta(max_length=256)]
@@ -233,6 +234,7 @@ class Connect(Message, frozen=True, tag="connect"):
     num_pages: Annotated[int, Meta(ge=1)]
     transport: Id
     endpoint: Annotated[str, Meta(max_length=65536)]  # understood by the transport alone
+    wants_checksums: bool = False
 
 
 class Connected(Message, frozen=True, tag="connected"):
@@ -265,6 +267,17 @@ class Delivered(Message, frozen=True, tag="delivered"):
     epoch: Count
     indices: tuple[Count, ...]
     part: Count = 0  # which unit of each of these pages
+    checksums: tuple[Checksum, ...] = ()  # CRC-32 of each, as it stands here; all or none
+
+
+class Resend(Message, frozen=True, tag="resend"):
+    """decode -> prefill: this part of these pages (by index) came with other bytes; write it again."""
+
+    rid: Id
+    attempt: Count
+    epoch: Count
+    indices: tuple[Count, ...]
+    part: Count
 
 
 class Handoff(Message, frozen=True, tag="handoff"):
@@ -302,5 +315,5 @@ class Closed(Message, frozen=True, tag="closed"):
 
 FromNode = Register | Heartbeat | Pairs | Leave | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | Explain | Ping
-FromDecode = Connect | Grant | Received | Cancel | Reprioritize | Ping
+FromDecode = Connect | Grant | Resend | Received | Cancel | Reprioritize | Ping
 FromPrefill = Connected | Refused | Delivered | Handoff | Closed | Ping

@@ -46,7 +46,13 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         ratio=NewTokenRatio(constants),
         eos_token_ids=parts.eos_token_ids,
     )
-    receiver = Receiver(transport, parts.books, name=config.name or "decode", digest=parts.digest)
+    receiver = Receiver(
+        transport,
+        parts.books,
+        name=config.name or "decode",
+        digest=parts.digest,
+        wants_checksums=config.kv_checksum,
+    )
     return DecodeRole(
         scheduler,
         receiver,

@@ -166,7 +166,7 @@ class DecodeRole:
         self._peers[peer.incarnation] = peer
         self._unanswered[peer.incarnation] = now + CONNECT_TIMEOUT_S
         self.outbox.dial.append(peer)
-        self.outbox.peers.append((peer.incarnation, self._receiver.connect(peer.incarnation)))
+        self.outbox.peers.append((peer.incarnation, self._receiver.connect(peer.incarnation, peer.name)))
 
     def _settle(self, now: float) -> None:
         """Act on the receiver's news, then let waiting requests have the pages that came free."""

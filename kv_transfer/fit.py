@@ -35,6 +35,13 @@ class Units:
         return range(index * self.per_target, (index + 1) * self.per_target)
 
 
+def parts_of(geometry: PageGeometry, num_units: int) -> tuple[Box, ...]:
+    """A page cut into so many units, in order."""
+    everything, tokens = whole(geometry), geometry.page_size // num_units
+    assert tokens * num_units == geometry.page_size
+    return tuple(everything._replace(token=number * tokens, num_tokens=tokens) for number in range(num_units))
+
+
 def units_of(source_size: int, target_size: int) -> Units:
     """For pages of so many tokens; one must be a multiple of the other."""
     tokens = min(source_size, target_size)
@@ -54,19 +61,11 @@ class Fit:
         self.ours = ours
         self.theirs = theirs
         self.units = units_of(ours.page_size, theirs.page_size)
-        num_pieces = max(self.units.per_source, self.units.per_target)
+        sources, targets = parts_of(ours, self.units.per_source), parts_of(theirs, self.units.per_target)
         self.pieces: tuple[Piece | None, ...] = (None,)
-        if num_pieces > 1:
-            self.pieces = tuple(self._piece(number) for number in range(num_pieces))
-
-    def _piece(self, number: int) -> Piece:
-        tokens = self.units.tokens
-        source, target = (self._box(g, number * tokens % g.page_size) for g in (self.ours, self.theirs))
-        return Piece(self.ours, source, self.theirs, target)
-
-    def _box(self, geometry: PageGeometry, token: int) -> Box:
-        all_of_it = whole(geometry)
-        return Box(0, all_of_it.num_layers, 0, all_of_it.num_heads, token, self.units.tokens)
+        if len(sources) + len(targets) > 2:
+            pairs = [(source, target) for source in sources for target in targets]  # one of the two has one only
+            self.pieces = tuple(Piece(ours, source, theirs, target) for source, target in pairs)
 
     def most_granted(self, num_tokens: int | None, num_source_pages: int) -> int:
         """Pages of the decode node that a prompt can fill: of so many tokens, or any with so many pages here."""

@@ -2,13 +2,11 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.geometry import conflict
 from common.messages import Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.fit import Fit
-from kv_transfer.pieces import Piece
 from kv_transfer.session import SendSession
 from kv_transfer.transports.base import Attached, AttachError, WriterTransport, from_message
 
@@ -23,6 +21,7 @@ class Pair:
     """A decode node's offer, of use once attached.
 
     Attributes:
+        has_checksums: it is told one with every page.
         transport, why: by which its pages are written, and why by that one; once attached.
         granted: its pages that some transfer may write.
     """
@@ -31,6 +30,7 @@ class Pair:
     epoch: int
     num_pages: int
     fit: Fit
+    has_checksums: bool
     is_attached: bool = False
     transport: str = ""
     why: str = ""
@@ -52,11 +52,15 @@ class Pair:
 
 
 class Pairs:
-    """Every pair of one prefill node, by the peer's incarnation. ``digest`` empty: models are not compared."""
+    """Every pair of one prefill node, by the peer's incarnation. ``digest`` empty: models are not compared.
 
-    def __init__(self, transport: WriterTransport, digest: str) -> None:
+    ``wants_checksums``: every pair has them; otherwise those whose decode node wants them.
+    """
+
+    def __init__(self, transport: WriterTransport, digest: str, *, wants_checksums: bool = False) -> None:
         self._transport = transport
         self._digest = digest
+        self._wants_checksums = wants_checksums
         self.by_peer: dict[str, Pair] = {}
         self.num_attached: Counter[str] = Counter()  # pairs so far, by transport
 
@@ -70,10 +74,6 @@ class Pairs:
         pair = self.by_peer.get(peer)
         return pair if pair is not None and pair.is_attached and pair.epoch == epoch else None
 
-    def pieces_of(self, peer: str) -> Sequence[Piece | None]:
-        """What a write to this peer moves of a unit, by its number modulo their count."""
-        return self.by_peer[peer].fit.pieces
-
     def offer(self, peer: str, connect: Connect) -> Refused | None:
         """Begin to attach to a peer that was dropped before; ``settle`` tells how it ended, if not this does."""
         problem = self._mismatch(connect)
@@ -85,7 +85,8 @@ class Pairs:
         if problem:
             return Refused(problem)
         fit = Fit(self._transport.store.geometry, from_message(connect.geometry))
-        self.by_peer[peer] = Pair(connect.name, connect.epoch, connect.num_pages, fit)
+        has_checksums = self._wants_checksums or connect.wants_checksums
+        self.by_peer[peer] = Pair(connect.name, connect.epoch, connect.num_pages, fit, has_checksums)
         return None
 
     def _mismatch(self, connect: Connect) -> str:

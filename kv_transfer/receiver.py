@@ -16,9 +16,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
-from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Message, Received, Refused
+from common.messages import (
+    Cancel,
+    Closed,
+    Connect,
+    Connected,
+    Delivered,
+    Grant,
+    Handoff,
+    Message,
+    Received,
+    Refused,
+    Resend,
+)
 from common.pages import Owner, PageBooks
-from kv_transfer.session import Key, ReceiveEvent, ReceiveSession, Receiving
+from kv_transfer.checksums import Checksums
+from kv_transfer.fit import parts_of
+from kv_transfer.pieces import Box
+from kv_transfer.session import MAX_RESENDS, Key, ReceiveEvent, ReceiveSession, Receiving
 from kv_transfer.transports.base import ReaderTransport, to_message
 
 log = logging.getLogger(__name__)
@@ -68,14 +83,15 @@ Event = Completed | Finished | TransferFailed | PairLost
 
 @dataclass(slots=True)
 class _Link:
-    """``num_units``: parts in which each of our pages comes."""
+    """``parts``: in which each of our pages comes; ``transport``, ``why``: by which, and why by that one."""
 
     epoch: int
+    name: str
     is_connected: bool = False
-    num_units: int = 1
-    refusal: str = ""
+    parts: tuple[Box, ...] = ()
     transport: str = ""
     why: str = ""
+    refusal: str = ""
 
 
 class Receiver:
@@ -86,6 +102,7 @@ class Receiver:
         books: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
         num_ranks: of the writer, each of which delivers its own part of every page.
+        wants_checksums: one must come with every page. Those that come are always verified.
     """
 
     def __init__(
@@ -96,12 +113,15 @@ class Receiver:
         name: str = "decode",
         digest: str = "-",
         num_ranks: int = 1,
+        wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
         self._books = books
         self._name = name
         self._digest = digest
         self._num_ranks = num_ranks
+        self._wants_checksums = wants_checksums
+        self._checksums = Checksums(transport.store)
         self._epoch = 0  # rises with every connection to anyone
         self._links: dict[str, _Link] = {}
         self._sessions: dict[Key, ReceiveSession] = {}
@@ -112,15 +132,15 @@ class Receiver:
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
-    def connect(self, peer: str) -> Connect:
-        """The message that offers our pool to a prefill node (by incarnation), under a new epoch.
+    def connect(self, peer: str, name: str = "") -> Connect:
+        """The message that offers our pool to a prefill node (by incarnation), under a new epoch. ``name``: for people.
 
         What an earlier epoch with it has granted fails, as in ``peer_lost``; what waits for a connection goes on
         waiting.
         """
         self._drop_link(peer, is_all=False)
         self._epoch += 1
-        self._links[peer] = _Link(self._epoch)
+        self._links[peer] = _Link(self._epoch, name or peer[:8])
         return Connect(
             name=self._name,
             digest=self._digest,
@@ -129,6 +149,7 @@ class Receiver:
             num_pages=self._transport.store.num_pages,
             transport=self._transport.name,
             endpoint=self._transport.offer(peer, self._epoch),
+            wants_checksums=self._wants_checksums,
         )
 
     def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
@@ -214,16 +235,16 @@ class Receiver:
             return False
         if not self._transport.chosen(peer, message.epoch, message.transport):
             return False
-        page_size = self._transport.store.geometry.page_size
-        if page_size % message.num_units:
-            self._refuse(peer, link, f"a page of {page_size} tokens cannot come in {message.num_units} parts")
+        geometry = self._transport.store.geometry
+        if geometry.page_size % message.num_units:
+            self._refuse(peer, link, f"a page of {geometry.page_size} tokens cannot come in {message.num_units} parts")
             return True
         self._totals[f"pairs_by_{message.transport}"] += 1
         log.info(
-            "pages of prefill node %s come by %s%s", peer[:8], message.transport, message.why and f": {message.why}"
+            "pages of prefill node %s come by %s%s", link.name, message.transport, message.why and f": {message.why}"
         )
         link.is_connected = True
-        link.num_units = message.num_units
+        link.parts = parts_of(geometry, message.num_units)
         link.transport, link.why = message.transport, message.why
         link.refusal = ""
         self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
@@ -254,16 +275,50 @@ class Receiver:
                 return False
             self._handoffs[session.key] = (message, now)
             session.apply(ReceiveEvent.HANDOFF)
-        else:
-            is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
-            if not is_now or not session.is_expected(message.indices, message.part):
-                return False
-            whole = session.deliver(message.indices, message.part)
-            self._transport.store.landed(whole)
-            self._totals["pages_received"] += len(whole)
+        elif not self._on_delivered(session, message):
+            return False
         if session.state is Receiving.COMPLETE:
             self._complete(session)
         return True
+
+    def _on_delivered(self, session: ReceiveSession, message: Delivered) -> bool:
+        is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
+        if not is_now or not session.is_expected(message.indices, message.part):
+            return False
+        damaged = self._damaged(session, message) if self._wants_checksums or message.checksums else []
+        if damaged and not self._ask_again(session, damaged, message.part):
+            return True
+        whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
+        self._transport.store.landed(whole)
+        self._totals["pages_received"] += len(whole)
+        return True
+
+    def _damaged(self, session: ReceiveSession, message: Delivered) -> list[int]:
+        """Indices of pages that stand here with other bytes than they had, as far as we are told what they had."""
+        runs = self._links[session.peer].parts[message.part % session.num_units].runs(self._transport.store.geometry)
+        told = dict(zip(message.indices, message.checksums, strict=False))
+        found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
+        damaged = [index for index in message.indices if told.get(index) != found[index]]
+        self._totals["pages_verified"] += len(found)
+        self._totals["checksum_mismatches"] += len(damaged)
+        return damaged
+
+    def _ask_again(self, session: ReceiveSession, indices: list[int], part: int) -> bool:
+        """False: we have done so too often, and the transfer ends."""
+        link = self._links[session.peer]
+        way = f"by {link.transport} from prefill node {link.name} to decode node {self._name}"
+        if session.corrupt(indices, part):
+            if self._totals["checksum_mismatches"] == len(indices):
+                log.warning("a page came damaged %s and is asked for again; further ones are only counted", way)
+            pages = [session.page_of(index) for index in indices]
+            self._transport.allow(session.peer, session.epoch, pages, link.parts[part % session.num_units])
+            self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part)))
+            return True
+        message = f"the same page came damaged {MAX_RESENDS + 1} times {way}"
+        self._messages.append((session.peer, Cancel(*session.key)))
+        failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, message)
+        self._give_up(session, ReceiveEvent.CANCEL, failure)
+        return False
 
     def _on_closed(self, session: ReceiveSession, message: Closed) -> bool:
         event: Event | None = None
@@ -285,7 +340,7 @@ class Receiver:
         pages = tuple(pages)
         first = session.first + len(session.pages) - len(pages)
         epoch = self._links[session.peer].epoch
-        session.grant(epoch, self._links[session.peer].num_units)
+        session.grant(epoch, len(self._links[session.peer].parts))
         self._transport.allow(session.peer, epoch, pages)
         self._messages.append((session.peer, Grant(*session.key, epoch, first, pages)))
 
@@ -342,6 +397,8 @@ class Receiver:
         """Monotonic totals of pages, transfers and messages."""
         names = (
             "pages_received",
+            "pages_verified",
+            "checksum_mismatches",
             "pages_quarantined",
             "transfers_received",
             "transfers_failed",

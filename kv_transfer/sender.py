@@ -25,13 +25,14 @@ from common.messages import (
     Message,
     PairState,
     Received,
+    Resend,
 )
 from kv_transfer.pairs import Pairs
-from kv_transfer.session import Key, SendEvent, Sending, SendSession
+from kv_transfer.session import MAX_RESENDS, Key, SendEvent, Sending, SendSession
 from kv_transfer.tombs import End, Tombs
 from kv_transfer.tombs import Reason as Reason
 from kv_transfer.transports.base import WriterTransport
-from kv_transfer.writes import Writes
+from kv_transfer.writes import Sums, Writes
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +60,21 @@ class Sender:
     Args:
         transport: writes pages; also knows our own pool.
         digest: of our model; a decode node with another is refused. Empty: not compared.
-        num_parts: parts that make up a page's delivery; one per tensor-parallel rank.
+        wants_checksums: one goes with every page, even if the decode node did not ask for it.
         clock: measures how long writes take.
     """
 
     def __init__(
-        self, transport: WriterTransport, *, digest: str = "", num_parts: int = 1, clock: Clock | None = None
+        self,
+        transport: WriterTransport,
+        *,
+        digest: str = "",
+        wants_checksums: bool = False,
+        clock: Clock | None = None,
     ) -> None:
-        assert num_parts == 1, "a page has one part as long as one process writes all of it"
         self._transport = transport
-        self._pairs = Pairs(transport, digest)
-        self._writes = Writes(transport, clock or MonotonicClock(), self._pairs.pieces_of)
+        self._pairs = Pairs(transport, digest, wants_checksums=wants_checksums)
+        self._writes = Writes(transport, clock or MonotonicClock(), self._pairs)
         self._sessions: dict[Key, SendSession] = {}  # opened and not closed
         self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
         self._ends: dict[Key, End] = {}  # of sessions that are closing
@@ -191,10 +196,12 @@ class Sender:
     # ---- what a decode node says --------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float) -> None:
-        """A ``Grant``, ``Received``, ``Cancel`` or ``Connect`` of this peer; anything else is counted."""
+        """A ``Grant``, ``Resend``, ``Received``, ``Cancel`` or ``Connect`` of this peer; anything else is counted."""
         self._now = now
         if isinstance(message, Grant):
             self._on_grant(peer, message)
+        elif isinstance(message, Resend):
+            self._on_resend(peer, message)
         elif isinstance(message, Received):
             self._on_received(peer, (message.rid, message.attempt))
         elif isinstance(message, Cancel):
@@ -244,6 +251,23 @@ class Sender:
                 return None
             self._early[peer, key] = (SendSession(key, peer, Sending.EARLY), self._now + EARLY_LEASE_S)
         return self._early[peer, key][0]
+
+    def _on_resend(self, peer: str, message: Resend) -> None:
+        session = self._sessions.get((message.rid, message.attempt))
+        is_ours = session is not None and session.peer == peer and session.epoch == message.epoch
+        if session is None or not is_ours or not session.accepts(SendEvent.RESEND):
+            self._totals["stale_messages"] += 1
+            return
+        per_page = session.units.per_target
+        units = [index * per_page + message.part for index in message.indices]
+        if message.part >= per_page or not session.is_written(units):
+            self._totals["stale_messages"] += 1
+            return
+        self._totals["pages_resent"] += len(units)
+        if session.resend(units):
+            self._writes.note_due(session)
+        else:
+            self._end(session, "failed", f"the same page came damaged to the decode node {MAX_RESENDS + 1} times")
 
     def _on_received(self, peer: str, key: Key) -> None:
         session = self._sessions.get(key)
@@ -329,20 +353,24 @@ class Sender:
         self._settle_pairs()
         self._expire()
         self._writes.start(max_pages)
-        for session, units in self._writes.settle(now):
+        for session, units, sums in self._writes.settle(now):
             if session.state is Sending.CLOSING:
                 self._close_if_still(session)
             else:
-                self._tell_delivered(session, units)
+                self._tell_delivered(session, units, sums)
         return self._writes.has_due
 
-    def _tell_delivered(self, session: SendSession, units: Sequence[int]) -> None:
+    def _tell_delivered(self, session: SendSession, units: Sequence[int], sums: Sums) -> None:
+        """One message for each part of a page that some of the units are."""
         assert session.epoch is not None
         per_page = session.units.per_target
         for part in range(per_page):
-            indices = tuple(unit // per_page for unit in units if unit % per_page == part)
-            if indices:
-                self._messages.append((session.peer, Delivered(*session.key, session.epoch, indices, part)))
+            some = [unit for unit in units if unit % per_page == part]
+            if some:
+                indices = tuple(unit // per_page for unit in some)
+                checksums = tuple(sums[unit] for unit in some if sums)
+                delivered = Delivered(*session.key, session.epoch, indices, part, checksums)
+                self._messages.append((session.peer, delivered))
 
     def _expire(self) -> None:
         while self._early:
@@ -370,7 +398,7 @@ class Sender:
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals: pages, bytes, seconds, messages."""
-        names = ("stale_messages", "refused_grants", "broken_pairs")
+        names = ("stale_messages", "refused_grants", "broken_pairs", "pages_resent")
         return {
             **self._writes.counters(),
             **{name: float(self._totals[name]) for name in names},

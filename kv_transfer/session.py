@@ -8,13 +8,16 @@ sends is therefore tested with ``accepts`` first, and ignored where it cannot ha
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from common.lifecycle import advance
 from kv_transfer.fit import Units
 
 Key = tuple[str, int]
+
+#: How often the same part of a page may be sent again because it came with other bytes.
+MAX_RESENDS = 3
 
 
 class Sending(StrEnum):
@@ -32,6 +35,7 @@ class SendEvent(StrEnum):
     FINISH = "finish"
     START = "start"  # writes begin
     WRITTEN = "written"  # writes are over
+    RESEND = "resend"  # what was written came with other bytes: once more
     RECEIVED = "received"
     RETRACT = "retract"  # nothing was granted yet, and the source pages are needed elsewhere: computed again later
     END = "end"  # abort, cancel, failure, lease run out
@@ -47,11 +51,13 @@ SEND_TABLE: dict[tuple[Sending, SendEvent], Sending] = {
     (Sending.OPEN, SendEvent.FINISH): Sending.HANDED,
     (Sending.OPEN, SendEvent.START): Sending.OPEN,
     (Sending.OPEN, SendEvent.WRITTEN): Sending.OPEN,
+    (Sending.OPEN, SendEvent.RESEND): Sending.OPEN,
     (Sending.OPEN, SendEvent.RETRACT): Sending.OPEN,
     (Sending.OPEN, SendEvent.END): Sending.CLOSING,
     (Sending.HANDED, SendEvent.GRANT): Sending.HANDED,
     (Sending.HANDED, SendEvent.START): Sending.HANDED,
     (Sending.HANDED, SendEvent.WRITTEN): Sending.HANDED,
+    (Sending.HANDED, SendEvent.RESEND): Sending.HANDED,
     (Sending.HANDED, SendEvent.RECEIVED): Sending.CLOSED,
     (Sending.HANDED, SendEvent.RETRACT): Sending.OPEN,
     (Sending.HANDED, SendEvent.END): Sending.CLOSING,
@@ -73,6 +79,7 @@ class Receiving(StrEnum):
 class ReceiveEvent(StrEnum):
     GRANT = "grant"
     DELIVER = "deliver"  # some pages are here
+    CORRUPT = "corrupt"  # some came with other bytes than were sent
     LAND = "land"  # every page of the prompt is here
     HANDOFF = "handoff"
     CANCEL = "cancel"  # we give up
@@ -89,10 +96,12 @@ RECEIVE_TABLE: dict[tuple[Receiving, ReceiveEvent], Receiving] = {
     (Receiving.RESERVED, ReceiveEvent.FENCE): Receiving.FREED,
     (Receiving.GRANTED, ReceiveEvent.GRANT): Receiving.GRANTED,
     (Receiving.GRANTED, ReceiveEvent.DELIVER): Receiving.GRANTED,
+    (Receiving.GRANTED, ReceiveEvent.CORRUPT): Receiving.GRANTED,
     (Receiving.GRANTED, ReceiveEvent.LAND): Receiving.LANDED,
     (Receiving.GRANTED, ReceiveEvent.HANDOFF): Receiving.HANDED,
     (Receiving.HANDED, ReceiveEvent.GRANT): Receiving.HANDED,
     (Receiving.HANDED, ReceiveEvent.DELIVER): Receiving.HANDED,
+    (Receiving.HANDED, ReceiveEvent.CORRUPT): Receiving.HANDED,
     (Receiving.HANDED, ReceiveEvent.LAND): Receiving.COMPLETE,
     (Receiving.LANDED, ReceiveEvent.HANDOFF): Receiving.COMPLETE,
     **{
@@ -133,7 +142,8 @@ class SendSession:
         self.sources: list[int] = []
         self.targets: dict[int, int] = {}
         self.num_tokens: int | None = None
-        self.num_in_flight = 0
+        self._in_flight: dict[int, None] = {}
+        self._num_resends: dict[int, int] = {}
         self._due: deque[int] = deque()
         self._early: dict[int, None] = {}  # granted, not computed yet
 
@@ -142,12 +152,16 @@ class SendSession:
         return self.epoch is not None
 
     @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
     def num_due(self) -> int:
         return len(self._due)
 
     @property
     def is_all_written(self) -> bool:
-        return not self._due and not self._early and self.num_in_flight == 0
+        return not self._due and not self._early and not self._in_flight
 
     def accepts(self, event: SendEvent) -> bool:
         return (self.state, event) in SEND_TABLE
@@ -189,15 +203,19 @@ class SendSession:
 
     def _release(self) -> None:
         """What is both granted and computed is due; room behind the prompt's end will never be."""
-        num_computed = len(self.sources) * self.units.per_source
+        num_computed = self._num_computed()
         if self.num_tokens is not None:
-            num_computed = self.units.count(self.num_tokens)
             behind = range(num_computed, self.units.num_target_pages(num_computed) * self.units.per_target)
             for unit in [unit for unit in self._early if unit in behind]:
                 del self._early[unit]
         for unit in [unit for unit in self._early if unit < num_computed]:
             del self._early[unit]
             self._due.append(unit)
+
+    def _num_computed(self) -> int:
+        if self.num_tokens is not None:
+            return self.units.count(self.num_tokens)
+        return len(self.sources) * self.units.per_source
 
     def retract(self) -> None:
         """Forget the source pages: nothing was granted, and they will be computed again."""
@@ -214,18 +232,35 @@ class SendSession:
         """Take at most ``limit`` due units, whose writes begin now."""
         self.apply(SendEvent.START)
         units = [self._due.popleft() for _ in range(min(limit, len(self._due)))]
-        self.num_in_flight += len(units)
+        self._in_flight.update(dict.fromkeys(units))
         return units
 
     def way_of(self, unit: int) -> tuple[int, int]:
         """From which page of ours to which of the peer's."""
         return self.sources[unit // self.units.per_source], self.targets[unit // self.units.per_target]
 
-    def written(self, count: int) -> None:
-        """That many of the writes are over."""
+    def written(self, units: Iterable[int]) -> None:
+        """The writes of these are over."""
         self.apply(SendEvent.WRITTEN)
-        self.num_in_flight -= count
-        assert self.num_in_flight >= 0
+        for unit in units:
+            del self._in_flight[unit]
+
+    def is_written(self, units: Sequence[int]) -> bool:
+        """Was each of these written, so that the peer may find it damaged?"""
+        pending = {*self._due, *self._early, *self._in_flight}
+        num_computed = self._num_computed()
+        return len(set(units)) == len(units) and all(
+            unit // self.units.per_target in self.targets and unit < num_computed and unit not in pending
+            for unit in units
+        )
+
+    def resend(self, units: Sequence[int]) -> bool:
+        """Write these again. False: one of them has been written again too often already."""
+        self.apply(SendEvent.RESEND)
+        for unit in units:
+            self._num_resends[unit] = self._num_resends.get(unit, 0) + 1
+        self._due.extend(units)
+        return all(self._num_resends[unit] <= MAX_RESENDS for unit in units)
 
     def end(self) -> None:
         """Nothing more starts."""
@@ -237,7 +272,7 @@ class SendSession:
         """The mapping is gone: what was under way never arrives."""
         if self.accepts(SendEvent.END):
             self.end()
-        self.num_in_flight = 0
+        self._in_flight.clear()
         self.fence()
 
     def fence(self) -> None:
@@ -250,7 +285,7 @@ class SendSession:
         assert len(due) == len(self._due), "a unit is due twice"
         assert all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
         assert all(unit < num_computed for unit in due), "a unit is due before it is computed"
-        assert not due & self._early.keys()
+        assert not due & self._early.keys() and not due & self._in_flight.keys()
         assert self.num_tokens is not None or all(unit >= num_computed for unit in self._early)
         num_granted = len(self.targets) * self.units.per_target
         assert len(due) + len(self._early) + self.num_in_flight <= num_granted, "more is on its way than granted"
@@ -269,6 +304,7 @@ class ReceiveSession:
         pages: destination of index ``first`` and on.
         num_tokens, num_pages: of the whole prompt.
         epoch: of the pair when the pages were granted; 0 before.
+        num_units: in which a whole page comes, from every rank; known when the pages are granted.
     """
 
     def __init__(
@@ -285,9 +321,10 @@ class ReceiveSession:
         self.epoch = 0
         self._page_size = page_size
         self._num_ranks = num_ranks
-        self._num_units = 1  # of a whole page
+        self.num_units = 1  # of a whole page
         self._arrived: dict[int, set[int]] = {}  # index -> parts
         self._num_whole = 0
+        self._num_corrupt: dict[tuple[int, int], int] = {}  # by (index, part)
 
     def accepts(self, event: ReceiveEvent) -> bool:
         return (self.state, event) in RECEIVE_TABLE
@@ -305,14 +342,14 @@ class ReceiveSession:
         self.apply(ReceiveEvent.GRANT)
         assert self.epoch in (0, epoch)
         self.epoch = epoch
-        self._num_units = num_units
+        self.num_units = num_units
         if self.is_landed:
             self.apply(ReceiveEvent.LAND)
 
     def _num_parts(self, index: int) -> int:
         """Of this page: the prompt's last may have fewer."""
         num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
-        return -(-num_tokens * self._num_units // self._page_size) * self._num_ranks
+        return -(-num_tokens * self.num_units // self._page_size) * self._num_ranks
 
     @property
     def is_landed(self) -> bool:
@@ -340,11 +377,22 @@ class ReceiveSession:
             parts = self._arrived.setdefault(index, set())
             parts.add(part)
             if len(parts) == self._num_parts(index):
-                whole.append(self.pages[index - self.first])
+                whole.append(self.page_of(index))
         self._num_whole += len(whole)
         if whole and self.is_landed:
             self.apply(ReceiveEvent.LAND)
         return whole
+
+    def corrupt(self, indices: Sequence[int], part: int) -> bool:
+        """This part of these pages came with other bytes. False: of one of them too often."""
+        assert self.is_expected(indices, part)
+        self.apply(ReceiveEvent.CORRUPT)
+        for index in indices:
+            self._num_corrupt[index, part] = self._num_corrupt.get((index, part), 0) + 1
+        return all(self._num_corrupt[index, part] <= MAX_RESENDS for index in indices)
+
+    def page_of(self, index: int) -> int:
+        return self.pages[index - self.first]
 
     def check(self) -> None:
         whole = sum(len(parts) == self._num_parts(index) for index, parts in self._arrived.items())

@@ -5,30 +5,33 @@ transport carries which units.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from common.clock import Clock
+from kv_transfer.checksums import Checksums
+from kv_transfer.pairs import Pairs
 from kv_transfer.pieces import Piece
 from kv_transfer.session import Key, Sending, SendSession
 from kv_transfer.transports.base import WriterTransport
+
+Sums = dict[int, int]  # unit -> checksum
 
 
 class Writes:
     """Args:
     transport: writes pages.
     clock: measures how long its calls take.
-    pieces_of: what a write to this peer moves of a unit, by its number modulo their count.
+    pairs: the peers, what a write to each of them moves, and whether with checksums.
     """
 
-    def __init__(
-        self, transport: WriterTransport, clock: Clock, pieces_of: Callable[[str], Sequence[Piece | None]]
-    ) -> None:
+    def __init__(self, transport: WriterTransport, clock: Clock, pairs: Pairs) -> None:
         self.clock = clock
         self.first_delivered_at: dict[Key, float] = {}  # of transfers that are not over
         self._transport = transport
-        self._pieces_of = pieces_of
+        self._pairs = pairs
+        self._checksums = Checksums(transport.store)
         self._due: dict[Key, SendSession] = {}  # with pages to write, first come first served
-        self._tickets: dict[int, tuple[SendSession, list[int]]] = {}
+        self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
         self._totals: Counter[str] = Counter()
         self._seconds = 0.0
 
@@ -51,7 +54,7 @@ class Writes:
     def _start(self, session: SendSession, limit: int) -> int:
         """One write for each piece that the units are of."""
         units = session.start(limit)
-        pieces = self._pieces_of(session.peer)
+        pieces = self._pairs.by_peer[session.peer].fit.pieces
         for number, piece in enumerate(pieces):
             some = [unit for unit in units if unit % len(pieces) == number]
             if some:
@@ -64,18 +67,23 @@ class Writes:
         begun_at = self.clock.now()
         ticket = self._transport.write(session.peer, [session.way_of(unit) for unit in units], piece)
         self._seconds += self.clock.now() - begun_at
-        self._tickets[ticket] = (session, units)
+        sums: Sums = {}
+        if self._pairs.by_peer[session.peer].has_checksums:
+            sums = {unit: self._checksums.of_source(session.way_of(unit)[0], piece) for unit in units}
+        self._tickets[ticket] = (session, units, sums)
 
-    def settle(self, now: float) -> list[tuple[SendSession, list[int]]]:
-        """Sessions with units whose writes are over now."""
-        delivered: dict[Key, tuple[SendSession, list[int]]] = {}
+    def settle(self, now: float) -> list[tuple[SendSession, list[int], Sums]]:
+        """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
+        delivered: dict[Key, tuple[SendSession, list[int], Sums]] = {}
         for ticket in self._transport.done():
             if ticket not in self._tickets:
                 continue  # over before its pair was, and nobody asked
-            session, units = self._tickets.pop(ticket)
-            session.written(len(units))
-            delivered.setdefault(session.key, (session, []))[1].extend(units)
-        for session, units in delivered.values():
+            session, units, sums = self._tickets.pop(ticket)
+            session.written(units)
+            known = delivered.setdefault(session.key, (session, [], {}))
+            known[1].extend(units)
+            known[2].update(sums)
+        for session, units, _ in delivered.values():
             self._count(session, len(units), now)
         return list(delivered.values())
 
@@ -92,7 +100,7 @@ class Writes:
 
     def lose(self, session: SendSession) -> None:
         """What is under way of this session never arrives: the transport has let go of its peer."""
-        for ticket in [t for t, (owner, _) in self._tickets.items() if owner is session]:
+        for ticket in [t for t, (owner, _, _) in self._tickets.items() if owner is session]:
             del self._tickets[ticket]
 
     def forget(self, session: SendSession) -> None:
@@ -107,7 +115,7 @@ class Writes:
     def check(self, sessions: Iterable[SendSession]) -> None:
         """Prove the books against all sessions that are not over; raises ``AssertionError``."""
         in_flight: Counter[int] = Counter()
-        for session, units in self._tickets.values():
+        for session, units, _ in self._tickets.values():
             in_flight[id(session)] += len(units)
         keys = []
         for session in sessions:

@@ -38,7 +38,7 @@ def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
         sharing=sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
-    sender = Sender(transport, digest=parts.digest, clock=parts.clock)
+    sender = Sender(transport, digest=parts.digest, wants_checksums=config.kv_checksum, clock=parts.clock)
     scheduler = PrefillScheduler(
         parts.cache,
         parts.books,

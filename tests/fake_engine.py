@@ -41,7 +41,7 @@ class FakePool:
     """A ``PageStore`` of 4 bytes of hash per token (and 4 of nothing, since keys have values)."""
 
     fd = -1
-    is_mapped = True
+    is_mapped = is_in_place = True
     device_pages = None
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -24,7 +24,7 @@ JUNK = 0xEE  # what pages hold that nobody may read
 class MemfdStore:
     """A pool without a model: pages are plain bytes."""
 
-    is_mapped = True
+    is_mapped = is_in_place = True
     device_pages = None
 
     def __init__(self, num_pages: int, geometry: PageGeometry = GEOMETRY) -> None:
@@ -100,6 +100,7 @@ class Couple:
 
     wire: Wire = field(default_factory=Wire)
     num_pages: int = 16
+    wants_checksums: tuple[bool, bool] = (False, False)  # the prefill node, the decode node
 
     def __post_init__(self) -> None:
         self.source = MemfdStore(self.num_pages)
@@ -108,8 +109,10 @@ class Couple:
         self.books = PageBooks(self.num_pages)
         self.writer = WatchedWriter(self.wire, self.source, self.source_books, self.books)
         self.reader = InProcessReader(self.wire, self.target)
-        self.sender = Sender(self.writer, digest="model")
-        self.receiver = Receiver(self.reader, self.books, name="decode-0", digest="model")
+        self.sender = Sender(self.writer, digest="model", wants_checksums=self.wants_checksums[0])
+        self.receiver = Receiver(
+            self.reader, self.books, name="decode-0", digest="model", wants_checksums=self.wants_checksums[1]
+        )
         self.to_decode: deque[Message] = deque()
         self.to_prefill: deque[Message] = deque()
         self.source_pages: dict[Key, list[int]] = {}

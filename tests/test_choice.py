@@ -8,7 +8,7 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Refused
 from common.pages import Owner, PageBooks
-from kv_transfer.pieces import Piece
+from kv_transfer.pieces import Box, Piece
 from kv_transfer.receiver import PairLost, Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
@@ -80,7 +80,7 @@ class FakeReader:
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         return True
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         self.calls.append(("allow", *pages))
 
     def forbid(self, pages: Sequence[int]) -> None:

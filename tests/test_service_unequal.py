@@ -11,8 +11,9 @@ Answers = list[list[int]]
 
 
 async def serve(logs: Path, source_size: int, target_size: int, transport: str) -> Answers:
-    """Output of some prompts, one after the other and then all together."""
+    """Output of some prompts, one after the other and then all together. Checksums are asked for by one node alone."""
     only = {"prefill-0": {"page_size": source_size}, "decode-0": {"page_size": target_size}}
+    only["prefill-0" if source_size < target_size else "decode-0"]["kv_checksum"] = True
     service = Service(logs, node_options={"chunked_prefill_size": 64, "transport": transport}, only=only)
     prompts = [prompt_of(length, length) for length in LENGTHS]
     prompts.append(prompts[-2] + prompt_of(20, 7))  # the decode node holds some of its pages by then
@@ -23,11 +24,16 @@ async def serve(logs: Path, source_size: int, target_size: int, transport: str) 
             cold = [(await client.generate(prompt, 12))["output_ids"] for prompt in prompts]
             warm = [a["output_ids"] for a in await asyncio.gather(*(client.generate(p, 12) for p in prompts))]
             totals = await client.settled()
+            async with client.session.get("/metrics") as answer:
+                metrics = await answer.text()
     finally:
         service.close()
     assert totals["decode-0"]["resumed_tokens_computed"] == 0
     assert totals["decode-0"]["pages_received"] > 0
     assert totals["decode-0"]["pages_cached"] > 0
+    assert totals["decode-0"]["pages_verified"] >= totals["decode-0"]["pages_received"]
+    assert totals["decode-0"]["checksum_mismatches"] == totals["prefill-0"]["pages_resent"] == 0
+    assert 'baton_node_checksum_mismatches_total{model="m",node="decode-0",role="decode"} 0.0' in metrics
     assert totals["prefill-0"][f"bytes_by_{transport}"] == totals["prefill-0"]["bytes_sent"] > 0
     return cold + warm
 

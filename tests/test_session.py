@@ -7,6 +7,7 @@ import pytest
 from common.lifecycle import IllegalTransitionError
 from kv_transfer.fit import Units
 from kv_transfer.session import (
+    MAX_RESENDS,
     RECEIVE_TABLE,
     SEND_TABLE,
     ReceiveEvent,
@@ -22,22 +23,22 @@ PAGES = Units(1)  # equal on both nodes
 
 # Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
 SEND = """
-         open   grant  compute finish start  written received retract end     fence
-early    open   early  .       .      .      .       .        .       closing .
-open     .      open   open    handed open   open    .        open    closing .
-handed   .      handed .       .      handed handed  closed   open    closing .
-closing  .      .      .       .      .      closing .        .       .       closed
-closed   .      .      .       .      .      .       .        .       .       .
+         open   grant  compute finish start  written resend received retract end     fence
+early    open   early  .       .      .      .       .      .        .       closing .
+open     .      open   open    handed open   open    open   .        open    closing .
+handed   .      handed .       .      handed handed  handed closed   open    closing .
+closing  .      .      .       .      .      closing .      .        .       .       closed
+closed   .      .      .       .      .      .       .      .        .       .       .
 """
 RECEIVE = """
-             grant    deliver land     handoff  cancel       lose         close  fence
-reserved     granted  .       .        .        freed        freed        freed  freed
-granted      granted  granted landed   handed   quarantined  quarantined  freed  freed
-handed       handed   handed  complete .        quarantined  quarantined  freed  freed
-landed       .        .       .        complete quarantined  quarantined  freed  freed
-complete     .        .       .        .        .            .            .      .
-quarantined  .        .       .        .        .            .            freed  freed
-freed        .        .       .        .        .            .            .      .
+             grant    deliver corrupt land     handoff  cancel       lose         close  fence
+reserved     granted  .       .       .        .        freed        freed        freed  freed
+granted      granted  granted granted landed   handed   quarantined  quarantined  freed  freed
+handed       handed   handed  handed  complete .        quarantined  quarantined  freed  freed
+landed       .        .       .       .        complete quarantined  quarantined  freed  freed
+complete     .        .       .       .        .        .            .            .      .
+quarantined  .        .       .       .        .        .            .            freed  freed
+freed        .        .       .       .        .        .            .            .      .
 """
 
 
@@ -94,7 +95,7 @@ def test_a_page_is_due_once_it_is_both_granted_and_computed() -> None:
     assert session.start(8) == [3]
     assert session.num_in_flight == 3
     assert not session.is_all_written
-    session.written(3)
+    session.written([1, 2, 3])
     assert session.is_all_written
     session.check()
 
@@ -117,7 +118,7 @@ def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
     assert session.num_due == 0
     with pytest.raises(AssertionError):
         session.fence()
-    session.written(1)
+    session.written([0])
     session.fence()
     assert session.state is Sending.CLOSED
 
@@ -181,3 +182,32 @@ def test_more_pages_than_the_prompt_lacks_cannot_be_reserved() -> None:
     session = ReceiveSession(KEY, "peer", first=2, num_tokens=3)
     with pytest.raises(AssertionError):
         session.reserve([1, 2])
+
+
+def test_only_what_was_written_is_written_again_and_only_so_often() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [5, 6, 7, 8], PAGES)
+    session.compute([1, 2, 3])
+    assert session.start(2) == [0, 1]
+    session.written([0])
+    assert [session.is_written([unit]) for unit in (0, 1, 2, 3, 4)] == [True, False, False, False, False]
+    assert not session.is_written([0, 0])
+    for _ in range(MAX_RESENDS):
+        assert session.resend([0])
+        assert not session.is_written([0])
+        session.check()
+        assert 0 in session.start(9)
+        session.written([0])
+    assert not session.resend([0])
+
+
+def test_a_part_that_came_damaged_is_still_expected_and_only_so_often() -> None:
+    session = ReceiveSession(KEY, "peer", first=0, num_tokens=4, page_size=2)
+    session.reserve([8, 9])
+    session.grant(1, 2)
+    for _ in range(MAX_RESENDS):
+        assert session.corrupt([0, 1], 1)
+        assert session.is_expected([0, 1], 1)
+    assert session.corrupt([0], 0)
+    assert not session.corrupt([1], 1)
+    session.check()

@@ -1,6 +1,7 @@
 """Whole transfers between pools whose pages have different sizes: any order of events, and every token arrives."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -17,10 +18,10 @@ from kv_transfer.fit import Units
 from kv_transfer.receiver import Completed, Receiver, TransferFailed
 from kv_transfer.sender import Sender
 from kv_transfer.session import Key, ReceiveSession, SendSession
-from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
+from kv_transfer.transports.inprocess import Fault, InProcessReader, InProcessWriter, Wire
 
 GEOMETRY = PageGeometry(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
-POOL_TOKENS = 96
+POOL_TOKENS = 144
 
 
 def kv(key: Key, num_tokens: int) -> np.ndarray:
@@ -32,20 +33,30 @@ def kv(key: Key, num_tokens: int) -> np.ndarray:
 class Nodes:
     """A prefill and a decode node, their messages delivered when a test says so."""
 
-    def __init__(self, source_size: int, target_size: int, latency: int = 0) -> None:
+    def __init__(
+        self,
+        source_size: int,
+        target_size: int,
+        latency: int = 0,
+        *,
+        wants_checksums: bool = False,
+        faults: Mapping[int, Fault] | None = None,
+    ) -> None:
         self.source = MemfdStore(POOL_TOKENS // source_size, replace(GEOMETRY, page_size=source_size))
         self.target = MemfdStore(POOL_TOKENS // target_size, replace(GEOMETRY, page_size=target_size))
         self.books = PageBooks(self.target.num_pages)
         self.source_books = PageBooks(self.source.num_pages)
-        self.wire = Wire(latency=latency)
+        self.wire = Wire(latency=latency, faults=faults or {})
         self.sender = Sender(InProcessWriter(self.wire, self.source))
-        self.receiver = Receiver(InProcessReader(self.wire, self.target), self.books)
+        reader = InProcessReader(self.wire, self.target)
+        self.receiver = Receiver(reader, self.books, wants_checksums=wants_checksums)
         self.to_prefill: deque[Message] = deque([self.receiver.connect(PREFILL)])
         self.to_decode: deque[Message] = deque()
         self.sizes: dict[Key, int] = {}
         self.sources: dict[Key, list[int]] = {}
         self.grants: dict[Key, tuple[int, list[int]]] = {}
         self.completed: dict[Key, Completed] = {}
+        self.failed: list[TransferFailed] = []
 
     def pages(self, store: MemfdStore) -> np.ndarray:
         return np.frombuffer(store.memory, np.float32).reshape(store.num_pages, *store.geometry.shape)
@@ -114,7 +125,10 @@ class Nodes:
         messages, events = self.receiver.take()
         self.to_prefill.extend(message for _, message in messages)
         for event in events:
-            assert isinstance(event, Completed), event
+            if isinstance(event, TransferFailed):
+                self.failed.append(event)
+                continue
+            assert isinstance(event, Completed)
             self.completed[event.key] = event
             self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
         self.sender.check()
@@ -128,6 +142,7 @@ class Nodes:
             self.hear()
 
     def assert_all_arrived(self) -> None:
+        assert not self.failed
         size, view = self.target.geometry.page_size, self.pages(self.target)
         for key, num_tokens in self.sizes.items():
             first, pages = self.grants[key]

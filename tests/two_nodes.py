@@ -64,7 +64,7 @@ class Scope:
 class Store:
     """A pool without a model or a file."""
 
-    is_mapped = True
+    is_mapped = is_in_place = True
     fd = -1
 
     def __init__(self, num_pages: int) -> None:
@@ -564,7 +564,7 @@ class TwoNodes:
             (sender, prefill.sender._pairs.by_peer, {n: v for n, v in vars(writes).items() if n not in _NOT_OF_WRITES}),
             (sorted(prefill.pages.items()), sorted(prefill.num_computed.items()), sorted(prefill.finished)),
             (sorted(prefill.released.items()), prefill.store.memory, _of_books(prefill.books)),
-            [(session.key, indices) for session, indices in (writes._tickets[ticket] for ticket in tickets)],
+            [(session.key, units) for session, units, _ in (writes._tickets[ticket] for ticket in tickets)],
             list(writes._due),
             ([rank.get(t, -1) for t in prefill.writer.finished], prefill.writer._news),
             [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],
@@ -617,8 +617,8 @@ def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
 
 
 _NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
-_NOT_OF_WRITES = ("_transport", "_pieces_of", "clock", "_due", "_tickets", "_totals", "_seconds")
-_NOT_OF_RECEIVER = ("_transport", "_books", "_totals")
+_NOT_OF_WRITES = ("_transport", "_pairs", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
+_NOT_OF_RECEIVER = ("_transport", "_books", "_checksums", "_totals")
 
 
 def _of_books(books: PageBooks) -> object:

@@ -48,6 +48,11 @@ class KVPool:
         return self.tensor is self._landing
 
     @property
+    def is_in_place(self) -> bool:
+        """Do pages that come in need no copy up to the device?"""
+        return self.is_mapped
+
+    @property
     def device_pages(self) -> torch.Tensor | None:
         """The pool on its device as bytes, uint8 ``[num_pages, page_bytes]``; None where ``memory`` is the pool."""
         if self.is_mapped:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from common.errors import BatonError
 from common.geometry import PageGeometry
 from common.messages import Connect, Geometry
-from kv_transfer.pieces import Piece
+from kv_transfer.pieces import Box, Piece
 
 
 class AttachError(BatonError):
@@ -30,7 +30,7 @@ class PageStore(Protocol):
 
     ``fd`` is a memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes in which a writer of the same host puts
     pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise (the pool
-    is on a device) it is a place beside it, where pages come and go.
+    is on a device) it is a place beside it, where pages come and go. ``is_in_place``: pages come into the pool itself.
 
     ``device_pages``: the pool's bytes on its device, a uint8 tensor ``[num_pages, page_bytes]`` for transports that
     move device memory; None where there is no device.
@@ -38,6 +38,9 @@ class PageStore(Protocol):
 
     @property
     def is_mapped(self) -> bool: ...
+
+    @property
+    def is_in_place(self) -> bool: ...
 
     @property
     def geometry(self) -> PageGeometry: ...
@@ -175,9 +178,9 @@ class ReaderTransport(Protocol):
         """The peer says by which transport it attached. False: that was not offered."""
         ...
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
-        """This peer may write these pages under this epoch, each byte once. Binding where the reader places the bytes.
-        Said again, they may be written again."""
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
+        """This peer may write these pages under this epoch, each byte once; or this part of them, which has come
+        already, once more. Binding where the reader places the bytes."""
         ...
 
     def forbid(self, pages: Sequence[int]) -> None:

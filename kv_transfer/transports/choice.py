@@ -16,7 +16,7 @@ import msgspec
 from common.config import IN_PROCESS, is_loopback
 from common.errors import ConfigError
 from common.messages import Connect
-from kv_transfer.pieces import Piece
+from kv_transfer.pieces import Box, Piece
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
@@ -275,10 +275,10 @@ class ChoosingReader:
             self._prove(early)
         return True
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         for transport in self._transports:
             if self._chosen.get((peer, epoch)) == transport.name:
-                transport.allow(peer, epoch, pages)
+                transport.allow(peer, epoch, pages, again)
 
     def forbid(self, pages: Sequence[int]) -> None:
         for transport in self._transports:

@@ -133,6 +133,8 @@ def magic_of(backend: str) -> bytes:
 class _InPlace:
     """A store whose pages arrive on its device: when they have landed, nothing is left to be done."""
 
+    is_in_place = True
+
     def __init__(self, store: PageStore) -> None:
         self._store = store
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.messages import Connect
-from kv_transfer.pieces import Piece, copy
+from kv_transfer.pieces import Box, Piece, copy
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
 
 FaultKind = Literal["drop", "duplicate", "reorder", "delay", "corrupt", "partition", "restart"]
@@ -129,7 +129,7 @@ class Wire:
         else:
             num_bytes = page.writer.put(page.peer, page.source, page.target, page.piece)
             if kind == "corrupt":
-                page.writer.spoil(page.peer, page.target)
+                page.writer.spoil(page.peer, page.target, page.piece)
             if kind == "duplicate":
                 page.due_at = self.num_ticks + page.fault_ticks
             else:
@@ -228,11 +228,12 @@ class InProcessWriter:
             copy(piece, memoryview(page), into)
             return piece.num_bytes
 
-    def spoil(self, peer: str, target: int) -> None:
-        """Change one byte of the peer's page."""
+    def spoil(self, peer: str, target: int, piece: Piece | None = None) -> None:
+        """Change one byte of the peer's page, or of that piece of it."""
         store = self._readers[peer].store
+        at = 0 if piece is None else piece.runs[0][1]
         with memoryview(store.memory) as memory:
-            memory[target * store.geometry.page_bytes] ^= 0xFF
+            memory[target * store.geometry.page_bytes + at] ^= 0xFF
 
     def arrived(self, ticket: int) -> None:
         self._remaining[ticket] -= 1
@@ -324,7 +325,7 @@ class InProcessReader:
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         return transport == self.name
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         pass
 
     def forbid(self, pages: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from kv_transfer.pieces import Box
 from kv_transfer.transports.base import Fenced, PageStore
 from kv_transfer.transports.nixl import Agent
 from kv_transfer.transports.shm_reader import ShmReader
@@ -68,7 +69,7 @@ class NixlReader:
         self._offered_at.pop(peer, None)
         return transport == self.name
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         self._expected.update(dict.fromkeys(pages))
         self._is_awake.set()
 

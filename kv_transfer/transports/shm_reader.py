@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError
+from kv_transfer.pieces import Box
 from kv_transfer.transports.base import Fenced, PageStore
 from kv_transfer.transports.shm_hello import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
 
@@ -126,7 +127,7 @@ class ShmReader:
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         return transport == self.name
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         """A process that has the pool mapped needs no leave."""
 
     def forbid(self, pages: Sequence[int]) -> None:

@@ -46,6 +46,14 @@ class Leave:
         for page in pages:
             self._grants[page] = Grant((peer, epoch))
 
+    def give_again(self, owner: tuple[str, int], pages: Sequence[int], box: Box) -> None:
+        """For this part, which has come, once more."""
+        for page in pages:
+            grant = self._grants.get(page)
+            with self._lock:
+                if grant is not None and grant.owner == owner and box in grant.claimed:
+                    grant.claimed.remove(box)
+
     def take(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._grants.pop(page, None)

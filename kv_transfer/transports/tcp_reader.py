@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
+from kv_transfer.pieces import Box
 from kv_transfer.transports.base import Fenced, PageStore
 from kv_transfer.transports.tcp_inlet import Inlet, Leave
 from kv_transfer.transports.tcp_wire import (
@@ -128,8 +129,11 @@ class TcpReader:
         offer = self._offers.get(peer)
         return transport == self.name and offer is not None and offer.epoch == epoch and not offer.awaited
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
-        self._leave.give(peer, epoch, pages)
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
+        if again is None:
+            self._leave.give(peer, epoch, pages)
+        else:
+            self._leave.give_again((peer, epoch), pages, again)
 
     def forbid(self, pages: Sequence[int]) -> None:
         self._leave.take(pages)

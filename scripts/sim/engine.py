@@ -18,7 +18,7 @@ class BlankStore:
     """A ``PageStore`` without contents: pages are numbers."""
 
     fd = -1
-    is_mapped = True
+    is_mapped = is_in_place = True
     device_pages = None
 
     def __init__(self, geometry: PageGeometry, num_pages: int) -> None:

@@ -1,0 +1,53 @@
+"""CRC-32 of pages, or of pieces of them, where they lie at either end of a transfer.
+
+CRC-32 is in the standard library, lets go of the interpreter's lock, and finds every burst of damage of up to 32 bits
+and one in four billion fewer than all others; where pages are cut differently at the two ends, both take the bytes in
+the order ``[layer][key or value][head][token][head_dim]`` of the piece, so that the runs do not matter.
+
+The source is summed as its write begins, and must not change before the write is over. It does not: a page is handed to
+the sender when it is computed, whole and final; its KV depends on nothing that comes later; it stays held until the
+transfer's ``Released``; and the page that the prompt's last tokens fill partly is written by nobody after them, since a
+prefill node computes no output. A source that changed nevertheless would show as a mismatch.
+"""
+
+import zlib
+from collections.abc import Iterable
+
+from kv_transfer.pieces import Piece
+from kv_transfer.transports.base import PageStore
+
+
+class Checksums:
+    """Of the pages of one store."""
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+        self._size = store.geometry.page_bytes
+        self._scratch = bytearray()
+
+    def of_source(self, page: int, piece: Piece | None) -> int:
+        """Of a page of ours as it stands in the pool; of that piece of it, or of all."""
+        runs = None if piece is None else [(at, length) for at, _, length in piece.runs]
+        return self._sum(page, runs, is_in_memory=self._store.is_mapped)
+
+    def of_target(self, page: int, runs: Iterable[tuple[int, int]]) -> int:
+        """Of these (offset, bytes) of a page that has come, where it has come to."""
+        is_in_memory = self._store.is_mapped or not self._store.is_in_place
+        return self._sum(page, runs, is_in_memory=is_in_memory)
+
+    def _sum(self, page: int, runs: Iterable[tuple[int, int]] | None, *, is_in_memory: bool) -> int:
+        if is_in_memory:
+            with memoryview(self._store.memory) as memory:
+                return _sum(memory, page * self._size, runs or [(0, self._size)])
+        self._scratch = self._scratch or bytearray(self._size)
+        with memoryview(self._scratch) as scratch:
+            self._store.export_page(page, scratch)
+            return _sum(scratch, 0, runs or [(0, self._size)])
+
+
+def _sum(memory: memoryview, base: int, runs: Iterable[tuple[int, int]]) -> int:
+    total = 0
+    for at, length in runs:
+        with memory[base + at : base + at + length] as run:
+            total = zlib.crc32(run, total)
+    return total
