@@ -103,10 +103,10 @@ class Stranger:
     def shake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
         """The whole handshake. Returns the last frame, empty if the reader hung up."""
         _, _, token, count = connect.endpoint.split(":")
-        self.hello(bytes.fromhex(token), index, int(count))
+        self.hello(bytes.fromhex(token), index, int(count), self.reader.magic)
         nonce, _ = WELCOME.unpack(self.receive(WELCOME.size))
         self.terms = Terms(
-            MAGIC, bytes.fromhex(token), index, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce
+            self.reader.magic, bytes.fromhex(token), index, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce
         )
         self.connection.sendall(self.terms.proof(key, b"writer"))
         self.turn()

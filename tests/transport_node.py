@@ -115,6 +115,10 @@ class ReaderEnd:
 def main() -> None:
     role, name, key = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
     tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(os.environ.get("TEST_ATTACH_TIMEOUT_S", "10"))
+    if "TEST_STALL_S" in os.environ:
+        from kv_transfer.transports import group_backend
+
+        group_backend.STALL_S = float(os.environ["TEST_STALL_S"])
     incarnation = ("p" if role == "writer" else "d") * 32
     host = os.environ.get("TEST_HOST", "127.0.0.1")
     settings = Settings(name, incarnation, host, key.encode())

@@ -33,7 +33,8 @@ from kv_transfer.pieces import Piece
 from kv_transfer.transports.base import PageStore
 
 STALL_S = 10.0  # a page that takes longer than this breaks the group
-FORM_S = 10.0
+FORM_S = 10.0  # to form a group
+GRACE_S = 1.0  # a backend gives up so much later than we do: its own sentences say less
 _POLL_S = 50e-6
 _SO_ATTACH_FILTER = 26
 _TAKE_NOTHING = struct.pack("HBBI", 6, 0, 0, 0)  # one BPF instruction: return 0 bytes
@@ -130,7 +131,7 @@ class Group:
         with _named_errors():
             if self.pages.rows.is_cuda:
                 _poll(work, self.pages.rows.device)
-            elif not work.wait():
+            elif not work.wait(timedelta(seconds=STALL_S)):
                 raise ConnectionError("it was cut short")
 
     def exchange(self, ours: bytes, theirs: bytes) -> None:
@@ -179,7 +180,7 @@ def check_available(backend: str) -> None:
 
 
 def open_group(backend: str, store: HashStore, *, rank: int, host: str, pages: Pages) -> Group:
-    """Form the group; blocks for ``FORM_S`` at most.
+    """Form the group; blocks for ``FORM_S + GRACE_S`` at most.
 
     Args:
         store: what is set here is to be set in the peer's, and the other way round.
@@ -194,11 +195,10 @@ def open_group(backend: str, store: HashStore, *, rank: int, host: str, pages: P
 
 def _open_gloo(store: HashStore, rank: int, host: str, pages: Pages) -> Group:
     options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=FORM_S)
+    options._timeout = timedelta(seconds=FORM_S + GRACE_S)
     options._threads = 1
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
     formed = torch.distributed.ProcessGroupGloo(store, rank, 2, options)
-    formed._set_default_timeout(timedelta(seconds=STALL_S))
     published = b"".join(store.get(key) for key in store.list_keys())
     wires = []
     for wire in _sockets_of(published):

@@ -15,7 +15,7 @@ import threading
 import time
 from datetime import timedelta
 
-from kv_transfer.transports.group_backend import FORM_S, Group, HashStore, Pages, is_sound, open_group
+from kv_transfer.transports.group_backend import FORM_S, GRACE_S, Group, HashStore, Pages, is_sound, open_group
 from kv_transfer.transports.tcp_wire import MAC_BYTES, Line
 
 WRITER, READER = 0, 1  # ranks
@@ -33,7 +33,7 @@ def form(line: Line, backend: str, rank: int, pages: Pages) -> Group:
         OSError: the peer left, did not answer in time, or said something that cannot be meant.
     """
     store = HashStore()
-    store.set_timeout(timedelta(seconds=FORM_S))
+    store.set_timeout(timedelta(seconds=FORM_S + GRACE_S))
     maker = _Maker(store, line, backend, rank, pages)
     maker.start()
     try:
@@ -102,22 +102,28 @@ class _Talk:
 
     def until_made(self, maker: _Maker) -> None:
         is_made_here = False
-        while not (is_made_here and self._is_made_there):
+        while True:
             if not is_made_here:
-                is_over = not maker.is_alive()
-                for key in self._store.list_keys():
-                    if key not in self._said and key not in self._heard:
-                        self._said[key] = None
-                        self._say(ENTRY_MAGIC, key.encode(), self._store.get(key))
-                if is_over:
-                    if maker.problem:
-                        raise ConnectionError(maker.problem)
-                    self._say(MADE_MAGIC)
-                    is_made_here = True
+                is_made_here = self._tell_of(maker)
+            if is_made_here and self._is_made_there:
+                return  # what comes next is not for us
             if self._readable.poll(_PAUSE_MS):
                 self._hear()
             elif self._until <= time.monotonic():
                 raise ConnectionError(f"the group did not form within {FORM_S:.0f} s")
+
+    def _tell_of(self, maker: _Maker) -> bool:
+        """Say what our backend has set, and when it has made the group. Returns whether it has."""
+        is_over = not maker.is_alive()
+        for key in self._store.list_keys():
+            if key not in self._said and key not in self._heard:
+                self._said[key] = None
+                self._say(ENTRY_MAGIC, key.encode(), self._store.get(key))
+        if is_over and maker.problem:
+            raise ConnectionError(maker.problem)
+        if is_over:
+            self._say(MADE_MAGIC)
+        return is_over
 
     def _say(self, magic: bytes, key: bytes = b"", value: bytes = b"") -> None:
         header = HEADER.pack(magic, len(key), len(value))

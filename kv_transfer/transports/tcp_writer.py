@@ -338,7 +338,7 @@ class TcpWriter:
         route = self._leaving.get(peer)
         if route is None:
             return True
-        if not all(lane.outlet is None or lane.outlet.is_idle for lane in route.lanes):
+        if any(lane.pending and lane.outlet is not None and not lane.outlet.is_idle for lane in route.lanes):
             route.is_late = True
             return False
         del self._leaving[peer]
