@@ -20,6 +20,7 @@ from common.clock import MonotonicClock
 from common.config import GatewayConfig
 from common.errors import RequestError
 from common.incarnation import new_incarnation
+from common.plugins import load_priority_function
 from common.tenancy import parse_quotas
 from gateway.asks import Terms
 from gateway.claims import Claims
@@ -60,7 +61,7 @@ class Gateway:
         self._config = config
         self._models = Models(config, folders)
         self._callers = make_callers(config)
-        self._claims = Claims(config)
+        self._claims = Claims(config, load_priority_function(config.priority_function))
         self._quotas = Quotas(parse_quotas(config.tenant_quotas))
         self._codec = Codec()
         self._clock = MonotonicClock()
@@ -74,7 +75,9 @@ class Gateway:
         """Opens both ports. Raises OSError or zmq.ZMQError if one is taken."""
         config = self._config
         fleets = Fleets(model.fleet for model in self._models)
-        self._metrics = Metrics(list(fleets), lambda: self._control.mailbox.dropped)
+        self._metrics = Metrics(
+            list(fleets), lambda: self._control.mailbox.dropped, starvation_bound_s=config.starvation_bound
+        )
         self._control = Control(
             self._context,
             new_incarnation(),
@@ -85,7 +88,7 @@ class Gateway:
             on_end=self._ended,
         )
         self._control.start()
-        queries = Queries(config, self._models, self._control, self._metrics, self._clock)
+        queries = Queries(config, self._models, self._control, self._metrics, self._clock, self._claims)
         self._front = Front(
             self._routes() | queries.routes(),
             callers=self._callers,
@@ -194,6 +197,7 @@ class Gateway:
         self, request: web.BaseRequest, model: Model, asks: list[Ask], render: Render, arrived_at: float,
         *, is_stream: bool,
     ) -> web.StreamResponse:  # fmt: skip
+        asks = self._claims.judged(asks)
         async with self._under_way(model, asks, arrived_at, only_ends=not is_stream) as (relays, outlet):
             if is_stream:
                 return await stream(request, relays, outlet, render)

@@ -255,6 +255,7 @@ class Asker:
             skip_special=options.skip_special_tokens is not False,
             salt=extras.cache_salt or "",
             priority=claim.priority,
+            is_priority_named=claim.is_named,
             priority_class=claim.priority_class,
             tenant=claim.tenant,
             expected_output=self._expected(claim.tenant, prompt, sampling),

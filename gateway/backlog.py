@@ -6,6 +6,7 @@ here, where a more urgent request can still pass it, and a node that goes takes 
 
 from collections.abc import Sequence
 
+from common.adaptive import Adaptive
 from common.order import Order
 from common.request import Request
 from common.waiting import WaitingQueue
@@ -36,6 +37,12 @@ class Backlog:
     def is_idle(self) -> bool:
         """Nobody waits for a turn: whoever comes now may go out at once."""
         return len(self._waiting) == len(self._stranded)
+
+    @property
+    def policy(self) -> str:
+        """By which the queue is ordered now."""
+        policy = self.order.policy
+        return policy.choice if isinstance(policy, Adaptive) else policy.name
 
     def requests(self) -> list[Request]:
         """All who wait, in order of arrival."""

@@ -3,11 +3,13 @@
 The user's values are turned round here, once, if low ones are to come first: everywhere else higher is more urgent.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import ErrorCode, RequestError
+from common.plugins import PriorityFunction, RequestFacts
 from common.request import LOWEST_PRIORITY
 from common.scheduling import SchedulingOptions
+from gateway.relay import Ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +17,13 @@ class Claim:
     """Attributes:
     tenant, priority_class: empty for none.
     priority: higher is more urgent.
+    is_named: the client named a priority.
     """
 
     tenant: str = ""
     priority: int = 0
     priority_class: str = ""
+    is_named: bool = False
 
 
 class Claims:
@@ -27,9 +31,11 @@ class Claims:
 
     Args:
         options: of scheduling.
+        function: a user's, which has the last word on priorities.
     """
 
-    def __init__(self, options: SchedulingOptions) -> None:
+    def __init__(self, options: SchedulingOptions, function: PriorityFunction | None = None) -> None:
+        self._function = function
         self._is_enabled = options.enable_priority_scheduling
         self._is_refused = options.abort_on_priority_when_disabled
         self._is_low_first = options.schedule_low_priority_values_first
@@ -40,7 +46,18 @@ class Claims:
 
     def claim(self, tenant: str, priority: int | None, priority_class: str | None) -> Claim:
         """Of one request. Raises RequestError: the class is unknown, or priorities are refused here."""
-        return Claim(tenant, self._priority(priority), self._class(priority_class))
+        return Claim(tenant, self._priority(priority), self._class(priority_class), priority is not None)
+
+    def judged(self, asks: list[Ask]) -> list[Ask]:
+        """The outputs of one request with the priorities that the user's function gives them, if there is one."""
+        function = self._function
+        if function is None:
+            return asks
+        given = [function(facts_of(ask)) for ask in asks]
+        return [
+            ask if priority is None else replace(ask, priority=priority)
+            for ask, priority in zip(asks, given, strict=True)
+        ]
 
     def change(self, priority: int | None, priority_class: str | None) -> tuple[int | None, str | None]:
         """What a request that is under way is to have from now on; None for what stays.
@@ -74,6 +91,20 @@ class Claims:
             message = f"priority_class: {given[:64]!r} is not one of the classes (which are {known})"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="priority_class")
         return given
+
+
+def facts_of(ask: Ask) -> RequestFacts:
+    """What a priority function is told."""
+    return RequestFacts(
+        model=ask.model,
+        tenant=ask.tenant,
+        priority_class=ask.priority_class,
+        priority=ask.priority if ask.is_priority_named else None,
+        num_prompt_tokens=len(ask.prompt),
+        max_new_tokens=ask.sampling.max_new_tokens,
+        expected_output=ask.expected_output,
+        deadline_s=ask.timeout_s,
+    )
 
 
 def _disabled() -> RequestError:

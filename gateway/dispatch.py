@@ -14,6 +14,7 @@ from common.clock import Clock
 from common.decisions import Decisions
 from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
+from common.request import Request
 from gateway.fleet import Fleet, Fleets
 from gateway.leg import Leg, Timer, request_of
 from gateway.relay import Relay
@@ -140,13 +141,24 @@ class Dispatch:
         now = self._clock.now()
         for fleet in self._fleets:
             while not fleet.backlog.is_idle and (credit := fleet.credit()) > 0:
-                for request in fleet.backlog.first(credit, now):
+                for request in self._first(fleet, credit, now):
                     leg = self._legs.get(request.rid)
                     if leg is None or leg.request is not request:
                         continue  # it ended just now, with a node that was found to be gone
                     if not self._send_out(leg, now):
                         fleet.backlog.strand(request, now)
                         self.decisions.note(now, request.rid, "strand", "no pool that is there could hold it")
+
+    def _first(self, fleet: Fleet, count: int, now: float) -> Sequence[Request]:
+        """Who is next; tells of another policy if ``adaptive`` has chosen one."""
+        backlog = fleet.backlog
+        before = backlog.policy
+        line = backlog.first(count, now)
+        if backlog.policy != before:
+            self.decisions.note(
+                now, "", "adapt", "from {} to {}: {}", before, backlog.policy, backlog.order.policy.reason
+            )
+        return line
 
     def pump_soon(self) -> None:
         """Once what happens now is over, since many may end at once."""

@@ -17,8 +17,8 @@ from gateway.fleet import Fleet
 from gateway.registry import Node
 from gateway.relay import Relay
 from gateway.router import Pair
+from gateway.waits import SECONDS, Waits
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 HEARTBEAT_GAUGES = ("num_waiting", "num_running", "num_free_pages", "num_cached_pages", "num_quarantined_pages")
 #: What nodes say in ``Tokens.timings`` of a request's way, as labels of one series.
@@ -83,6 +83,7 @@ class Metrics:
     Args:
         fleets: the models served, with their nodes.
         dropped: counts of control messages dropped, by reason.
+        starvation_bound_s: whoever waits longer starves.
 
     Attributes:
         refusing: by model, what to do the work under that comes before any node hears of a request: if that ends in a
@@ -91,7 +92,9 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, fleets: Sequence[Fleet], dropped: Callable[[], Totals[str]]) -> None:
+    def __init__(
+        self, fleets: Sequence[Fleet], dropped: Callable[[], Totals[str]], *, starvation_bound_s: float
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._answers = self._counter("baton_http_answers_total", "HTTP answers by path and status.", "path", "status")
@@ -108,6 +111,8 @@ class Metrics:
         for fleet in fleets:
             in_flight.labels(fleet.model).set_function(partial(getattr, fleet.admission, "num_in_flight"))
         self._series = self._all_series([fleet.model for fleet in fleets])
+        self._waits = Waits(fleets, starvation_bound_s=starvation_bound_s)
+        self._registry.register(self._waits)
         self._registry.register(_NodeCollector(fleets, dropped))
         self._registry.register(_GapCollector({model: series.gaps for model, series in self._series.items()}))
         self._labelled: dict[tuple[str, int], Counter] = {}
@@ -172,6 +177,7 @@ class Metrics:
 
     def ended(self, relay: Relay) -> None:
         """One output has ended."""
+        self._waits.ended(relay)
         series = self._series[relay.ask.model]
         self._outputs.labels(relay.ask.model, relay.finish or (str(relay.error.code) if relay.error else "")).inc()
         series.prompt_tokens.inc(len(relay.ask.prompt))

@@ -34,7 +34,9 @@ class Queries:
         body, tenant: read a request's body, and on whose account it is; set once there is something that can.
     """
 
-    def __init__(self, config: GatewayConfig, models: Models, control: Control, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, config: GatewayConfig, models: Models, control: Control, metrics: Metrics, clock: Clock, claims: Claims
+    ) -> None:
         self._config = config
         self._models = models
         self._control = control
@@ -43,7 +45,7 @@ class Queries:
         self._codec = Codec()
         self._started_at = clock.now()
         self._created = int(time.time())
-        self._claims = Claims(config)
+        self._claims = claims
         self._page = (Path(__file__).parent / "page.html").read_bytes()
         self.body: Callable[[web.BaseRequest], Awaitable[bytes]]
         self.tenant: Callable[[web.BaseRequest], str]

@@ -31,7 +31,7 @@ class Ask:
         is_prompt_only: the client wants the prompt judged and no output; nodes make one token, which nobody sees.
         stops: stop strings; none is empty.
         keep_stop: what stopped the output is shown.
-        priority: higher is more urgent.
+        priority, is_priority_named: higher is more urgent; and whether the client named one.
         priority_class, tenant: on whose account it is served; empty for nobody's in particular.
         expected_output: output tokens that there will probably be; 0 if nobody knows.
         timeout_s: the client's deadline, from the request's arrival.
@@ -51,6 +51,7 @@ class Ask:
     skip_special: bool = True
     salt: str = ""
     priority: int = 0
+    is_priority_named: bool = False
     priority_class: str = ""
     tenant: str = ""
     expected_output: int = 0

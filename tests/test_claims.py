@@ -20,7 +20,7 @@ def refused(act, *given):
 
 def test_priorities_count_as_they_are_and_those_who_name_none_come_last():
     rules = claims(enable_priority_scheduling=True)
-    assert rules.claim("t", 7, None) == Claim("t", 7, "")
+    assert rules.claim("t", 7, None) == Claim("t", 7, "", is_named=True)
     assert rules.claim("", None, None).priority == LOWEST_PRIORITY
 
 

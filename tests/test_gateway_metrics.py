@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 import zmq
-from fake_nodes import make_model_folder, running, silent
+from fake_nodes import echo, make_model_folder, running, silent
 
 from common.errors import ErrorCode
 from common.messages import Pairs, PairState
@@ -87,6 +87,50 @@ async def test_requests_in_flight_go_up_and_down(stack):
     after = await scrape(stack)
     assert after[f"baton_requests_in_flight{LABEL}"] == 0
     assert after['baton_outputs_total{end="aborted",model="tiny"}'] == 2
+
+
+async def test_waiting_is_told_by_class_how_long_how_many_and_who_starved(folder):
+    options = {"priority_classes": ("high:8", "low:1"), "starvation_bound": 0.3, "gateway_lookahead": 0}
+    async with running(folder, **options) as stack:
+        await stack.pair(max_running=1)
+        for node in stack.nodes:
+            node.on_generate = silent
+        calls = []
+        for rid, name in (("first", "low"), ("a", "high"), ("b", "low")):
+            body = {"text": "a", "rid": rid, "priority_class": name, "sampling_params": {"max_new_tokens": 1}}
+            calls.append(asyncio.ensure_future(stack.post("/generate", body)))
+            while (await stack.get("/server_info"))[1]["num_in_flight"] < len(calls):
+                await asyncio.sleep(0.002)
+        before = await scrape(stack)
+        assert before['baton_requests_waiting{class="high",model="tiny"}'] == 1
+        assert before['baton_requests_waiting{class="low",model="tiny"}'] == 1
+        assert before['baton_schedule_policy{model="tiny",policy="fcfs"}'] == 1
+        await asyncio.sleep(0.35)
+        for node in stack.nodes:
+            node.on_generate = echo
+        stack.nodes[0].tokens("first", 0, (65,), finish="length", timings={"prefill_queue_s": 0.25})
+        await asyncio.gather(*calls)
+        changes = await moved(stack, before)
+        for name, count, starved in (("high", 1, 1), ("low", 2, 1)):
+            label = f'{{class="{name}",model="tiny"}}'
+            assert changes[f"baton_waiting_seconds_count{label}"] == count
+            assert changes[f"baton_starved_total{label}"] == starved
+            assert changes[f"baton_requests_waiting{label}"] == -1
+        assert 0.25 <= changes['baton_waiting_seconds_sum{class="low",model="tiny"}'] - 0.35 - 0.25 < 5
+
+
+async def test_one_that_waits_in_vain_has_waited_all_its_time(folder):
+    async with running(folder, starvation_bound=0.1, gateway_lookahead=0) as stack:
+        await stack.pair(max_running=1)
+        for node in stack.nodes:
+            node.on_generate = silent
+        calls = [
+            asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 200})) for _ in range(2)
+        ]
+        assert {status for status, _ in await asyncio.gather(*calls)} == {504}
+        after = await scrape(stack)
+        assert after['baton_starved_total{class="",model="tiny"}'] == 2
+        assert after['baton_waiting_seconds_sum{class="",model="tiny"}'] >= 0.39
 
 
 async def test_refusals_are_counted_by_reason_and_failures_of_nodes_are_not_among_them(folder):
@@ -217,7 +261,8 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_requests_in_flight", "baton_prompt_tokens_total", "baton_cached_tokens_total",
         "baton_output_tokens_total", "baton_local_prefills_total", "baton_time_to_first_token_seconds",
         "baton_inter_token_seconds", "baton_time_per_output_token_seconds", "baton_request_seconds",
-        "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total",
+        "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total", "baton_waiting_seconds",
+        "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy",
     }  # fmt: skip
 
 

@@ -302,3 +302,24 @@ async def test_nodes_are_told_what_outputs_like_this_have_been(folder):
         assert said(stack).expected_output == 40
         await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 40, "min_tokens": 20})
         assert said(stack).expected_output == 20
+
+
+# ---- a function of one's own ----------------------------------------------------------------------------------------
+
+
+async def test_a_function_of_ones_own_has_the_last_word_on_priorities(folder, tmp_path, monkeypatch):
+    (tmp_path / "own_rules.py").write_text(
+        "def urgency(facts):\n"
+        "    if facts.tenant == 'alice':\n"
+        "        return 100 - facts.num_prompt_tokens\n"
+        "    return None if facts.priority is None else facts.priority + 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"enable_priority_scheduling": True, "priority_function": "own_rules:urgency", "tenant_header": True}
+    async with serving(folder, **options) as stack:
+        await stack.post("/v1/completions", {"prompt": [65] * 30, "max_tokens": 2}, **{"x-baton-tenant": "alice"})
+        assert said(stack).priority == 70
+        await stack.post("/v1/completions", {**BODY, "priority": 5})
+        assert said(stack).priority == 6
+        await stack.post("/v1/completions", BODY)
+        assert said(stack).priority == LOWEST_PRIORITY
