@@ -36,7 +36,8 @@ class Answer(Relay):
     """A production relay that notes when tokens come.
 
     Attributes:
-        stamps_s: when each message with tokens came; ``counts``: how many tokens it brought.
+        stamps_s: when each message with tokens came.
+        extra: how many tokens beyond one a message brought, by its place in ``stamps_s``, where it was not one.
     """
 
     def __init__(
@@ -44,21 +45,23 @@ class Answer(Relay):
     ) -> None:
         Relay.__init__(self, ask, 0, NO_TEXT, wake, on_end, started_at)
         self.stamps_s: list[float] = []
-        self.counts: list[int] = []
+        self.extra: dict[int, int] = {}
 
     def on_tokens(self, message: Tokens, now: float) -> None:
         ids = self.ids
         num_known = len(ids)
-        if message.index == num_known > 0 and not (message.finish or self._early or self.is_ended):
+        if message.index == num_known > 0 and not (message.finish or self._early or self.ended_at):
             ids += message.tokens  # one more of many, and nobody reads it: what the relay would do, without the text
             self.last_at = now
             if message.timings:
                 self.timings.update(message.timings)
         else:
             Relay.on_tokens(self, message, now)
-        if len(ids) > num_known:
+        num_new = len(ids) - num_known
+        if num_new:
+            if num_new > 1:
+                self.extra[len(self.stamps_s)] = num_new - 1
             self.stamps_s.append(now)
-            self.counts.append(len(ids) - num_known)
 
 
 class Gateway:
@@ -126,7 +129,7 @@ class Gateway:
         """What a node says."""
         requests = self.requests
         for message in messages:
-            if isinstance(message, Tokens):
+            if type(message) is Tokens:
                 requests.on_tokens(sender, message)
             elif isinstance(message, Failed):
                 requests.on_failed(sender, message)

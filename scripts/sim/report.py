@@ -103,9 +103,9 @@ def latencies(good: Sequence[Outcome]) -> Figures:
     stamps = [np.array(outcome.stamps_s) for outcome in good]
     gaps = [np.diff(each) for each in stamps]
     tpot = [
-        (outcome.stamps_s[-1] - outcome.stamps_s[0]) / (outcome.num_output - outcome.counts[0])
+        (outcome.stamps_s[-1] - outcome.stamps_s[0]) / (outcome.num_output - 1 - outcome.extra.get(0, 0))
         for outcome in good
-        if outcome.num_output > outcome.counts[0]
+        if len(outcome.stamps_s) > 1
     ]
     return {
         "ttft": summary([outcome.stamps_s[0] - outcome.due_at for outcome in good]),
