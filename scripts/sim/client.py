@@ -4,13 +4,15 @@ In an open loop, sessions begin at their instants, whatever the service does; in
 way. A session's next turn comes after the answer and the pause that is planned for it; after a failure none comes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from common.errors import RequestError
+from common.prediction import Predictor
 from common.sampling import SamplingParams
+from gateway.claims import Claims
 from gateway.relay import Ask
 from scripts.load.plan import ANSWER, Piece, Planned, key
 from scripts.load.workload import Chain, Plan
@@ -94,6 +96,8 @@ class Outcome:
 class Client:
     """Args:
     ask: sends a request out, or raises RequestError.
+    claims: what requests may claim; a class of the plan that is a priority class claims that.
+    classes: the priority classes.
     max_new_tokens: what every request allows itself; None for exactly what it is going to need.
     timeout_s: of requests without a deadline.
     """
@@ -105,6 +109,8 @@ class Client:
         agenda: Agenda,
         ask: Callable[[Ask], Answer],
         *,
+        claims: Claims,
+        classes: Collection[str] = (),
         max_new_tokens: int | None = None,
         timeout_s: float = 600.0,
         concurrency: int = 0,
@@ -113,6 +119,9 @@ class Client:
         self._script = script
         self._agenda = agenda
         self._ask = ask
+        self._claims = claims
+        self._classes = classes
+        self._predictor = Predictor()
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
         self._concurrency = concurrency
@@ -162,21 +171,29 @@ class Client:
             self._over(rid)
 
     def _asked(self, rid: str, planned: Planned) -> Ask:
+        """As the gateway understands it. Raises RequestError: it claims what it may not."""
+        is_known = self._max_new_tokens is None
+        prompt = self._script.prompt(planned)
         sampling = SamplingParams(
             max_new_tokens=self._max_new_tokens or planned.num_output,
             temperature=0.0,
             seed=planned.index,
-            ignore_eos=self._max_new_tokens is None,
+            ignore_eos=is_known,
         )
-        timeout_s = self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3
+        name = planned.class_name if planned.class_name in self._classes else None
+        claim = self._claims.claim(planned.tenant, planned.priority, name)
+        expected = planned.num_output if is_known else self._predictor.expected(claim.tenant, prompt)
         return Ask(
             rid,
             rid,
-            self._script.prompt(planned),
+            prompt,
             sampling,
             model=MODEL,
-            priority=planned.priority or 0,
-            timeout_s=timeout_s,
+            priority=claim.priority,
+            priority_class=claim.priority_class,
+            tenant=claim.tenant,
+            expected_output=min(expected, sampling.max_new_tokens),
+            timeout_s=self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3,
         )
 
     def ended(self, answer: Answer) -> None:
@@ -186,6 +203,9 @@ class Client:
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra
         outcome.cached_tokens = answer.cached_tokens
         outcome.timings = answer.timings
+        if answer.finish:
+            ask = answer.ask
+            self._predictor.learn(ask.tenant, ask.prompt, len(answer.ids), is_cut=answer.finish == "length")
         self._over(answer.ask.rid)
 
     def _over(self, rid: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from common.cli import resolve
 from common.errors import ConfigError
 from common.node.frames import RecordingError
+from gateway.claims import Claims
 from scripts.load.workload import Plan, make_plan
 from scripts.sim.client import Client, Script
 from scripts.sim.cluster import Cluster
@@ -70,6 +71,8 @@ class Simulation:
             script,
             self.cluster.agenda,
             self.cluster.gateway.ask,
+            claims=Claims(config),
+            classes=config.class_weights,
             max_new_tokens=config.max_new_tokens,
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,
