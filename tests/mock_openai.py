@@ -94,6 +94,7 @@ class Mock:
         self.first_at = self.first_at or arrived_at
         truth: dict[str, Any] = {"number": number, "arrived_at": arrived_at, "stamps": [], "body": _short(body)}
         truth["authorization"] = headers.get("authorization", "")
+        truth["tenant"] = headers.get("x-baton-tenant", "")
         self.truth.append(truth)
         if _is_nth(number, options.slam):
             truth["flaw"] = "slam"

@@ -1,5 +1,6 @@
 """Whole runs against a mock whose latencies are known: what the report says is what the mock did."""
 
+import asyncio
 import itertools
 import json
 import signal
@@ -14,7 +15,9 @@ import pytest
 from load_mock import MockServer, mock_server
 
 from common.errors import ConfigError
+from scripts.load import run
 from scripts.load.config import LoadtestConfig
+from scripts.load.prompts import Prompts
 from scripts.load.report import Report
 from scripts.load.run import run_load
 
@@ -124,6 +127,44 @@ def test_turns_of_a_session_follow_each_other_and_carry_what_came_before(tmp_pat
             assert after.released_s >= after.intended_s
     # Sixteen tokens are shared by all; a later turn finds its whole past: 40, then 64 tokens with the answers drawn.
     assert report.caching["ideal_tokens"] == 7 * 16 + 8 * (16 + 20) + 8 * (16 + 20 + 4 + 20)
+
+
+def test_tenants_are_named_in_a_header_and_by_their_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the test\ntenant-0 k0\ntenant-1 k1\n")
+    options = {"rate": "80", "num_requests": 12, "output_len": "1", "tenants": 3, "api_key": "other"}
+    with mock_server(tmp_path) as server:
+        load(server, tenant_header="x-baton-tenant", tenant_keys=str(keys), **options)
+        load(server, **options)
+    named, plain = server.truth[:12], server.truth[12:]
+    key_of = {"tenant-0": "Bearer k0", "tenant-1": "Bearer k1", "tenant-2": "Bearer other"}
+    assert {one["tenant"] for one in named} == set(key_of)
+    assert all(one["authorization"] == key_of[one["tenant"]] and "user" not in one["body"] for one in named)
+    assert all(one["authorization"] == "Bearer other" and one["body"]["user"] in key_of for one in plain)
+    assert not any(one["tenant"] for one in plain)
+
+
+def test_a_tenants_name_cannot_break_a_head(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"prompt": "x", "user": "a\\r\\nHost: b"}\n')
+    with mock_server(tmp_path) as server:
+        with pytest.raises(ConfigError, match="cannot go into a header"):
+            load(server, trace=str(trace), tenant_header="x-baton-tenant")
+    assert not server.truth
+
+
+def test_a_closed_loop_is_fed_at_its_own_pace(tmp_path: Path) -> None:
+    """An endless plan: what is made ahead is bounded by the slots, not by memory."""
+    with mock_server(tmp_path, "--ttft", "0.02") as server:
+        config = LoadtestConfig(url=server.url, concurrency=2, duration="0.7", output_len="1", scrape="none")
+        made: list[int] = []
+        load_ = run._Load(config, None, 0)
+        real = Prompts.body
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Prompts, "body", lambda self, planned: made.append(1) or real(self, planned))
+            report = asyncio.run(load_.run(None))
+    assert 20 <= report.num_requests <= 72
+    assert len(made) <= report.num_requests + 4 * 2 + 64 + 1
 
 
 def test_several_client_processes_send_one_schedule(tmp_path: Path) -> None:

@@ -100,12 +100,15 @@ def test_the_prompt_of_a_turn_begins_with_all_of_the_turn_before() -> None:
 
 
 def test_bodies_speak_each_dialect() -> None:
-    planned = Planned(0, 0.0, ((key(UNIQUE, 0), 3),), 7, tenant="t", priority=1, deadline_ms=50.0)
+    planned = Planned(
+        0, 0.0, ((key(UNIQUE, 0), 3),), 7, tenant="t", priority=1, deadline_ms=50.0, priority_class="high"
+    )
     body = json.loads(prompts(model="m", with_ids=True).body(planned))
     assert len(body.pop("prompt")) == 3
     assert body == {
         "max_tokens": 7, "temperature": 0, "stream": True, "model": "m", "stream_options": {"include_usage": True},
         "ignore_eos": True, "return_token_ids": True, "user": "t", "priority": 1, "deadline_ms": 50.0,
+        "priority_class": "high",
     }  # fmt: skip
     native = json.loads(prompts(endpoint="generate").body(planned))
     assert len(native["input_ids"]) == 3 and native["sampling_params"]["max_new_tokens"] == 7

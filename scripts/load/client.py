@@ -128,7 +128,7 @@ class Client:
 
     def _release(self, ask: Ask, intended_at: float) -> None:
         self.bytes_waiting -= len(ask.body)
-        data = b"%b%d\r\n\r\n%b" % (self._setup.head, len(ask.body), ask.body)
+        data = b"%b%d\r\n%b\r\n%b" % (self._setup.head, len(ask.body), ask.headers, ask.body)
         exchange = Exchange(ask, data, intended_at)
         exchange.released_at = time.monotonic()
         self._under_way[exchange] = None

@@ -62,10 +62,10 @@ class LoadOptions:
     prefix_groups: int = option(1, "Groups, drawn evenly.", minimum=1)
     turns: str = option("1", "Requests of a session, one after another, each with all before it in its prompt.")
     think: str = option("0", f"Mean pause between an answer and the next turn, exponential. {SECONDS}")
-    tenants: int = option(0, "Tenants among which requests are drawn evenly, sent as `user`; 0 for none.", minimum=0)
+    tenants: int = option(0, "Tenants among which requests are drawn evenly; 0 for none.", minimum=0)
     mix: str | None = option(
         None,
-        "Classes of requests: NAME:share=2,input=300,output=uniform:10:50,priority=1,deadline=2s,tenant=T,"
+        "Kinds of requests: NAME:share=2,input=300,output=uniform:10:50,priority=1,class=high,deadline=2s,tenant=T,"
         "slo-ttft=1s,slo-itl=50ms,prefix=100,groups=4,turns=3,think=1s; NAME:... (options above are the defaults).",
     )
     trace: str | None = option(
@@ -138,6 +138,14 @@ class _Target:
     stream: bool = option(True, "Stream answers. Without, all tokens of an answer come at its end.")
     timeout: str = option("600", f"A request that takes longer is given up and counts as failed. {SECONDS}")
     header: str | None = option(None, "One more header for every request.", metavar="'NAME: VALUE'")
+    tenant_header: str | None = option(
+        None,
+        "Name a request's tenant in this header (Baton's: x-baton-tenant), not in the body's `user`.",
+        metavar="NAME",
+    )
+    tenant_keys: str | None = option(
+        None, "Tenants' API keys, sent as bearer tokens: on each line a name and a key.", metavar="FILE"
+    )
     extra_body: str | None = option(None, "More fields for every body.", metavar="JSON")
     verify_tls: bool = option(True, "Check the server's certificate.")
 
@@ -184,6 +192,8 @@ class LoadtestConfig(LoadOptions, _Target):
             raise ConfigError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
         if self.header is not None and (":" not in self.header or "\n" in self.header or "\r" in self.header):
             raise ConfigError("--header must be 'NAME: VALUE'")
+        if self.tenant_header is not None and not re.fullmatch(r"[A-Za-z0-9-]+", self.tenant_header):
+            raise ConfigError(f"--tenant-header must be a header's name, not {self.tenant_header!r}")
         if self.find_goodput and not self.slos:
             raise ConfigError("--find-goodput needs at least one of --slo-ttft, --slo-itl, --slo-tpot, --slo-e2e")
         if self.find_goodput and (self.concurrency or self.sweep):

@@ -116,7 +116,7 @@ class Crew:
     Args:
         setup: sent to each, with its part of the slots.
         num_clients: how many.
-        body: makes the body of a request.
+        content: makes the headers of its own, and the body, of a request.
         on_tick: called with the sum of all processes' states, for a live view.
     """
 
@@ -124,12 +124,12 @@ class Crew:
         self,
         setup: Setup,
         num_clients: int,
-        body: Callable[[Planned], bytes],
+        content: Callable[[Planned], tuple[bytes, bytes]],
         on_tick: Callable[[Sequence[Tick]], None] | None = None,
     ) -> None:
         self._setup = setup
         self._num_clients = num_clients
-        self._body = body
+        self._content = content
         self._on_tick = on_tick
         self._members: list[_Member] = []
         self._outcome = Outcome()
@@ -207,8 +207,8 @@ class Crew:
         return self._outcome.was_halted or (0 < stop_s < time.monotonic() - self._outcome.start_at)
 
     def _ask(self, planned: Planned) -> Ask:
-        body = self._body(planned)
-        return Ask(planned.index, planned.at, planned.session, planned.think_s, planned.turns_left, body)
+        content = self._content(planned)
+        return Ask(planned.index, planned.at, planned.session, planned.think_s, planned.turns_left, *content)
 
     def _is_a_start(self, number: int, at: float, num_bytes: int, began_at: float) -> bool:
         """Whether enough has been handed out for the clock to start: a few seconds' worth, or all that time allows."""

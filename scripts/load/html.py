@@ -10,7 +10,7 @@ from pathlib import Path
 from scripts.load import pictures, svg
 from scripts.load.metrics import Figures
 from scripts.load.report import Report
-from scripts.load.table import ROWS, milliseconds, percent, summary_lines
+from scripts.load.table import ROWS, fact_lines, milliseconds, percent, summary_lines
 
 PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #fff; --bad: #b42318; }
@@ -69,6 +69,7 @@ def _run(report: Report) -> str:
     verdict = "" if report.is_valid else _invalid(report.reasons)
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
     parts = [verdict, notes, _latency_table(report.latency), _facts(report)]
+    parts += [_groups("Kinds of requests", report.classes), _groups("Tenants", report.tenants), _errors(report)]
     for title, words, is_wide, charts in pictures.of_run(report):
         if charts:
             drawn = _charts(charts, "whole" if is_wide else "")
@@ -102,22 +103,38 @@ def _with_interval(figures: Figures, name: str) -> str:
 
 
 def _facts(report: Report) -> str:
-    rates, service, arrivals, client = report.throughput, report.service, report.arrivals, report.client
-    late = arrivals["lateness"]
-    rows = [
-        ["requests", f"{report.num_requests:,} sent, {report.num_measured:,} measured, "
-         f"{report.errors['count']:,} failed"],
-        ["throughput", f"{rates['requests_per_s']:.4g} requests/s, {rates['output_tokens_per_s']:,.1f} tokens/s out, "
-         f"{rates['input_tokens_per_s']:,.1f} tokens/s in"],
-        ["goodput", f"{service['goodput_per_s']:.4g} requests/s, {percent(service['attainment'])} of requests good"],
-        ["arrivals", f"{arrivals['achieved_rate'] or 0:.4g}/s of {arrivals['intended_rate'] or 0:.4g}/s intended, "
-         f"sent late p50 {milliseconds(late['p50'])} ms, p99 {milliseconds(late['p99'])} ms"],
-        ["client", f"{client['cpu_ms_per_event'] or 0:.4f} ms of CPU per token event, loop lag p99 "
-         f"{milliseconds(client['lag_p99_s'])} ms"],
-        ["cache", f"{percent(report.caching['achieved_share'])} of prompt tokens, "
-         f"{percent(report.caching['ideal_share'])} at most"],
-    ]  # fmt: skip
-    return "<h2>Facts</h2>" + _table(rows)
+    """What the terminal says, but for latencies and groups, which have tables of their own."""
+    rows: list[list[str]] = []
+    for line in fact_lines(report):
+        if line.startswith(" ") and rows:
+            rows[-1][1] += "; " + line.strip()
+        elif line:
+            rows.append([*line.split(None, 1)])
+    return "<h2>Facts</h2>" + _table(rows).replace("<table>", '<table class="facts">')
+
+
+def _groups(title: str, groups: Figures) -> str:
+    if not groups:
+        return ""
+    rows = []
+    for name, own in groups.items():
+        cells = [
+            name,
+            f"{own['count']:,}",
+            f"{own['failed']:,}",
+            percent(own["attainment"]),
+            f"{own['output_tokens']:,}",
+        ]
+        cells += [milliseconds(own["ttft"].get(share)) for share in ("p50", "p99")]
+        rows.append([*cells, *(milliseconds(own["e2e"].get(share)) for share in ("p50", "p99"))])
+    head = ["", "requests", "failed", "good", "tokens out", "TTFT p50", "p99", "end to end p50", "p99"]
+    return f'<h2>{title}</h2><div class="wide">{_table(rows, head)}</div>'
+
+
+def _errors(report: Report) -> str:
+    kinds = report.errors["kinds"]
+    rows = [[name, f"{count:,}", report.errors["examples"].get(name, "")] for name, count in kinds.items()]
+    return f"<h2>Failures</h2>{_table(rows, ('kind', 'requests', 'in the words of the server'))}" if rows else ""
 
 
 def _charts(charts: Sequence[tuple[str, str]], kind: str = "") -> str:

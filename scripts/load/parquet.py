@@ -19,6 +19,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("turn", "int32", "turn of the session"),
     ("group", "int32", "group with a shared prefix; -1 for none"),
     ("priority", "int32", "asked for; null if none"),
+    ("priority_class", "string", "asked for; empty for none"),
     ("deadline_ms", "double", "asked for, milliseconds; null if none"),
     ("num_input", "int32", "prompt tokens sent"),
     ("num_output_asked", "int32", "output tokens asked for"),

@@ -46,6 +46,7 @@ class Planned:
     group: int = -1
     priority: int | None = None
     deadline_ms: float | None = None
+    priority_class: str = ""
     extra: dict[str, Any] | None = None
 
     @property

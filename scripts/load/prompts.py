@@ -45,6 +45,7 @@ class Prompts:
         is_text: send words instead of token ids (chat always does).
         tokenizer: with it, words are trimmed to the exact number of tokens; without, one word stands for one token.
         common: fields that every body gets.
+        tenant_in_header: or in the key; so not in the body.
     """
 
     seed: int
@@ -57,6 +58,7 @@ class Prompts:
     ignores_eos: bool = True
     with_ids: bool = False
     common: dict[str, Any] = field(default_factory=dict)
+    tenant_in_header: bool = False
 
     def __post_init__(self) -> None:
         self._kept: OrderedDict[Piece, bytes] = OrderedDict()
@@ -117,10 +119,12 @@ class Prompts:
                 fields["ignore_eos"] = True
             if self.with_ids:
                 fields["return_token_ids"] = True
-            if planned.tenant:
+            if planned.tenant and not self.tenant_in_header:
                 fields["user"] = planned.tenant
         if planned.priority is not None:
             fields["priority"] = planned.priority
+        if planned.priority_class:
+            fields["priority_class"] = planned.priority_class
         if planned.deadline_ms is not None:
             fields["deadline_ms"] = planned.deadline_ms
         fields.update(self.common)

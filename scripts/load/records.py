@@ -14,7 +14,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     Attributes:
         index: in the schedule.
-        class_name, tenant, session, turn, group, priority, deadline_ms: as planned.
+        class_name, tenant, session, turn, group, priority, priority_class, deadline_ms: as planned.
         num_input, num_output_asked: tokens asked for.
         ideal_cached: prompt tokens that a perfect prefix cache would have held.
         prompt_digest: names the prompt, the same in every run.
@@ -40,6 +40,7 @@ class Record(msgspec.Struct, kw_only=True):
     turn: int
     group: int
     priority: int | None
+    priority_class: str
     deadline_ms: float | None
     num_input: int
     num_output_asked: int
@@ -109,6 +110,7 @@ def record_of(done: Done, planned: Planned, start_at: float, ideal_cached: int) 
         turn=planned.turn,
         group=planned.group,
         priority=planned.priority,
+        priority_class=planned.priority_class,
         deadline_ms=planned.deadline_ms,
         num_input=planned.num_input,
         num_output_asked=planned.num_output,

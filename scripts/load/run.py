@@ -13,20 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
-from common.errors import ConfigError
 from scripts.load import metrics, validity
 from scripts.load.config import LoadtestConfig
-from scripts.load.crew import Crew, Outcome, num_clients_for, resolve_host
+from scripts.load.crew import Crew, Outcome, num_clients_for
+from scripts.load.heads import Heads, setup_of
 from scripts.load.outputs import compare_outputs
 from scripts.load.plan import ideal_cached
 from scripts.load.probe import UNKNOWN_VOCAB, Server, flush_cache, probe
-from scripts.load.prompts import PATHS, Prompts
+from scripts.load.prompts import Prompts
 from scripts.load.records import Record, record_of
 from scripts.load.report import Report, config_figures
 from scripts.load.scrape import Scraper
-from scripts.load.wire import Setup, Tick
+from scripts.load.wire import Tick
 from scripts.load.workload import Plan, make_plan, rng_of
 
 OnTick = Callable[[Sequence[Tick], Plan], None]
@@ -60,43 +59,6 @@ async def run_load_async(
     return await load.run(server)
 
 
-def setup_of(config: LoadtestConfig) -> Setup:
-    """What client processes need to know.
-
-    Raises:
-        ConfigError: the host has no address.
-    """
-    parts = urlsplit(config.url)
-    is_tls = parts.scheme == "https"
-    host, port = parts.hostname or "", parts.port or (443 if is_tls else 80)
-    try:
-        address = resolve_host(host, port)
-    except OSError as error:
-        raise ConfigError(f"--url {config.url}: {error}") from None
-    path = parts.path.rstrip("/").removesuffix("/v1") + PATHS[config.endpoint]
-    lines = [
-        f"POST {path} HTTP/1.1",
-        f"Host: {parts.netloc.rpartition('@')[2]}",
-        "Content-Type: application/json",
-        "Accept: text/event-stream" if config.stream else "Accept: application/json",
-    ]
-    if config.api_key:
-        lines.append(f"Authorization: Bearer {config.api_key}")
-    if config.header:
-        lines.append(config.header)
-    head = "\r\n".join([*lines, "Content-Length: "]).encode()
-    return Setup(
-        address,
-        port,
-        host if is_tls else "",
-        config.verify_tls,
-        head,
-        config.concurrency or 0,
-        config.timeout_s,
-        (config.duration_s or 0.0) if config.concurrency else 0.0,
-    )
-
-
 class _Load:
     """The steps of a run, with what they share."""
 
@@ -108,9 +70,9 @@ class _Load:
 
     async def run(self, server: Server | None) -> Report:
         config = self._config
-        setup = setup_of(config)
+        setup, heads = setup_of(config), Heads(config)
         on_tick = self._tick if self._on_tick else None
-        crew = Crew(setup, self._num_clients(), lambda planned: prompts.body(planned), on_tick)
+        crew = Crew(setup, self._num_clients(), lambda planned: (heads.of(planned), prompts.body(planned)), on_tick)
         await crew.start()  # they import while we think
         try:
             found = server or probe(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
@@ -168,6 +130,7 @@ class _Load:
             config.ignore_eos,
             config.return_token_ids or bool(config.expect_file or config.save_outputs),
             config.body_fields,
+            bool(config.tenant_header or config.tenant_keys),
         )
 
     def _tick(self, ticks: Sequence[Tick]) -> None:

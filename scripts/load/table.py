@@ -40,6 +40,11 @@ def summary_lines(report: Report) -> list[str]:
     return lines
 
 
+def fact_lines(report: Report) -> list[str]:
+    """All but latencies, groups and the verdict: lines that begin with a word for what they tell."""
+    return [*_load_lines(report), *_rate_lines(report), *_service_lines(report), *_other_lines(report)]
+
+
 def _load_lines(report: Report) -> list[str]:
     arrivals, client = report.arrivals, report.client
     late = arrivals["lateness"]

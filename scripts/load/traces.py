@@ -276,6 +276,7 @@ def _planned(number: int, row: Row, at: float, trace: Trace, replay: Replay) -> 
     size = max(1, round(trace.piece_tokens * replay.length_scale))
     extra = row.extra or None
     fields: dict[str, Any] = {name: row.extra.get(name) for name in ("priority", "deadline_ms")} if row.extra else {}
+    fields["priority_class"] = str(row.extra.get("priority_class", ""))
     pieces = _pieces(number, num_input, row.hash_ids, size)
     tenant = str(row.extra.get("user", "")) if row.extra else ""
     return Planned(number, at, pieces, num_output, row.class_name, tenant, extra=extra, **fields)

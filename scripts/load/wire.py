@@ -52,6 +52,7 @@ class Ask(Frame, frozen=True):
         session: requests of one session run one after another; -1 for none.
         think_s: pause between the end of the session's turn before and this one.
         turns_left: how many turns of the session come after this one.
+        headers: more of them, each with its line end: those that are not the same for all requests.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Ask(Frame, frozen=True):
     session: int
     think_s: float
     turns_left: int
+    headers: bytes
     body: bytes
 
 

@@ -38,6 +38,7 @@ class Kind:
     share: float = 1.0
     priority: int | None = None
     deadline_ms: float | None = None
+    priority_class: str = ""
     tenant: str = ""
     slos: tuple[tuple[str, float], ...] = ()
 
@@ -193,6 +194,7 @@ def _chain(kind: Kind, index: int, session: int, tenants: int, rng: np.random.Ge
                 group=group,
                 priority=kind.priority,
                 deadline_ms=kind.deadline_ms,
+                priority_class=kind.priority_class,
             )
         )
         pieces.append((key(ANSWER, number), outputs[turn]))
@@ -261,11 +263,11 @@ def _with(kind: Kind, pair: str) -> Kind:
             names = {"prefix": "prefix_len", "groups": "prefix_groups", "priority": "priority"}
             number: dict[str, Any] = {names[name]: int(value)}
             return replace(kind, **number)
-        if name == "tenant" and value:
-            return replace(kind, tenant=value)
+        if name in ("tenant", "class") and value:
+            return replace(kind, tenant=value) if name == "tenant" else replace(kind, priority_class=value)
     except ValueError:
         pass
     raise ConfigError(
-        f"{flag}={value}: cannot be. Known are share, input, output, turns, think, prefix, groups, priority, deadline, "
-        "tenant, slo-ttft, slo-itl, slo-tpot and slo-e2e"
+        f"{flag}={value}: cannot be. Known are share, input, output, turns, think, prefix, groups, priority, class, "
+        "deadline, tenant, slo-ttft, slo-itl, slo-tpot and slo-e2e"
     )
