@@ -134,14 +134,21 @@ class Stranger:
         header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *box)
         return header + self.terms.seal(KEY, b"pages").mac(header)
 
+    def frame(self, page: int, value: int, *, size: int = SIZE, **words: Any) -> bytes:
+        """A header, the bytes of a page or a part, and the mac of both."""
+        assert self.terms is not None
+        header, data = self.header(page, size=size, **words), bytes([value]) * size
+        body = self.terms.seal(KEY, b"pages").body(header)
+        assert body is not None
+        body.add(memoryview(data))
+        return header + data + body.mac()
+
     def page(self, page: int, value: int, **words: Any) -> None:
-        self.connection.sendall(self.header(page, **words) + bytes([value]) * SIZE)
+        self.connection.sendall(self.frame(page, value, **words))
         self.num_sent += 1
 
     def part(self, page: int, value: int, box: Box) -> None:
-        size = box.num_bytes(GEOMETRY)
-        self.connection.sendall(self.header(page, size=size, box=box) + bytes([value]) * size)
-        self.num_sent += 1
+        self.page(page, value, size=box.num_bytes(GEOMETRY), box=box)
 
     def answer(self) -> tuple[int, int] | None:
         """(was it placed, page) of the next acknowledgement; None if the reader hung up."""
@@ -283,11 +290,13 @@ def test_what_comes_after_leave_was_taken_is_thrown_away(stranger: Stranger, sto
 
 
 def test_leave_can_be_taken_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
-    stranger.connection.sendall(stranger.header(2) + b"\7" * (SIZE // 2))
+    frame = stranger.frame(2, 7)
+    half = PAGE_FRAME_BYTES + SIZE // 2
+    stranger.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
     stranger.reader.forbid([2])
     store.fill(2, 99)  # someone else's by now
-    stranger.connection.sendall(b"\7" * (SIZE // 2))
+    stranger.connection.sendall(frame[half:])
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
@@ -319,12 +328,14 @@ def test_taking_leave_waits_for_the_copy_under_way(
 
 
 def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
-    stranger.connection.sendall(stranger.header(2) + b"\7" * (SIZE // 2))
+    frame = stranger.frame(2, 7)
+    half = PAGE_FRAME_BYTES + SIZE // 2
+    stranger.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
     stranger.reader.withdraw(PREFILL)
     store.fill(2, 99)
     with contextlib.suppress(OSError):
-        stranger.connection.sendall(b"\7" * (SIZE // 2))
+        stranger.connection.sendall(frame[half:])
     time.sleep(0.05)
     assert set(store.read(2)) == {99}
     assert stranger.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
@@ -378,18 +389,20 @@ def test_parts_of_a_page_go_where_they_belong_each_once(stranger: Stranger, stor
 
 
 def test_leave_that_is_given_anew_is_not_for_what_was_on_its_way(stranger: Stranger, store: MemfdStore) -> None:
-    stranger.connection.sendall(stranger.header(2) + b"\7" * (SIZE // 2))
+    frame = stranger.frame(2, 7)
+    half = PAGE_FRAME_BYTES + SIZE // 2
+    stranger.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
     stranger.reader.forbid([2])
     store.fill(2, 99)
     stranger.reader.allow(PREFILL, 1, [2])
-    stranger.connection.sendall(b"\7" * (SIZE // 2))
+    stranger.connection.sendall(frame[half:])
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
 
 def test_a_replayed_frame_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
-    frame = stranger.header(2) + b"\7" * SIZE
+    frame = stranger.frame(2, 7)
     stranger.connection.sendall(frame)
     assert stranger.answer() == (1, 2)
     stranger.reader.allow(PREFILL, 1, [2])
@@ -406,9 +419,37 @@ def test_a_header_without_the_key_ends_the_connection(stranger: Stranger, store:
     assert set(store.read(2)) == {0}
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, PAGE_FRAME_BYTES - 1, PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + 5])
+@pytest.mark.parametrize("at", [PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + SIZE // 2, -MAC_BYTES - 1, -MAC_BYTES, -1])
+def test_a_page_whose_bytes_were_changed_on_the_way_counts_for_nothing_and_ends_the_connection(
+    stranger: Stranger, at: int
+) -> None:
+    stranger.page(3, 6)
+    assert stranger.answer() == (1, 3)
+    frame = bytearray(stranger.frame(2, 7))
+    frame[at] ^= 1
+    stranger.connection.sendall(frame)
+    [fenced] = until(lambda: stranger.reader.poll(0.0))
+    assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
+    assert "came changed" in fenced.reason
+    assert stranger.answer() is None
+    assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
+
+
+def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -> None:
+    first, second = Box(0, 1, 0, 1, 0, 1), Box(0, 1, 0, 1, 1, 1)
+    stranger.part(2, 7, first)
+    assert stranger.answer() == (1, 2)
+    size = second.num_bytes(GEOMETRY)
+    frame, other = (stranger.frame(2, value, size=size, box=second) for value in (8, 9))
+    stranger.connection.sendall(frame[:-MAC_BYTES] + other[-MAC_BYTES:])
+    assert "came changed" in until(lambda: stranger.reader.poll(0.0))[0].reason
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, PAGE_FRAME_BYTES - 1, PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + 5, -MAC_BYTES, -1]
+)
 def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_bytes: int) -> None:
-    stranger.connection.sendall((stranger.header(2) + b"\7" * SIZE)[:num_bytes])
+    stranger.connection.sendall(stranger.frame(2, 7)[:num_bytes])
     stranger.connection.close()
     assert [(f.peer, f.epoch) for f in until(lambda: stranger.reader.poll(0.0))] == [(PREFILL, 1)]
 

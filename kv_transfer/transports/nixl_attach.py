@@ -19,6 +19,7 @@ from kv_transfer.transports.shm_reader import peer_pidfd
 
 log = logging.getLogger(__name__)
 
+TURNED_AWAY = "it would not let us in: another token or user"
 MAX_KNOWN = 256
 CLOSING_S = 1.0  # UCX needs to be called for so long to close what has been let go
 
@@ -67,8 +68,9 @@ class Attaching:
                 raise ConnectionError("other bytes came back than were sent")
             return True
 
-        self._knock(route)
-        route.steps.extend((lambda: self._is_let_in(route), load, transfer("WRITE", at), is_still))
+        route.steps.extend(
+            (lambda: knock(route), lambda: self._is_let_in(route), load, transfer("WRITE", at), is_still)
+        )
         route.steps.extend((transfer("READ", at + PROBE_BYTES), is_still, compare))
 
     def _load(self, route: Route, metadata: bytes) -> None:
@@ -95,30 +97,17 @@ class Attaching:
                 self._agent.nixl.remove_remote_agent(agent)
             self.closing_until = time.monotonic() + CLOSING_S
 
-    def _knock(self, route: Route) -> None:
-        """Ask the reader, if it is on this host, to watch our process; and watch it."""
-        endpoint = ENDPOINT.fullmatch(route.endpoint.door)
-        if endpoint is None:
-            return
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        try:
-            door.connect(f"\0{endpoint[1]}")
-            door.send(bytes.fromhex(endpoint[2]))
-            route.pidfd = peer_pidfd(door)
-        except OSError as error:
-            door.close()
-            log.info("%s is not on this host (%s): its pages are not fenced by our death", route.connect.name, error)
-            return
-        route.door = door
-
     def _is_let_in(self, route: Route) -> bool:
         if route.door is None:
             return True
         try:
-            if not route.door.recv(256):
-                raise ConnectionError("it would not let us in: another token or user")
+            word = route.door.recv(256)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise ConnectionError(TURNED_AWAY) from error
+        if not word:
+            raise ConnectionError(TURNED_AWAY)
         return True
 
     def step(self, route: Route) -> str | None:
@@ -142,3 +131,32 @@ class Attaching:
     def forget_all(self) -> None:
         for key in list(self._known):
             self.forget(key)
+
+
+def knock(route: Route) -> bool:
+    """Ask the reader, if it is on this host, to watch our process; and watch it. False: it has no ear for us yet.
+
+    Raises:
+        ConnectionError: it is on this host and turns us away.
+    """
+    endpoint = ENDPOINT.fullmatch(route.endpoint.door)
+    if endpoint is None:
+        return True
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        door.connect(f"\0{endpoint[1]}")
+    except BlockingIOError:  # its backlog is full
+        door.close()
+        return False
+    except OSError as error:
+        door.close()
+        log.info("%s is not on this host (%s): its pages are not fenced by our death", route.connect.name, error)
+        return True
+    try:
+        door.send(bytes.fromhex(endpoint[2]))
+        route.pidfd = peer_pidfd(door)
+    except OSError as error:  # closed already
+        door.close()
+        raise ConnectionError(TURNED_AWAY) from error
+    route.door = door
+    return True

@@ -11,10 +11,12 @@ write at that moment. ``forbid`` takes that lock, so nothing reaches the pages a
 connections, and connections of an older epoch than the newest offer do not exist. A late, repeated or invented page
 finds its destination forbidden: its bytes are read and thrown away.
 
-What is authenticated, with a cluster key: both ends of every connection, and the header of every frame, which binds
-page number, length, sequence number, direction, connection, epoch and pool. What is not: the bytes of the pages, and
-nothing is encrypted. Someone who can alter traffic on the wire can alter KV or cut connections, but cannot join, nor
-choose where bytes go. Without a key only the token protects, which travels on the control plane and in clear here.
+What is authenticated, with a cluster key: both ends of every connection, and every frame, which binds the bytes of a
+page to its number, length, sequence number, direction, connection, epoch and pool. A page whose bytes are not the
+writer's is never acknowledged, and ends the connection. Nothing is encrypted. Someone who can alter traffic on the wire
+can cut connections, but cannot join, choose where bytes go, or have other bytes used. HMAC-SHA256 costs each end about
+as much time as the copy into or out of its socket. Without a key only the token protects, which travels on the control
+plane and in clear here.
 """
 
 from kv_transfer.transports.tcp_reader import TcpReader

@@ -6,6 +6,7 @@ once leave is taken and the lock was free for a moment, no byte reaches the page
 """
 
 import contextlib
+import hmac
 import logging
 import select
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from kv_transfer.pieces import Box
 from kv_transfer.transports.base import PageStore
-from kv_transfer.transports.tcp_wire import DONE, DONE_MAGIC, PAGE, PAGE_FRAME_BYTES, PAGE_MAGIC, Line
+from kv_transfer.transports.tcp_wire import DONE, DONE_MAGIC, MAC_BYTES, PAGE, PAGE_FRAME_BYTES, PAGE_MAGIC, Body, Line
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,14 @@ class Room:
             begin = self._base + offset
             places.append(self._memory[begin + at : begin + length])
             at = 0
+        return places
+
+    def next(self, num_bytes: int) -> list[memoryview]:
+        """The places of the next so many bytes."""
+        places = []
+        for place in self.buffers() if num_bytes else ():
+            places.append(place[:num_bytes])
+            num_bytes -= len(places[-1])
         return places
 
     def filled(self, num_bytes: int) -> None:
@@ -198,7 +207,7 @@ class Inlet:
         with memoryview(header) as view:
             while self._fill(view):
                 page, box = self._understood(bytes(header), number)
-                is_placed = self._place(memory, page, box)
+                is_placed = self._place(memory, page, box, self._page_seal.body(bytes(header)))
                 self._acknowledge(is_placed, page, number)
                 number += 1
 
@@ -228,8 +237,11 @@ class Inlet:
             raise ConnectionError(f"a page came that this pool does not have: number {page}, {num_bytes} bytes, {box}")
         return page, box
 
-    def _place(self, memory: memoryview, page: int, box: Box) -> bool:
-        """Receive the bytes of a page, into the pool as long as that is allowed, else into nowhere. Were all placed?"""
+    def _place(self, memory: memoryview, page: int, box: Box, body: Body | None) -> bool:
+        """Receive the bytes of a page, into the pool as long as that is allowed, else into nowhere. Were all placed?
+
+        Raises ConnectionError if they were, and are not the writer's.
+        """
         room = Room(memory, page * self._page_bytes, self._runs_of(box))
         grant = self._leave.claim(self._owner, page, box)
         is_allowed = grant is not None
@@ -242,14 +254,34 @@ class Inlet:
                 num_bytes = self._receive(room.buffers() if is_allowed else [self._nowhere(room.num_missing)])
             if not num_bytes:
                 raise ConnectionError("it was cut within a page")
-            room.filled(max(num_bytes, 0))
+            num_bytes = max(num_bytes, 0)
+            if body is not None and is_allowed:
+                self._hash(body, room.next(num_bytes))
+            room.filled(num_bytes)
             if room.num_missing:
                 self._wait(room.num_missing)
+        mac = self._mac_after(body)
         with self._lock:
             is_allowed = is_allowed and self._leave.holds(grant, page)
         self._page = -1
+        if is_allowed and body is not None and not hmac.compare_digest(body.mac(), mac):
+            raise ConnectionError("the bytes of a page came changed")
         self._leave.count(room.num_bytes if is_allowed else 0)
         return is_allowed
+
+    @staticmethod
+    def _hash(body: Body, places: list[memoryview]) -> None:
+        """Nobody else writes there as long as that page is allowed; if that ends, the mac is of no account."""
+        for place in places:
+            body.add(place)
+            place.release()
+
+    def _mac_after(self, body: Body | None) -> bytes:
+        mac = bytearray(MAC_BYTES if body is not None else 0)
+        with memoryview(mac) as view:
+            if view and not self._fill(view):
+                raise ConnectionError("it was cut within a page")
+        return bytes(mac)
 
     def _runs_of(self, box: Box) -> list[tuple[int, int]]:
         """As ``Box.runs``; one part comes many times in a row."""

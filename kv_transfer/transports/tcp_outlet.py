@@ -82,7 +82,18 @@ class Outlet:
                     self._send(header, page)
                 else:
                     self._gather(header, page, piece)
+                self._sign(header, page, piece)
             number += 1
+
+    def _sign(self, header: bytes, page: memoryview, piece: Piece | None) -> None:
+        """The mac of what was sent, after it, so that it travels while the mac is made."""
+        body = self._seal.body(header)
+        if body is None:
+            return
+        for at, _, length in ((0, 0, len(page)),) if piece is None else piece.runs:
+            with page[at : at + length] as run:
+                body.add(run)
+        self._connection.sendall(body.mac())
 
     def _header(self, target: int, piece: Piece | None, number: int) -> bytes:
         box = self._whole if piece is None else piece.target

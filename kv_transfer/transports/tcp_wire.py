@@ -5,11 +5,12 @@ acknowledgements. No sockets, but for how they are tuned.
     reader -> writer   WELCOME   nonce, proof
     writer -> reader   proof
     reader -> writer   proof     let in; pages are welcome
-    writer -> reader   PAGE header + mac, and the page's bytes     any number of times
+    writer -> reader   PAGE header + mac, and the page's bytes     any number of times; with a cluster key + mac of both
     reader -> writer   DONE header + mac                           one for every page, in order
 
 A proof is HMAC-SHA256 under the cluster key over both nonces and everything that the two ends must agree on. Frame keys
-are derived from the same, one per direction, so a frame of another connection, epoch or direction does not fit.
+are derived from the same, one per direction, so a frame of another connection, epoch or direction does not fit. A
+header has a mac of its own, since it says where the bytes go that follow; the mac after these covers header and bytes.
 """
 
 import hashlib
@@ -85,7 +86,7 @@ class Line:
 
 
 class Seal:
-    """Authenticates the headers of one direction of one connection; without a key, all are taken."""
+    """Authenticates the frames of one direction of one connection; without a key, all are taken."""
 
     __slots__ = ("_key",)
 
@@ -97,6 +98,25 @@ class Seal:
 
     def is_mine(self, header: bytes, mac: bytes) -> bool:
         return hmac.compare_digest(self.mac(header), mac)
+
+    def body(self, header: bytes) -> "Body | None":
+        """For the bytes that follow a header; None without a key, and then no mac follows them."""
+        return Body(self._key, header) if self._key else None
+
+
+class Body:
+    """The mac of a header and the bytes after it, made as they go by. Lets go of the interpreter's lock."""
+
+    __slots__ = ("_hmac",)
+
+    def __init__(self, key: bytes, header: bytes) -> None:
+        self._hmac = hmac.new(key, b"body" + header, "sha256")
+
+    def add(self, data: memoryview) -> None:
+        self._hmac.update(data)
+
+    def mac(self) -> bytes:
+        return self._hmac.digest()[:MAC_BYTES]
 
 
 def tune(connection: socket.socket) -> None:
