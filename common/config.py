@@ -44,8 +44,6 @@ NOT_YET: dict[str, str] = {
     "--enable-dynamic-chunking": "chunks have one size, --chunked-prefill-size",
     "--enable-mixed-chunk": "chunks computed on a decode node always ride with its decode rows",
     "--truncation-align-size": "chunks end at a multiple of --page-size",
-    "--num-reserved-decode-tokens": "pages for the output are taken as it grows",
-    "--retraction-policy": "the request with the shortest output gives way",
     "--radix-eviction-policy": "the least recently used prefix is evicted",
     "--tensor-parallel-size": "a node is one process on one device",
     "--tp-size": "a node is one process on one device",

@@ -297,6 +297,23 @@ class Received(Message, frozen=True, tag="received"):
     attempt: Count
 
 
+class Resume(Message, frozen=True, tag="resume"):
+    """decode -> prefill: I have lost this request's pages; compute these tokens for me as you would a prompt.
+
+    Its transfer is one of its own, known by a higher attempt; the gateway hears nothing of it.
+    """
+
+    rid: Id
+    attempt: Count
+    prompt: tuple[Count, ...]
+    timeout_s: Annotated[float, Meta(gt=0)]
+    cache_salt: Text = ""
+    priority: int = 0
+    priority_class: ShortText = ""
+    tenant: ShortText = ""
+    waited_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
 class Cancel(Message, frozen=True, tag="cancel"):
     """decode -> prefill: write no more for this transfer, and tell me when that is sure."""
 
@@ -315,5 +332,5 @@ class Closed(Message, frozen=True, tag="closed"):
 
 FromNode = Register | Heartbeat | Pairs | Leave | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | Explain | Ping
-FromDecode = Connect | Grant | Resend | Received | Cancel | Reprioritize | Ping
+FromDecode = Connect | Grant | Resend | Received | Cancel | Resume | Reprioritize | Ping
 FromPrefill = Connected | Refused | Delivered | Handoff | Closed | Ping

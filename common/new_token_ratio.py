@@ -76,12 +76,22 @@ class NewTokenRatio:
         self.value = self._highest
 
 
+def expected_left(request: Request, ratio: float, clip: int) -> float:
+    """Output tokens that a request is still expected to need.
+
+    All it may produce under ignore-EOS; what is left of its predicted length, as long as it has not outgrown it; else
+    ``ratio`` of what it may still produce. Clipped.
+    """
+    num_left = min(request.num_left, clip)
+    if request.sampling.ignore_eos:
+        return num_left
+    num_predicted = request.expected_output - len(request.output)
+    return min(num_left, num_predicted) if num_predicted > 0 else num_left * ratio
+
+
 def expected_tokens(requests: Iterable[Request], ratio: float, clip: int) -> int:
-    """Output tokens that these requests are still expected to need, under ignore-EOS all they may produce (clipped)."""
-    total = 0.0
-    for request in requests:
-        total += min(request.num_left, clip) * (1.0 if request.sampling.ignore_eos else ratio)
-    return math.ceil(total)
+    """Output tokens that all of these are still expected to need."""
+    return math.ceil(sum(expected_left(request, ratio, clip) for request in requests))
 
 
 def _number(environ: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:

@@ -93,12 +93,16 @@ class Order:
         return self._by_rules([*begun, *self.policy.order(waiting, now)])
 
     def _by_rules(self, ordered: Sequence[Request]) -> Sequence[Request]:
-        if self.rules.is_enabled:
-            rate = self.rules.aging_per_s
-            ordered = sorted(
-                ordered, key=lambda r: rate * r.arrived_at - max(r.priority, r.inherited_priority)
-            )  # highest standing first, spelt out since queues are long
+        ordered = self.by_standing(ordered)
         return self._classes.interleave(ordered, self._class_of, cost_of) if self._classes else ordered
+
+    def by_standing(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """The most urgent first, whatever the policy; equals as they stand."""
+        if not self.rules.is_enabled:
+            return requests
+        rate = self.rules.aging_per_s
+        # Highest standing first, spelt out since queues are long.
+        return sorted(requests, key=lambda r: rate * r.arrived_at - max(r.priority, r.inherited_priority))
 
     def least_first(self, running: Iterable[Request]) -> list[Request]:
         """In which order running requests give way: the least urgent first, and of these the newest."""

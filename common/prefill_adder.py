@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.growth import Growth, fits, is_extending, num_private_pages
+from common.new_token_ratio import expected_left
 from common.pages import Owner, PageBooks
 from common.radix import Match, RadixCache
 from common.request import Request
@@ -264,11 +265,13 @@ class PrefillAdder:
         """Output tokens that a request is going to produce (ignore-EOS), or is expected to."""
         if request.sampling.ignore_eos:
             return request.num_left
-        return math.ceil(min(request.num_left, self._clip) * self._ratio)
+        return math.ceil(expected_left(request, self._ratio, self._clip))
 
     def _reserve(self, request: Request) -> int:
         """Output tokens to keep room for."""
-        return min(request.num_left, self._clip) if self._reserve_output else 0
+        if not self._reserve_output:
+            return 0
+        return math.ceil(expected_left(request, 1.0, self._clip))
 
     def _admit(self, request: Request, match: Match, own: list[int]) -> None:
         request.pages = match.pages + own

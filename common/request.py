@@ -91,6 +91,11 @@ class Request:
         return len(self.prompt) + len(self.output) - num_found
 
     @property
+    def num_decodable(self) -> int:
+        """Tokens whose KV it takes to decode its next token: the prompt, or all but the token sampled last."""
+        return self.num_tokens - 1 if self.output else len(self.prompt)
+
+    @property
     def num_cacheable(self) -> int:
         """Tokens that a cached prefix may stand for: the rest must be computed, since something of it is wanted.
 

@@ -1,10 +1,22 @@
 """Whose pages must go so that a request fits: just enough of them, or none at all. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from common.pages import PageBooks
 from common.radix import Node, RadixCache
 from common.request import Request
+
+
+def has_room(
+    cache: RadixCache, books: PageBooks, *, num_pages: int, keep: Node, without: Sequence[Request] = ()
+) -> bool:
+    """Whether so many pages are free or could be evicted.
+
+    Args:
+        keep: nobody may evict what is on the path of this node.
+        without: asked as if these requests held no pages.
+    """
+    return _try(cache, books, num_pages, keep, without)[1]
 
 
 def victims_for(
@@ -19,6 +31,14 @@ def victims_for(
         Empty if there is room already, or if there would not be enough even without all of them: then nobody is to be
         touched for it.
     """
+    chosen, is_enough = _try(cache, books, num_pages, keep, candidates)
+    return chosen if is_enough else []
+
+
+def _try(
+    cache: RadixCache, books: PageBooks, num_pages: int, keep: Node, candidates: Iterable[Request]
+) -> tuple[list[Request], bool]:
+    """Take one after the other until there is room. Books and cache are as before afterwards."""
     cache.lock(keep)
     chosen: list[Request] = []
     num_own = 0
@@ -29,9 +49,9 @@ def victims_for(
             break
         chosen.append(victim)
         num_own += len(victim.own)
-        cache.unlock(victim.node)  # tried out: what several of them share comes back only with the last
+        cache.unlock(victim.node)  # what several of them share comes back only with the last
     is_enough = books.num_free + cache.num_evictable_pages + num_own >= num_pages
     for victim in chosen:
         cache.lock(victim.node)
     cache.unlock(keep)
-    return chosen if is_enough else []
+    return chosen, is_enough

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import ConfigError
 from common.options import option
@@ -110,6 +110,30 @@ class SchedulingOptions:
         8, "Smaller requests that may pass one for which memory is short; 0 keeps the order strictly.", minimum=0
     )
 
+    retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
+        "auto",
+        "Who gives way when a decode node runs out of pages: shortest-output loses the least work, priority takes the "
+        "least urgent; auto is priority with --enable-priority-scheduling.",
+    )
+    num_reserved_decode_tokens: int | None = option(
+        None,
+        "Room that a decode node keeps for the output of each request; otherwise what it is expected to need.",
+        minimum=0,
+    )
+    resume_prefill_threshold: int | None = option(
+        1024,
+        "A retracted request that lacks more tokens than this is computed again by its prefill node, others by the "
+        "decode node itself; none: all of them.",
+        minimum=0,
+    )
+
+    @property
+    def is_retracted_by_priority(self) -> bool:
+        """Whether the least urgent gives way when pages run short."""
+        return self.retraction_policy == "priority" or (
+            self.retraction_policy == "auto" and self.enable_priority_scheduling
+        )
+
     @property
     def priority_rules(self) -> PriorityRules:
         return PriorityRules(
@@ -175,6 +199,8 @@ def _check_priorities(config: Any) -> None:
         ):
             if getattr(config, name) not in (None, False, 0.0):
                 raise ConfigError(f"{_flag(name)} has no effect without --enable-priority-scheduling; add that")
+        if config.retraction_policy == "priority":
+            raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling")
     elif config.abort_on_priority_when_disabled:
         raise ConfigError("--abort-on-priority-when-disabled has no effect with --enable-priority-scheduling")
     elif config.priority_aging_per_second:

@@ -35,6 +35,11 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
         sharing=sharing,
+        clip_tokens=constants.clip,
+        max_skip_ahead=config.max_skip_ahead,
+        is_retracted_by_priority=config.is_retracted_by_priority,
+        resume_tokens=config.resume_prefill_threshold,
+        reserved_tokens=config.num_reserved_decode_tokens,
     )
     scheduler = DecodeScheduler(
         parts.cache,

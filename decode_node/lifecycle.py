@@ -12,7 +12,8 @@ class State(StrEnum):
     RECEIVING = "receiving"  # pages granted; the prefill node writes them
     READY = "ready"  # every page is here; waits for a slot
     RUNNING = "running"  # one token a step
-    RETRACTED = "retracted"  # lost its pages; waits, before all others, to be computed again
+    PAUSED = "paused"  # gave its slot to a more urgent one; its pages are all here
+    RETRACTED = "retracted"  # lost its pages; waits, before its equals, to be computed or received again
     EXTENDING = "extending"  # its prompt (and output so far, if it was retracted) is computed here, chunk by chunk
     DONE = "done"
 
@@ -21,7 +22,9 @@ class Event(StrEnum):
     GRANT = "grant"
     RECEIVED = "received"
     TAKE_UP = "take up"
+    PAUSE = "pause"
     RETRACT = "retract"
+    LOSE = "lose"  # the pages of a retracted request will not come again from a prefill node
     EXTEND = "extend"
     SAMPLED = "sampled"
     END = "end"
@@ -31,8 +34,14 @@ TABLE: dict[tuple[State, Event], State] = {
     (State.WAITING, Event.GRANT): State.RECEIVING,
     (State.RECEIVING, Event.RECEIVED): State.READY,
     (State.READY, Event.TAKE_UP): State.RUNNING,
+    (State.RUNNING, Event.PAUSE): State.PAUSED,
+    (State.PAUSED, Event.TAKE_UP): State.RUNNING,
     (State.RUNNING, Event.RETRACT): State.RETRACTED,
+    (State.PAUSED, Event.RETRACT): State.RETRACTED,
+    (State.READY, Event.RETRACT): State.RETRACTED,
     (State.EXTENDING, Event.RETRACT): State.RETRACTED,
+    (State.RETRACTED, Event.GRANT): State.RECEIVING,
+    (State.RECEIVING, Event.LOSE): State.RETRACTED,
     (State.WAITING, Event.EXTEND): State.EXTENDING,
     (State.RETRACTED, Event.EXTEND): State.EXTENDING,
     (State.EXTENDING, Event.SAMPLED): State.RUNNING,

@@ -9,15 +9,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ErrorCode, RequestError
-from common.messages import Abort, Closed, Failed, Flush, Flushed, Generate, Message, PairState, Peer, Tokens
+from common.messages import (
+    Abort,
+    Closed,
+    Explain,
+    Failed,
+    Flush,
+    Flushed,
+    Generate,
+    Message,
+    PairState,
+    Peer,
+    Reprioritize,
+    Resume,
+    Tokens,
+)
 from common.node.outbox import Outbox
-from common.node.role import DEADLINE_GRACE_S, Load, check_generate, first_tokens, prove_pages, request_from
+from common.node.role import (
+    DEADLINE_GRACE_S,
+    Load,
+    check_generate,
+    explained,
+    first_tokens,
+    prove_pages,
+    request_from,
+)
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
 from common.step import StepPlan, StepResult
+from decode_node.admission import Reservation
 from decode_node.scheduler import DecodeScheduler, Sampled
-from kv_transfer.receiver import Completed, Event, Finished, PairLost, Receiver, TransferFailed
+from kv_transfer.receiver import Completed, Event, Finished, PairLost, Receiver
 
 Key = tuple[str, int]
 
@@ -29,7 +52,6 @@ COUNTERS = (
     "transfers",
     "pages_cached",
     "output_tokens",
-    "retractions",
     "resumed_tokens_computed",
     "prompt_tokens_computed",
     "prompt_tokens_cached",
@@ -38,6 +60,9 @@ COUNTERS = (
 
 #: A prefill node that has not answered ``Connect`` by then counts as lost.
 CONNECT_TIMEOUT_S = 10.0
+
+#: A request whose pages are sent again is known to both nodes by an attempt that is higher by this, each time.
+RESUMED = 1 << 16
 
 
 class DecodeRole:
@@ -68,8 +93,11 @@ class DecodeRole:
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
         self._source: dict[Key, str] = {}  # which of them computes a request's prompt
         self._received_at: dict[Key, tuple[float, float]] = {}  # the handoff, and the last of the pages
+        self._transfers: dict[Key, Key] = {}  # of requests whose pages come a second time: the key of that transfer
+        self._owners: dict[Key, Key] = {}  # and back
         self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        scheduler.line.can_resume = self._can_resume
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -78,8 +106,12 @@ class DecodeRole:
             self._generate(message, now)
         elif isinstance(message, Abort):
             self._end((message.rid, message.attempt))
+        elif isinstance(message, Reprioritize):
+            self._scheduler.reprioritize((message.rid, message.attempt), message.priority, now)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear()))
+        elif isinstance(message, Explain):
+            self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
         self._settle(now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
@@ -87,12 +119,12 @@ class DecodeRole:
         self._receiver.on_message(peer, message, now)
         if isinstance(message, Closed):
             key = (message.rid, message.attempt)
-            if key in self._scheduler.waiting and self._source[key] == peer:
+            if key in self._scheduler.places.waiting and self._source.get(key) == peer:
                 self._forget(key)  # ended before it had pages here; the gateway has heard of it
         self._settle(now)
 
     def gateway_lost(self, now: float) -> None:
-        for key in list(self._scheduler.requests):
+        for key in list(self._scheduler.places.requests):
             self._end(key)
         self._settle(now)
 
@@ -101,16 +133,16 @@ class DecodeRole:
             return
         self._unanswered.pop(peer, None)
         self._receiver.peer_lost(peer)
-        for key, request in list(self._scheduler.waiting.items()):
-            if self._source[key] == peer:
+        for key, request in list(self._scheduler.places.waiting.items()):
+            if self._source.get(key) == peer:
                 self._fail(request, ErrorCode.NODE_LOST, "the prefill node was lost", now)
         self.outbox.hang_up.append(peer)
         self._settle(now)
 
     def plan(self, now: float) -> StepPlan | None:
-        retractions = self._scheduler.num_retractions
+        if self._scheduler.make_room(now):
+            self._settle(now)
         plan = self._scheduler.plan(now)
-        self._totals["retractions"] += self._scheduler.num_retractions - retractions
         if plan is not None:
             for chunk in self._scheduler.chunks(plan):
                 name = "resumed_tokens_computed" if chunk.request.output else "prompt_tokens_computed"
@@ -138,7 +170,7 @@ class DecodeRole:
         return False
 
     def stop(self, message: str, now: float) -> None:
-        for request in list(self._scheduler.requests.values()):
+        for request in list(self._scheduler.places.requests.values()):
             self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)
@@ -147,7 +179,7 @@ class DecodeRole:
 
     def _generate(self, message: Generate, now: float) -> None:
         request = request_from(message, now)
-        if request.key in self._scheduler.requests:
+        if request.key in self._scheduler.places.requests:
             return  # said twice
         self._totals["requests"] += 1
         try:
@@ -171,17 +203,51 @@ class DecodeRole:
     def _settle(self, now: float) -> None:
         """Act on the receiver's news, then let waiting requests have the pages that came free."""
         self._take(now)
-        for granted in self._scheduler.admit(now):
-            request, reservation = granted.request, granted.reservation
-            self._totals["pages_cached"] += reservation.first
-            self._receiver.begin(
-                request.key,
-                self._source[request.key],
-                first=reservation.first,
-                pages=reservation.pages,
-                num_tokens=len(request.prompt),
-            )
+        for granted in self._scheduler.line.admit(now):
+            self._begin_transfer(granted.request, granted.reservation, now)
+        for key, priority in self._scheduler.line.raised:
+            self.outbox.peers.append((self._source[key], Reprioritize(*self._transfer_of(key), priority)))
+        self._scheduler.line.raised.clear()
         self._take(now)
+
+    def _begin_transfer(self, request: Request, reservation: Reservation, now: float) -> None:
+        source = self._source[request.key]
+        self._totals["pages_cached"] += reservation.first
+        if request.output:
+            self._ask_again(request, source, now)
+        self._receiver.begin(
+            self._transfer_of(request.key),
+            source,
+            first=reservation.first,
+            pages=reservation.pages,
+            num_tokens=request.num_decodable,
+        )
+
+    def _ask_again(self, request: Request, source: str, now: float) -> None:
+        """Have a retracted request computed by its prefill node once more, as a transfer of its own."""
+        _, before = self._transfer_of(request.key)
+        transfer = (request.rid, before + RESUMED)
+        self._transfers[request.key] = transfer
+        self._owners[transfer] = request.key
+        resume = Resume(
+            *transfer,
+            prompt=request.tokens(0, request.num_decodable),
+            cache_salt=request.salt,
+            priority=request.priority,
+            priority_class=request.priority_class,
+            tenant=request.tenant,
+            timeout_s=max(request.deadline_at - now, 0.001),
+            waited_s=max(now - request.arrived_at, 0.0),
+        )
+        self.outbox.peers.append((source, resume))
+
+    def _transfer_of(self, key: Key) -> Key:
+        """By which key the transfer plane knows this request's pages."""
+        return self._transfers.get(key, key)
+
+    def _can_resume(self, key: Key) -> bool:
+        source = self._source.get(key)
+        return source is not None and self._receiver.is_connected(source)
 
     def _take(self, now: float) -> None:
         messages, events = self._receiver.take()
@@ -190,38 +256,46 @@ class DecodeRole:
             self._on_event(event, now)
 
     def _on_event(self, event: Event, now: float) -> None:
-        if isinstance(event, Completed):
-            self._received(event, now)
-        elif isinstance(event, Finished):
-            self._forget(event.key)
-        elif isinstance(event, TransferFailed):
-            if self._forget(event.key) is not None:
-                self._answer_failure(event.key, event.code, event.message)
-        elif isinstance(event, PairLost):
+        if isinstance(event, PairLost):
             self.peer_lost(event.peer, now)
-
-    def _received(self, event: Completed, now: float) -> None:
-        request = self._scheduler.receiving[event.key]
-        if event.handoff.num_tokens != len(request.prompt):
-            self._forget(event.key)
-            self._books.free(event.pages, Owner.GRANT)
-            self._answer_failure(event.key, ErrorCode.TRANSFER_FAILED, "the handoff is of another prompt")
             return
-        self._scheduler.received(event.key, token=event.handoff.token)
-        self._received_at[event.key] = (event.handed_at, now)
-        self._totals["transfers"] += 1
+        key = self._owners.pop(event.key, event.key)
+        if isinstance(event, Completed):
+            self._received(key, event, now)
+        elif key != event.key:
+            self._scheduler.not_received(key, now)
+        elif isinstance(event, Finished):
+            self._forget(key)
+        elif self._forget(key) is not None:
+            self._answer_failure(key, event.code, event.message)
+
+    def _received(self, key: Key, event: Completed, now: float) -> None:
+        request = self._scheduler.places.receiving[key]
+        if event.handoff.num_tokens == request.num_decodable:
+            self._scheduler.received(key, token=event.handoff.token)
+            self._received_at[key] = (event.handed_at, now)
+            self._totals["transfers"] += 1
+            return
+        if request.output:
+            self._scheduler.not_received(key, now)
+        else:
+            self._forget(key)
+            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the handoff is of another prompt")
+        self._books.free(event.pages, Owner.GRANT)
 
     def _end(self, key: Key) -> None:
         """Finished, aborted or failed: everything goes back, and a transfer under way is called off."""
-        is_receiving = key in self._scheduler.receiving
+        is_receiving = key in self._scheduler.places.receiving
+        transfer = self._transfer_of(key)
         self._forget(key)
         if is_receiving:
-            self._receiver.cancel(key)
+            self._receiver.cancel(transfer)
 
     def _forget(self, key: Key) -> Request | None:
         self._source.pop(key, None)
         self._unsent.pop(key, None)
         self._received_at.pop(key, None)
+        self._owners.pop(self._transfers.pop(key, key), None)
         return self._scheduler.end(key)
 
     def _answer(self, sampled: Sampled, now: float) -> None:
@@ -301,19 +375,20 @@ class DecodeRole:
 
     def load(self) -> Load:
         scheduler = self._scheduler
-        num_waiting = len(scheduler.waiting) + len(scheduler.local) + len(scheduler.retracted)
+        num_waiting = len(scheduler.places.waiting) + len(scheduler.places.retracted)
         return Load(
             num_waiting=num_waiting,
-            num_running=len(self._scheduler.requests) - num_waiting,
+            num_running=len(scheduler.places.requests) - num_waiting,
             num_free_pages=self._books.num_free,
             num_cached_pages=self._cache.num_pages,
             num_quarantined_pages=self._books.count(Owner.QUARANTINE),
         )
 
     def counters(self) -> dict[str, float]:
-        return {**self._totals, **self._receiver.counters()}
+        scheduler = self._scheduler
+        return {**self._totals, **scheduler.totals, **scheduler.line.totals, **self._receiver.counters()}
 
     def check(self) -> None:
-        prove_pages(self._books, self._cache, self._scheduler.requests.values())
+        prove_pages(self._books, self._cache, self._scheduler.places.requests.values())
         self._scheduler.check()
         self._receiver.check()

@@ -1,62 +1,36 @@
-"""The decode node's batch: which requests grow by a token, and who gives way when pages run short. Pure.
+"""The decode node's batch: which requests grow by a token, and who gives way when pages or rows run short. Pure.
 
 A prompt comes from a prefill node, or is computed here, in chunks that ride in the same steps as the decode rows.
 Each step takes up the requests whose prompts have arrived, gives every running one the page it is about to enter, and
 adds chunks of local prompts and of retracted requests. When pages run short the cache is evicted first; then running
-requests are retracted, least work lost first, and go to the front of the queue. The last one is never retracted.
+requests are retracted, and go to the front of the queue. The last one is never retracted. A more urgent request takes a
+row from a less urgent one, which is paused and keeps its pages, or pages, from one that is retracted.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
-from common.lifecycle import advance
 from common.new_token_ratio import NewTokenRatio, expected_tokens
 from common.order import Order
 from common.pages import Owner, PageBooks
 from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
 from common.radix import RadixCache
-from common.request import Request
+from common.request import LOWEST_PRIORITY, Request
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
-from common.sharing import Sharing, SharingLimits
+from common.sharing import Sharing
+from common.skip_ahead import SkipAhead
 from common.step import PageDelta, Row, StepPlan, StepResult
 from common.waiting import WaitingQueue
-from decode_node.admission import Admission, Refusal, Reservation
-from decode_node.lifecycle import TABLE, Event, State
-
-Key = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a decode node. None means no bound.
-
-    Attributes:
-        max_running: slots, that is rows of the largest batch.
-        max_queued: requests waiting for pages; one more is refused.
-        max_prefill_tokens: tokens computed again in one step.
-        chunk_tokens: tokens of one step after which a request that is computed again is cut.
-        sharing: which local prompts wait for a prefix that is just being computed.
-        clip_tokens: a request is expected to need at most so many further tokens.
-    """
-
-    max_running: int
-    max_queued: int | None = None
-    max_prefill_tokens: int = 16_384
-    chunk_tokens: int | None = None
-    sharing: SharingLimits = field(default_factory=SharingLimits)
-    clip_tokens: int = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Pages were reserved for a request's prompt; the transfer can begin."""
-
-    request: Request
-    reservation: Reservation
+from decode_node.admission import Admission
+from decode_node.lifecycle import Event, State
+from decode_node.line import Granted as Granted
+from decode_node.line import Limits as Limits
+from decode_node.line import Line
+from decode_node.places import Key, Places
 
 
 class Sampled(NamedTuple):
@@ -87,18 +61,10 @@ class DecodeScheduler:
         self._order = order
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
-        self._admission = Admission(cache, books)
-        self.requests: dict[Key, Request] = {}
-        self.states: dict[Key, State] = {}
-        self.waiting = WaitingQueue(order, cache)
-        self.local = WaitingQueue(order, cache)  # waiting too, but to be computed here
-        self.receiving: dict[Key, Request] = {}
-        self.ready: dict[Key, Request] = {}
-        self.retracted: dict[Key, Request] = {}
-        self.extending: dict[Key, Request] = {}
-        self.running: dict[Key, Request] = {}
-        self.num_retractions = 0
-        self._slots = list(range(limits.max_running - 1, -1, -1))
+        self.places = Places(limits.max_running, WaitingQueue(order, cache))
+        self.line = Line(Admission(cache, books), self.places, order, limits=limits, expected=self._expected)
+        self.decisions = self.line.decisions
+        self.totals: Counter[str] = Counter(retractions=0, preemptions=0, pauses=0)
         self._in_flight: dict[int, tuple[list[Request], list[Chunk]]] = {}
         self._num_steps = 0
 
@@ -120,102 +86,134 @@ class DecodeScheduler:
                 param="prompt",
             )
         bound = self._limits.max_queued
-        if bound is not None and len(self.waiting) + len(self.local) >= bound:
+        if bound is not None and len(self.places.waiting) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
-        assert request.key not in self.requests
-        self.requests[request.key] = request
-        (self.local if is_local else self.waiting)[request.key] = request
-        self.states[request.key] = State.WAITING
+        if self._limits.reserved_tokens is not None:
+            request.expected_output = 0
+        self.places.add(request, is_local=is_local)
 
     def received(self, key: Key, *, token: int) -> Request:
-        """The prompt of a receiving request is all here; ``token`` is its first output token."""
-        request = self.receiving.pop(key)
-        self._admission.settle(request)
-        request.output.append(token)
-        self._move(request, Event.RECEIVED, self.ready)
+        """What a receiving request lacked is all here; ``token`` is its first output token, if it has none yet."""
+        request = self.places.receiving[key]
+        self.line.admission.settle(request)
+        if not request.output:
+            request.output.append(token)
+        request.inherited_priority = LOWEST_PRIORITY
+        self.places.move(request, Event.RECEIVED)
         return request
+
+    def not_received(self, key: Key, now: float) -> None:
+        """The prefill node does not compute this retracted request again: it is done here, then."""
+        request = self.places.receiving[key]
+        self.line.admission.withdraw(request)
+        self.places.move(request, Event.LOSE)
+        self.places.local[key] = None
+        self.decisions.note(now, request.rid, "resume", "here, since no prefill node does")
 
     def end(self, key: Key) -> Request | None:
         """Finish, abort, failure: out of every queue, all pages given back. None if it is unknown.
 
         Pages granted to a transfer under way are not touched: they are the receiver's until its fence.
         """
-        request = self.requests.pop(key, None)
+        is_receiving = key in self.places.receiving
+        request = self.places.remove(key)
         if request is None:
             return None
-        if self.receiving.pop(key, None) is not None:
-            self._admission.withdraw(request)
-        self._leave_batch(request)
-        self.states[key] = advance(TABLE, self.states[key], Event.END)
-        del self.states[key]
+        if is_receiving:
+            self.line.admission.withdraw(request)
+        self.line.short.pop(key, None)
         release(self._cache, self._books, request, keep=True)
         return request
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed."""
-        return [request for request in self.requests.values() if request.deadline_at <= now]
+        return [request for request in self.places.requests.values() if request.deadline_at <= now]
 
-    def _leave_batch(self, request: Request) -> None:
-        for queue in (self.waiting, self.local, self.ready, self.retracted, self.extending, self.running):
-            queue.pop(request.key, None)
-        if request.slot >= 0:
-            self._slots.append(request.slot)
-            request.slot = -1
+    def reprioritize(self, key: Key, priority: int, now: float) -> None:
+        """From now on this request is so urgent, wherever it stands. An unknown one is ignored."""
+        request = self.places.requests.get(key)
+        if request is not None:
+            self.decisions.note(now, request.rid, "reprioritize", "from {} to {}", request.priority, priority)
+            request.priority = priority
+            self.line.changed()
 
-    def _move(self, request: Request, event: Event, queue: dict[Key, Request]) -> None:
-        self.states[request.key] = advance(TABLE, self.states[request.key], event)
-        queue[request.key] = request
+    # ---- who gives way ----------------------------------------------------------------------------------------------
 
-    # ---- admission --------------------------------------------------------------------------------------------------
+    def make_room(self, now: float) -> bool:
+        """Retract less urgent requests so that the first in line gets its pages, if that is enough; before ``plan``.
 
-    def admit(self, now: float) -> list[Granted]:
-        """Reserve pages for waiting requests, in order, as far as pages reach; none while retracted requests wait."""
-        granted: list[Granted] = []
-        if not self.waiting or self.retracted:
-            return granted
-        for request in self._order.sort(list(self.waiting.values()), now):
-            if len(self.receiving) + len(self.ready) >= self._limits.max_running:
-                break
-            reservation = self._admission.reserve(request, spare_tokens=self._spare_tokens(request))
-            if reservation is Refusal.PREFIX_PENDING:
-                continue  # others need not wait for it
-            if reservation is Refusal.SHORT_OF_PAGES:
-                break
-            del self.waiting[request.key]
-            request.admitted_at = now
-            self._order.admitted(request, num_input=len(request.prompt) - request.num_cached)
-            self._move(request, Event.GRANT, self.receiving)
-            granted.append(Granted(request, reservation))
-        return granted
-
-    def _holders(self) -> list[Request]:
-        """Requests that hold pages now."""
-        return [*self.running.values(), *self.ready.values(), *self.receiving.values(), *self.extending.values()]
-
-    def _spare_tokens(self, request: Request) -> int:
-        """Tokens that must stay available beyond the prompts' pages if ``request`` is let in.
-
-        Prompts that have waited longer for being computed here are left room. With nobody to compete with, only the
-        next token counts: a lone request may use the whole pool.
+        Returns:
+            True if somebody was retracted: call ``line.admit`` then.
         """
-        page_size = self._cache.page_size
-        ahead = [other for other in self.local.values() if other.arrived_at <= request.arrived_at]
-        holders = [*self._holders(), *ahead]
-        room = sum(-(-other.num_tokens // page_size) * page_size for other in ahead)
-        return room + self._expected([*holders, request]) if holders else 1
+        places = self.places
+        if not self._order.rules.is_enabled or not (places.waiting or places.retracted):
+            return False
+        first = self.line.sort(now)[0]
+        holders = [r for r in places.holders() if r.key not in places.receiving]
+        weaker = self._order.least_first(other for other in holders if self._order.beats(first, other))
+        if not weaker or self._waits_for_another(first):
+            return False
+        if not self.line.lacks_pages(first) or self.line.lacks_pages(first, weaker):
+            return False
+        num_retracted = 0
+        while weaker and self.line.lacks_pages(first):
+            self._retract(weaker.pop(0), now, "its pages go to the more urgent {}", first.rid)
+            num_retracted += 1
+        self.totals["preemptions"] += num_retracted
+        return True
 
-    def _expected(self, requests: list[Request]) -> int:
-        return expected_tokens(requests, self._ratio.value, self._limits.clip_tokens)
+    def _waits_for_another(self, request: Request) -> bool:
+        """Pages are not what it lacks now."""
+        if self.line.is_computed_here(request):
+            is_new = self.places.states[request.key] is State.WAITING
+            return is_new and self._sharing().waits_for(request, self._cache) is not None
+        return self.line.is_full() or self.line.admission.match(request).pending is not None
+
+    def _sharing(self) -> Sharing:
+        return Sharing(self._cache.page_size, self._limits.sharing, self.places.extending.values())
+
+    def _retract(self, request: Request, now: float, reason: str, *args: object) -> None:
+        """Take the pages; their KV stays in the cache as long as nobody needs the room."""
+        release(self._cache, self._books, request, keep=True)
+        self.places.move(request, Event.RETRACT, with_slot=False)
+        self.line.changed()
+        self.totals["retractions"] += 1
+        self.decisions.note(now, request.rid, "retract", reason, *args)
+
+    def _row_victim(self, request: Request) -> Request | None:
+        """The least urgent request in a row, if this one may take its place."""
+        in_rows = [*self.places.running.values(), *self.places.extending.values()]
+        weaker = self._order.least_first(other for other in in_rows if self._order.beats(request, other))
+        return weaker[0] if weaker else None
+
+    def _can_have_row(self, request: Request) -> bool:
+        return self.places.has_slot or (self._order.rules.is_enabled and self._row_victim(request) is not None)
+
+    def _free_row(self, request: Request, now: float) -> None:
+        """A free row for this request: the least urgent in a row is paused or, half computed, retracted."""
+        if self.places.has_slot:
+            return
+        victim = self._row_victim(request)
+        assert victim is not None
+        self.totals["preemptions"] += 1
+        if victim.key in self.places.extending:
+            self._retract(victim, now, "its row goes to the more urgent {}", request.rid)
+            return
+        self.places.move(victim, Event.PAUSE, with_slot=False)
+        self.totals["pauses"] += 1
+        self.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed now (see ``stuck``)."""
-        joining = self._take_up()
-        grown = self._grow()
+        joining = self._take_up(now)
+        grown = self._grow(now)
         chunks, begun = self._extend(now)
+        chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]
         page_size = self._cache.page_size
-        rows = [r for r in self.running.values() if len(r.pages) * page_size > r.num_computed]
+        running = self._order.by_standing(list(self.places.running.values()))
+        rows = [r for r in running if len(r.pages) * page_size > r.num_computed]
         if not rows and not chunks:
             self._ratio.reset()
             return None
@@ -224,7 +222,8 @@ class DecodeScheduler:
         self._books.begin_step(self._num_steps)
         if rows:
             self._ratio.decoded()
-        joining = [request for request in joining if request.slot >= 0]
+        joining = [request for request in joining if request.key in self.places.running]
+        begun = [request for request in begun if request.slot >= 0]
         fresh = {request.key for request in joining}
         grown = [request for request in grown if request.slot >= 0 and request.key not in fresh]
         return StepPlan(
@@ -237,33 +236,42 @@ class DecodeScheduler:
             rows=tuple([Row(r.slot, r.num_computed, None, True) for r in rows] + [chunk.to_row() for chunk in chunks]),
         )
 
-    def _take_up(self) -> list[Request]:
-        """Finished transfers join the batch, whoever else waits: they already hold all they need."""
+    def _expected(self, requests: Sequence[Request]) -> int:
+        return expected_tokens(requests, *self._expectation())
+
+    def _expectation(self) -> tuple[float, int]:
+        """Share and bound of what a request may still produce that is reserved for it."""
+        reserved = self._limits.reserved_tokens
+        return (self._ratio.value, self._limits.clip_tokens) if reserved is None else (1.0, reserved)
+
+    def _take_up(self, now: float) -> list[Request]:
+        """Finished transfers and paused requests join the batch, whoever else waits: they hold all they need."""
         joining = []
-        for request in list(self.ready.values()):
-            if not self._slots:
+        for request in self._order.by_standing([*self.places.paused.values(), *self.places.ready.values()]):
+            if not self._can_have_row(request):
                 break
-            del self.ready[request.key]
-            request.slot = self._slots.pop()
-            self._move(request, Event.TAKE_UP, self.running)
+            self._free_row(request, now)
+            self.places.move(request, Event.TAKE_UP, with_slot=True)
             joining.append(request)
         return joining
 
     def _has_room(self, request: Request) -> bool:
         return len(request.pages) * self._cache.page_size > request.num_computed
 
-    def _grow(self) -> list[Request]:
+    def _grow(self, now: float) -> list[Request]:
         """One more page for every running request whose last page is full; retracts where pages run short."""
         grown = []
         page_size = self._cache.page_size
-        for request in [r for r in self.running.values() if len(r.pages) * page_size <= r.num_computed]:
-            while request.key in self.running and not self._has_room(request):
+        full = [r for r in self.places.running.values() if len(r.pages) * page_size <= r.num_computed]
+        for request in self._order.by_standing(full):
+            while request.key in self.places.running and not self._has_room(request):
                 if pages := self._take_page():
                     request.pages += pages
                     request.own += pages
                     grown.append(request)
                 elif victim := self._victim():
-                    self._retract(victim)
+                    self._retract(victim, now, "a running request needs its {} pages", len(victim.pages))
+                    self._ratio.retracted(list(self.places.running.values()))
                 else:
                     break  # waits for what is being received or extended, or is stuck
         return grown
@@ -274,97 +282,118 @@ class DecodeScheduler:
         return self._books.alloc(1, Owner.REQUEST)
 
     def _victim(self) -> Request | None:
-        """Least work lost: fewest output tokens, then longest input. Never the last that could run."""
-        if len(self.running) + len(self.ready) < 2:
+        """Least work lost (fewest output tokens, then longest input), or least urgent. Not the last that could run."""
+        places = self.places
+        if len(places.running) + len(places.ready) + len(places.paused) < 2:
             return None
-        return min(self.running.values(), key=lambda r: (len(r.output), -len(r.prompt)))
-
-    def _retract(self, request: Request) -> None:
-        """Take the pages; their KV stays in the cache as long as nobody needs the room."""
-        self._leave_batch(request)
-        self._ratio.retracted(list(self.running.values()))
-        release(self._cache, self._books, request, keep=True)
-        self._move(request, Event.RETRACT, self.retracted)
-        self.num_retractions += 1
+        is_by_priority = self._limits.is_retracted_by_priority
+        return min(
+            [*places.running.values(), *places.paused.values()],
+            key=lambda r: (self._order.priority(r) if is_by_priority else 0, len(r.output), -len(r.prompt)),
+            default=None,
+        )
 
     def _extend(self, now: float) -> tuple[list[Chunk], list[Request]]:
-        """Chunks of requests that are computed here, as far as the budgets reach: begun, then retracted, then new."""
-        if not self.extending and not self.retracted and not self.local:
+        """Chunks of requests that are computed here, as far as the budgets reach, in line with those that wait."""
+        places = self.places
+        if not places.extending and not places.retracted and not places.local:
             return [], []
         adder = self._adder()
-        for request in self.extending.values():
-            if adder.add_chunked_req(request) is not AddResult.CONTINUE:
-                break
         begun: list[Request] = []
-        sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
-        retracted = sorted(self.retracted.values(), key=lambda r: r.arrived_at)
-        for request in [*retracted, *self._order.sort(list(self.local.values()), now)]:
-            if not self._slots:
+        sharing = self._sharing()
+        skip_ahead = SkipAhead(self._limits.max_skip_ahead)
+        lent: dict[Key, int] = {}
+        num_begun = len(places.extending)
+        for request in self.line.sort(now, list(places.extending.values())):
+            state = places.states[request.key]
+            if state is State.EXTENDING:
+                num_begun -= 1
+                if adder.add_chunked_req(request) is not AddResult.CONTINUE:
+                    break
+            elif skip_ahead.is_closed or not self._can_have_row(request):
+                if not num_begun:
+                    break
+            elif not self.line.is_computed_here(request):
+                if request.key in self.line.short:
+                    skip_ahead.refuse(request)
+            elif state is State.WAITING and (holder := sharing.waits_for(request, self._cache)):
+                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.priority(request))
+            elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
+                skip_ahead.refuse(request)
+            elif result is AddResult.OTHER:
                 break
-            if request.key in self.local and sharing.waits_for(request, self._cache):
-                continue
-            num_chunks = len(adder.chunks)
-            result = adder.add_one_req(request)
-            if len(adder.chunks) > num_chunks:
+            else:
+                self.totals["skipped_ahead"] += skip_ahead.admit(request)
+                self._free_row(request, now)
+                self._begin(request, now)
                 sharing.add(request)
-                if self.local.pop(request.key, None) is None:
-                    del self.retracted[request.key]
-                else:
-                    request.admitted_at = now
-                    self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
-                request.slot = self._slots.pop()
-                self._move(request, Event.EXTEND, self.extending)
                 begun.append(request)
-            if result is not AddResult.CONTINUE:
-                break
+        for request in places.extending.values():
+            request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
+
+    def _begin(self, request: Request, now: float) -> None:
+        num_new = request.num_tokens - request.num_computed
+        if self.places.states[request.key] is State.WAITING:
+            request.admitted_at = now
+            self._order.admitted(request, num_input=num_new)
+            self.decisions.note(now, request.rid, "admit", "computes {} of {} tokens", num_new, request.num_tokens)
+        else:
+            self.decisions.note(now, request.rid, "resume", "computes {} of {} tokens", num_new, request.num_tokens)
+        self.places.move(request, Event.EXTEND, with_slot=True)
 
     def _adder(self) -> PrefillAdder:
         page_size = self._cache.page_size
-        holders = self._holders()
+        holders = self.places.holders()
         total = (self._books.num_free + self._cache.num_evictable_pages) * page_size
         if holders:
             total -= self._expected(holders)
         else:
             total += 1  # alone, it may fill the pool to the last token
+        ratio, clip = self._expectation()
         budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens)
         return PrefillAdder(
             self._cache,
             self._books,
             page_size,
             budgets,
-            clip=self._limits.clip_tokens,
+            clip=clip,
             reserve_output=bool(holders),
             running=holders,
-            ratio=self._ratio.value,
+            ratio=ratio,
         )
 
     def stuck(self) -> Request | None:
         """The request that can never go on, once ``plan`` gave nothing: nobody holds pages that could come back."""
-        if self.receiving or self.ready or self.extending or self._in_flight or self._books.count(Owner.QUARANTINE):
+        places = self.places
+        if places.receiving or places.ready or places.extending or self._in_flight:
             return None
-        return next(iter([*self.running.values(), *self.retracted.values(), *self.local.values()]), None)
+        if self._books.count(Owner.QUARANTINE):
+            return None
+        here = [r for r in [*places.retracted.values(), *places.waiting.values()] if self.line.is_computed_here(r)]
+        elsewhere = [request for request in places.retracted.values() if request.key in self.line.short]
+        return next(iter([*places.running.values(), *places.paused.values(), *here, *elsewhere]), None)
 
     def commit(self, result: StepResult) -> list[Sampled]:
         """Take in what a step computed. Rows of requests that ended meanwhile are ignored."""
         rows, chunks = self._in_flight.pop(result.step)
         effects: list[Sampled] = []
         logprobs = result.logprobs or (None,) * len(result.tokens)
-        running = self.running
+        running = self.places.running
         for request, token, logprob in zip(rows, result.tokens, logprobs, strict=False):
             if running.get(request.key) is request:
                 request.num_computed += 1
                 effects.append(self._sampled(request, token, logprob))
         for chunk, found in zip(chunks, chunk_results(chunks, result, num_before=len(rows)), strict=True):
             request = chunk.request
-            if self.extending.get(request.key) is not request:
+            if self.places.extending.get(request.key) is not request:
                 continue
             request.num_computed = chunk.start + chunk.num_tokens
             request.prompt_logprobs += found.prompt_logprobs
             cache_computed(self._cache, self._books, request)
             if found.sampled is not None:
-                del self.extending[request.key]
-                self._move(request, Event.SAMPLED, self.running)
+                request.inherited_priority = LOWEST_PRIORITY
+                self.places.move(request, Event.SAMPLED)
                 effects.append(self._sampled(request, *found.sampled))
         self._books.end_step(result.step)
         self._order.decoded(effect.request for effect in effects)
@@ -382,19 +411,6 @@ class DecodeScheduler:
     # ---- proof ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every request is in exactly the place its state says, and every slot is in one place."""
-        places = {
-            State.WAITING: {**self.waiting, **self.local},
-            State.RECEIVING: self.receiving,
-            State.READY: self.ready,
-            State.RUNNING: self.running,
-            State.RETRACTED: self.retracted,
-            State.EXTENDING: self.extending,
-        }
-        for key in self.requests:
-            homes = [state for state, place in places.items() if key in place]
-            assert homes == [self.states[key]], f"{key} is {self.states[key]} but stands in {homes}"
-        assert sum(map(len, places.values())) == len(self.requests) == len(self.states)
-        assert self._admission.reservations.keys() == self.receiving.keys()
-        taken = [request.slot for request in [*self.running.values(), *self.extending.values()]]
-        assert sorted(self._slots + taken) == list(range(self._limits.max_running)), "a slot is lost or taken twice"
+        """Every request is in exactly the place its state says, and what is reserved is being received."""
+        self.places.check()
+        assert self.line.admission.reservations.keys() == self.places.receiving.keys()

@@ -11,6 +11,7 @@ from typing import Any
 from common.errors import ErrorCode, RequestError
 from common.messages import (
     Abort,
+    Closed,
     Connect,
     Explain,
     Failed,
@@ -21,9 +22,20 @@ from common.messages import (
     Message,
     PairState,
     Reprioritize,
+    Resume,
 )
 from common.node.outbox import Outbox
-from common.node.role import DEADLINE_GRACE_S, Load, check_generate, explained, first_tokens, prove_pages, request_from
+from common.node.role import (
+    DEADLINE_GRACE_S,
+    Load,
+    check_generate,
+    check_tokens,
+    explained,
+    first_tokens,
+    prove_pages,
+    request_from,
+    resumed_request,
+)
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
@@ -46,6 +58,7 @@ COUNTERS = (
     "chunked_requests",
     "overlapped_transfers",
     "retractions",
+    "resumes",
 )
 
 
@@ -62,6 +75,7 @@ class PrefillRole:
         self._books = books
         self._vocab_size = vocab_size
         self._answered: dict[Key, None] = {}  # requests whose first token the gateway has; they may be retracted after
+        self._resumed: dict[Key, None] = {}  # computed once more for a decode node, of no interest to the gateway
         self._decode: dict[Key, str] = {}  # which decode node goes on with a request
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
@@ -83,6 +97,8 @@ class PrefillRole:
     def on_peer(self, peer: str, message: Message, now: float) -> None:
         if isinstance(message, Connect):
             self._sender.connect(peer, message)
+        elif isinstance(message, Resume):
+            self._resume(peer, message, now)
         elif isinstance(message, Reprioritize):
             self._raise(peer, message, now)
         else:
@@ -143,6 +159,22 @@ class PrefillRole:
             self._decode[request.key] = message.decode.incarnation
             self._sender.open(request.key, message.decode.incarnation)
 
+    def _resume(self, peer: str, message: Resume, now: float) -> None:
+        """Compute once more what a decode node has lost. It hears of every end by ``Closed``, the gateway of none."""
+        request = resumed_request(message, now)
+        if request.key in self._scheduler.requests:
+            return
+        try:
+            check_tokens(message.prompt, self._vocab_size)
+            self._scheduler.submit(request)
+        except RequestError as error:
+            self.outbox.peers.append((peer, Closed(*request.key, "failed", error.message)))
+            return
+        self._totals["resumes"] += 1
+        self._resumed[request.key] = self._answered[request.key] = None
+        self._decode[request.key] = peer
+        self._sender.open(request.key, peer)
+
     def _raise(self, peer: str, message: Reprioritize, now: float) -> None:
         """Somebody more urgent waits at the decode node for what is on its way there for this request."""
         key = (message.rid, message.attempt)
@@ -176,7 +208,7 @@ class PrefillRole:
         return True
 
     def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
-        if self._close(request.key, "failed", message):
+        if self._close(request.key, "failed", message) and request.key not in self._resumed:
             self._answer_failure(request, code, message)
 
     def _answer_failure(self, request: Request, code: ErrorCode, message: str) -> None:
@@ -193,7 +225,8 @@ class PrefillRole:
             self._scheduler.release(release.key)
             self._answered.pop(release.key, None)
             self._decode.pop(release.key, None)
-            if release.ok or was_closing:
+            is_resumed = self._resumed.pop(release.key, release) is None
+            if release.ok or was_closing or is_resumed:
                 continue
             self._answer_failure(request, ErrorCode.TRANSFER_FAILED, release.reason)
 

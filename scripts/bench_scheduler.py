@@ -110,14 +110,14 @@ def bench_step(num_steps: int) -> Figure:
         length = 1_000 + number % PAGE_SIZE
         prompt = tuple(range(number * 2_000, number * 2_000 + length))
         scheduler.submit(Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8)))
-    for granted in scheduler.admit(0.0):
+    for granted in scheduler.line.admit(0.0):
         scheduler.received(granted.request.key, token=7)
     times = []
     for number in range(num_steps):
         result = StepResult(number + 1, (7,) * NUM_ROWS)
         times.append(timed(partial(plan_and_commit, scheduler, number * 0.01, result)))
-    assert all(len(request.output) == num_steps + 1 for request in scheduler.running.values())
-    assert len(scheduler.running) == NUM_ROWS
+    assert all(len(request.output) == num_steps + 1 for request in scheduler.places.running.values())
+    assert len(scheduler.places.running) == NUM_ROWS
     scheduler.check()
     return figure("plan + commit, 256 decode rows", times[1:], mark=PLAN_MARK_US)
 

@@ -99,6 +99,7 @@ class LocalCluster:
         policy: str = "fcfs",
         rules: PriorityRules | None = None,
         stream_interval: int = 1,
+        resume_tokens: int | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.wire = Wire(latency=latency)
@@ -113,6 +114,7 @@ class LocalCluster:
         self._max_queued = max_queued
         self._policy = policy
         self._rules = rules
+        self._resume_tokens = resume_tokens
         self._stream_interval = stream_interval
         self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
         self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
@@ -152,7 +154,13 @@ class LocalCluster:
         scheduler = decode.DecodeScheduler(
             cache,
             books,
-            limits=decode.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk),
+            limits=decode.Limits(
+                self._max_running,
+                self._max_queued,
+                chunk_tokens=self._chunk,
+                resume_tokens=self._resume_tokens,
+                is_retracted_by_priority=self._rules is not None,
+            ),
             order=Order(make_policy(self._policy, cache), self._rules),
             ratio=NewTokenRatio(constants_from({})),
             eos_token_ids=eos,
@@ -179,6 +187,7 @@ class LocalCluster:
         pair: tuple[int | None, int] = (0, 0),
         salt: str = "",
         timeout_s: float = 1e6,
+        priority: int = 0,
     ) -> Answer:
         """Send one request to a pair of nodes, decode first; or to a decode node alone."""
         decode = self.decode[pair[1]]
@@ -186,7 +195,15 @@ class LocalCluster:
         legs = [decode] if prefill is None else [prefill, decode]
         answer = self.answers[rid] = Answer(legs)
         message = Generate(
-            rid, 0, tuple(prompt), sampling, prefill and prefill.peer, decode.peer, timeout_s=timeout_s, cache_salt=salt
+            rid,
+            0,
+            tuple(prompt),
+            sampling,
+            prefill and prefill.peer,
+            decode.peer,
+            timeout_s=timeout_s,
+            cache_salt=salt,
+            priority=priority,
         )
         for leg in reversed(legs):
             if leg.is_alive:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import ErrorCode
+from common.messages import Reprioritize
 from common.sampling import SamplingParams
+from common.scheduling import PriorityRules
 from decode_node.lifecycle import TABLE as DECODE_TABLE
 from decode_node.lifecycle import Event as DecodeEvent
 from decode_node.lifecycle import State as DecodeState
@@ -247,6 +249,9 @@ def test_a_lifecycle_table_ends_every_life_and_revives_none(table: Any, states: 
 class Cluster(RuleBasedStateMachine):
     """Random requests, aborts, deaths and replacements in pools so small that everything is short."""
 
+    priorities: PriorityRules | None = None
+    resume_tokens: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.num_requests = 0
@@ -261,6 +266,8 @@ class Cluster(RuleBasedStateMachine):
             decode_pages=14,
             max_running=3,
             latency=2,
+            rules=self.priorities,
+            resume_tokens=self.resume_tokens,
         )
 
     @rule(
@@ -268,13 +275,14 @@ class Cluster(RuleBasedStateMachine):
         length=st.integers(1, 40),
         max_new=st.integers(1, 14),
         pair=st.tuples(st.sampled_from([0, 1, None]), st.integers(0, 1)),
+        priority=st.sampled_from([0, 3, 9]),
     )
-    def submit(self, head: int, length: int, max_new: int, pair: tuple[int | None, int]) -> None:
+    def submit(self, head: int, length: int, max_new: int, pair: tuple[int | None, int], priority: int) -> None:
         rid = f"r{self.num_requests}"
         self.num_requests += 1
         prompt = prompt_of(length, head)
         self.wanted[rid] = (prompt, max_new)
-        self.cluster.submit(rid, prompt, sampling(max_new), pair=pair)
+        self.cluster.submit(rid, prompt, sampling(max_new), pair=pair, priority=priority)
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
@@ -289,6 +297,13 @@ class Cluster(RuleBasedStateMachine):
             self.aborted.add(rid)
             self.cluster.answers[rid].finish = "aborted"
             self.cluster.abort(rid)
+
+    @rule(data=st.data(), priority=st.integers(-9, 9))
+    def reprioritize(self, data: st.DataObject, priority: int) -> None:
+        if self.cluster.answers:
+            rid = data.draw(st.sampled_from(sorted(self.cluster.answers)))
+            for member in self.cluster.members:
+                member.role.on_gateway(Reprioritize(rid, 0, priority), self.cluster.clock.now())
 
     @rule(role=st.sampled_from(["prefill", "decode"]), index=st.integers(0, 1))
     def die(self, role: str, index: int) -> None:
@@ -321,7 +336,15 @@ class Cluster(RuleBasedStateMachine):
         assert answer.error.code in (ErrorCode.NODE_LOST, ErrorCode.OUT_OF_PAGES)
 
 
+class UrgentCluster(Cluster):
+    """The same with priorities obeyed, down to a difference of 3, and retracted requests computed again elsewhere."""
+
+    priorities = PriorityRules(is_enabled=True, preemption_threshold=2, aging_per_s=100.0)
+    resume_tokens = 3
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestCluster.settings = SETTINGS
+TestUrgentCluster = UrgentCluster.TestCase
+TestUrgentCluster.settings = SETTINGS

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 from common.decisions import Decisions as Ring
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish
-from common.messages import Decision, Decisions, Explain, Generate, Message, PairState, Tokens
+from common.messages import Decision, Decisions, Explain, Generate, Message, PairState, Resume, Tokens
 from common.node.outbox import Outbox
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
-from common.sampling import TokenLogprobs
+from common.sampling import SamplingParams, TokenLogprobs
 from common.step import StepPlan, StepResult
 
 #: The gateway ends a request at its deadline; a node that has not heard of it by then does so itself, a little later.
@@ -26,11 +26,39 @@ def check_generate(message: Generate, vocab_size: int) -> None:
         RequestError: no prompt, or a token id outside of the vocabulary.
     """
     sampling = message.sampling
-    ids = (*message.prompt, *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-    if not message.prompt or sampling.max_new_tokens < 1:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs a prompt and room for one output token")
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if sampling.max_new_tokens < 1:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs room for one output token")
+    others = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
+    check_tokens((*message.prompt, *others) if message.prompt else (), vocab_size)
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError: there are none, or one is outside of the vocabulary."""
+    if not tokens:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs a prompt")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"a token id is outside of the vocabulary of {vocab_size}")
+
+
+#: What is sampled after tokens that are only computed again is thrown away, but it must not end anything.
+THROWN_AWAY = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+
+
+def resumed_request(message: Resume, now: float) -> Request:
+    """The prefill scheduler's view of a ``Resume``."""
+    return Request(
+        rid=message.rid,
+        attempt=message.attempt,
+        prompt=message.prompt,
+        sampling=THROWN_AWAY,
+        salt=message.cache_salt,
+        priority=message.priority,
+        priority_class=message.priority_class,
+        tenant=message.tenant,
+        arrived_at=now - message.waited_s,
+        waited_s=message.waited_s,
+        deadline_at=now + message.timeout_s,
+    )
 
 
 def request_from(message: Generate, now: float) -> Request:

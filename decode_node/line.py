@@ -1,0 +1,209 @@
+"""Who gets pages next on a decode node: one line of all that lack them, wherever their prompts are computed. Pure.
+
+Retracted requests stand at its front, then the rest by policy, and with priorities on the more urgent before everybody.
+Nobody takes pages that somebody before it in the line is short of, but for the few that skip-ahead lets pass.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.decisions import Decisions
+from common.new_token_ratio import expected_left
+from common.order import Order
+from common.request import LOWEST_PRIORITY, Request
+from common.sharing import SharingLimits
+from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
+from decode_node.admission import Admission, Refusal, Reservation
+from decode_node.lifecycle import Event, State
+from decode_node.places import Key, Places
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a decode node. None means no bound.
+
+    Attributes:
+        max_running: slots, that is rows of the largest batch.
+        max_queued: requests waiting for pages; one more is refused.
+        max_prefill_tokens: tokens computed again in one step.
+        chunk_tokens: tokens of one step after which a request that is computed again is cut.
+        sharing: which local prompts wait for a prefix that is just being computed.
+        clip_tokens: a request is expected to need at most so many further tokens.
+        max_skip_ahead: smaller requests that may pass one for which pages are short.
+        is_retracted_by_priority: when pages run short, the least urgent gives way; otherwise the one with the shortest
+            output, whose loss costs the least work.
+        resume_tokens: a retracted request that lacks more than so many tokens is computed again by its prefill node;
+            None: always here.
+        reserved_tokens: room kept for each request's further output; None: as much as it is expected to need.
+    """
+
+    max_running: int
+    max_queued: int | None = None
+    max_prefill_tokens: int = 16_384
+    chunk_tokens: int | None = None
+    sharing: SharingLimits = field(default_factory=SharingLimits)
+    clip_tokens: int = 4_096
+    max_skip_ahead: int = MAX_SKIP_AHEAD
+    is_retracted_by_priority: bool = False
+    resume_tokens: int | None = None
+    reserved_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Pages were reserved for a request's prompt; the transfer can begin."""
+
+    request: Request
+    reservation: Reservation
+
+
+class Line:
+    """Those that wait for pages, and the grants to them.
+
+    Args:
+        expected: output tokens that all of some requests are still expected to need.
+
+    Attributes:
+        can_resume: whether the prefill node that a request came from can be asked to compute it again; the role says.
+        short: waiting requests for which pages were short when they were tried last.
+        raised: transfers that have become more urgent, and how urgent; for whoever tells their prefill nodes.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        places: Places,
+        order: Order,
+        *,
+        limits: Limits,
+        expected: Callable[[Sequence[Request]], int],
+    ) -> None:
+        self.admission = admission
+        self.decisions = Decisions()
+        self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0)
+        self.short: dict[Key, None] = {}
+        self.raised: list[tuple[Key, int]] = []
+        self._places = places
+        self._order = order
+        self._limits = limits
+        self._expected = expected
+        self.can_resume: Callable[[Key], bool] = lambda key: False
+        self._last_try: tuple[int, ...] = ()
+
+    def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
+        """Who is next: ``begun``, then retracted requests, then the rest by policy; the more urgent before all."""
+        retracted = sorted(self._places.retracted.values(), key=lambda request: request.arrived_at)
+        return self._order.merge([*begun, *retracted], list(self._places.waiting.values()), now)
+
+    def is_computed_here(self, request: Request) -> bool:
+        """Rather than received from a prefill node."""
+        if request.key in self._places.local:
+            return True
+        if self._places.states[request.key] is not State.RETRACTED:
+            return False
+        limit = self._limits.resume_tokens
+        if limit is None or not self.can_resume(request.key):
+            return True
+        return request.num_decodable - self.admission.match(request).num_tokens <= limit
+
+    def changed(self) -> None:
+        """Something that ``admit`` cannot see by itself: try again."""
+        self._last_try = ()
+
+    def admit(self, now: float) -> list[Granted]:
+        """Reserve pages for those that a prefill node computes, as far as pages reach and nobody before them lacks any.
+
+        Called after every event; while nothing has changed since the last time, it does nothing.
+        """
+        places = self._places
+        if not places.waiting and all(self.is_computed_here(request) for request in places.retracted.values()):
+            return []
+        num_outputs = sum(len(request.output) for request in places.running.values())
+        state = (self.admission.num_available, places.num_moves, num_outputs)
+        if state == self._last_try:
+            return []
+        granted = self._admit(now)
+        self._last_try = () if granted else state
+        return granted
+
+    def is_full(self) -> bool:
+        """As many transfers are under way, or waiting for a row, as there are rows."""
+        return len(self._places.receiving) + len(self._places.ready) >= self._limits.max_running
+
+    def _admit(self, now: float) -> list[Granted]:
+        granted: list[Granted] = []
+        skip_ahead = SkipAhead(self._limits.max_skip_ahead)
+        lent: dict[Key, int] = {}
+        ahead: list[Request] = []  # to be computed here, and before whom no later one may take the pages
+        self.short.clear()
+        for request in self.sort(now):
+            if skip_ahead.is_closed or self.is_full():
+                break
+            if self.is_computed_here(request):
+                if request.key in self._places.retracted:
+                    break
+                ahead.append(request)
+                continue
+            reservation = self.admission.reserve(request, spare_tokens=self._spare_tokens(request, ahead))
+            if reservation is Refusal.PREFIX_PENDING:
+                self._lend(request, lent)  # others need not wait for it
+            elif reservation is Refusal.SHORT_OF_PAGES:
+                self.short[request.key] = None
+                skip_ahead.refuse(request)
+            else:
+                assert isinstance(reservation, Reservation)
+                self.totals["skipped_ahead"] += skip_ahead.admit(request)
+                self._grant(request, reservation, now)
+                granted.append(Granted(request, reservation))
+        self._raise_priorities(lent)
+        return granted
+
+    def _grant(self, request: Request, reservation: Reservation, now: float) -> None:
+        if request.output:
+            self.totals["resumed_remotely"] += 1
+        else:
+            request.admitted_at = now
+            self._order.admitted(request, num_input=len(request.prompt) - request.num_cached)
+        self._places.move(request, Event.GRANT)
+        self.decisions.note(now, request.rid, "grant", "{} of {} pages", len(reservation.pages), reservation.num_pages)
+
+    def _lend(self, request: Request, lent: dict[Key, int]) -> None:
+        """The transfer that brings the prefix this one waits for is as urgent as this one."""
+        key = self.admission.pending_for(request)
+        if key is not None:
+            lent[key] = max(lent.get(key, LOWEST_PRIORITY), self._order.priority(request))
+
+    def _raise_priorities(self, lent: dict[Key, int]) -> None:
+        for key, request in self._places.receiving.items():
+            before = self._order.priority(request)
+            request.inherited_priority = lent.get(key, LOWEST_PRIORITY)
+            if self._order.priority(request) > before:
+                self.raised.append((key, request.inherited_priority))
+
+    def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
+        """Tokens that must stay available beyond the prompts' pages if ``request`` is let in.
+
+        Those before it that are computed here are left room. With nobody to compete with, only the next token counts: a
+        lone request may use the whole pool.
+        """
+        holders = [*self._places.holders(), *ahead]
+        page_size = self.admission.page_size
+        room = sum(-(-other.num_tokens // page_size) * page_size for other in ahead)
+        return room + self._expected([*holders, request]) if holders else 1
+
+    def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Would it be refused now for want of pages?
+
+        Args:
+            without: asked as if these held none.
+        """
+        gone = {other.key for other in without}
+        others = [other for other in self._places.holders() if other.key not in gone]
+        if not others:
+            num_spare = 1
+        elif self.is_computed_here(request):
+            num_spare = self._expected(others) + int(expected_left(request, 1.0, self._limits.clip_tokens)) + 1
+        else:
+            num_spare = self._expected([*others, request])
+        return self.admission.lacks(request, request.num_tokens + num_spare, without)

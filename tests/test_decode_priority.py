@@ -1,0 +1,381 @@
+"""Priorities on a decode node: for pages, for rows, inside a batch, in retraction; how retracted requests come back."""
+
+from typing import Any
+
+import pytest
+
+from common.new_token_ratio import NewTokenRatio, RatioConstants
+from common.order import Order
+from common.pages import Owner, PageBooks
+from common.policy import make_policy
+from common.radix import RadixCache
+from common.request import LOWEST_PRIORITY, Request
+from common.sampling import SamplingParams
+from common.scheduling import PriorityRules
+from common.step import StepPlan, StepResult
+from decode_node.lifecycle import State
+from decode_node.scheduler import DecodeScheduler, Limits
+
+PAGE = 4
+ON = PriorityRules(is_enabled=True, preemption_threshold=2)
+
+
+class Node:
+    """A decode scheduler whose transfers end when the test says so, and whose engine always says 7."""
+
+    def __init__(self, *, num_pages: int = 100, slots: int = 8, rules: PriorityRules = ON, **limits: Any) -> None:
+        self.books = PageBooks(num_pages)
+        self.cache = RadixCache(self.books, PAGE)
+        self.now = 0.0
+        self.done: list[str] = []
+        self.granted: list[str] = []
+        self.num_submitted = 0
+        self.scheduler = DecodeScheduler(
+            self.cache,
+            self.books,
+            limits=Limits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
+            order=Order(make_policy("fcfs", self.cache), rules),
+            ratio=NewTokenRatio(RatioConstants(initial=0.0)),
+            eos_token_ids=(),
+        )
+        self.places = self.scheduler.places
+
+    def submit(
+        self,
+        rid: str,
+        length: int,
+        priority: int = 0,
+        *,
+        new: int = 4,
+        is_local: bool = False,
+        first: int | None = None,
+    ) -> Request:
+        self.num_submitted += 1
+        start = 1000 * self.num_submitted if first is None else first
+        request = Request(
+            rid, 0, tuple(range(start, start + length)), SamplingParams(max_new_tokens=new),
+            priority=priority, arrived_at=self.now,
+        )  # fmt: skip
+        self.scheduler.submit(request, is_local=is_local)
+        return request
+
+    def run_in(self, rid: str, length: int, priority: int = 0, **others: Any) -> Request:
+        """Submit one and let it get as far as running."""
+        request = self.submit(rid, length, priority, **others)
+        self.grant()
+        self.receive(rid)
+        self.step()
+        return request
+
+    def grant(self) -> list[str]:
+        rids = [granted.request.rid for granted in self.scheduler.line.admit(self.now)]
+        self.granted += rids
+        return rids
+
+    def receive(self, *rids: str) -> None:
+        for rid in rids:
+            self.scheduler.received((rid, 0), token=7)
+
+    def step(self) -> list[str]:
+        """One step; who got a token, in order."""
+        self.now += 1.0
+        if self.scheduler.make_room(self.now):
+            self.grant()
+        plan = self.scheduler.plan(self.now)
+        self.check()
+        if plan is None:
+            return []
+        sampled = self.scheduler.commit(result_of(plan))
+        for one in sampled:
+            if one.finish:
+                self.scheduler.end(one.request.key)
+                self.done.append(one.request.rid)
+        self.check()
+        return [one.request.rid for one in sampled]
+
+    def run(self) -> list[str]:
+        """To the end, with transfers that take no time."""
+        for _ in range(1_000):
+            self.grant()
+            self.receive(*[key[0] for key in self.places.receiving])
+            if not self.step() and not self.places.requests:
+                return self.done
+        raise AssertionError(f"never ends: {self.places.states}")
+
+    def check(self) -> None:
+        self.scheduler.check()
+        self.books.check()
+        self.cache.check()
+
+    def state(self, rid: str) -> State:
+        return self.places.states[rid, 0]
+
+
+def result_of(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step, tuple(7 for row in plan.rows if row.sample))
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize(("first", "second", "order"), [(1, 5, "ba"), (5, 1, "ab"), (3, 3, "ab")])
+def test_the_more_urgent_of_two_that_wait_gets_pages_and_ends_first(
+    first: int, second: int, order: str, is_local: bool
+) -> None:
+    node = Node(slots=1)
+    node.submit("a", 12, first, is_local=is_local)
+    node.submit("b", 12, second, is_local=is_local)
+    assert "".join(node.run()) == order
+
+
+def test_one_that_is_received_and_one_that_is_computed_here_stand_in_the_same_line() -> None:
+    for urgent in ("received", "computed"):
+        node = Node(num_pages=4)
+        node.submit("received", 12, 5 * (urgent == "received"))
+        node.submit("computed", 12, 5 * (urgent == "computed"), is_local=True)
+        node.grant()
+        node.step()
+        is_first = node.state("received") is State.RECEIVING
+        assert is_first == (urgent == "received")
+        assert (node.state("computed") is State.EXTENDING) == (urgent == "computed")
+
+
+def test_priorities_that_are_off_change_nothing() -> None:
+    node = Node(slots=1, rules=PriorityRules())
+    node.submit("a", 12, 1)
+    node.submit("b", 12, 50)
+    assert node.run() == ["a", "b"]
+
+
+def test_an_urgent_local_prompt_overtakes_a_long_one_between_two_chunks() -> None:
+    node = Node()
+    node.submit("long", 32, 1, is_local=True)
+    node.step()
+    node.submit("urgent", 12, 2, is_local=True)
+    node.step()
+    assert node.step() == ["urgent"]
+    assert node.run() == ["urgent", "long"]
+
+
+@pytest.mark.parametrize(("difference", "is_taken"), [(2, False), (3, True)])
+def test_a_row_is_taken_only_if_the_difference_is_over_the_threshold(difference: int, is_taken: bool) -> None:
+    node = Node(slots=1)
+    low = node.run_in("low", 8, 0, new=20)
+    node.submit("urgent", 8, difference)
+    node.grant()
+    node.receive("urgent")
+    node.step()
+    assert (node.state("low") is State.PAUSED) == is_taken
+    assert low.pages, "its pages stay"
+    assert node.scheduler.totals["pauses"] == node.scheduler.totals["preemptions"] == is_taken
+    assert node.run() == (["urgent", "low"] if is_taken else ["low", "urgent"])
+    assert len(low.output) == 20
+
+
+def test_the_least_urgent_row_is_taken_and_of_these_the_newest() -> None:
+    node = Node(slots=3)
+    for rid, priority in (("low", 0), ("middle", 1), ("lower", 0)):
+        node.run_in(rid, 8, priority, new=40)
+    node.run_in("urgent", 8, 9)
+    assert node.state("lower") is State.PAUSED
+    assert {key[0] for key in node.places.running} == {"low", "middle", "urgent"}
+
+
+def test_a_paused_request_goes_on_where_it_was_with_its_history() -> None:
+    node = Node(slots=1)
+    low = node.run_in("low", 8, 0, new=10)
+    node.submit("urgent", 8, 9, new=2)
+    node.grant()
+    node.receive("urgent")
+    assert node.step() == ["urgent"]
+    plan = node.scheduler.plan(node.now)
+    assert plan is not None
+    [admit] = plan.admits
+    assert admit.last_token == low.output[-1]
+    assert plan.pages[0].pages == tuple(low.pages)
+    assert [row.start for row in plan.rows] == [low.num_computed]
+    node.scheduler.commit(result_of(plan))
+
+
+def test_pages_are_taken_from_as_many_as_it_takes_the_least_urgent_first() -> None:
+    node = Node(num_pages=13)
+    for rid, priority in (("middle", 1), ("low", 0), ("lower", 0)):
+        node.run_in(rid, 12, priority, new=40)  # four pages each with what grows
+    node.submit("urgent", 24, 9)
+    node.step()
+    assert node.granted[-1] == "urgent"
+    assert {key[0] for key in node.places.retracted} == {"low", "lower"}
+    assert node.scheduler.totals["preemptions"] == node.scheduler.totals["retractions"] == 2
+    assert [d.action for d in node.scheduler.decisions.last(3, node.now)] == ["retract", "retract", "grant"]
+    assert node.run() == ["urgent", "middle", "low", "lower"]
+
+
+def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
+    node = Node(num_pages=13)
+    node.run_in("strong", 16, 8, new=40)
+    node.run_in("low", 12, 0, new=40)
+    node.submit("urgent", 40, 9)
+    node.step()
+    assert {key[0] for key in node.places.running} == {"strong", "low"}
+    assert node.scheduler.totals["retractions"] == 0
+
+
+def test_a_retracted_request_does_not_take_its_pages_back_from_who_got_them() -> None:
+    node = Node(num_pages=9)
+    node.run_in("low", 16, 0, new=12)
+    node.submit("urgent", 24, 9, new=8)
+    node.step()
+    assert node.state("low") is State.RETRACTED
+    assert node.step() == []
+    node.receive("urgent")
+    assert node.step() == ["urgent"]
+    assert node.run() == ["urgent", "low"]
+
+
+@pytest.mark.parametrize(("rules", "victim"), [(ON, "old"), (PriorityRules(), "new")])
+def test_who_gives_way_when_pages_run_short(rules: PriorityRules, victim: str) -> None:
+    node = Node(num_pages=6, rules=rules)
+    node.run_in("old", 8, 0, new=30)
+    node.step()
+    node.run_in("new", 8, 1, new=30)
+    while not node.places.retracted:
+        node.step()
+    # The least urgent, or the one with the shorter output, whose loss costs less.
+    assert [key[0] for key in node.places.retracted] == [victim]
+
+
+def test_tokens_of_a_step_come_in_order_of_urgency() -> None:
+    node = Node()
+    for rid, priority in (("a", 1), ("b", 3), ("c", 2)):
+        node.run_in(rid, 8, priority, new=30)
+    assert node.step() == ["b", "c", "a"]
+
+
+def test_a_transfer_inherits_the_priority_of_who_waits_for_its_prefix() -> None:
+    node = Node()
+    low = node.submit("low", 12, 0, first=50)
+    node.grant()
+    urgent = node.submit("urgent", 16, 9, first=50)
+    assert node.grant() == []
+    assert low.inherited_priority == 9
+    assert node.scheduler.line.raised == [(low.key, 9)]
+    assert node.places.waiting.keys() == {urgent.key}
+    node.receive("low")
+    assert node.grant() == ["urgent"]
+    assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
+    node.receive("urgent")
+    assert node.run()
+
+
+def test_a_changed_priority_counts_at_once() -> None:
+    node = Node(slots=1)
+    node.run_in("busy", 8, 9, new=3)
+    node.submit("a", 12, 1)
+    node.submit("b", 12, 0)
+    node.scheduler.reprioritize(("b", 0), 2, node.now)
+    node.scheduler.reprioritize(("nobody", 0), 2, node.now)
+    assert node.run() == ["busy", "b", "a"]
+
+
+def test_smaller_requests_pass_one_that_does_not_fit_but_only_so_many() -> None:
+    node = Node(num_pages=12, rules=PriorityRules(), max_skip_ahead=2)
+    node.run_in("holder", 16, new=3)
+    large = node.submit("large", 44)
+    for number in range(4):
+        node.submit(f"small{number}", 3, new=2)
+    assert node.grant() == ["small0", "small1"]
+    assert large.num_passed == 2
+    assert node.scheduler.line.totals["skipped_ahead"] == 2
+    node.run()
+    assert node.granted[-3:] == ["large", "small2", "small3"]
+
+
+def test_a_prompt_computed_here_does_not_pass_one_that_is_short_of_pages_for_ever() -> None:
+    node = Node(num_pages=12, rules=PriorityRules(), max_skip_ahead=1)
+    node.run_in("holder", 16, new=3)
+    node.submit("large", 44)
+    for number in range(3):
+        node.submit(f"local{number}", 3, new=1, is_local=True)
+    node.grant()
+    node.step()
+    assert {key[0] for key in node.places.waiting} == {"large", "local1", "local2"}
+    assert node.run()[-3:] == ["large", "local1", "local2"]
+
+
+def lose_all(node: Node, rid: str) -> Request:
+    """Retract a running request, and its KV goes from the cache too."""
+    request = node.places.running[rid, 0]
+    node.scheduler._retract(request, node.now, "for the test")
+    node.cache.clear()
+    return request
+
+
+def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None:
+    node = Node(resume_tokens=8)
+    node.scheduler.line.can_resume = lambda key: True
+    request = node.run_in("a", 30, new=9)
+    lose_all(node, "a")
+    num_output = len(request.output)
+    assert node.step() == [], "it is not computed here"
+    assert node.grant() == ["a"]
+    assert node.scheduler.line.admission.reservations[request.key].num_pages == -(-(30 + num_output - 1) // PAGE)
+    node.receive("a")
+    assert len(request.output) == num_output, "the token sampled there is not a new one"
+    assert request.num_computed == request.num_tokens - 1
+    assert node.run() == ["a"]
+    assert len(request.output) == 9
+
+
+@pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (100, True), (8, False)])
+def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
+    resume_tokens: int | None, can_resume: bool
+) -> None:
+    node = Node(resume_tokens=resume_tokens)
+    node.scheduler.line.can_resume = lambda key: can_resume
+    node.run_in("a", 30, new=9)
+    lose_all(node, "a")
+    assert node.grant() == []
+    assert node.step() == []
+    assert node.state("a") is State.EXTENDING
+    assert node.run() == ["a"]
+
+
+def test_what_is_still_cached_is_not_fetched_again() -> None:
+    node = Node(resume_tokens=8)
+    node.scheduler.line.can_resume = lambda key: True
+    request = node.run_in("a", 30, new=9)
+    node.scheduler._retract(request, node.now, "for the test")
+    assert node.grant() == []
+    node.step()
+    assert node.state("a") in (State.EXTENDING, State.RUNNING)
+
+
+def test_a_prefill_node_that_fails_to_compute_it_again_leaves_it_to_this_node() -> None:
+    node = Node(resume_tokens=8)
+    node.scheduler.line.can_resume = lambda key: True
+    request = node.run_in("a", 30, new=9)
+    lose_all(node, "a")
+    node.grant()
+    reserved = node.scheduler.line.admission.reservations[request.key].pages
+    node.scheduler.not_received(("a", 0), node.now)
+    node.books.free(reserved, Owner.GRANT)  # as the receiver does after the fence
+    node.check()
+    assert node.grant() == []
+    assert node.run() == ["a"]
+    assert len(request.output) == 9
+
+
+def test_a_predicted_output_is_what_room_is_kept_for() -> None:
+    for predicted, is_let_in in ((4, True), (40, False)):
+        node = Node(num_pages=12, rules=PriorityRules())
+        node.run_in("a", 8, new=40).expected_output = predicted
+        node.submit("b", 24, new=4)
+        assert bool(node.grant()) == is_let_in
+
+
+def test_a_flat_reserve_overrides_predictions() -> None:
+    for reserved, is_let_in in ((0, True), (20, False)):
+        node = Node(num_pages=12, rules=PriorityRules(), reserved_tokens=reserved)
+        request = node.submit("a", 8, new=40)
+        assert request.expected_output == 0
+        node.grant()
+        node.submit("b", 24, new=4)
+        assert bool(node.grant()) == is_let_in
