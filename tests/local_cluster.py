@@ -100,6 +100,7 @@ class LocalCluster:
         rules: PriorityRules | None = None,
         stream_interval: int = 1,
         resume_tokens: int | None = None,
+        conservativeness: float = 1.0,
     ) -> None:
         self.clock = ManualClock()
         self.wire = Wire(latency=latency)
@@ -115,6 +116,7 @@ class LocalCluster:
         self._policy = policy
         self._rules = rules
         self._resume_tokens = resume_tokens
+        self._conservativeness = conservativeness
         self._stream_interval = stream_interval
         self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
         self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
@@ -162,7 +164,7 @@ class LocalCluster:
                 is_retracted_by_priority=self._rules is not None,
             ),
             order=Order(make_policy(self._policy, cache), self._rules),
-            ratio=NewTokenRatio(constants_from({})),
+            ratio=NewTokenRatio(constants_from({}), self._conservativeness),
             eos_token_ids=eos,
         )
         transport = InProcessReader(self.wire, executor.pool)

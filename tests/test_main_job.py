@@ -73,7 +73,7 @@ def test_greedy_tokens_are_those_of_transformers_cold_and_cached(
 def test_retraction_in_a_tiny_pool_changes_no_token(model: tuple[Path, list[Case]], latency: int) -> None:
     folder, cases = model
     small = [case for case in cases if len(case[0]) <= 65]
-    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=latency)
+    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=latency, conservativeness=0)
     serve_all(cluster, small * 3, together=True)
     assert cluster.counters(cluster.decode[0])["retractions"] > 0
     assert cluster.counters(cluster.decode[0])["resumed_tokens_computed"] > 0
@@ -123,7 +123,7 @@ def test_a_decode_node_that_prefills_by_itself_gives_the_same_tokens(
 def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     small = [case for case in cases if len(case[0]) <= 65] * 3
-    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2)
+    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2, conservativeness=0)
     for number, (prompt, _) in enumerate(small):
         cluster.submit(f"r{number}", prompt, greedy(), pair=(None if number % 2 else 0, 0))
     cluster.run()
