@@ -2,8 +2,9 @@
 
 The writer is this process, the reader another one. Every measurement of a transport stands between two of its yard
 sticks in the same run, over the same bytes: ``memcpy`` (one thread), ``socket`` (one plain TCP connection, ``sendmsg``
-to ``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause). Ratios are
-medians over the repetitions. ``./scripts/bench transfer --help`` tells the options.
+to ``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause), ``bare gloo``
+(one send of all the bytes). Ratios are medians over the repetitions. ``./scripts/bench transfer --help`` tells the
+options.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from common.messages import Connect, Delivered, FromDecode, FromPrefill, Grant
 from kv_transfer.transports.base import to_message
 from kv_transfer.transports.choice import Settings, open_reader, open_writer
 from kv_transfer.transports.tcp_wire import tune
+from scripts import bare_gloo
 
 GEOMETRIES = {
     "qwen3-0.6b": PageGeometry(28, 8, 128, 16, "bfloat16"),
@@ -89,6 +91,9 @@ class Reader:
                     while at < end:
                         at += connection.recv_into(memory[at:end])
                 connection.sendall(b"\1")
+
+    def do_receive_bare(self, port: int) -> None:
+        bare_gloo.receive(self.pool, port)
 
     def do_echo(self) -> str:
         mailbox = Mailbox(self.context, READER, FromDecode, bind="tcp://127.0.0.1:0")
@@ -243,6 +248,10 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
             bare, bare_name = bare_socket(pool, child.ask("listen")), "socket"
         elif transport == "nixl":
             bare, bare_name = bare_nixl(subject), "bare nixl"
+        elif transport == "gloo":
+            store = bare_gloo.host()
+            child.ask("receive_bare", port=store.port)
+            bare, bare_name = bare_gloo.sender(pool, store), "bare gloo"
         for count in counts:
             lines.append(_line(geometry, transport, count, subject, copy, bare, bare_name))
             print(lines[-1], flush=True)
@@ -306,7 +315,7 @@ def round_trip(arguments: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure KV transports between two processes of this machine.")
-    parser.add_argument("--transports", default="shm,tcp,nixl", help="which, by comma (default %(default)s)")
+    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="which, by comma (default %(default)s)")
     parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="which (default %(default)s)")
     parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (default %(default)s)")
     parser.add_argument("--cluster-key", default="", help="authenticate tcp with this key")

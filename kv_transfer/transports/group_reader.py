@@ -14,7 +14,7 @@ from kv_transfer.transports.tcp_inlet import Inlet, Leave
 from kv_transfer.transports.tcp_reader import TcpReader
 from kv_transfer.transports.tcp_wire import PAGE_FRAME_BYTES, Line
 
-DEPTH = 3  # pages under way in a group
+DEPTH = 4  # pages under way in a group
 
 
 class GroupReader(TcpReader):
