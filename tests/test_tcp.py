@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
 from common.errors import ConfigError
 from common.messages import Connect, Handoff
 from common.pages import Owner, PageBooks
+from kv_transfer.fit import Fit
 from kv_transfer.pieces import Box, whole
 from kv_transfer.receiver import Completed, PairLost, Receiver, TransferFailed
 from kv_transfer.sender import Sender
@@ -433,6 +435,35 @@ def test_a_page_whose_bytes_were_changed_on_the_way_counts_for_nothing_and_ends_
     assert "came changed" in fenced.reason
     assert stranger.answer() is None
     assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
+
+
+def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stranger, store: MemfdStore) -> None:
+    two, three = stranger.frame(2, 7), stranger.frame(3, 8)
+    stranger.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])
+    assert "came changed" in until(lambda: stranger.reader.poll(0.0))[0].reason
+
+
+def test_pieces_travel_under_a_cluster_key(writer: TcpWriter) -> None:
+    theirs = replace(GEOMETRY, page_size=2 * GEOMETRY.page_size)
+    target = MemfdStore(NUM_PAGES, theirs)
+    reader = TcpReader(target, key=KEY)
+    try:
+        connect = Connect("decode-0", "model", 1, to_message(theirs), NUM_PAGES, "tcp", reader.offer(PREFILL, 1))
+        writer.attach(DECODE, connect)
+        assert until(lambda: reader.poll(0.0) or writer.poll()) == [Attached(DECODE, 1)]
+        reader.allow(PREFILL, 1, [3])
+        assert isinstance(writer.store, MemfdStore)
+        for number, piece in enumerate(Fit(GEOMETRY, theirs).pieces):
+            writer.store.fill(number, 7 + number)
+            writer.write(DECODE, [(number, 3)], piece)
+        done: list[int] = []
+        until(lambda: done.extend(writer.done()) or len(done) == 2)
+        half = GEOMETRY.page_bytes // 2  # keys, then values, of both pieces each
+        assert target.read(3) == (b"\7" * half + b"\x08" * half) * 2
+    finally:
+        writer.detach(DECODE)
+        reader.close()
+        target.close()
 
 
 def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -> None:
