@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import ConfigError
+from common.eviction import EvictionPolicy
 from common.options import option
 from common.scheduling import SchedulingOptions, check_scheduling
 from common.tenancy import TenantOptions, check_tenancy
@@ -41,10 +42,7 @@ OTHER_VARIABLES = (
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {
-    "--enable-dynamic-chunking": "chunks have one size, --chunked-prefill-size",
     "--enable-mixed-chunk": "chunks computed on a decode node always ride with its decode rows",
-    "--truncation-align-size": "chunks end at a multiple of --page-size",
-    "--radix-eviction-policy": "the least recently used prefix is evicted",
     "--tensor-parallel-size": "a node is one process on one device",
     "--tp-size": "a node is one process on one device",
     "--quantization": "weights are served as they are stored",
@@ -167,8 +165,24 @@ class Batching:
         "Tokens of a prompt computed in one step; -1 computes prompts whole; otherwise chosen by device.",
         minimum=-1,
     )
+    enable_dynamic_chunking: bool = option(
+        False, "Chunks shrink as a prompt's prefix grows, so that every step takes about as long as the first."
+    )
+    truncation_align_size: int | None = option(
+        None, "Chunks end at a multiple of so many tokens, as well as of --page-size.", minimum=1
+    )
     stream_interval: int = option(1, "Output tokens per streamed message, after the first token.", minimum=1)
     disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
+    radix_eviction_policy: EvictionPolicy = option(
+        "lru",
+        "Which cached prefix goes first: least recently used, least often used (lfu), oldest (fifo), or that of the "
+        "least urgent requests (priority).",
+    )
+    schedule_conservativeness: float = option(
+        1.0,
+        "Decode nodes: above 1 more is reserved for outputs and fewer requests are retracted; below 1 less and more.",
+        minimum=0.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +326,14 @@ def check_batching(config: Any) -> None:
         raise ConfigError("--chunked-prefill-size 0 would compute nothing; -1 turns chunking off")
     if chunk is not None and 0 < chunk < config.page_size:
         raise ConfigError(f"--chunked-prefill-size {chunk} is less than a page (--page-size {config.page_size})")
+    if chunk == -1:
+        for name in ("enable_dynamic_chunking", "truncation_align_size"):
+            if getattr(config, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --chunked-prefill-size -1")
+    if config.disable_radix_cache and config.radix_eviction_policy != "lru":
+        raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache")
+    if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
+        raise ConfigError("--radix-eviction-policy priority needs --enable-priority-scheduling")
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} is less than a page (--page-size {config.page_size})"

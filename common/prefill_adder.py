@@ -3,7 +3,8 @@
 1. total: tokens of memory that the caller says may be spent; a request is admitted only if it needs strictly less.
 2. input: prompt tokens of one batch. The first request may exceed it, a later one that does not fit waits.
 3. chunk: prompt tokens of one step. A request longer than what is left is cut at a page boundary and goes on in later
-   steps; behind its tail there is room for whole short requests and for the head of the next.
+   steps; behind its tail there is room for whole short requests and for the head of the next. With a cut by work
+   (``common/chunking.py``) the step also holds no more work than one full chunk at the beginning of a prompt.
 
 All three are spent in whole pages. Names and rules are those of SGLang's ``PrefillAdder``, with two differences. Every
 step is filled to the chunk budget instead of serving one cut request alone. And admission allocates pages for all of a
@@ -12,9 +13,10 @@ request's tokens at once, so that one that has begun to compute never waits for 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from common.chunking import Cut, most_tokens, work
 from common.growth import Growth, fits, is_extending, num_private_pages
 from common.new_token_ratio import expected_left
 from common.pages import Owner, PageBooks
@@ -43,12 +45,14 @@ class Budgets:
     Attributes:
         total_tokens: free and evictable memory less what running and held requests are still expected to need.
         input_tokens: ``--max-prefill-tokens``.
-        chunk_tokens: ``--chunked-prefill-size``; None for off. Less than a page counts as one page.
+        chunk_tokens: ``--chunked-prefill-size``; None for off. Less than where a prompt may be cut counts as that.
+        cut: where prompts are cut, and whether work is counted beside tokens.
     """
 
     total_tokens: int
     input_tokens: int
     chunk_tokens: int | None = None
+    cut: Cut = field(default_factory=Cut)
 
 
 @dataclass(slots=True)
@@ -140,7 +144,10 @@ class PrefillAdder:
         self.chunks: list[Chunk] = []
         self.total_left = budgets.total_tokens
         self.input_left = budgets.input_tokens
-        self.chunk_left = None if budgets.chunk_tokens is None else max(budgets.chunk_tokens, page_size)
+        self._unit = budgets.cut.unit(page_size)
+        self.chunk_left = None if budgets.chunk_tokens is None else max(budgets.chunk_tokens, self._unit)
+        self._crossover = None if self.chunk_left is None else budgets.cut.crossover_tokens
+        self._work_left = work(self._crossover or 0.0, 0, self.chunk_left or 0)
         self._cache = cache
         self._books = books
         self._page_size = page_size
@@ -159,7 +166,7 @@ class PrefillAdder:
         length = request.num_tokens - start
         assert request.pages, "this request was not admitted"
         assert length > 0, "there is nothing left to extend"
-        num_tokens = self._fit(length)
+        num_tokens = self._fit(start, length)
         if num_tokens == 0:
             return AddResult.OTHER
         self._take(request, start, num_tokens)
@@ -177,7 +184,7 @@ class PrefillAdder:
         if self.total_left <= 0 and not self._proves(request):
             return AddResult.NO_TOKEN
         match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
-        num_tokens = self._fit(request.num_tokens - match.num_tokens)
+        num_tokens = self._fit(match.num_tokens, request.num_tokens - match.num_tokens)
         if num_tokens == 0:
             return AddResult.OTHER
         num_evictable = self._cache.num_evictable_pages
@@ -200,21 +207,35 @@ class PrefillAdder:
             return True
         return self.chunk_left is not None and self.chunk_left <= 0
 
-    def _fit(self, length: int) -> int:
-        """How many of ``length`` tokens go into this batch: all, a multiple of the page, or 0 for none."""
+    def _fit(self, start: int, length: int) -> int:
+        """How many of ``length`` tokens from ``start`` on go into this batch: all, up to where it is cut, or 0."""
         if self._is_full():
             return 0
-        if self.chunk_left is not None and length > self.chunk_left:
-            length = self.chunk_left // self._page_size * self._page_size
+        length = self._cut(start, length)
         if self.chunks and self._rounded(length) > self.input_left:
             return 0
         return length
+
+    def _cut(self, start: int, length: int) -> int:
+        if self.chunk_left is None:
+            return length
+        most = self.chunk_left
+        if self._crossover is not None:
+            most = min(most, most_tokens(self._crossover, start, self._work_left))
+        if length <= most:
+            return length
+        end = (start + most) // self._unit * self._unit
+        if end <= start and not self.chunks:
+            end = (start // self._unit + 1) * self._unit  # however little fits, the first in order goes on
+        return min(max(end - start, 0), length)
 
     def _take(self, request: Request, start: int, num_tokens: int) -> None:
         self.chunks.append(Chunk(request, start, num_tokens, is_last=start + num_tokens == request.num_tokens))
         self.input_left -= self._rounded(num_tokens)
         if self.chunk_left is not None:
             self.chunk_left -= self._rounded(num_tokens)
+        if self._crossover is not None:
+            self._work_left -= work(self._crossover, start, num_tokens)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,8 @@ def release(cache: RadixCache, books: PageBooks, request: Request, *, keep: bool
 def _offer(cache: RadixCache, request: Request, num_pages: int) -> Inserted:
     """Insert the first pages of a request; what the cache takes is no longer the request's own."""
     pages = request.pages[:num_pages]
-    inserted = cache.insert(packed_tokens(request, num_pages * cache.page_size), pages, request.salt)
+    key = packed_tokens(request, num_pages * cache.page_size)
+    inserted = cache.insert(key, pages, request.salt, priority=request.priority)
     adopted = pages[inserted.first_adopted :]
     if adopted:
         first = request.own.index(adopted[0])

@@ -48,7 +48,7 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         order=make_order(
             config, parts.cache, own_policy=load_policy(config.schedule_policy), sharing=sharing, constants=constants
         ),
-        ratio=NewTokenRatio(constants),
+        ratio=NewTokenRatio(constants, config.schedule_conservativeness),
         eos_token_ids=parts.eos_token_ids,
     )
     receiver = Receiver(

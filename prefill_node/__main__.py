@@ -34,6 +34,7 @@ def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
         max_queued=capacity.max_queued,
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
+        cut=capacity.cut,
         max_requests=config.prefill_max_requests,
         sharing=sharing,
         max_skip_ahead=config.max_skip_ahead,

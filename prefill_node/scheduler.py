@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from common.chunking import Cut
 from common.decisions import Decisions
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
@@ -39,6 +40,7 @@ class Limits:
         max_queued: requests waiting; one more is refused.
         max_prefill_tokens: input tokens of one step.
         chunk_tokens: tokens of one step after which a prompt is cut; None leaves prompts whole.
+        cut: where prompts are cut.
         max_requests: requests of one step.
         sharing: which prompts wait for a prefix that is just being computed.
         max_skip_ahead: smaller prompts that may pass one for which pages are short.
@@ -48,6 +50,7 @@ class Limits:
     max_queued: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
+    cut: Cut = field(default_factory=Cut)
     max_requests: int | None = None
     sharing: SharingLimits = field(default_factory=SharingLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
@@ -179,6 +182,7 @@ class PrefillScheduler:
                 total_tokens=(self._books.num_free + self._cache.num_evictable_pages) * self._cache.page_size + 1,
                 input_tokens=self._limits.max_prefill_tokens,
                 chunk_tokens=self._limits.chunk_tokens,
+                cut=self._limits.cut,
             ),
             max_requests=self._limits.max_requests,
             reserve_output=False,

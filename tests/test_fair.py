@@ -3,7 +3,7 @@
 from collections import deque
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import GatewayConfig, NodeConfig
@@ -159,6 +159,7 @@ def test_without_fair_or_classes_nobody_counts() -> None:
     order.decoded([None])  # type: ignore[list-item]  # not even looked at
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=60

@@ -5,7 +5,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import GatewayConfig, NodeConfig
@@ -213,6 +213,7 @@ def test_priority_decides_before_every_policy_and_the_policy_among_equals() -> N
     assert places(queue) == [3, 2, 1, 0]
 
 
+@settings(deadline=None)
 @given(
     rate=st.sampled_from([0.0, 0.5, 3.0]),
     who=st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9), st.integers(0, 20)), max_size=8),
@@ -257,6 +258,7 @@ def test_what_would_have_no_effect_is_refused(options: dict[str, Any], complaint
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(POLICIES),
     cached=st.lists(TOKENS, max_size=4),
@@ -297,6 +299,7 @@ def test_no_policy_loses_or_invents_a_request_and_watches_are_as_fresh_matches(
     assert not cache._roots
 
 
+@settings(deadline=None)
 @given(prompts=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 9)), max_size=10))
 def test_lpm_and_short_first_order_by_what_a_fresh_match_finds(prompts: list[tuple[list[int], int]]) -> None:
     cache = cache_with(*[0] * 8, *[1] * 8)
@@ -334,6 +337,7 @@ def test_a_prompt_shares_nothing_across_salts_nor_with_nobody_nor_without_a_cach
     assert not sharing(request(*range(20))).waits_for(request(*range(20)), off)
 
 
+@settings(deadline=None)
 @given(
     page_size=st.integers(1, 5),
     limits=st.builds(SharingLimits, max_cached=st.integers(0, 12), min_shared=st.integers(1, 12)),

@@ -103,6 +103,13 @@ class ModelConfig:
         """Pages of this model, ``page_size`` tokens each, in ``float32``, ``bfloat16`` or ``float16``."""
         return PageGeometry(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
 
+    @property
+    def crossover_tokens(self) -> float:
+        """Context at which attention costs a token as many multiplications as a layer's matrices do."""
+        heads = self.num_heads * self.head_dim
+        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.intermediate_size)
+        return matrices / (2 * heads)
+
     def resolve_dtype(self, dtype: str) -> str:
         """``auto`` becomes the checkpoint's own type; anything unknown is a ConfigError."""
         resolved = self.dtype if dtype == "auto" else dtype

@@ -1,8 +1,9 @@
 """How much a node holds: what the configuration says, and otherwise what this machine has room for."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from common.chunking import Cut
 from common.config import NodeConfig
 from common.errors import ConfigError
 from common.geometry import PageGeometry
@@ -11,6 +12,8 @@ MAX_SLOTS = 256
 MAX_QUEUED = 1_024
 CPU_CHUNK_TOKENS = 512
 CUDA_CHUNK_TOKENS = 8_192
+#: Of a model whose shape is not known: a few thousand tokens for small ones, 27,000 for one of 8 billion parameters.
+CROSSOVER_TOKENS = 16_384.0
 #: On a CPU the pool shares memory with everything else, and more tokens than this are rarely decoded there at once.
 CPU_POOL_TOKENS = 131_072
 
@@ -22,19 +25,31 @@ class Capacity:
     num_pages: of the KV pool.
     max_queued: requests that may wait.
     chunk_tokens: of one step; None computes prompts whole.
+    cut: where prompts are cut.
     """
 
     num_slots: int
     num_pages: int
     max_queued: int
     chunk_tokens: int | None
+    cut: Cut = field(default_factory=Cut)
 
 
-def plan_capacity(config: NodeConfig, geometry: PageGeometry, *, device: str, context_length: int) -> Capacity:
+def plan_capacity(
+    config: NodeConfig,
+    geometry: PageGeometry,
+    *,
+    device: str,
+    context_length: int,
+    crossover_tokens: float = CROSSOVER_TOKENS,
+) -> Capacity:
     """Slots, pages and chunk size for this node.
 
+    Args:
+        crossover_tokens: context at which attention costs a token of this model as much as everything else.
+
     Raises:
-        ConfigError: not even one page fits into the memory that the pool may take.
+        ConfigError: not even one page fits into the memory that the pool may take, or no cut into a chunk.
     """
     num_slots = config.max_running_requests or MAX_SLOTS
     tokens = config.max_total_tokens
@@ -51,7 +66,12 @@ def plan_capacity(config: NodeConfig, geometry: PageGeometry, *, device: str, co
         chunk = CPU_CHUNK_TOKENS if device == "cpu" else CUDA_CHUNK_TOKENS
         chunk = max(chunk, config.page_size)
     max_queued = MAX_QUEUED if config.max_queued_requests is None else config.max_queued_requests
-    return Capacity(min(num_slots, num_pages), num_pages, max_queued, None if chunk < 0 else chunk)
+    cut = Cut(config.truncation_align_size or 1, crossover_tokens if config.enable_dynamic_chunking else None)
+    if 0 <= chunk < cut.align_tokens:
+        raise ConfigError(
+            f"--truncation-align-size {cut.align_tokens} is more than a chunk (--chunked-prefill-size {chunk})"
+        )
+    return Capacity(min(num_slots, num_pages), num_pages, max_queued, None if chunk < 0 else chunk, cut)
 
 
 def _free_bytes(device: str) -> int:

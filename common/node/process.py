@@ -88,7 +88,12 @@ def _serve(
     model, executor, capacity = _load(config)
     clock = MonotonicClock()
     books = PageBooks(capacity.num_pages)
-    cache = RadixCache(books, config.page_size, is_enabled=not config.disable_radix_cache)
+    cache = RadixCache(
+        books,
+        config.page_size,
+        is_enabled=not config.disable_radix_cache,
+        eviction=config.radix_eviction_policy,
+    )
     incarnation = new_incarnation()
     parts = Parts(
         config=config,
@@ -190,7 +195,13 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     model = ModelConfig.load(config.model, revision=config.revision)
     device = pick_device(config.device)
     geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
-    capacity = plan_capacity(config, geometry, device=device, context_length=model.context_length)
+    capacity = plan_capacity(
+        config,
+        geometry,
+        device=device,
+        context_length=model.context_length,
+        crossover_tokens=model.crossover_tokens,
+    )
     executor = load_executor(
         model,
         device=device,

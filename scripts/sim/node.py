@@ -90,7 +90,12 @@ class Node:
         self._used = (0, 0.0)  # pages that somebody needs, since when
         self.books = PageBooks(self.capacity.num_pages)
         page_size = make.config.page_size
-        self.cache = RadixCache(self.books, page_size, is_enabled=not make.config.disable_radix_cache)
+        self.cache = RadixCache(
+            self.books,
+            page_size,
+            is_enabled=not make.config.disable_radix_cache,
+            eviction=make.config.radix_eviction_policy,
+        )
         self.transport: InProcessReader | TimedWriter
         parts = self._parts(replace(make.config, role=role, name=incarnation))
         if role == "prefill":

@@ -123,7 +123,12 @@ def _build(opening: frames.Opening, transport: RecalledTransport) -> Any:
     except TypeError as error:
         raise RecordingError(f"its configuration is of another version: {error}") from error
     books = PageBooks(opening.capacity.num_pages)
-    cache = RadixCache(books, config.page_size, is_enabled=not config.disable_radix_cache)
+    cache = RadixCache(
+        books,
+        config.page_size,
+        is_enabled=not config.disable_radix_cache,
+        eviction=config.radix_eviction_policy,
+    )
     parts = Parts(
         config=config,
         capacity=opening.capacity,
