@@ -42,7 +42,6 @@ OTHER_VARIABLES = (
 
 #: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {
-    "--enable-mixed-chunk": "chunks computed on a decode node always ride with its decode rows",
     "--tensor-parallel-size": "a node is one process on one device",
     "--tp-size": "a node is one process on one device",
     "--quantization": "weights are served as they are stored",
@@ -164,6 +163,11 @@ class Batching:
         None,
         "Tokens of a prompt computed in one step; -1 computes prompts whole; otherwise chosen by device.",
         minimum=-1,
+    )
+    enable_mixed_chunk: bool = option(
+        True,
+        "Decode nodes: chunks of prompts that are computed there ride in the same steps as the decode rows; with "
+        "--no-enable-mixed-chunk the two take turns.",
     )
     enable_dynamic_chunking: bool = option(
         False, "Chunks shrink as a prompt's prefix grows, so that every step takes about as long as the first."

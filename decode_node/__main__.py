@@ -34,6 +34,8 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         max_queued=capacity.max_queued,
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
+        cut=capacity.cut,
+        is_mixed=config.enable_mixed_chunk,
         sharing=sharing,
         clip_tokens=constants.clip,
         max_skip_ahead=config.max_skip_ahead,

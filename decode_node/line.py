@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from common.chunking import Cut
 from common.decisions import Decisions
 from common.new_token_ratio import expected_left
 from common.order import Order
@@ -28,6 +29,8 @@ class Limits:
         max_queued: requests waiting for pages; one more is refused.
         max_prefill_tokens: tokens computed again in one step.
         chunk_tokens: tokens of one step after which a request that is computed again is cut.
+        cut: where prompts are cut.
+        is_mixed: chunks ride in the same steps as decode rows; otherwise both take turns.
         sharing: which local prompts wait for a prefix that is just being computed.
         clip_tokens: a request is expected to need at most so many further tokens.
         max_skip_ahead: smaller requests that may pass one for which pages are short.
@@ -42,6 +45,8 @@ class Limits:
     max_queued: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
+    cut: Cut = field(default_factory=Cut)
+    is_mixed: bool = True
     sharing: SharingLimits = field(default_factory=SharingLimits)
     clip_tokens: int = 4_096
     max_skip_ahead: int = MAX_SKIP_AHEAD

@@ -67,6 +67,7 @@ class DecodeScheduler:
         self.totals: Counter[str] = Counter(retractions=0, preemptions=0, pauses=0)
         self._in_flight: dict[int, tuple[list[Request], list[Chunk]]] = {}
         self._num_steps = 0
+        self._were_chunks_alone = False
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
@@ -209,11 +210,11 @@ class DecodeScheduler:
         """The next step, or None if nothing can be computed now (see ``stuck``)."""
         joining = self._take_up(now)
         grown = self._grow(now)
-        chunks, begun = self._extend(now)
+        is_decodes_turn = self._were_chunks_alone and bool(self._rows())
+        chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]
-        page_size = self._cache.page_size
-        running = self._order.by_standing(list(self.places.running.values()))
-        rows = [r for r in running if len(r.pages) * page_size > r.num_computed]
+        self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
+        rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:
             self._ratio.reset()
             return None
@@ -235,6 +236,12 @@ class DecodeScheduler:
             ),
             rows=tuple([Row(r.slot, r.num_computed, None, True) for r in rows] + [chunk.to_row() for chunk in chunks]),
         )
+
+    def _rows(self) -> list[Request]:
+        """Running requests with room for a token."""
+        page_size = self._cache.page_size
+        running = self._order.by_standing(list(self.places.running.values()))
+        return [r for r in running if len(r.pages) * page_size > r.num_computed]
 
     def _expected(self, requests: Sequence[Request]) -> int:
         return expected_tokens(requests, *self._expectation())
@@ -351,7 +358,7 @@ class DecodeScheduler:
         else:
             total += 1  # alone, it may fill the pool to the last token
         ratio, clip = self._expectation()
-        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens)
+        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.cut)
         return PrefillAdder(
             self._cache,
             self._books,
