@@ -104,6 +104,18 @@ class Order:
         # Highest standing first, spelt out since queues are long.
         return sorted(requests, key=lambda r: rate * r.arrived_at - max(r.priority, r.inherited_priority))
 
+    def most_urgent(self, waiting: Iterable[Request]) -> Request:
+        """The one of highest standing, of equals the first."""
+        return max(waiting, key=self.standing)
+
+    def may_beat(self, waiting: Iterable[Request], running: Iterable[Request]) -> bool:
+        """Whether any of those that wait could take the place of any that run; quick, and never wrong about a no."""
+        if not self.rules.is_enabled:
+            return False
+        most = max((self.priority(request) for request in waiting), default=0)
+        least = min((self.priority(request) for request in running), default=most)
+        return most - least > self.rules.preemption_threshold
+
     def least_first(self, running: Iterable[Request]) -> list[Request]:
         """In which order running requests give way: the least urgent first, and of these the newest."""
         return sorted(running, key=lambda request: (self.priority(request), -request.arrived_at))

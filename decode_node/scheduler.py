@@ -149,8 +149,11 @@ class DecodeScheduler:
         places = self.places
         if not self._order.rules.is_enabled or not (places.waiting or places.retracted):
             return False
+        holders = [request for request in places.holders() if request.key not in places.receiving]
+        without_pages = [*places.retracted.values(), *places.waiting.values()]
+        if not self._order.may_beat(without_pages, holders):
+            return False
         first = self.line.sort(now)[0]
-        holders = [r for r in places.holders() if r.key not in places.receiving]
         weaker = self._order.least_first(other for other in holders if self._order.beats(first, other))
         if not weaker or self._waits_for_another(first):
             return False

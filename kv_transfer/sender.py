@@ -11,7 +11,7 @@ revives the key. Whatever a peer sends is checked before it counts; what cannot 
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock, MonotonicClock
@@ -84,6 +84,10 @@ class Sender:
         self._released: list[Released] = []
         self._totals: Counter[str] = Counter()
         self._now = 0.0
+
+    def order_by(self, rank: Callable[[Key], float]) -> None:
+        """From now on, pages of the transfer with the lowest rank go first, not those that were due first."""
+        self._writes.rank = rank
 
     # ---- pairs --------------------------------------------------------------------------------------------------
 

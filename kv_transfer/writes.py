@@ -5,7 +5,7 @@ transport carries which units.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from common.clock import Clock
 from kv_transfer.checksums import Checksums
@@ -26,11 +26,14 @@ class Writes:
 
     def __init__(self, transport: WriterTransport, clock: Clock, pairs: Pairs) -> None:
         self.clock = clock
+        self.rank: Callable[[Key], float] | None = (
+            None  # whose pages go first: the lowest; None: first come first served
+        )
         self.first_delivered_at: dict[Key, float] = {}  # of transfers that are not over
         self._transport = transport
         self._pairs = pairs
         self._checksums = Checksums(transport.store)
-        self._due: dict[Key, SendSession] = {}  # with pages to write, first come first served
+        self._due: dict[Key, SendSession] = {}  # with pages to write, as they came
         self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
         self._totals: Counter[str] = Counter()
         self._seconds = 0.0
@@ -46,7 +49,11 @@ class Writes:
 
     def start(self, max_pages: int) -> None:
         """Begin to write up to so many pages (units, where pages are unequal)."""
-        for session in list(self._due.values()):
+        due = list(self._due.values())
+        if self.rank is not None:
+            rank = self.rank
+            due.sort(key=lambda session: rank(session.key))
+        for session in due:
             if max_pages <= 0:
                 return
             max_pages -= self._start(session, max_pages)

@@ -78,6 +78,8 @@ class PrefillRole:
         self._resumed: dict[Key, None] = {}  # computed once more for a decode node, of no interest to the gateway
         self._decode: dict[Key, str] = {}  # which decode node goes on with a request
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        if scheduler.has_priorities:
+            sender.order_by(scheduler.rank)
 
     # ---- events ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ chunk budget by ``PrefillAdder``. After a chunk its whole pages enter the radix 
 of the last chunk is the first output token; the slot is free then, the pages stay until ``release``.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -142,6 +143,16 @@ class PrefillScheduler:
         self._first.pop(key, None)
         release(self._cache, self._books, request, keep=False)  # whole pages went to the cache chunk by chunk
 
+    @property
+    def has_priorities(self) -> bool:
+        """Whether some requests come before others whatever the policy."""
+        return self._order.rules.is_enabled
+
+    def rank(self, key: Key) -> float:
+        """The lower, the sooner this request's pages should leave."""
+        request = self.requests.get(key)
+        return math.inf if request is None else -self._order.standing(request)
+
     def reprioritize(self, key: Key, priority: int, now: float) -> None:
         """From now on this request is so urgent, wherever it stands. An unknown one is ignored."""
         request = self.requests.get(key)
@@ -260,9 +271,12 @@ class PrefillScheduler:
         if urgent is not None and not self._fits(urgent):
             self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
             return urgent
-        if self._order.rules.is_enabled and self.waiting:
-            first = self._order.sort(list(self.waiting.values()), now)[0]
-            weaker = [victim for victim in self._ungranted() if self._order.beats(first, victim)]
+        if not self._order.rules.is_enabled or not self.waiting:
+            return None
+        ungranted = self._ungranted()
+        if self._order.may_beat(self.waiting.values(), ungranted):
+            first = self._order.most_urgent(self.waiting.values())
+            weaker = [victim for victim in ungranted if self._order.beats(first, victim)]
             if weaker and not self._is_held_back(first):
                 self._preempt(first, weaker, now)
         return None

@@ -198,6 +198,22 @@ def test_requests_are_written_in_the_order_in_which_they_became_ready(couple: Co
     assert couple.writer.written == [pages["b"][0], pages["a"][0]]
 
 
+def test_with_ranks_the_lowest_is_written_first(couple: Couple) -> None:
+    ranks = {"a": 1.0, "b": 2.0}
+    couple.sender.order_by(lambda key: ranks[key[0]])
+    pages = {}
+    for rid in "ab":
+        couple.open((rid, 0), 2)
+        pages[rid] = couple.begin((rid, 0), 2)
+        couple.hear_decode()
+    couple.compute(("b", 0), 2)
+    couple.compute(("a", 0), 1)
+    couple.pump(max_pages=1)
+    ranks["b"] = 0.0
+    couple.pump()
+    assert couple.writer.written == [pages["a"][0], *pages["b"]]
+
+
 def test_how_long_writes_take_is_measured_by_the_clock_handed_in(couple: Couple) -> None:
     class Stepping:
         def __init__(self) -> None:
