@@ -218,10 +218,13 @@ def test_prometheus_text_is_read_without_buckets_and_nan() -> None:
 
 
 def test_the_live_view_says_how_far_and_how_fast() -> None:
-    view = View(LoadtestConfig())
+    view = View()
     plan = Plan([], 100, True, 10.0, [], {})
-    ticks = [Tick(5.0, 3, 20, 1, 400, 0, [0.1, 0.2]), Tick(4.9, 2, 10, 0, 100, 0, [])]
-    text = view.text(ticks, plan)
-    assert text.startswith("█" * 15 + "░" * 15)
-    assert "30 done, 1 failed, 5 under way, 500 pieces" in text
-    assert "first byte p50 150.0 ms" in text
+    view.text([Tick(4.0, 3, 0, 0, 200, 0, [0.05], [0.001]), Tick(4.0, 1, 0, 0, 100, 0, [], [])], plan)
+    ticks = [Tick(5.0, 3, 20, 1, 400, 0, [0.1, 0.25], [0.002, 0.004]), Tick(4.9, 2, 10, 0, 100, 0, [], [])]
+    bar, requests, first, gap, rate = view.text(ticks, plan).splitlines()
+    assert bar == "█" * 15 + "░" * 15 + " 5.0 of 10.0 s"
+    assert requests == "requests     30 done, 1 failed, 5 under way"
+    assert "p50 100.0 ms" in first and first.endswith("▂█"), "0.05 then 0.175: a quarter and all of the largest"
+    assert "p50 3.0 ms" in gap and gap.endswith("▃█")
+    assert "pieces/s     200 " in rate, "from 300 to 500 in a second"

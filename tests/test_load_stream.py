@@ -185,7 +185,7 @@ def test_heads_are_read_whatever_their_case() -> None:
 
 @given(st.lists(st.integers(1, 60), max_size=10))
 def test_frames_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
-    frames = [Ready(), Dones([done_of([WHOLE])] * 2), Tick(1.0, 2, 3, 4, 5, 6, [0.5])]
+    frames = [Ready(), Dones([done_of([WHOLE])] * 2), Tick(1.0, 2, 3, 4, 5, 6, [0.5], [0.1])]
     data = b"".join(map(encode, frames))
     seen: list[Any] = []
     reader = FrameReader(to_parent, seen.append, lambda: None)

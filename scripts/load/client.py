@@ -18,6 +18,7 @@ from scripts.load.alarm import Alarm
 from scripts.load.connection import Connection, Exchange
 from scripts.load.wire import Ask, Done, Setup, Tick
 
+MAX_GAPS = 256
 LAG_S = 0.2  # each look wakes a sleeping process up, which costs as much as a token
 
 
@@ -253,7 +254,11 @@ class Client:
         first_s, self.first_s = self.first_s, []
         at = time.monotonic() - self._start_at
         waiting = len(self._due) + len(self._waiting)
-        return Tick(at, len(self._under_way), self.num_done, self.num_failed, self.num_pieces, waiting, first_s)
+        pieces = self.num_pieces + sum(len(exchange.pieces) for exchange in self._under_way)
+        gaps_s = [one.stamps[-1] - one.stamps[-2] for one in self._under_way if len(one.stamps) > 2]
+        return Tick(
+            at, len(self._under_way), self.num_done, self.num_failed, pieces, waiting, first_s, gaps_s[:MAX_GAPS]
+        )
 
     def halt(self) -> None:
         """Give up everything that has not ended."""

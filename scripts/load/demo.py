@@ -11,8 +11,9 @@ from scripts.load.main import FAILED, load_command
 
 REPORT = "loadtest-demo.html"
 DEFAULTS = (
-    "--duration=60s", "--rate=4", "--warmup=5s", "--prefix-len=64", "--prefix-groups=4", "--slo-ttft=500ms",
-    "--slo-itl=100ms", "--input-len=lognormal:150:0.6:max=1000", "--output-len=lognormal:60:0.5:max=300",
+    "--endpoint=generate", "--duration=60s", "--rate=4", "--warmup=5s", "--prefix-len=64", "--prefix-groups=4",
+    "--slo-ttft=500ms", "--slo-itl=100ms", "--input-len=lognormal:150:0.6:max=1000",
+    "--output-len=lognormal:60:0.5:max=300",
 )  # fmt: skip
 
 
@@ -34,7 +35,8 @@ def demo_command(words: Sequence[str]) -> int:
                 print("loadtest: the service did not start", file=sys.stderr)
                 return FAILED
             print(f"loading {url}; this takes a minute", flush=True)
-            status = load_command(resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest"))
+            config = resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest")
+            status = load_command(config, age_s=0.0)  # the service's start is not the harness's
         finally:
             service.terminate()
             service.wait()

@@ -14,6 +14,9 @@ from scripts.load.wire import Tick
 from scripts.load.workload import Plan
 
 KEPT = 400
+STEPS = " ▁▂▃▄▅▆▇█"
+NUM_STEPS = 40
+WIDTH = 30
 
 
 def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0) -> Report:
@@ -23,13 +26,15 @@ def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0)
     try:
         from rich.console import Console
         from rich.live import Live
+        from rich.panel import Panel
     except ImportError:
         return run_load(config, server=server, salt=salt)
-    view = View(config)
+    view = View()
+    title = f"loadtest  {config.url}  {f'{config.concurrency} at once' if config.concurrency else config.rate or ''}"
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
 
         def on_tick(ticks: Sequence[Tick], plan: Plan) -> None:
-            live.update(view.text(ticks, plan))
+            live.update(Panel(view.text(ticks, plan), title=title, subtitle="Ctrl-C ends it", expand=False))
 
         return run_load(config, on_tick=on_tick, server=server, salt=salt)
 
@@ -37,24 +42,55 @@ def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0)
 class View:
     """The lines of a live view, from the states of all client processes."""
 
-    def __init__(self, config: LoadtestConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._first_s: deque[float] = deque(maxlen=KEPT)
+        self._levels: dict[str, deque[float]] = {name: deque(maxlen=NUM_STEPS) for name in ("first", "gap", "rate")}
         self._before = (0.0, 0)
+        self._pieces_per_s = 0.0
 
     def text(self, ticks: Sequence[Tick], plan: Plan) -> str:
-        """How far, how fast, how slow lately."""
-        for tick in ticks:
-            self._first_s.extend(tick.first_s)
-            tick.first_s.clear()
+        """How far, how fast, how slow lately, and how that has been changing."""
+        new = [first_s for tick in ticks for first_s in tick.first_s]
+        gaps = [gap_s for tick in ticks for gap_s in tick.gaps_s]
+        self._first_s.extend(new)
         at = max(tick.at for tick in ticks)
+        self._note(at, sum(tick.num_pieces for tick in ticks), new, gaps)
+        for tick in ticks:  # a process may be asked again before it has told anything new
+            tick.first_s.clear()
         done, failed = sum(tick.num_done for tick in ticks), sum(tick.num_failed for tick in ticks)
-        pieces = sum(tick.num_pieces for tick in ticks)
         share = min(1.0, max(0.0, at / plan.seconds)) if plan.seconds else done / max(1, plan.num_chains or 1)
-        bar = "█" * round(30 * min(1.0, share)) + "░" * (30 - round(30 * min(1.0, share)))
-        first = np.quantile(self._first_s, (0.5, 0.99)) * 1e3 if self._first_s else (float("nan"), float("nan"))
-        return (
-            f"{bar} {at:6.1f} s   {done:,} done, {failed:,} failed, {sum(t.num_in_flight for t in ticks):,} under way, "
-            f"{pieces:,} pieces\n"
-            f"last {len(self._first_s)}: first byte p50 {first[0]:,.1f} ms, p99 {first[1]:,.1f} ms   (Ctrl-C ends it)"
+        bar = "█" * round(WIDTH * min(1.0, share)) + "░" * (WIDTH - round(WIDTH * min(1.0, share)))
+        end = f" of {plan.seconds:.1f}" if plan.seconds else ""
+        under_way = sum(tick.num_in_flight for tick in ticks)
+        return "\n".join(
+            (
+                f"{bar} {at:.1f}{end} s",
+                f"requests     {done:,} done, {failed:,} failed, {under_way:,} under way",
+                f"first token  {_quantiles(self._first_s)}  {self._curve('first')}",
+                f"last gap     {_quantiles(gaps)}  {self._curve('gap')}",
+                f"pieces/s     {self._pieces_per_s:,.0f}".ljust(38) + f"  {self._curve('rate')}",
+            )
         )
+
+    def _note(self, at: float, pieces: int, first_s: Sequence[float], gaps_s: Sequence[float]) -> None:
+        before_at, before = self._before
+        if at > before_at:
+            self._pieces_per_s = max(0, pieces - before) / (at - before_at)
+            self._levels["rate"].append(self._pieces_per_s)
+            self._before = (at, pieces)
+        for name, values in (("first", first_s), ("gap", gaps_s)):
+            if values:
+                self._levels[name].append(float(np.median(values)))
+
+    def _curve(self, name: str) -> str:
+        """The last values as a row of little bars."""
+        values = self._levels[name]
+        most = max(values, default=0.0)
+        return "".join(STEPS[round(8 * value / most)] if most else " " for value in values)
+
+
+def _quantiles(values: Sequence[float] | deque[float]) -> str:
+    if not values:
+        return "-".ljust(25)
+    p50, p99 = np.quantile(list(values), (0.5, 0.99)) * 1e3
+    return f"p50 {p50:,.1f} ms, p99 {p99:,.1f} ms".ljust(25)

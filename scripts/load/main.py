@@ -55,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FINE
 
 
-def load_command(config: LoadtestConfig) -> int:
-    """Run what the configuration asks for and write what it wants written."""
+def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
+    """Run what the configuration asks for and write what it wants written.
+
+    Args:
+        age_s: seconds that the start has taken so far; None for all since the process began.
+    """
     check_outputs(config)
     from scripts.load.live import watched
 
@@ -64,7 +68,7 @@ def load_command(config: LoadtestConfig) -> int:
         from scripts.load.search import search_command
 
         return search_command(config)
-    age_s = process_age_s()
+    age_s = process_age_s() if age_s is None else age_s
     report = watched(config)
     report.start_up_s = (report.start_up_s or 0.0) + age_s
     return finish(config, report)

@@ -187,7 +187,7 @@ def fairness(tenants: Figures, records: Sequence[Record]) -> Figures:
     return {
         "tenants": len(tenants),
         "service_jain": stats.jain_index(shares),
-        "ttft_ratio": max(medians) / min(medians) if medians and min(medians) > 0 else None,
+        "ttft_ratio": max(medians) / min(medians) if len(medians) > 1 and min(medians) > 0 else None,
         "backlogged_s": seconds,
         "tokens_per_s": rates,
         "backlogged_jain": stats.jain_index(list(rates.values())) if rates else None,

@@ -116,7 +116,13 @@ class Dones(Frame, frozen=True):
 
 
 class Tick(Frame, frozen=True):
-    """The state of a client process, a few times a second."""
+    """The state of a client process, a few times a second, if somebody watches.
+
+    Attributes:
+        num_pieces: received so far, those of answers under way included.
+        first_s: from intended instant to first byte of output, of answers that ended since the tick before.
+        gaps_s: the last gap of each answer under way.
+    """
 
     at: float
     num_in_flight: int
@@ -125,6 +131,7 @@ class Tick(Frame, frozen=True):
     num_pieces: int
     num_waiting: int
     first_s: list[float]
+    gaps_s: list[float]
 
 
 class Finished(Frame, frozen=True):
