@@ -62,7 +62,8 @@ def test_medians_are_taken_over_the_requests_that_have_the_stage() -> None:
 
 
 def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
-    ((_, drawn),) = gantt([timed(), record(at=1.0, error="dropped", ended_s=4.0)])
+    ((_, chart),) = gantt([timed(), record(at=1.0, error="dropped", ended_s=4.0)])
+    drawn = chart.svg()
     names = re.findall(r"<title>([^:#]*):", drawn)
     assert names == [
         "until the first token",
@@ -72,19 +73,13 @@ def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
     assert "failed" in drawn
 
 
-def points(charts: list[tuple[str, str]], title: str) -> int:
-    """How many points the lines of a chart have."""
-    (drawn,) = [svg for name, svg in charts if name == title]
-    return sum(path.count(",") for path in re.findall(r'd="(M[^"]*)"', drawn))
-
-
 def test_counters_become_rates_from_one_change_to_the_next() -> None:
     """Read every second, refreshed every two: 1.5 busy seconds in the first two, 1 in the next, then nothing."""
     values = [10.0, 10.0, 11.5, 11.5, 12.5, 12.5, 12.5, 12.5, 12.5, 12.5]
     scrape = {'x_node_busy_seconds_total{node="p"}': [[float(at), value] for at, value in enumerate(values)]}
     charts = node_charts(scrape)
     assert [title for title, _ in charts] == ["Busy with steps, share of the time"]
-    drawn = charts[0][1]
+    drawn = charts[0][1].svg()
     heights = [round(float(y), 1) for y in re.findall(r"[ML][\d.]+,([\d.]+)", drawn)]
     top, bottom = 14.0, 220.0
     shares = [round((bottom - height) / (bottom - top), 2) for height in heights]
@@ -98,7 +93,7 @@ def test_pages_in_use_are_those_neither_free_nor_merely_cached() -> None:
     }
     charts = node_charts(scrape)
     assert charts[0][0] == "KV pages in use, share of the pool"
-    (height,) = {float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", charts[0][1])}
+    (height,) = {float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", charts[0][1].svg())}
     assert (220 - height) / (220 - 14) == pytest.approx(0.1, abs=0.001)
 
 

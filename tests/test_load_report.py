@@ -32,6 +32,7 @@ def command(server: MockServer, *words: str) -> int:
 def test_one_run_writes_every_kind_of_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = {kind: tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html", "parquet")}
     words = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
+    words += ["--svg", str(tmp_path / "pictures")]
     pytest.importorskip("pyarrow")
     with mock_server(tmp_path, "--ttft", "0.01", "--itl", "0.002") as server:
         assert command(server, "--max-send-lateness", "1s", "--scrape-interval", "0.1", *words) in (FINE, INVALID)
@@ -43,6 +44,7 @@ def test_one_run_writes_every_kind_of_file(tmp_path: Path, capsys: pytest.Captur
     assert len(lines) == 30 and json.loads(lines[0])["num_counted"] == 4
     page = paths["html"].read_text()
     assert page.count("<svg") >= 8
+    assert page.count("<svg") == len(list((tmp_path / "pictures").glob("*.svg")))
     assert not re.search(r"https?://(?!127\.0\.0\.1)|<script|<link|@import|url\(", page), "the page is self-contained"
 
 
@@ -100,6 +102,46 @@ def test_a_slower_run_is_a_regression_and_the_same_one_is_none(tmp_path: Path) -
     worse = {change["name"] for change in changes if change["verdict"] == "worse"}
     assert worse == {"time to first token mean", "time to first token p50"}
     assert main(["--compare", str(before), str(tmp_path / "none.json")]) == WRONG
+
+
+def test_sweeps_are_compared_rate_by_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"quick": ("40,80", "0.01"), "slow": ("20,40", "0.06")}
+    for name, (rates, ttft) in names.items():
+        with mock_server(tmp_path, "--ttft", ttft) as server:
+            words = [
+                "--sweep",
+                rates,
+                "--num-requests",
+                "30",
+                "--output-len",
+                "3",
+                "--json",
+                str(tmp_path / f"{name}.json"),
+            ]
+            main(["--url", server.url, *words])
+    both = [str(tmp_path / f"{name}.json") for name in names]
+    written = [
+        "--html",
+        str(tmp_path / "c.html"),
+        "--svg",
+        str(tmp_path / "pictures"),
+        "--json",
+        str(tmp_path / "c.json"),
+    ]
+    capsys.readouterr()
+    assert main(["--compare", *both, *written]) == REGRESSED
+    text = capsys.readouterr().out
+    assert "40/s" in text and "80/s" not in text, "only what both have"
+    changes = json.loads((tmp_path / "c.json").read_text())["changes"]
+    (mean,) = [one for one in changes if one["name"] == "time to first token mean"]
+    assert mean["rate"] == "40/s" and mean["verdict"] == "worse" and mean["ratio"] > 2
+    page = (tmp_path / "c.html").read_text()
+    assert "REGRESSED" in page and "slow p99" in page
+    assert (tmp_path / "pictures" / "time-to-first-token-by-rate.svg").read_text().count("quick p50") == 1
+    assert main(["--compare", both[0], both[0]]) in (FINE, INVALID)
+    single = tmp_path / "one.json"
+    single.write_text(json.dumps({"schema": 1}))
+    assert main(["--compare", both[0], str(single)]) == WRONG
 
 
 def test_a_change_counts_only_if_it_is_large_and_sure() -> None:

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 import numpy as np
@@ -112,9 +113,12 @@ def compare_command(words: Sequence[str]) -> int:
     @click.option("--compare", nargs=2, required=True, metavar="BEFORE.json AFTER.json")
     @click.option("--threshold", default=0.05, show_default=True, help="Changes smaller than this share do not count.")
     @click.option("--json", "path", help="Write the comparison.", metavar="FILE")
-    def command(compare: tuple[str, str], threshold: float, path: str | None) -> int:
-        """Compare two reports. Exit status 4 if anything got significantly worse, 3 if a run was invalid."""
-        return _run(*compare, threshold=threshold, path=path)
+    @click.option("--html", "page", help="Write it as one self-contained page, side by side.", metavar="FILE")
+    @click.option("--svg", "folder", help="Write each picture as an SVG file into this folder.", metavar="FOLDER")
+    def command(compare: tuple[str, str], threshold: float, **out: str | None) -> int:
+        """Compare two reports, or two sweeps rate by rate. Exit status 4 if anything got significantly worse, 3 if a
+        run was invalid."""
+        return _run(*compare, threshold=threshold, out=out)
 
     try:
         status = command.main(list(words), prog_name="loadtest", standalone_mode=False)
@@ -123,22 +127,71 @@ def compare_command(words: Sequence[str]) -> int:
         raise ConfigError(error.format_message()) from None
 
 
-def _run(first: str, second: str, *, threshold: float, path: str | None) -> int:
-    before, after = read_json(first), read_json(second)
-    for name, side in ((first, before), (second, after)):
-        if "samples" not in side:
-            raise ConfigError(f"{name} is a sweep or a search; compare single runs")
-    changes = compare(before, after, threshold)
-    print("\n".join(lines_of(changes, before, after)))
-    if path:
+def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None]) -> int:
+    sides = [(Path(name).stem, read_json(name)) for name in (first, second)]
+    pairs = _paired(sides[0][1], sides[1][1])
+    changes = {title: compare(before, after, threshold) for title, before, after in pairs}
+    lines = [
+        line
+        for title, before, after in pairs
+        for line in ([f"\n{title}"] if title else []) + lines_of(changes[title], before, after)
+    ]
+    print("\n".join(lines))
+    if out["path"]:
         names = Change.__dataclass_fields__
-        write_json({"changes": [{name: getattr(one, name) for name in names} for one in changes]}, path)
-    invalid = [name for name, side in ((first, before), (second, after)) if not side["is_valid"]]
-    for name in invalid:
-        print(f"{name} is not a valid run: {read_json(name)['reasons'][0]}", file=sys.stderr)
-    if any(change.verdict == "worse" for change in changes):
+        flat = [
+            {"rate": title} | {name: getattr(one, name) for name in names}
+            for title in changes
+            for one in changes[title]
+        ]
+        write_json({"changes": flat}, out["path"])
+    _draw(sides, lines, out)
+    reasons = [
+        f"{name}{f', {title}' if title else ''} is not a valid run: {side['reasons'][0]}"
+        for title, *both in pairs
+        for (name, _), side in zip(sides, both, strict=True)
+        if not side["is_valid"]
+    ]
+    print("\n".join(reasons), file=sys.stderr, end="\n" if reasons else "")
+    if any(change.verdict == "worse" for own in changes.values() for change in own):
         return REGRESSED
-    return INVALID if invalid else FINE
+    return INVALID if reasons else FINE
+
+
+def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures]]:
+    """Runs to be set side by side: the two, or those of two sweeps that were made at the same rate.
+
+    Raises:
+        ConfigError: a run and a sweep, or no rate in common.
+    """
+    if ("runs" in before) != ("runs" in after):
+        raise ConfigError("one is a sweep or a search and the other a single run: compare like with like")
+    if "runs" not in before:
+        return [("", before, after)]
+    by_rate = [{run["config"]["rate"]: run for run in side["runs"]} for side in (before, after)]
+    pairs = [(f"{rate}/s", run, by_rate[1][rate]) for rate, run in by_rate[0].items() if rate in by_rate[1]]
+    if not pairs:
+        raise ConfigError("the two have no rate in common")
+    return pairs
+
+
+def _draw(sides: Sequence[tuple[str, Figures]], lines: Sequence[str], out: dict[str, str | None]) -> None:
+    """The page and the pictures, if they are asked for."""
+    if not (out["page"] or out["folder"]):
+        return
+    from scripts.load.html import comparison_page
+    from scripts.load.pictures import by_rate, distributions_of, write_svgs
+
+    names = [name for name, _ in sides]
+    if names[0] == names[1]:
+        names = [f"{names[0]} before", f"{names[1]} after"]
+    whole = dict(zip(names, (side for _, side in sides), strict=True))
+    is_sweep = "runs" in sides[0][1]
+    charts = by_rate({name: side["runs"] for name, side in whole.items()}) if is_sweep else distributions_of(whole)
+    if out["page"]:
+        Path(out["page"]).write_text(comparison_page(names, lines, charts), encoding="utf-8")
+    if out["folder"]:
+        write_svgs(charts, out["folder"])
 
 
 def lines_of(changes: list[Change], before: Figures, after: Figures) -> list[str]:
@@ -160,6 +213,6 @@ def lines_of(changes: list[Change], before: Figures, after: Figures) -> list[str
         f"{name}: {before['config'].get(name)!r} before, {value!r} after"
         for name, value in after["config"].items()
         if value != before["config"].get(name)
-        and name not in ("json", "jsonl", "html", "parquet", "url", "save_outputs")
+        and name not in ("json", "jsonl", "html", "parquet", "url", "save_outputs", "svg", "expect_file")
     ]
     return lines + (["", "the two runs were asked for different things:", *differing] if differing else [])

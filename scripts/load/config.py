@@ -176,6 +176,7 @@ class LoadtestConfig(LoadOptions, _Target):
     jsonl: str | None = option(None, "Write one line per request.", metavar="FILE")
     parquet: str | None = option(None, "Write one row per request (needs pyarrow).", metavar="FILE")
     html: str | None = option(None, "Write the report as one self-contained page.", metavar="FILE")
+    svg: str | None = option(None, "Write each picture as an SVG file into this folder.", metavar="FOLDER")
     live: bool = option(True, "Show progress, where standard error is a terminal.")
     scrape: str = option("auto", "Server's metrics to record alongside: a URL, auto (/metrics) or none.")
     scrape_interval: float = option(1.0, "Seconds between two scrapes.", minimum=0.05)

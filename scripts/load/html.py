@@ -55,7 +55,9 @@ def page(reports: Sequence[Report], *, best_rate: float | None = None) -> str:
     ]
     if len(reports) > 1:
         found = f"Highest rate that holds the service level: {best_rate:.4g}/s" if best_rate is not None else ""
-        parts.append(f"<h2>Rate against latency</h2><p>{found}</p>" + _charts(pictures.by_rate(reports)))
+        parts.append(
+            f"<h2>Rate against latency</h2><p>{found}</p>" + _charts(pictures.by_rate({"": pictures.rated(reports)}))
+        )
         parts += [
             f"<details><summary>Run at {report.rate or 0:.4g}/s</summary>{_run(report)}</details>" for report in reports
         ]
@@ -63,6 +65,21 @@ def page(reports: Sequence[Report], *, best_rate: float | None = None) -> str:
         parts.append(_run(last))
     parts.append(_details("Configuration", _table([[name, str(value)] for name, value in last.config.items()])))
     return "\n".join(parts) + "</html>\n"
+
+
+def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence[pictures.Picture]) -> str:
+    """Two runs, or two sweeps, side by side.
+
+    Args:
+        lines: what the terminal says about them.
+    """
+    title = html.escape(" and ".join(names))
+    text = html.escape("\n".join(lines).strip("\n"))
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{svg.STYLE}{PAGE_STYLE}{KEYS}</style><h1>{title}</h1>"
+        f"{_charts(charts)}<h2>Figures</h2><pre>{text}</pre></html>\n"
+    )
 
 
 def _run(report: Report) -> str:
@@ -137,8 +154,8 @@ def _errors(report: Report) -> str:
     return f"<h2>Failures</h2>{_table(rows, ('kind', 'requests', 'in the words of the server'))}" if rows else ""
 
 
-def _charts(charts: Sequence[tuple[str, str]], kind: str = "") -> str:
-    cells = "".join(f'<div class="{kind}"><h3>{html.escape(title)}</h3>{drawn}</div>' for title, drawn in charts)
+def _charts(charts: Sequence[pictures.Picture], kind: str = "") -> str:
+    cells = "".join(f'<div class="{kind}"><h3>{html.escape(title)}</h3>{chart.svg()}</div>' for title, chart in charts)
     return f'<div class="charts">{cells}</div>'
 
 

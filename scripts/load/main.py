@@ -22,7 +22,7 @@ HELP = """Load an OpenAI-compatible server and say how it did: Baton, vLLM, SGLa
 
 \b
 Two more forms:
-  loadtest --compare BEFORE.json AFTER.json    what changed, and whether it is significant
+  loadtest --compare BEFORE.json AFTER.json    what changed, and whether it is significant; of runs or of sweeps
   loadtest --demo                              serve the small model, load it for a minute, write a report
 
 Latencies count from the instant at which a request should have gone out. Exit status: 0 fine, 1 failed, 2 wrong
@@ -118,7 +118,15 @@ def write_files(config: LoadtestConfig, report: Report) -> None:
         from scripts.load.html import write_html
 
         write_html([report], config.html)
-    names = [name for name in (config.json, config.jsonl, config.parquet, config.html, config.save_outputs) if name]
+    if config.svg:
+        from scripts.load.pictures import of_run, write_svgs
+
+        write_svgs([picture for *_, pictures in of_run(report) for picture in pictures], config.svg)
+    names = [
+        name
+        for name in (config.svg, config.json, config.jsonl, config.parquet, config.html, config.save_outputs)
+        if name
+    ]
     if names:
         print(f"written in {time.monotonic() - began_at:.1f} s: {', '.join(names)}")
 

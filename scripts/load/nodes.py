@@ -16,7 +16,7 @@ MAX_LINES, MAX_CHARTS = 6, 12
 STALE_S = 4.0
 
 
-def node_charts(scrape: Series) -> list[tuple[str, str]]:
+def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
     """Title and chart of each: busy, pages, tokens computed, and the server's own gauges of load."""
     found = [
         ("Busy with steps, share of the time", _rates(scrape, "busy_seconds_total"), (0.0, 1.0)),
@@ -34,11 +34,11 @@ def node_charts(scrape: Series) -> list[tuple[str, str]]:
     return charts[:MAX_CHARTS]
 
 
-def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> str:
+def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Chart:
     chart = Chart("s", label, y=bounds)
     for colour, (name, points) in enumerate(lines[:MAX_LINES]):
         chart.line(points, colour, name)
-    return chart.svg()
+    return chart
 
 
 def _node(name: str) -> str:

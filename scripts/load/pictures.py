@@ -1,18 +1,21 @@
 """Which pictures a report shows, and of what."""
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from scripts.load import stages
+from scripts.load.metrics import Figures
 from scripts.load.nodes import node_charts
 from scripts.load.records import Record
 from scripts.load.report import Report
 from scripts.load.svg import Chart, Points
 from scripts.load.table import milliseconds
 
-Picture = tuple[str, str]  # title, svg
+Picture = tuple[str, Chart]  # with its title
 MAX_BARS = 240
 WIDE = 1300
 
@@ -31,22 +34,37 @@ def of_run(report: Report) -> list[tuple[str, str, bool, list[Picture]]]:
     ]  # fmt: skip
 
 
-def by_rate(reports: Sequence[Report]) -> list[Picture]:
-    """Latency and service over the rate, one point per run."""
-    ordered = sorted((report for report in reports if report.rate), key=lambda report: report.rate or 0.0)
-    charts = []
+def by_rate(sweeps: Mapping[str, Sequence[Figures]]) -> list[Picture]:
+    """Latency and service over the rate, one point per run; of several sweeps, one colour each.
+
+    Args:
+        sweeps: reports as they are in the JSON, by the name of their sweep; the name is shown if there are several.
+    """
+    charts: list[Picture] = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
         chart = Chart("requests/s, intended", "ms", is_log_y=True)
-        for colour, share in enumerate(("p50", "p95", "p99")):
-            points = [((r.rate or 0.0), r.latency[name][share] * 1e3) for r in ordered if r.latency[name]["count"]]
-            chart.line(points, colour, share)
-            chart.dots(points, colour)
-        charts.append((title, chart.svg()))
+        for number, (sweep, runs) in enumerate(sweeps.items()):
+            for place, share in enumerate(("p50", "p95", "p99") if len(sweeps) == 1 else ("p50", "p99")):
+                colour = place if len(sweeps) == 1 else number
+                points = [(r["rate"], r["latency"][name][share] * 1e3) for r in runs if r["latency"][name]["count"]]
+                label = f"{sweep} {share}" if len(sweeps) > 1 else share
+                chart.line(points, colour, label, is_dashed=len(sweeps) > 1 and share == "p50")
+                chart.dots(points, colour)
+        charts.append((f"{title} by rate", chart))
     chart = Chart("requests/s, intended", "requests/s")
-    chart.line([(r.rate or 0.0, r.throughput["requests_per_s"]) for r in ordered], 0, "answered")
-    chart.line([(r.rate or 0.0, r.service["goodput_per_s"]) for r in ordered], 2, "good")
-    charts.append(("Throughput and goodput", chart.svg()))
+    for number, (sweep, runs) in enumerate(sweeps.items()):
+        end = f", {sweep}" if len(sweeps) > 1 else ""
+        answered = [(run["rate"], run["throughput"]["requests_per_s"]) for run in runs]
+        chart.line(answered, number, "answered" + end, is_dashed=True)
+        chart.line([(run["rate"], run["service"]["goodput_per_s"]) for run in runs], number + 2, "good" + end)
+    charts.append(("Throughput and goodput by rate", chart))
     return charts
+
+
+def rated(reports: Sequence[Report]) -> list[Figures]:
+    """What ``by_rate`` needs, of reports that have a rate, in its order."""
+    ordered = sorted((report for report in reports if report.rate), key=lambda report: report.rate or 0.0)
+    return [{"rate": r.rate, "latency": r.latency, "throughput": r.throughput, "service": r.service} for r in ordered]
 
 
 def over_time(records: Sequence[Record]) -> list[Picture]:
@@ -68,11 +86,11 @@ def over_time(records: Sequence[Record]) -> list[Picture]:
     under_way.line(_level([(r.intended_s, r.stamps_s[0] if r.stamps_s else r.ended_s) for r in records]), 1, "waiting")
     tokens.line(_per_second(good), 2)
     return [
-        ("Time to first token", first.svg()),
-        ("Gap between tokens", decode.svg()),
-        ("End to end", whole.svg()),
-        ("Requests under way, and without a first token yet", under_way.svg()),
-        ("Tokens per second", tokens.svg()),
+        ("Time to first token", first),
+        ("Gap between tokens", decode),
+        ("End to end", whole),
+        ("Requests under way, and without a first token yet", under_way),
+        ("Tokens per second", tokens),
     ]
 
 
@@ -103,7 +121,7 @@ def distributions(good: Sequence[Record]) -> list[Picture]:
             if len(ordered):
                 chart.line(list(zip(ordered.tolist(), _shares(len(ordered)), strict=True)), colour, name)
         if any(len(values) for values in lines.values()):
-            charts.append((title, chart.svg()))
+            charts.append((title, chart))
     return charts
 
 
@@ -115,6 +133,19 @@ STAGE_COLOURS = {
 FAILED = 5
 
 
+def distributions_of(runs: Mapping[str, Figures]) -> list[Picture]:
+    """Cumulative distributions of several runs, by name, from the samples in their JSON."""
+    charts = []
+    for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
+        chart = Chart("ms", "share", y=(0.0, 1.0), is_log_x=True)
+        for colour, (run, figures) in enumerate(runs.items()):
+            values = np.sort(np.concatenate([np.empty(0), *map(np.atleast_1d, figures["samples"][name])])) * 1e3
+            if len(values):
+                chart.line(list(zip(values.tolist(), _shares(len(values)), strict=True)), colour, run)
+        charts.append((title, chart))
+    return charts
+
+
 def gantt(records: Sequence[Record]) -> list[Picture]:
     """One bar per request, in its stages; of many requests, an even selection."""
     step = -(-len(records) // MAX_BARS)
@@ -123,20 +154,18 @@ def gantt(records: Sequence[Record]) -> list[Picture]:
         return []
     label = f"requests{f', every {step}th' if step > 1 else ''}"
     chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(shown))), width=WIDE)
-    seen: dict[str, int] = {}
     for row, record in enumerate(shown):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
         for span in stages.spans_of(record) if record.stamps_s else _lost(record):
             if span.name in STAGE_COLOURS and span.length_s > 0:
-                seen[span.name] = colour = STAGE_COLOURS[span.name]
+                chart.keys[span.name] = colour = STAGE_COLOURS[span.name]
                 end_s = record.stamps_s[-1] if span.name == stages.STEADY else record.intended_s + span.end_s
                 begin_s = record.intended_s + span.begin_s
                 chart.bar(float(-row), begin_s, end_s, colour, f"{span.name}: {title}")
         if record.error:
-            seen["failed"] = FAILED
+            chart.keys["failed"] = FAILED
             chart.bar(float(-row), record.ended_s, record.ended_s, FAILED, title)
-    key = "".join(f'<span><i class="c{colour}"></i>{name}</span>' for name, colour in seen.items())
-    return [("Requests by stage", f'<div class="legend">{key}</div>' + chart.svg())]
+    return [("Requests by stage", chart)]
 
 
 def _lost(record: Record) -> list[stages.Span]:
@@ -156,7 +185,7 @@ def waterfall(good: Sequence[Record]) -> list[Picture]:
     for row, span in enumerate(spans):
         colour = STAGE_COLOURS.get(span.name, 3)
         chart.bar(float(-row), span.begin_s * 1e3, span.end_s * 1e3, colour, rows[float(-row)])
-    return [("From arrival to steady decoding", chart.svg())]
+    return [("From arrival to steady decoding", chart)]
 
 
 def _rolling(points: Points, count: int = 20) -> Points:
@@ -185,3 +214,13 @@ def _per_second(good: Sequence[Record]) -> Points:
 
 def _shares(count: int) -> list[float]:
     return [(rank + 1) / count for rank in range(count)]
+
+
+def write_svgs(charts: Sequence[Picture], folder: str) -> list[str]:
+    """Each as a file of its own, named by its title; the paths."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    paths = [place / ("-".join(re.findall(r"[a-z0-9]+", title.lower())) + ".svg") for title, _ in charts]
+    for path, (title, chart) in zip(paths, charts, strict=True):
+        path.write_text(chart.file(title), encoding="utf-8")
+    return [str(path) for path in paths]

@@ -170,3 +170,7 @@ def _write(config: LoadtestConfig, reports: list[Report], points: list[Point], b
         from scripts.load.html import write_html
 
         write_html(reports, config.html, best_rate=best)
+    if config.svg:
+        from scripts.load.pictures import by_rate, rated, write_svgs
+
+        write_svgs(by_rate({"": rated(reports)}), config.svg)

@@ -70,6 +70,7 @@ class Chart:
         is_log_x, is_log_y: logarithmic axes; values below the lower bound are drawn on it.
         height, width, left: pixels; ``left`` is for what stands in front of the axis.
         rows: names of heights, instead of numbers.
+        keys: names for the legend that no line has, with their colours.
     """
 
     x_label: str
@@ -82,6 +83,7 @@ class Chart:
     width: int = WIDTH
     left: int = LEFT
     rows: dict[float, str] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
     _marks: list[tuple[str, Points, str, str]] = field(default_factory=list)
     _bars: list[tuple[float, float, float, str, str]] = field(default_factory=list)
 
@@ -100,7 +102,8 @@ class Chart:
     @property
     def names(self) -> list[tuple[str, str]]:
         """Legend: colour class and name."""
-        return [(colour, name) for _, _, colour, name in self._marks if name]
+        keys = [(f"c{colour}", name) for name, colour in self.keys.items()]
+        return [(colour, name) for _, _, colour, name in self._marks if name] + keys
 
     def svg(self) -> str:
         """The chart, with its legend above."""
