@@ -121,7 +121,7 @@ def distributions(good: Sequence[Record]) -> list[Picture]:
             if len(ordered):
                 chart.line(list(zip(ordered.tolist(), _shares(len(ordered)), strict=True)), colour, name)
         if any(len(values) for values in lines.values()):
-            charts.append((title, chart))
+            charts.append((f"{title}, distribution", chart))
     return charts
 
 
@@ -142,7 +142,7 @@ def distributions_of(runs: Mapping[str, Figures]) -> list[Picture]:
             values = np.sort(np.concatenate([np.empty(0), *map(np.atleast_1d, figures["samples"][name])])) * 1e3
             if len(values):
                 chart.line(list(zip(values.tolist(), _shares(len(values)), strict=True)), colour, run)
-        charts.append((title, chart))
+        charts.append((f"{title}, distribution", chart))
     return charts
 
 
