@@ -13,7 +13,7 @@ from common.decisions import Decisions
 from common.new_token_ratio import expected_left
 from common.order import Order
 from common.request import LOWEST_PRIORITY, Request
-from common.sharing import SharingLimits
+from common.sharing import Sharing, SharingLimits
 from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
 from decode_node.admission import Admission, Refusal, Reservation
 from decode_node.lifecycle import Event, State
@@ -111,6 +111,10 @@ class Line:
         if limit is None or not self.can_resume(request.key):
             return True
         return request.num_decodable - self.admission.match(request).num_tokens <= limit
+
+    def sharing(self) -> Sharing:
+        """Who computes here what others may wait for."""
+        return Sharing(self.admission.page_size, self._limits.sharing, self._places.extending.values())
 
     def changed(self) -> None:
         """Something that ``admit`` cannot see by itself: try again."""

@@ -140,7 +140,7 @@ class DecodeRole:
         self._settle(now)
 
     def plan(self, now: float) -> StepPlan | None:
-        if self._scheduler.make_room(now):
+        if self._scheduler.giving_way.make_room(now):
             self._settle(now)
         plan = self._scheduler.plan(now)
         if plan is not None:

@@ -7,7 +7,6 @@ requests are retracted, and go to the front of the queue. The last one is never 
 row from a less urgent one, which is paused and keeps its pages, or pages, from one that is retracted.
 """
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -21,11 +20,11 @@ from common.radix import RadixCache
 from common.request import LOWEST_PRIORITY, Request
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
-from common.sharing import Sharing
 from common.skip_ahead import SkipAhead
 from common.step import PageDelta, Row, StepPlan, StepResult
 from common.waiting import WaitingQueue
 from decode_node.admission import Admission
+from decode_node.giving_way import GivingWay
 from decode_node.lifecycle import Event, State
 from decode_node.line import Granted as Granted
 from decode_node.line import Limits as Limits
@@ -64,7 +63,10 @@ class DecodeScheduler:
         self.places = Places(limits.max_running, WaitingQueue(order, cache))
         self.line = Line(Admission(cache, books), self.places, order, limits=limits, expected=self._expected)
         self.decisions = self.line.decisions
-        self.totals: Counter[str] = Counter(retractions=0, preemptions=0, pauses=0)
+        self.giving_way = GivingWay(
+            cache, books, self.places, line=self.line, order=order, is_by_priority=limits.is_retracted_by_priority
+        )
+        self.totals = self.giving_way.totals
         self._in_flight: dict[int, tuple[list[Request], list[Chunk]]] = {}
         self._num_steps = 0
         self._were_chunks_alone = False
@@ -138,75 +140,6 @@ class DecodeScheduler:
             request.priority = priority
             self.line.changed()
 
-    # ---- who gives way ----------------------------------------------------------------------------------------------
-
-    def make_room(self, now: float) -> bool:
-        """Retract less urgent requests so that the first in line gets its pages, if that is enough; before ``plan``.
-
-        Returns:
-            True if somebody was retracted: call ``line.admit`` then.
-        """
-        places = self.places
-        if not self._order.rules.is_enabled or not (places.waiting or places.retracted):
-            return False
-        holders = [request for request in places.holders() if request.key not in places.receiving]
-        without_pages = [*places.retracted.values(), *places.waiting.values()]
-        if not self._order.may_beat(without_pages, holders):
-            return False
-        first = self.line.sort(now)[0]
-        weaker = self._order.least_first(other for other in holders if self._order.beats(first, other))
-        if not weaker or self._waits_for_another(first):
-            return False
-        if not self.line.lacks_pages(first) or self.line.lacks_pages(first, weaker):
-            return False
-        num_retracted = 0
-        while weaker and self.line.lacks_pages(first):
-            self._retract(weaker.pop(0), now, "its pages go to the more urgent {}", first.rid)
-            num_retracted += 1
-        self.totals["preemptions"] += num_retracted
-        return True
-
-    def _waits_for_another(self, request: Request) -> bool:
-        """Pages are not what it lacks now."""
-        if self.line.is_computed_here(request):
-            is_new = self.places.states[request.key] is State.WAITING
-            return is_new and self._sharing().waits_for(request, self._cache) is not None
-        return self.line.is_full() or self.line.admission.match(request).pending is not None
-
-    def _sharing(self) -> Sharing:
-        return Sharing(self._cache.page_size, self._limits.sharing, self.places.extending.values())
-
-    def _retract(self, request: Request, now: float, reason: str, *args: object) -> None:
-        """Take the pages; their KV stays in the cache as long as nobody needs the room."""
-        release(self._cache, self._books, request, keep=True)
-        self.places.move(request, Event.RETRACT, with_slot=False)
-        self.line.changed()
-        self.totals["retractions"] += 1
-        self.decisions.note(now, request.rid, "retract", reason, *args)
-
-    def _row_victim(self, request: Request) -> Request | None:
-        """The least urgent request in a row, if this one may take its place."""
-        in_rows = [*self.places.running.values(), *self.places.extending.values()]
-        weaker = self._order.least_first(other for other in in_rows if self._order.beats(request, other))
-        return weaker[0] if weaker else None
-
-    def _can_have_row(self, request: Request) -> bool:
-        return self.places.has_slot or (self._order.rules.is_enabled and self._row_victim(request) is not None)
-
-    def _free_row(self, request: Request, now: float) -> None:
-        """A free row for this request: the least urgent in a row is paused or, half computed, retracted."""
-        if self.places.has_slot:
-            return
-        victim = self._row_victim(request)
-        assert victim is not None
-        self.totals["preemptions"] += 1
-        if victim.key in self.places.extending:
-            self._retract(victim, now, "its row goes to the more urgent {}", request.rid)
-            return
-        self.places.move(victim, Event.PAUSE, with_slot=False)
-        self.totals["pauses"] += 1
-        self.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
-
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
@@ -258,9 +191,9 @@ class DecodeScheduler:
         """Finished transfers and paused requests join the batch, whoever else waits: they hold all they need."""
         joining = []
         for request in self._order.by_standing([*self.places.paused.values(), *self.places.ready.values()]):
-            if not self._can_have_row(request):
+            if not self.giving_way.can_have_row(request):
                 break
-            self._free_row(request, now)
+            self.giving_way.free_row(request, now)
             self.places.move(request, Event.TAKE_UP, with_slot=True)
             joining.append(request)
         return joining
@@ -279,8 +212,8 @@ class DecodeScheduler:
                     request.pages += pages
                     request.own += pages
                     grown.append(request)
-                elif victim := self._victim():
-                    self._retract(victim, now, "a running request needs its {} pages", len(victim.pages))
+                elif victim := self.giving_way.victim():
+                    self.giving_way.retract(victim, now, "a running request needs its {} pages", len(victim.pages))
                     self._ratio.retracted(list(self.places.running.values()))
                 else:
                     break  # waits for what is being received or extended, or is stuck
@@ -291,18 +224,6 @@ class DecodeScheduler:
             self._cache.evict(1)
         return self._books.alloc(1, Owner.REQUEST)
 
-    def _victim(self) -> Request | None:
-        """Least work lost (fewest output tokens, then longest input), or least urgent. Not the last that could run."""
-        places = self.places
-        if len(places.running) + len(places.ready) + len(places.paused) < 2:
-            return None
-        is_by_priority = self._limits.is_retracted_by_priority
-        return min(
-            [*places.running.values(), *places.paused.values()],
-            key=lambda r: (self._order.priority(r) if is_by_priority else 0, len(r.output), -len(r.prompt)),
-            default=None,
-        )
-
     def _extend(self, now: float) -> tuple[list[Chunk], list[Request]]:
         """Chunks of requests that are computed here, as far as the budgets reach, in line with those that wait."""
         places = self.places
@@ -310,7 +231,7 @@ class DecodeScheduler:
             return [], []
         adder = self._adder()
         begun: list[Request] = []
-        sharing = self._sharing()
+        sharing = self.line.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         lent: dict[Key, int] = {}
         num_begun = len(places.extending)
@@ -320,7 +241,7 @@ class DecodeScheduler:
                 num_begun -= 1
                 if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                     break
-            elif skip_ahead.is_closed or not self._can_have_row(request):
+            elif skip_ahead.is_closed or not self.giving_way.can_have_row(request):
                 if not num_begun:
                     break
             elif not self.line.is_computed_here(request):
@@ -333,8 +254,8 @@ class DecodeScheduler:
             elif result is AddResult.OTHER:
                 break
             else:
-                self.totals["skipped_ahead"] += skip_ahead.admit(request)
-                self._free_row(request, now)
+                self.line.totals["skipped_ahead"] += skip_ahead.admit(request)
+                self.giving_way.free_row(request, now)
                 self._begin(request, now)
                 sharing.add(request)
                 begun.append(request)

@@ -79,7 +79,7 @@ class Node:
     def step(self) -> list[str]:
         """One step; who got a token, in order."""
         self.now += 1.0
-        if self.scheduler.make_room(self.now):
+        if self.scheduler.giving_way.make_room(self.now):
             self.grant()
         plan = self.scheduler.plan(self.now)
         self.check()
@@ -303,7 +303,7 @@ def test_a_prompt_computed_here_does_not_pass_one_that_is_short_of_pages_for_eve
 def lose_all(node: Node, rid: str) -> Request:
     """Retract a running request, and its KV goes from the cache too."""
     request = node.places.running[rid, 0]
-    node.scheduler._retract(request, node.now, "for the test")
+    node.scheduler.giving_way.retract(request, node.now, "for the test")
     node.cache.clear()
     return request
 
@@ -342,7 +342,7 @@ def test_what_is_still_cached_is_not_fetched_again() -> None:
     node = Node(resume_tokens=8)
     node.scheduler.line.can_resume = lambda key: True
     request = node.run_in("a", 30, new=9)
-    node.scheduler._retract(request, node.now, "for the test")
+    node.scheduler.giving_way.retract(request, node.now, "for the test")
     assert node.grant() == []
     node.step()
     assert node.state("a") in (State.EXTENDING, State.RUNNING)
