@@ -17,11 +17,14 @@ from common.messages import Abort, Failed, Generate, Message, Peer, Reprioritize
 from common.request import Request
 from gateway.fleet import Fleet, Fleets
 from gateway.leg import Leg, Timer, request_of
+from gateway.registry import Node
 from gateway.relay import Relay
 from gateway.router import Pair
 
 #: Seconds by which the nodes' own timeout is later than the gateway's, which is the one that the client sees.
 NODE_TIMEOUT_MARGIN_S = 5.0
+#: How a decision to send is told, by the number of nodes.
+SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
 
 
 class Post(Protocol):
@@ -194,16 +197,16 @@ class Dispatch:
         leg.is_prefill_counted = True
         relay.sent_at = now
         waited_s = max(now - relay.started_at, 0.0)
-        names = [fleet.registry.nodes[incarnation].name for incarnation in pair.nodes]
-        self.decisions.note(now, ask.rid, "send", "to {} and {}, {:.3f} s after it came", names[0], names[-1], waited_s)
+        nodes = [fleet.registry.nodes[incarnation] for incarnation in pair.nodes]
+        self.decisions.note(now, ask.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         self._on_start(relay, pair)
         generate = Generate(
             rid=ask.rid,
             attempt=0,
             prompt=ask.prompt,
             sampling=ask.sampling,
-            prefill=None if pair.prefill is None else self._peer(fleet, pair.prefill),
-            decode=self._peer(fleet, pair.decode),
+            prefill=None if pair.prefill is None else _peer(nodes[0]),
+            decode=_peer(nodes[-1]),
             timeout_s=max(ask.timeout_s - waited_s, 0.001) + NODE_TIMEOUT_MARGIN_S,
             cache_salt=ask.salt,
             priority=ask.priority,
@@ -217,11 +220,6 @@ class Dispatch:
                 self._post.lose(incarnation)  # ends this request with the others of that node
                 break
         return True
-
-    @staticmethod
-    def _peer(fleet: Fleet, incarnation: str) -> Peer:
-        node = fleet.registry.nodes[incarnation]
-        return Peer(node.name, incarnation, node.register.address)
 
     # ---- another priority -----------------------------------------------------------------------------------------
 
@@ -356,3 +354,7 @@ class Dispatch:
                 continue  # it waits, for whatever nodes there will be
             if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
                 self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
+
+
+def _peer(node: Node) -> Peer:
+    return Peer(node.name, node.incarnation, node.register.address)

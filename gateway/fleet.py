@@ -45,13 +45,15 @@ class Fleet:
 
         None if no pool that is there is large enough.
         """
-        tokens = {"num_new": ask.sampling.max_new_tokens, "num_expected": ask.expected_output}
+        num_new, num_expected = ask.sampling.max_new_tokens, ask.expected_output
         prefills, decodes = self.registry.able("prefill"), self.registry.able("decode")
         if siblings is not None:
             able = {node.incarnation for node in (*prefills, *decodes)}
             if able.issuperset(siblings.nodes):
-                return self.router.again(siblings, **tokens)
-        return self.router.choose(prefills, decodes, ask.prompt, salt=ask.salt, **tokens)
+                return self.router.again(siblings, num_new=num_new, num_expected=num_expected)
+        return self.router.choose(
+            prefills, decodes, ask.prompt, num_new=num_new, num_expected=num_expected, salt=ask.salt
+        )
 
     def credit(self) -> int:
         """Requests that may go out now: what the decode nodes run at once and, so that those that compute prompts do
@@ -61,8 +63,10 @@ class Fleet:
             return 0
         decodes = self.registry.able("decode")
         num_computing = len(self.registry.able("prefill")) or len(decodes)
-        num_out = sum(self.router.num_requests(node.incarnation) for node in decodes)
-        return limits.max_running + self.lookahead * num_computing - num_out
+        room = limits.max_running + self.lookahead * num_computing
+        for node in decodes:
+            room -= self.router.num_requests(node.incarnation)
+        return room
 
 
 def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> Fleet:

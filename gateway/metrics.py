@@ -116,6 +116,7 @@ class Metrics:
         self._registry.register(_NodeCollector(fleets, dropped))
         self._registry.register(_GapCollector({model: series.gaps for model, series in self._series.items()}))
         self._labelled: dict[tuple[str, int], Counter] = {}
+        self._ends: dict[tuple[str, str], Counter] = {}
 
     def _all_series(self, models: Sequence[str]) -> dict[str, _Series]:
         prompt = self._counter("baton_prompt_tokens_total", "Prompt tokens of ended outputs.", "model")
@@ -179,9 +180,14 @@ class Metrics:
         """One output has ended."""
         self._waits.ended(relay)
         series = self._series[relay.ask.model]
-        self._outputs.labels(relay.ask.model, relay.finish or (str(relay.error.code) if relay.error else "")).inc()
+        end = (relay.ask.model, relay.finish or (str(relay.error.code) if relay.error else ""))
+        counter = self._ends.get(end)
+        if counter is None:
+            counter = self._ends[end] = self._outputs.labels(*end)
+        counter.inc()
         series.prompt_tokens.inc(len(relay.ask.prompt))
-        series.cached_tokens.inc(relay.cached_tokens)
+        if relay.cached_tokens:
+            series.cached_tokens.inc(relay.cached_tokens)
         series.output_tokens.inc(len(relay.ids))
         for name, seconds in relay.timings.items():
             if name in series.stages:
