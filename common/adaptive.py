@@ -57,6 +57,7 @@ class Adaptive(Policy):
         self.choice = OTHERWISE
         self.reason = "nothing has been measured yet"
         self.num_switches = 0
+        self._num_orders = dict.fromkeys(CHOICES, 0)
         self._policies = policies
         self._measured = dict.fromkeys(_SENTENCES, 0.0)
         self._now = 0.0
@@ -71,11 +72,17 @@ class Adaptive(Policy):
         self._measured["waiting"] = len(waiting)
         if now - self._chosen_at >= MIN_STAY_S:
             self._choose(now)
+        self._num_orders[self.choice] += 1
         return self._policies[self.choice].order(waiting, now)
 
     def left(self, request: Request) -> None:
         self._average("misses", float(request.deadline_at <= self._now))
         self._average("hits", 1 - request.num_uncached / max(request.num_tokens, 1))
+
+    def totals(self) -> dict[str, float]:
+        """How often the choice changed, and for how many orders each was in force."""
+        orders = {f"adaptive_orders_{name}": float(count) for name, count in self._num_orders.items()}
+        return {"adaptive_switches": float(self.num_switches), **orders}
 
     def _average(self, measure: str, latest: float) -> None:
         self._measured[measure] += ALPHA * (latest - self._measured[measure])

@@ -14,6 +14,7 @@ With ``--priority-classes`` all that holds inside a class. The classes take turn
 
 from collections.abc import Iterable, Sequence
 
+from common.decisions import Decisions
 from common.fair import TokenCounters, cost_of, weighted
 from common.policies import Policy
 from common.request import Request
@@ -28,6 +29,7 @@ class Order:
         self.rules = rules or PriorityRules()
         weights = self.rules.class_weights
         self._classes = TokenCounters(weights, default_weight=min(weights.values())) if weights else None
+        self._choice = policy.choice
         self.is_charging = self._classes is not None or type(policy).served is not Policy.served
 
     # ---- what there is to be ordered --------------------------------------------------------------------------------
@@ -65,6 +67,12 @@ class Order:
         if self.is_charging:
             for request in requests:
                 self.served(request, num_output=1)
+
+    def explain(self, decisions: Decisions, now: float) -> None:
+        """Note it if the policy follows another one than before."""
+        before, self._choice = self._choice, self.policy.choice
+        if self._choice != before:
+            decisions.note(now, "", "adapt", "from {} to {}: {}", before, self._choice, self.policy.reason)
 
     def _class_of(self, request: Request) -> str:
         return request.priority_class or self.rules.default_class

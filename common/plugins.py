@@ -99,8 +99,15 @@ class OwnPolicy(Policy):
         return bool(getattr(self._policy, "overtakes", False))
 
     @property
+    def choice(self) -> str:  # type: ignore[override]  # the user's
+        return str(getattr(self._policy, "choice", ""))
+
+    @property
     def num_failures(self) -> int:
         return self._complaints.count
+
+    def totals(self) -> dict[str, float]:
+        return {"own_policy_failures": float(self._complaints.count)}
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         try:

@@ -22,11 +22,12 @@ class Policy(Protocol):
 
     Attributes:
         name: as in ``--schedule-policy``.
-        reason: why this order was chosen, where the policy chooses among several.
+        choice: the policy that it follows just now, where it chooses among several, and why (``reason``).
         overtakes: whether one that waits may come before one that has begun to be computed, between two chunks.
     """
 
     name: str
+    choice: str = ""
     reason: str = ""
     overtakes: bool = False
 
@@ -50,6 +51,10 @@ class Policy(Protocol):
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
         """So many prompt tokens are computed for a request, or so many output tokens were."""
         return
+
+    def totals(self) -> dict[str, float]:
+        """Monotonic totals, for metrics."""
+        return {}
 
 
 class FirstComeFirstServed(Policy):

@@ -386,7 +386,8 @@ class DecodeRole:
 
     def counters(self) -> dict[str, float]:
         scheduler = self._scheduler
-        return {**self._totals, **scheduler.totals, **scheduler.line.totals, **self._receiver.counters()}
+        totals = {**scheduler.totals, **scheduler.line.totals, **scheduler.policy.totals()}
+        return {**self._totals, **totals, **self._receiver.counters()}
 
     def check(self) -> None:
         prove_pages(self._books, self._cache, self._scheduler.places.requests.values())

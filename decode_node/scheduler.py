@@ -58,6 +58,7 @@ class DecodeScheduler:
         self._books = books
         self._limits = limits
         self._order = order
+        self.policy = order.policy
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
         self.places = Places(limits.max_running, WaitingQueue(order, cache))
@@ -149,6 +150,7 @@ class DecodeScheduler:
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
         chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]
+        self._order.explain(self.decisions, now)
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
         rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:

@@ -262,7 +262,8 @@ class PrefillRole:
         )
 
     def counters(self) -> dict[str, float]:
-        return {**self._totals, **self._scheduler.totals, **self._sender.counters()}
+        scheduler = self._scheduler
+        return {**self._totals, **scheduler.totals, **scheduler.policy.totals(), **self._sender.counters()}
 
     def check(self) -> None:
         prove_pages(self._books, self._cache, self._scheduler.requests.values())

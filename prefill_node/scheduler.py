@@ -94,6 +94,7 @@ class PrefillScheduler:
         self._books = books
         self._limits = limits
         self._order = order
+        self.policy = order.policy
         self._eos = frozenset(eos_token_ids)
         self._is_granted = is_granted
         self.requests: dict[Key, Request] = {}  # every request that may hold pages
@@ -199,6 +200,7 @@ class PrefillScheduler:
             reserve_output=False,
         )
         admitted = self._fill(adder, urgent, now)
+        self._order.explain(self.decisions, now)
         if not adder.chunks:
             return None
         self._num_steps += 1

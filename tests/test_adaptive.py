@@ -9,6 +9,7 @@ from common.policy import make_policy
 from common.request import Request
 from common.sampling import SamplingParams
 from common.watch import Watch
+from tests.local_cluster import LocalCluster
 
 NUMBERS = itertools.count()
 
@@ -97,3 +98,26 @@ def test_missed_deadlines_make_it_edf_whatever_else_holds() -> None:
 def test_it_loses_nobody(count: int) -> None:
     waiting = requests(count)
     assert set(map(id, adaptive().order(waiting, 0.0))) == set(map(id, waiting))
+
+
+def test_a_node_tells_what_was_chosen_and_why() -> None:
+    cluster = LocalCluster(policy="adaptive", max_running=1)
+    for number in range(70):
+        cluster.submit(f"r{number}", tuple(range(number * 50, number * 50 + 20)), SamplingParams(max_new_tokens=2))
+    cluster.run()
+    (prefill,) = cluster.prefill
+    counters = cluster.counters(prefill)
+    assert counters["adaptive_switches"] >= 1
+    assert counters["adaptive_orders_hrrn"] > 10
+    told = prefill.role._scheduler.decisions.last(1_000, 0.0)
+    adapted = [decided for decided in told if decided.action == "adapt"]
+    assert adapted[0].reason == "from fcfs to hrrn: 70 requests wait"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_other_policies_have_nothing_to_tell(policy: str) -> None:
+    cluster = LocalCluster(policy=policy)
+    cluster.submit("r", (1, 2, 3), SamplingParams(max_new_tokens=2))
+    cluster.run()
+    assert "adaptive_switches" not in cluster.counters(cluster.prefill[0])
+    assert all(decided.action != "adapt" for decided in cluster.prefill[0].role._scheduler.decisions.last(99, 0.0))
