@@ -101,6 +101,24 @@ def test_a_prefix_is_as_urgent_as_the_most_urgent_request_that_put_it_there() ->
     assert cache.evicted(3) == [2, 3, 1]
 
 
+def test_all_that_is_above_is_as_urgent_as_what_was_put_below_it() -> None:
+    cache = Cache("priority")
+    for depth in (1, 2, 3):
+        cache.insert(*range(1, depth + 1), priority=9 if depth == 3 else 0)
+    assert cache.evicted(2) == [3, 2]
+    cache.insert(7, priority=5)
+    assert cache.evicted(2) == [7, 1]
+
+
+def test_a_part_that_was_cut_off_is_as_urgent_as_the_whole_was() -> None:
+    cache = Cache("priority")
+    cache.insert(1, 4, priority=9)
+    cache.use(1, 5)
+    assert cache.evicted(1) == [4]
+    cache.insert(7, priority=5)
+    assert cache.evicted(2) == [7, 1]
+
+
 @settings(deadline=None)
 @given(
     policy=st.sampled_from(list(RANKS)),

@@ -97,6 +97,26 @@ def test_a_prompt_is_paid_once_however_often_it_is_retracted() -> None:
     assert rids(queue) == ["a", "b"]
 
 
+def test_who_has_left_the_queue_is_idle_and_is_lifted_when_it_comes_back() -> None:
+    policy = Fair({})
+    order = Order(policy)
+    mine = request("a0", tenant="a")
+    queue = queue_of(order, mine, request("b0", tenant="b"))
+    del queue[mine.key]
+    order.served(request("b", tenant="b"), num_input=30)
+    queue["a1", 0] = request("a1", tenant="a")
+    assert policy.counters.value("a") == 30
+
+
+def test_a_prompt_that_is_paid_moves_nobody_back() -> None:
+    order = Order(Fair({}))
+    paid = [request(f"a{i}", tenant="a", length=10) for i in range(2)]
+    for each in paid:
+        each.is_charged = True
+    queue = queue_of(order, *paid, request("b0", tenant="b"))
+    assert rids(queue) == ["a0", "a1", "b0"]
+
+
 def test_names_of_idle_tenants_are_not_kept_for_ever() -> None:
     counters = TokenCounters({})
     for number in range(25_000):

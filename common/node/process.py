@@ -27,6 +27,7 @@ from common.node.loop import Node, listen_mailbox
 from common.node.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
 from common.node.role import Role
 from common.pages import PageBooks
+from common.plugins import load_policy
 from common.policy import NEED_CACHE
 from common.radix import RadixCache
 from kv_transfer.transports.base import to_message
@@ -85,6 +86,7 @@ def _serve(
 ) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning("--schedule-policy %s is fcfs now, since --disable-radix-cache is set", config.schedule_policy)
+    load_policy(config.schedule_policy)  # what cannot be imported is refused before the model is loaded
     model, executor, capacity = _load(config)
     clock = MonotonicClock()
     books = PageBooks(capacity.num_pages)
