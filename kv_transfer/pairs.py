@@ -83,7 +83,7 @@ class Pairs:
             except AttachError as error:
                 problem = str(error)
         if problem:
-            return Refused(problem)
+            return Refused(problem, connect.epoch)
         fit = Fit(self._transport.store.geometry, from_message(connect.geometry))
         has_checksums = self._wants_checksums or connect.wants_checksums
         self.by_peer[peer] = Pair(connect.name, connect.epoch, connect.num_pages, fit, has_checksums)
@@ -121,7 +121,7 @@ class Pairs:
                 broken.append((news.peer, news.problem))
             elif news.problem:
                 self.drop(news.peer)
-                answers.append((news.peer, Refused(news.problem)))
+                answers.append((news.peer, Refused(news.problem, pair.epoch)))
             else:
                 self._attached(pair, news)
                 num_units = pair.fit.units.per_target

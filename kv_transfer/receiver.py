@@ -255,7 +255,7 @@ class Receiver:
 
     def _on_refused(self, peer: str, message: Refused) -> bool:
         link = self._links.get(peer)
-        if link is None or link.is_connected:
+        if link is None or link.epoch != message.epoch or link.is_connected:
             return False
         self._refuse(peer, link, message.reason or "the prefill node refuses to work with this decode node")
         return True

@@ -333,4 +333,4 @@ def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore)
     sender = Sender(FakeWriter("slow", store), digest="model")
     sender.on_message(DECODE, Connect("d", "model", 1, to_message(GEOMETRY), NUM_PAGES, "fast", "e"), 0.0)
     why = "the decode node transfers by 'fast', this prefill node by 'slow'"
-    assert sender.take()[0] == [(DECODE, Refused(why))]
+    assert sender.take()[0] == [(DECODE, Refused(why, 1))]

@@ -719,7 +719,7 @@ def test_transfers_of_a_refused_pair_fail_at_once() -> None:
     couple.receiver.connect(PREFILL)
     couple.settle()
     couple.begin(("amid", 0), 2)
-    couple.to_decode.append(Refused("another model"))
+    couple.to_decode.append(Refused("another model", 1))
     couple.hear_prefill()
     couple.begin(("after", 0), 2)
     for rid in ("before", "amid", "after"):
@@ -779,6 +779,19 @@ def test_a_new_connection_proves_that_the_old_one_writes_no_more() -> None:
     assert couple.receiver.num_quarantined == 0
     assert couple.receiver.is_connected(PREFILL)
     couple.assert_nothing_is_held()
+
+
+def test_a_refusal_of_an_earlier_connection_refuses_no_later_one() -> None:
+    couple = Couple()
+    couple.receiver.connect(PREFILL)
+    couple.begin(KEY, 2)
+    couple.to_prefill.append(couple.receiver.connect(PREFILL))
+    couple.to_decode.append(Refused("it took too long", 1))
+    couple.open(KEY, 2)
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+    assert couple.receiver.counters()["stale_messages"] == 1
 
 
 def test_grants_and_deliveries_of_an_earlier_epoch_are_refused(couple: Couple) -> None:
