@@ -9,7 +9,7 @@ import logging
 
 import pytest
 from explore import Explored, explore
-from two_nodes import Scope, TwoNodes
+from two_nodes import CONNECTION_FAULTS, Scope, TwoNodes
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,16 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
         (Scope(sizes=(2, 2), first=1, num_pages=2, num_faults=1), 21_000),
         (Scope(sizes=(3,), num_faults=1, is_piecemeal=True), 16_000),
         (Scope(sizes=(2,), num_faults=2, can_recall=False), 10_000),
+        (Scope(sizes=(1, 1), num_pages=1, faults=CONNECTION_FAULTS, num_faults=2), 37_000),
     ],
-    ids=["concurrent", "three faults", "some pages here already", "granted one by one", "writes that go on"],
+    ids=[
+        "concurrent",
+        "three faults",
+        "some pages here already",
+        "granted one by one",
+        "writes that go on",
+        "connections",
+    ],
 )
 def test_larger_scopes(scope: Scope, num_states: int) -> None:
     walk(scope, num_states)

@@ -2,7 +2,8 @@
 
     transport_node.py ROLE TRANSPORT [KEY]
 
-Pages are filled and checked by seed. Imports neither torch nor zmq, so that it starts at once.
+ROLE is writer or reader, or sender or receiver for what is above them (``transfer_node``). Pages are filled and checked
+by seed. Imports neither torch nor zmq, so that it starts at once.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import select
 import sys
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 from kv_fakes import MemfdStore
@@ -21,12 +22,13 @@ from kv_fakes import MemfdStore
 from common.geometry import PageGeometry
 from common.messages import Connect
 from kv_transfer.fit import Fit
-from kv_transfer.transports import nixl_writer, tcp_writer
+from kv_transfer.transports import nixl_reader, nixl_writer, shm_reader, tcp_reader, tcp_writer
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, from_message, to_message
 from kv_transfer.transports.choice import Settings, open_reader, open_writer
 
 GEOMETRY = PageGeometry(num_layers=4, num_kv_heads=2, head_dim=256, page_size=16, dtype="float32")  # 256 KiB a page
 NUM_PAGES = 16
+GROUP_MODULES = {f"kv_transfer.transports.group_{part}" for part in ("backend", "form", "reader", "writer")}
 
 
 def page_content(seed: int, geometry: PageGeometry = GEOMETRY) -> bytes:
@@ -112,18 +114,45 @@ class ReaderEnd:
         return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]
 
 
+def _set_patience() -> None:
+    """``TEST_PATIENCE_S``: every time that a transport waits for a peer. ``TEST_ATTACH_TIMEOUT_S``, ``TEST_STALL_S``:
+    one of them."""
+    patience_s = os.environ.get("TEST_PATIENCE_S")
+    attach_s = os.environ.get("TEST_ATTACH_TIMEOUT_S", patience_s)
+    if attach_s is not None:
+        tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(attach_s)
+    if patience_s is not None:
+        tcp_reader.PATIENCE_S = shm_reader.PATIENCE_S = nixl_reader.OFFER_S = float(patience_s)
+    for name, value_s in (("STALL_S", os.environ.get("TEST_STALL_S", patience_s)), ("FORM_S", patience_s)):
+        for module in GROUP_MODULES & sys.modules.keys():
+            if value_s is not None and hasattr(sys.modules[module], name):
+                setattr(sys.modules[module], name, float(value_s))
+
+
+def _end(role: str, settings: Settings) -> Any:
+    if role == "writer":
+        return WriterEnd(settings)
+    if role == "reader":
+        return ReaderEnd(settings)
+    import transfer_node
+
+    return transfer_node.SenderEnd(settings) if role == "sender" else transfer_node.ReceiverEnd(settings)
+
+
+def _say(answers: TextIO, answer: Any) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
 def main() -> None:
     role, name, key = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
-    tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(os.environ.get("TEST_ATTACH_TIMEOUT_S", "10"))
-    if "TEST_STALL_S" in os.environ:
-        from kv_transfer.transports import group_backend
-
-        group_backend.STALL_S = float(os.environ["TEST_STALL_S"])
-    incarnation = ("p" if role == "writer" else "d") * 32
+    incarnation = os.environ.get("TEST_INCARNATION", ("p" if role == "writer" else "d") * 32)
     host = os.environ.get("TEST_HOST", "127.0.0.1")
-    settings = Settings(name, incarnation, host, key.encode())
-    end: Any = WriterEnd(settings) if role == "writer" else ReaderEnd(settings)
-    print(json.dumps(os.getpid()), flush=True)
+    end = _end(role, Settings(name, incarnation, host, key.encode()))
+    _set_patience()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # UCX and others say what they have to say on the standard output
+    _say(answers, os.getpid())
     pending = b""
     while True:
         ready, _, _ = select.select([0, *end.transport.files()], [], [], 0.02)
@@ -147,11 +176,11 @@ def main() -> None:
             elif what == "close":
                 end.transport.close()
                 end.store.close()
-                print(json.dumps("closed"), flush=True)
+                _say(answers, "closed")
                 return
             else:
                 answer = getattr(end, f"do_{what}")(**command)
-            print(json.dumps(answer), flush=True)
+            _say(answers, answer)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from common.geometry import PageGeometry
-from common.messages import Handoff, Message
+from common.messages import Connect, Handoff, Message
 from common.pages import Owner, PageBooks
 from kv_transfer.pieces import Piece
 from kv_transfer.receiver import Completed, Event, PairLost, Receiver
 from kv_transfer.sender import EARLY_LEASE_S, Sender
 from kv_transfer.session import Key
 from kv_transfer.tombs import LEASE_S
-from kv_transfer.transports.base import ReaderTransport, WriterTransport
+from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
 from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
 
@@ -33,9 +33,10 @@ JUNK = 0xEE
 
 MESSAGE_FAULTS = ("lose", "repeat", "overtake")
 PAGE_FAULTS = ("drop", "copy")
-NODE_FAULTS = ("tear", "kill prefill", "kill decode")
+NODE_FAULTS = ("tear", "refuse", "kill prefill", "kill decode")
 ROLE_FAULTS = ("abort", "finish early", "cancel", "retract")
 TIME_FAULTS = ("lease", "tombs")
+CONNECTION_FAULTS = (*MESSAGE_FAULTS, "tear", "refuse")
 FAULTS = MESSAGE_FAULTS + PAGE_FAULTS + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
 
 
@@ -91,6 +92,13 @@ class WatchedWriter(InProcessWriter):
     """Shows the world every single write before it happens."""
 
     world: "TwoNodes"
+    is_refused = False  # the next attachment will come to nothing
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        super().attach(peer, connect)
+        if self.is_refused:
+            self.is_refused = False
+            self._news[-1] = Attached(peer, connect.epoch, "it was not to be")
 
     def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
         self.world.watch(self, self._readers[peer], source, target)
@@ -238,6 +246,8 @@ class TwoNodes:
                 yield ("tear", number)
         for page in self.wire.in_flight:
             yield from ((kind, page) for kind in PAGE_FAULTS)
+        if not self.prefill.writer.is_refused:
+            yield ("refuse",)
         yield ("kill prefill",)
         yield ("kill decode",)
         for key in self.prefill.pages:
@@ -455,6 +465,9 @@ class TwoNodes:
         self.wire.befall(number, "duplicate")
         self.wire.arrive(number)
 
+    def _refuse(self) -> None:
+        self.prefill.writer.is_refused = True
+
     def _kill_prefill(self) -> None:
         self.prefill.writer.die()
         for link in self.links:
@@ -568,7 +581,7 @@ class TwoNodes:
             list(writes._due),
             ([rank.get(t, -1) for t in prefill.writer.finished], prefill.writer._news),
             [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],
-            list(prefill.writer._leaving),
+            (list(prefill.writer._leaving), prefill.writer.is_refused),
             _of_choice(prefill.transport),
             receiver,
             (sorted(decode.begun.items()), sorted(decode.ended.items()), list(decode.dialled)),

@@ -5,7 +5,6 @@ One thread makes every call to NIXL, and looks after what is under way; the loop
 """
 
 import base64
-import binascii
 import contextlib
 import logging
 import os
@@ -73,7 +72,7 @@ class NixlWriter:
         try:
             endpoint = msgspec.json.decode(connect.endpoint, type=Endpoint)
             metadata = base64.b64decode(endpoint.agent, validate=True)
-        except (msgspec.DecodeError, UnicodeError, binascii.Error) as error:
+        except (msgspec.DecodeError, ValueError) as error:
             raise AttachError(f"{connect.name} offers an endpoint that nixl does not understand") from error
         route = Route(peer, connect, endpoint, ATTACH_TIMEOUT_S)
         self._routes[peer] = route
