@@ -30,7 +30,8 @@ from kv_transfer.transports.base import Attached, Fenced, to_message
 from kv_transfer.transports.group import GroupReader, GroupWriter
 from kv_transfer.transports.group_backend import Group, Pages, is_sound
 from kv_transfer.transports.group_form import ENTRY_MAGIC, HEADER, MADE_MAGIC, MAX_ENTRIES, WRITER, form
-from kv_transfer.transports.tcp_wire import PAGE_FRAME_BYTES, Line
+from kv_transfer.transports.group_reader import GroupInlet
+from kv_transfer.transports.tcp_wire import MAC_BYTES, PAGE_FRAME_BYTES, Line
 
 __all__ = ["nursery", "start"]
 
@@ -89,11 +90,19 @@ class Intruder(Stranger):
         self.group = form(self.line(connect), "gloo", WRITER, pages)
         self.connection.settimeout(5.0)
 
-    def send(self, page: int, value: int) -> None:
-        """Say what comes, and let it come."""
-        self.connection.sendall(self.header(page))
+    def announce(self, page: int, value: int) -> None:
+        """Say what comes."""
+        frame = self.frame(page, value)
+        self.connection.sendall(frame[:PAGE_FRAME_BYTES] + frame[-MAC_BYTES:])  # the bytes go another way
         self.num_sent += 1
-        self.group.wait(self.group.send(torch.full((SIZE,), value, dtype=torch.uint8)))
+
+    def send(self, page: int, value: int, changed: int | None = None) -> None:
+        """Say what comes, and let it come, or something else."""
+        self.announce(page, value)
+        data = torch.full((SIZE,), value, dtype=torch.uint8)
+        if changed is not None:
+            data[changed] ^= 1
+        self.group.wait(self.group.send(data))
 
 
 @pytest.fixture
@@ -321,14 +330,26 @@ def test_a_page_is_placed_where_it_is_allowed_and_once(intruder: Intruder, store
 
 
 def test_what_comes_after_leave_was_taken_lands_nowhere(intruder: Intruder, store: MemfdStore) -> None:
-    intruder.connection.sendall(intruder.header(2))  # said, and received for
-    intruder.num_sent += 1
+    intruder.announce(2, 7)
     time.sleep(0.05)
     intruder.reader.forbid([2])
     store.fill(2, 99)  # someone else's by now
     intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
     assert intruder.answer() == (0, 2)
     assert set(store.read(2)) == {99}
+
+
+@pytest.mark.parametrize("at", [0, SIZE - 1])
+def test_a_page_whose_bytes_were_changed_on_the_way_lands_nowhere_and_ends_the_pair(
+    intruder: Intruder, store: MemfdStore, at: int
+) -> None:
+    intruder.send(3, 6)
+    assert intruder.answer() == (1, 3)
+    intruder.send(2, 7, changed=at)
+    [fenced] = until(lambda: intruder.reader.poll(0.0))
+    assert "came changed" in fenced.reason
+    assert set(store.read(2)) == {0}
+    assert intruder.answer() is None
 
 
 def test_leave_of_another_epoch_is_no_leave(intruder: Intruder, store: MemfdStore) -> None:
@@ -359,7 +380,7 @@ def test_taking_leave_waits_for_the_copy_under_way(
 
 def test_withdrawing_is_a_fence_while_a_page_is_on_its_way(intruder: Intruder, store: MemfdStore) -> None:
     """The late bytes of an old epoch reach nobody, whoever has the page by then."""
-    intruder.connection.sendall(intruder.header(2))
+    intruder.announce(2, 7)
     time.sleep(0.05)
     intruder.reader.withdraw(PREFILL)
     assert intruder.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
@@ -407,12 +428,32 @@ def test_a_page_that_is_said_and_never_comes_ends_the_pair(
     source = MemfdStore(NUM_PAGES)
     intruder = Intruder(reader)
     intruder.join(offer(reader), Pages(source, "gloo"))
-    intruder.connection.sendall(intruder.header(2))
+    intruder.announce(2, 7)
     [fenced] = until(lambda: reader.poll(0.0))
     assert fenced.reason == (
         "the gloo connection to the prefill node ended: Timed out waiting 200ms for recv operation to complete"
     )
     intruder.group.close()
+
+
+def test_a_writer_says_so_while_its_pages_are_still_being_read(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that takes nothing, and a backend that cannot be cut short."""
+    is_over = threading.Event()
+    monkeypatch.setattr(GroupInlet, "_receive_pages", lambda inlet, group: is_over.wait(10))
+    attach(writer, reader)
+    monkeypatch.setattr(Group, "abort", lambda group: None)
+    tickets = [writer.write(DECODE, [(page, page)]) for page in range(2)]
+    until(lambda: next(iter(writer._lanes.values()))[1].outlet._is_sending)  # type: ignore[union-attr]
+    for _ in range(3):
+        assert writer.detach(DECODE) is False
+        assert (writer.poll(), writer.done()) == ([], [])
+    monkeypatch.undo()
+    is_over.set()
+    until(lambda: writer.detach(DECODE))
+    assert writer.done() == tickets
+    assert writer.counters()["bytes_by_gloo"] == 0
 
 
 # ---- processes that stop and die --------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ ends in memory that nobody reads.
 A peer that is stopped in the middle of a page breaks the pair after ``STALL_S``; between pages nothing is waited for.
 What blocks is done in threads of the pair: one at each end, and another while the group forms.
 
-Gloo and NCCL authenticate nobody and encrypt nothing. Ours is the connection over which a group forms, and a proof
-over the group once it has; what somebody on the way does to the bytes is not noticed. Gloo listens on the address of
-that connection while a group forms. Keep it to an interface that is trusted.
+Gloo and NCCL authenticate nobody and encrypt nothing. Ours is the connection over which a group forms, a proof over the
+group once it has, and with a cluster key a mac of every page, made and checked beside the backend. Gloo listens on the
+address of that connection while a group forms, and ends the whole process when its peer breaks its own protocol; a peer
+is whoever comes first in those milliseconds. So keep it to an interface that is trusted.
 
 NCCL has not been run: it needs two GPUs.
 """

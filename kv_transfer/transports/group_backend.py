@@ -67,6 +67,10 @@ class Pages:
         """Room for one page of ours, where our pages are."""
         return torch.empty_like(self.rows[0])
 
+    def read(self, part: torch.Tensor) -> memoryview:
+        """The bytes of one of these, for the CPU."""
+        return part.cpu().numpy().data
+
     def gather(self, page: int, piece: Piece | None, staging: torch.Tensor) -> torch.Tensor:
         """What is to be sent of a page: all of it where it stands, or a piece put together in ``staging``."""
         row = self.rows[page]

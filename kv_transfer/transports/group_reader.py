@@ -2,6 +2,7 @@
 the pool here, one page at a time, where that is allowed at that moment. See ``group`` for the whole story.
 """
 
+import hmac
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from kv_transfer.transports.group_backend import Group, Pages, check_available
 from kv_transfer.transports.group_form import READER, form
 from kv_transfer.transports.tcp_inlet import Inlet, Leave
 from kv_transfer.transports.tcp_reader import TcpReader
-from kv_transfer.transports.tcp_wire import PAGE_FRAME_BYTES, Line
+from kv_transfer.transports.tcp_wire import PAGE_FRAME_BYTES, Body, Line
 
 DEPTH = 4  # pages under way in a group
 
@@ -45,13 +46,21 @@ class GroupReader(TcpReader):
 
 
 class _Coming(NamedTuple):
-    """A page, or a part of one, that is being received. ``room``: where it goes first; ``work``: to wait for."""
+    """A page, or a part of one, that is being received.
+
+    Attributes:
+        room: where it goes first.
+        work: to wait for.
+        body, mac: what is to come of it, with a cluster key.
+    """
 
     page: int
     box: Box
     number: int
     room: Any
     work: Any
+    body: Body | None
+    mac: bytes
 
 
 class GroupInlet(Inlet):
@@ -104,7 +113,9 @@ class GroupInlet(Inlet):
                         return
                     page, box = self._understood(bytes(header), number)
                     room, num_bytes = spare.pop(), box.num_bytes(self._store.geometry)
-                    coming.append(_Coming(page, box, number, room, group.receive(room[:num_bytes])))
+                    work = group.receive(room[:num_bytes])
+                    body = self._page_seal.body(bytes(header))
+                    coming.append(_Coming(page, box, number, room, work, body, self._mac_after(body)))
                     number += 1
                 first = coming.popleft()
                 group.wait(first.work)
@@ -112,7 +123,15 @@ class GroupInlet(Inlet):
                 spare.append(first.room)
 
     def _put(self, pages: Pages, came: _Coming) -> bool:
-        """Copy what has come whole into the pool, if that is allowed. Was it?"""
+        """Copy what has come whole into the pool, if that is allowed. Was it?
+
+        Raises ConnectionError if it is not what the writer sent.
+        """
+        num_bytes = came.box.num_bytes(self._store.geometry)
+        if came.body is not None:
+            came.body.add(pages.read(came.room[:num_bytes]))
+            if not hmac.compare_digest(came.body.mac(), came.mac):
+                raise ConnectionError("the bytes of a page came changed")
         grant = self._leave.claim(self._owner, came.page, came.box)
         self._page = came.page
         with self._lock:
@@ -122,7 +141,7 @@ class GroupInlet(Inlet):
             if is_allowed:
                 pages.scatter(came.page, self._runs_of(came.box), came.room)
         self._page = -1
-        self._leave.count(came.box.num_bytes(self._store.geometry) if is_allowed else 0)
+        self._leave.count(num_bytes if is_allowed else 0)
         return is_allowed
 
 

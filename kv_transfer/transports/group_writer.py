@@ -149,8 +149,12 @@ class GroupOutlet(Outlet):
             if job:
                 source, target, piece = job
                 room = spare.pop()
-                self._connection.sendall(self._header(target, piece, number))
-                going.append((group.send(group.pages.gather(source, piece, room)), room))
+                header, part = self._header(target, piece, number), group.pages.gather(source, piece, room)
+                self._connection.sendall(header)
+                going.append((group.send(part), room))
+                if (body := self._seal.body(header)) is not None:
+                    body.add(group.pages.read(part))
+                    self._connection.sendall(body.mac())
                 number += 1
             else:
                 work, room = going.popleft()
