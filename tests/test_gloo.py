@@ -29,7 +29,7 @@ from kv_transfer.transports import group_backend, group_form
 from kv_transfer.transports.base import Attached, Fenced, to_message
 from kv_transfer.transports.group import GroupReader, GroupWriter
 from kv_transfer.transports.group_backend import Group, Pages, is_sound
-from kv_transfer.transports.group_form import ENTRY_MAGIC, HEADER, MADE_MAGIC, MAX_ENTRIES, WRITER, form
+from kv_transfer.transports.group_form import ENTRY_MAGIC, HEADER, MADE_MAGIC, MAX_ENTRIES, READER, WRITER, form
 from kv_transfer.transports.group_reader import GroupInlet
 from kv_transfer.transports.tcp_wire import MAC_BYTES, PAGE_FRAME_BYTES, Line
 
@@ -178,6 +178,23 @@ def test_several_pairs_are_apart(reader: GroupReader, writer: GroupWriter, store
     writer.write(DECODE, [(0, 1)])
     until(writer.done)
     assert set(store.read(1)) == {9}
+
+
+def test_what_follows_when_both_have_made_the_group_is_not_read_as_part_of_it(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has long been ready, and sends a page as soon as the reader is."""
+    run = group_form._Maker.run
+
+    def late(maker: Any) -> None:
+        run(maker)
+        time.sleep(0.1 if maker._arguments[2] == READER else 0)
+
+    monkeypatch.setattr(group_form._Maker, "run", late)
+    monkeypatch.setattr(group_form, "_PAUSE_MS", 300)
+    attach(writer, reader)
+    ticket = writer.write(DECODE, [(0, 0)])
+    assert until(writer.done) == [ticket]
 
 
 def test_an_offer_of_another_transport_is_not_taken_for_gloos(reader: GroupReader) -> None:
