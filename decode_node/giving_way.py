@@ -68,7 +68,7 @@ class GivingWay:
         if self._line.is_computed_here(request):
             is_new = self._places.states[request.key] is State.WAITING
             return is_new and self._line.sharing().waits_for(request, self._cache) is not None
-        return self._line.is_full() or self._line.admission.match(request).pending is not None
+        return self._line.is_full_for(request) or self._line.admission.match(request).pending is not None
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
         """Take the pages; their KV stays in the cache as long as nobody needs the room."""

@@ -136,9 +136,13 @@ class Line:
         self._last_try = () if granted else state
         return granted
 
-    def is_full(self) -> bool:
-        """As many transfers are under way, or waiting for a row, as there are rows."""
-        return len(self._places.receiving) + len(self._places.ready) >= self._limits.max_running
+    def is_full_for(self, request: Request) -> bool:
+        """As many transfers no less urgent than this are under way, or waiting for a row, as there are rows."""
+        ahead = [*self._places.receiving.values(), *self._places.ready.values()]
+        if len(ahead) < self._limits.max_running or not self._order.rules.is_enabled:
+            return len(ahead) >= self._limits.max_running
+        priority = self._order.priority(request)
+        return sum(self._order.priority(other) >= priority for other in ahead) >= self._limits.max_running
 
     def _admit(self, now: float) -> list[Granted]:
         granted: list[Granted] = []
@@ -147,7 +151,7 @@ class Line:
         ahead: list[Request] = []  # to be computed here, and before whom no later one may take the pages
         self.short.clear()
         for request in self.sort(now):
-            if skip_ahead.is_closed or self.is_full():
+            if skip_ahead.is_closed or self.is_full_for(request):
                 break
             if self.is_computed_here(request):
                 if request.key in self._places.retracted:

@@ -265,6 +265,18 @@ def test_a_transfer_inherits_the_priority_of_who_waits_for_its_prefix() -> None:
     assert node.run()
 
 
+def test_transfers_that_wait_for_a_row_do_not_keep_a_more_urgent_one_from_beginning() -> None:
+    node = Node(slots=1)
+    node.run_in("busy", 8, 5, new=30)
+    node.submit("low", 8, 0)
+    assert node.grant() == ["low"]
+    node.receive("low")  # it is here, and there is no row
+    node.submit("equal", 8, 0)
+    assert node.grant() == []
+    node.submit("urgent", 8, 9)
+    assert node.grant() == ["urgent"]
+
+
 def test_a_changed_priority_counts_at_once() -> None:
     node = Node(slots=1)
     node.run_in("busy", 8, 9, new=3)
