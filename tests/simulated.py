@@ -83,9 +83,11 @@ class Service:
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
-    def ask(self, rid: str, prompt: Sequence[int], max_new: int, *, at: float = 0.0, **more: Any) -> None:
+    def ask(
+        self, rid: str, prompt: Sequence[int], max_new: int, *, at: float = 0.0, seed: int = 0, **more: Any
+    ) -> None:
         """One request, at an instant; ``more`` are fields of ``Ask``."""
-        sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True, seed=seed)
         ask = self.asked[rid] = Ask(rid, rid, tuple(prompt), sampling, model=MODEL, **more)
         self.agenda.at(at, self._send, ask)
 

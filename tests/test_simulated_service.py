@@ -1,10 +1,14 @@
 """A whole service in virtual time: every number of a lone request by hand, then everything at once."""
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.config import Role
 from common.errors import ErrorCode
+from common.scheduling import POLICIES
 from tests.simulated import Limits, Service, prompt_of
 
 
@@ -91,40 +95,82 @@ def test_a_page_takes_its_time_on_the_wire_and_waits_for_those_before_it() -> No
     assert second[1] - first[1] == pytest.approx(0.410, abs=1e-3)
 
 
-REQUEST = st.tuples(
-    st.integers(0, 2),  # which prompt
-    st.integers(1, 40),  # its length
-    st.integers(1, 14),  # tokens of output
-    st.floats(0.0, 0.5),  # when
-    st.sampled_from([600.0, 600.0, 600.0, 0.3]),  # deadline
+# ---- everything at once ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    """Whatever a node and a gateway can be told about order."""
+    found: dict[str, Any] = {
+        "schedule_policy": draw(st.sampled_from(POLICIES)),
+        "max_skip_ahead": draw(st.sampled_from([0, 1, 8])),
+        "stream_interval": draw(st.sampled_from([1, 1, 3])),
+        "disable_radix_cache": draw(st.sampled_from([False, False, True])),
+        "prefill_max_requests": draw(st.sampled_from([None, None, 1])),
+        "local_prefill": draw(st.sampled_from(["never", "never", "auto", "always"])),
+        "local_prefill_threshold": 12,
+    }
+    if draw(st.booleans()):
+        found |= {
+            "enable_priority_scheduling": True,
+            "default_priority_value": 0,
+            "priority_scheduling_preemption_threshold": draw(st.sampled_from([0, 3, 10])),
+            "priority_aging_per_second": draw(st.sampled_from([0.0, 10.0]))
+            if found["schedule_policy"] == "fcfs"
+            else 0.0,
+        }
+    if draw(st.sampled_from([False, False, True])):
+        found["priority_classes"] = ("high:4", "low:1")
+    return found
+
+
+REQUEST = st.fixed_dictionaries(
+    {
+        "first": st.integers(0, 2),  # prompts of one number begin alike
+        "length": st.integers(1, 40),
+        "max_new": st.integers(1, 14),
+        "at": st.floats(0.0, 0.5),
+        "timeout_s": st.sampled_from([600.0, 600.0, 600.0, 0.3]),
+        "priority": st.sampled_from([0, 0, 4, 20]),
+        "tenant": st.sampled_from(["", "a", "b"]),
+        "is_high": st.booleans(),
+    }
 )
 FAULT = st.tuples(st.floats(0.0, 0.6), st.sampled_from(["prefill", "decode", "abort"]), st.integers(0, 39))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=24),
     faults=st.lists(FAULT, max_size=4),
-    num_prefill=st.integers(1, 2),
-    num_decode=st.integers(1, 2),
-    prefill_pages=st.integers(11, 30),
-    decode_pages=st.integers(14, 30),
+    nodes=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    pools=st.tuples(st.integers(11, 30), st.integers(14, 30)),
     max_running=st.integers(1, 4),
+    given_options=options(),
 )
 def test_every_request_ends_and_every_page_comes_back_whatever_happens(
-    requests: list[tuple[int, int, int, float, float]],
+    requests: list[dict[str, Any]],
     faults: list[tuple[float, str, int]],
-    num_prefill: int,
-    num_decode: int,
-    prefill_pages: int,
-    decode_pages: int,
+    nodes: tuple[int, int],
+    pools: tuple[int, int],
     max_running: int,
+    given_options: dict[str, Any],
 ) -> None:
     """No deadlock either: ``run`` fails as soon as requests wait and nothing but deadlines is to come."""
-    limits = Limits(prefill_pages, decode_pages, chunk_tokens=8, max_running=max_running)
-    service = Service(num_prefill, num_decode, limits=limits)
-    for number, (first, length, max_new, at, timeout_s) in enumerate(requests):
-        service.ask(f"r{number}", prompt_of(length, first), max_new, at=at, timeout_s=timeout_s)
+    num_prefill = 0 if given_options["local_prefill"] == "always" else nodes[0]
+    limits = Limits(*pools, chunk_tokens=8, max_running=max_running)
+    service = Service(num_prefill, nodes[1], limits=limits, **given_options)
+    for number, request in enumerate(requests):
+        service.ask(
+            f"r{number}",
+            prompt_of(request["length"], request["first"]),
+            request["max_new"],
+            at=request["at"],
+            timeout_s=request["timeout_s"],
+            priority=request["priority"],
+            tenant=request["tenant"],
+            priority_class=("high" if request["is_high"] else "low") if "priority_classes" in given_options else "",
+        )
     for at, what, number in faults:
         service.agenda.at(at, strike, service, what, number)
     service.run()
@@ -138,6 +184,8 @@ def strike(service: Service, what: str, number: int) -> None:
     if what == "abort":
         service.cluster.gateway.abort(f"r{number}")
         return
-    nodes = service.cluster.of(what)  # type: ignore[arg-type]  # one of the two roles
-    service.cluster.kill(nodes[number % len(nodes)])
-    service.cluster.start(what)  # type: ignore[arg-type]
+    role: Role = "prefill" if what == "prefill" else "decode"
+    nodes = service.cluster.of(role)
+    if nodes:
+        service.cluster.kill(nodes[number % len(nodes)])
+        service.cluster.start(role)

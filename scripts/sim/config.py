@@ -113,4 +113,5 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
         """The gateway's pure parts."""
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(GatewayConfig) if name in ours}
+        values["tenant_header"] = True  # the plan says whose a request is
         return make_fleet(GatewayConfig(**values), model, 1)

@@ -1,0 +1,271 @@
+"""Bounds on waiting that scheduling promises, proved on whole services in virtual time, over loads drawn by hypothesis.
+
+- Ageing: nobody waits longer than it takes until nobody who comes may pass, and what waits then is done.
+- ``fair``: backlogged tenants are served alike within the bound of the VTC paper.
+- ``edf``: deadlines that can be met are met.
+"""
+
+import math
+from collections import Counter
+from random import Random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
+from common.node.capacity import Capacity
+from common.step import StepPlan, StepResult
+from scripts.sim.costs import Costs
+from tests.fake_engine import FakeExecutor
+from tests.simulated import Limits, Service
+
+PAGE, CHUNK = 4, 32
+STEP_S, TOKEN_S, MESSAGE_S = 0.01, 0.001, 0.001
+COSTS = Costs(STEP_S, TOKEN_S, TOKEN_S, 0.0, MESSAGE_S, 0.0, 1e12)
+ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=400)
+
+
+def unlike(number: int, length: int) -> tuple[int, ...]:
+    """A prompt that begins like no other."""
+    return (1_000 + number, *range(1, length))
+
+
+# ---- ageing ---------------------------------------------------------------------------------------------------------
+
+
+def work_s(length: int) -> float:
+    """At most so much time of a prefill node goes into a prompt: its tokens, and the steps that it would fill alone."""
+    return TOKEN_S * length + STEP_S * math.ceil(length / CHUNK)
+
+
+def longest_backlog_s(arrivals: list[tuple[float, int]]) -> float:
+    """The most work that ever waits on a node that works whenever there is any (Lindley's recursion)."""
+    backlog = most = last = 0.0
+    for at, length in arrivals:
+        backlog = max(0.0, backlog - (at - last)) + work_s(length)
+        most, last = max(most, backlog), at
+    return most
+
+
+def aged(arrivals: list[tuple[float, int, int]], rate: float) -> Service:
+    """Prompts (instant, tokens, priority) at one prefill node, which says one token to each."""
+    service = Service(
+        limits=ROOMY,
+        costs=COSTS,
+        enable_priority_scheduling=True,
+        default_priority_value=0,
+        priority_aging_per_second=rate,
+        gateway_lookahead=1_000,
+    )
+    for number, (at, length, priority) in enumerate(arrivals):
+        service.ask(f"r{number}", unlike(number, length), 1, at=at, priority=priority, timeout_s=1e6)
+    service.run(is_checked=False, max_events=1_000_000)
+    return service
+
+
+def bound_s(priority: int, highest: int, rate: float, backlog_s: float) -> float:
+    """The longest wait for a first token at a prefill node that is loaded below its capacity.
+
+    A request of priority p outranks whatever arrives more than D = (highest priority - p) / rate after it. Until then
+    others may pass. What waits at that moment, at most the longest backlog B of such a load, may come first; nothing
+    that arrives later does. So it has its first token after at most::
+
+        D + B
+
+    and the step that is under way (a step is not interrupted), the one that it ends in, and two messages.
+    """
+    step_s = STEP_S + TOKEN_S * CHUNK
+    return (highest - priority) / rate + backlog_s + 2 * step_s + 2 * MESSAGE_S
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 100), st.sampled_from([0, 0, 3, 10])), min_size=1, max_size=80),
+    load=st.floats(0.5, 0.98),
+    burst_s=st.sampled_from([0.0, 0.5, 2.0]),
+    rate=st.sampled_from([1.0, 5.0, 20.0]),
+)
+def test_below_capacity_no_wait_exceeds_what_ageing_gives(
+    prompts: list[tuple[int, int]], load: float, burst_s: float, rate: float
+) -> None:
+    """Prompts come on average at ``load`` times the node's capacity, those of every ``burst_s`` seconds at once."""
+    arrivals, at = [], 0.0
+    for length, priority in prompts:
+        arrivals.append((at if not burst_s else at // burst_s * burst_s, length, priority))
+        at += work_s(length) / load
+    backlog_s = longest_backlog_s([(at, length) for at, length, _ in arrivals])
+    service = aged(arrivals, rate)
+    for number, (at, _, priority) in enumerate(arrivals):
+        waited_s = service.ended[f"r{number}"].stamps_s[0] - at
+        assert waited_s <= bound_s(priority, 10, rate, backlog_s) + 1e-9
+
+
+def stream(seconds: float) -> list[tuple[float, int, int]]:
+    """Urgent prompts that come all the time, at first two seconds' work, then 95 %; and one that is not urgent."""
+    each = work_s(54)
+    urgent = [(0.0, 54, 10)] * round(2.0 / each)
+    later = [(number * each / 0.95, 54, 10) for number in range(1, round(seconds / each * 0.95))]
+    return [*urgent, (0.01, 8, 0), *later]
+
+
+def test_with_ageing_the_least_urgent_is_served_while_urgent_ones_keep_coming_and_without_after_them() -> None:
+    arrivals = stream(12.0)
+    backlog_s = longest_backlog_s([(at, length) for at, length, _ in arrivals])
+    patient = f"r{[priority for _, _, priority in arrivals].index(0)}"
+    waited_s = aged(arrivals, 4.0).ended[patient].stamps_s[0] - 0.01
+    assert 2.5 < waited_s <= bound_s(0, 10, 4.0, backlog_s)  # nobody comes before it who came after 10 / 4 s
+    assert aged(arrivals, 1e-6).ended[patient].stamps_s[0] > 11.0
+
+
+# ---- fair -----------------------------------------------------------------------------------------------------------
+
+
+class Metered(FakeExecutor):
+    """Notes what each tenant is served: a prompt when it begins, a token when it is said."""
+
+    def __init__(self, capacity: Capacity, tenants: list[str]) -> None:
+        super().__init__(capacity.num_pages, PAGE, capacity.num_slots)
+        self._tenants = tenants
+        self._slots: dict[int, str] = {}
+        self._begun: dict[int, None] = {}
+        self.num_begun: Counter[str] = Counter()
+        self.served: Counter[str] = Counter()
+        self.history: list[tuple[Counter[str], Counter[str]]] = []  # (served, begun) after every step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for admit in plan.admits:
+            tenant = self._slots[admit.slot] = self._tenants[admit.sampling.seed]
+            if admit.sampling.seed not in self._begun:
+                self._begun[admit.sampling.seed] = None
+                self.num_begun[tenant] += 1
+                self.served[tenant] += int(INPUT_WEIGHT * admit.prompt_len)
+        for row in plan.rows:
+            self.served[self._slots[row.slot]] += int(OUTPUT_WEIGHT * row.sample)
+        self.history.append((self.served.copy(), self.num_begun.copy()))
+        return super().run(plan)
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=4, max_size=20)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    heavy=LENGTHS,
+    light=LENGTHS,
+    max_running=st.integers(1, 6),
+    weight=st.sampled_from([1, 1, 3]),
+    lookahead=st.sampled_from([0, 1, 1_000]),
+)
+def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
+    heavy: list[tuple[int, int]], light: list[tuple[int, int]], max_running: int, weight: int, lookahead: int
+) -> None:
+    """Sheng et al. (OSDI'24): while two clients both have requests waiting, what they were served differs by at most
+    2 * max(w_p * L_input, w_q * M): L_input is the longest prompt, M the tokens that fit into a batch. With weights,
+    what is compared is divided by them.
+    """
+    tenants = ["heavy"] * len(heavy) + ["light"] * len(light)
+    meters: list[Metered] = []
+
+    def engine(capacity: Capacity) -> Metered:
+        meters.append(Metered(capacity, tenants))
+        return meters[-1]
+
+    service = Service(
+        0,
+        1,
+        limits=Limits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=max_running),
+        costs=COSTS,
+        engine=engine,
+        local_prefill="always",
+        schedule_policy="fair",
+        tenant_shares=(f"heavy:{weight}", "light:1"),
+        tenant_header=True,
+        gateway_lookahead=lookahead,
+    )
+    for number, (length, max_new) in enumerate([*heavy, *light]):
+        service.ask(f"r{number}", unlike(number, length), max_new, tenant=tenants[number], seed=number)
+    service.run(is_checked=False)
+    longest = max(length for length, _ in [*heavy, *light])
+    in_batch = sum(sorted((length + max_new for length, max_new in [*heavy, *light]), reverse=True)[:max_running])
+    bound = 2 * max(INPUT_WEIGHT * longest, OUTPUT_WEIGHT * min(in_batch, 200 * PAGE))
+    for served, begun in meters[0].history:
+        if begun["heavy"] == len(heavy) or begun["light"] == len(light):
+            break  # one of them has nothing waiting any more
+        assert abs(served["heavy"] / weight - served["light"]) <= bound
+
+
+def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
+    """Forty prompts of one tenant stand before ten of another; without ``fair`` they would all come first."""
+    tenants = ["heavy"] * 40 + ["light"] * 10
+    meters: list[Metered] = []
+
+    def engine(capacity: Capacity) -> Metered:
+        meters.append(Metered(capacity, tenants))
+        return meters[-1]
+
+    service = Service(
+        0,
+        1,
+        limits=Limits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=2),
+        costs=COSTS,
+        engine=engine,
+        local_prefill="always",
+        schedule_policy="fair",
+    )
+    for number, tenant in enumerate(tenants):
+        service.ask(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
+    service.run(is_checked=False)
+    begun = [begun for _, begun in meters[0].history if begun["light"] < 10]
+    # Two go out before anybody else has come; then one after the other.
+    assert max(abs(each["heavy"] - each["light"]) for each in begun) <= 4
+
+
+# ---- edf ------------------------------------------------------------------------------------------------------------
+
+CHUNK_S = STEP_S + TOKEN_S * PAGE
+
+
+def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
+    """When each of these (released, chunks) ends in one schedule of many: by a random order, overtaking at chunks."""
+    ranks = Random(seed).sample(range(len(jobs)), len(jobs))
+    left = [chunks for _, chunks in jobs]
+    ends = [0.0] * len(jobs)
+    now = 0.0
+    while any(left):
+        ready = [i for i, (released, _) in enumerate(jobs) if left[i] and released <= now]
+        if not ready:
+            now = min(released for i, (released, _) in enumerate(jobs) if left[i])
+            continue
+        chosen = min(ready, key=lambda i: ranks[i])
+        now += CHUNK_S
+        left[chosen] -= 1
+        ends[chosen] = now
+    return ends
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    jobs=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 8)), min_size=1, max_size=20),
+    seed=st.integers(0, 1_000_000),
+)
+def test_edf_meets_every_deadline_that_can_be_met(jobs: list[tuple[float, int]], seed: int) -> None:
+    """One node, one prompt in a step, known times: whatever deadlines *some* schedule meets, ``edf`` meets.
+
+    The deadlines are the ends in a schedule made by lot. Earliest deadline first is optimal where work can be
+    interrupted at any time (Horn, 1974); chunks cannot, so each deadline has one chunk to spare, for the one that is
+    under way when a prompt comes, and what two messages take.
+    """
+    ends = some_schedule(jobs, seed)
+    service = Service(
+        limits=Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=PAGE, max_running=100),
+        costs=COSTS,
+        schedule_policy="edf",
+        prefill_max_requests=1,
+        gateway_lookahead=1_000,
+    )
+    for number, ((released, chunks), end) in enumerate(zip(jobs, ends, strict=True)):
+        timeout_s = end - released + CHUNK_S + 2 * MESSAGE_S + 1e-6
+        service.ask(f"r{number}", unlike(number, chunks * PAGE), 1, at=released, timeout_s=timeout_s)
+    service.run(is_checked=False)
+    late = [rid for rid, answer in service.ended.items() if answer.error is not None]
+    assert not late, f"{late} missed deadlines that could be met"
