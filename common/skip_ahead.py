@@ -24,6 +24,10 @@ class SkipAhead:
         refused = self._refused
         return self._is_closed or len(refused) > self._limit or any(r.num_passed >= self._limit for r in refused)
 
+    def is_closed_to(self, is_awaited: bool) -> bool:
+        """As ``is_closed``; but no number of others keeps back those whom somebody waits for elsewhere."""
+        return self._is_closed or (not is_awaited and self.is_closed)
+
     def close(self) -> None:
         """Nobody may pass, whatever the limit."""
         self._is_closed = True

@@ -7,7 +7,7 @@ of the last chunk is the first output token; the slot is free then, the pages st
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from common.chunking import Cut
@@ -185,7 +185,8 @@ class PrefillScheduler:
         """The next step, or None if nothing can be computed now."""
         if not self.extending and not self.waiting:
             return None
-        urgent = self._make_room(now)
+        granted = [request for request in self.waiting.values() if self._is_granted(request.key)]
+        urgent = self._make_room(granted, now)
         adder = PrefillAdder(
             self._cache,
             self._books,
@@ -199,7 +200,7 @@ class PrefillScheduler:
             max_requests=self._limits.max_requests,
             reserve_output=False,
         )
-        admitted = self._fill(adder, urgent, now)
+        admitted = self._fill(adder, urgent, granted, now)
         self._order.explain(self.decisions, now)
         if not adder.chunks:
             return None
@@ -213,8 +214,14 @@ class PrefillScheduler:
             rows=tuple(chunk.to_row() for chunk in adder.chunks),
         )
 
-    def _fill(self, adder: PrefillAdder, urgent: Request | None, now: float) -> list[Request]:
-        """Chunks of begun and of waiting requests, in one order, as far as the budgets reach. Returns the admitted."""
+    def _fill(
+        self, adder: PrefillAdder, urgent: Request | None, granted: Sequence[Request], now: float
+    ) -> list[Request]:
+        """Chunks of begun and of waiting requests, in one order, as far as the budgets reach. Returns the admitted.
+
+        A prompt for which a decode node holds pages passes whoever does not fit, however many have done so: those who
+        do not fit may be waiting for what it will give back there.
+        """
         queue = list(self._order.merge(list(self.extending.values()), list(self.waiting.values()), now))
         if urgent is not None:
             queue.remove(urgent)
@@ -224,13 +231,15 @@ class PrefillScheduler:
         lent: dict[Key, int] = {}
         admitted: list[Request] = []
         num_begun = len(self.extending)
+        may_pass = {request.key for request in granted}
         for request in queue:
             if self.states[request.key] is State.EXTENDING:
                 num_begun -= 1
                 if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                     break
-            elif not self._slots or skip_ahead.is_closed:
-                if not num_begun:
+            elif not self._slots or skip_ahead.is_closed_to(request.key in may_pass):
+                may_pass.discard(request.key)
+                if not num_begun and not may_pass:
                     break
             elif holder := sharing.waits_for(request, self._cache):
                 lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.priority(request))
@@ -260,7 +269,7 @@ class PrefillScheduler:
 
     # ---- who gives way ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, now: float) -> Request | None:
+    def _make_room(self, granted: Sequence[Request], now: float) -> Request | None:
         """Retract prompts for which no decode node holds pages yet, so that one that matters more fits.
 
         A decode node keeps what it has granted until the transfer is over, so a prompt for which pages are granted must
@@ -269,7 +278,7 @@ class PrefillScheduler:
         Returns:
             Such a prompt, if it fits only by taking from others; it comes first.
         """
-        urgent = self._first_granted()
+        urgent = max(granted, key=self._order.standing, default=None)
         if urgent is not None and not self._fits(urgent):
             self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
             return urgent
@@ -282,10 +291,6 @@ class PrefillScheduler:
             if weaker and not self._is_held_back(first):
                 self._preempt(first, weaker, now)
         return None
-
-    def _first_granted(self) -> Request | None:
-        granted = [request for request in self.waiting.values() if self._is_granted(request.key)]
-        return max(granted, key=self._order.standing) if granted else None
 
     def _ungranted(self) -> list[Request]:
         """Those that may be retracted, least urgent first."""

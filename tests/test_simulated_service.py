@@ -95,6 +95,23 @@ def test_a_page_takes_its_time_on_the_wire_and_waits_for_those_before_it() -> No
     assert second[1] - first[1] == pytest.approx(0.410, abs=1e-3)
 
 
+def test_a_prompt_whose_pages_are_awaited_passes_one_that_does_not_fit_however_strict_the_order() -> None:
+    """Found by the test below. A (8 of 11 pages) is computed and waits for its decode node's only row, which is kept
+    for B; B waits behind C, which comes first by its longer output, and does not fit beside A."""
+    service = Service(
+        1, 2, limits=Limits(11, 14, chunk_tokens=8, max_running=1), schedule_policy="lof", max_skip_ahead=0,
+        disable_radix_cache=True,
+    )  # fmt: skip
+    for number in range(10):
+        is_long = number in (5, 9)  # A and C; B is the second of the short ones
+        length = {5: 29, 9: 13}.get(number, 1)
+        service.ask(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
+    service.run()
+    for rid in service.ended:
+        service.assert_right(rid)
+    service.assert_all_is_back()
+
+
 # ---- everything at once ---------------------------------------------------------------------------------------------
 
 
