@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,14 @@ def test_parquet_has_a_row_per_request_and_says_what_columns_mean(tmp_path: Path
     assert all(table.schema.field(name).metadata[b"description"] for name in table.column_names)
     known = set(Record.__struct_fields__) | {"ttft_s", "e2e_s", "tpot_s"}
     assert known - set(table.column_names) == {"text", "ids", "num_events"}
+
+
+def test_the_manual_names_every_field_of_every_file() -> None:
+    manual = (Path(__file__).parents[1] / "docs" / "loadtest.md").read_text()
+    rows = {f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in COLUMNS}
+    assert rows <= set(manual.splitlines())
+    names = {*Record.__struct_fields__, *(own.name for own in fields(Report) if own.name != "records"), "samples"}
+    assert not [name for name in sorted(names) if f"`{name}`" not in manual]
 
 
 def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
