@@ -206,6 +206,10 @@ def test_a_rate_that_the_client_could_not_send_does_not_count_as_held() -> None:
     best, points = find_goodput(run, 4.0, 0.9, 3)
     assert 8 <= best <= 10
     assert next(point.rate for point in points if not point.is_valid) == 16.0
+    again = counted(100, 100)
+    again.reasons = ["the client could not keep up"]
+    point = measure(lambda _, number: again if number else counted(9, 10), 1.0, 0.9)
+    assert (point.holds, point.is_valid, len(point.reports)) == (False, False, 2), "it seemed to hold at first"
 
 
 def test_runs_of_a_sweep_have_the_same_schedule_and_other_tokens(tmp_path: Path) -> None:
