@@ -269,6 +269,7 @@ class Delivered(Message, frozen=True, tag="delivered"):
     indices: tuple[Count, ...]
     part: Count = 0  # which unit of each of these pages
     checksums: tuple[Checksum, ...] = ()  # CRC-32 of each, as it stands here; all or none
+    num_resends: Count = 0  # how often each of them has been written again by now
 
 
 class Resend(Message, frozen=True, tag="resend"):
@@ -279,6 +280,7 @@ class Resend(Message, frozen=True, tag="resend"):
     epoch: Count
     indices: tuple[Count, ...]
     part: Count
+    number: Annotated[int, Meta(ge=1)]  # how often that makes; so nothing is written twice for one damage
 
 
 class Handoff(Message, frozen=True, tag="handoff"):

@@ -283,10 +283,10 @@ class Receiver:
 
     def _on_delivered(self, session: ReceiveSession, message: Delivered) -> bool:
         is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
-        if not is_now or not session.is_expected(message.indices, message.part):
+        if not is_now or not session.is_expected(message.indices, message.part, message.num_resends):
             return False
         damaged = self._damaged(session, message) if self._wants_checksums or message.checksums else []
-        if damaged and not self._ask_again(session, damaged, message.part):
+        if damaged and not self._ask_again(session, damaged, message.part, message.num_resends + 1):
             return True
         whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
         self._transport.store.landed(whole)
@@ -303,7 +303,7 @@ class Receiver:
         self._totals["checksum_mismatches"] += len(damaged)
         return damaged
 
-    def _ask_again(self, session: ReceiveSession, indices: list[int], part: int) -> bool:
+    def _ask_again(self, session: ReceiveSession, indices: list[int], part: int, number: int) -> bool:
         """False: we have done so too often, and the transfer ends."""
         link = self._links[session.peer]
         way = f"by {link.transport} from prefill node {link.name} to decode node {self._name}"
@@ -312,7 +312,7 @@ class Receiver:
                 log.warning("a page came damaged %s and is asked for again; further ones are only counted", way)
             pages = [session.page_of(index) for index in indices]
             self._transport.allow(session.peer, session.epoch, pages, link.parts[part % session.num_units])
-            self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part)))
+            self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part, number)))
             return True
         message = f"the same page came damaged {MAX_RESENDS + 1} times {way}"
         self._messages.append((session.peer, Cancel(*session.key)))

@@ -264,7 +264,8 @@ class Sender:
             return
         per_page = session.units.per_target
         units = [index * per_page + message.part for index in message.indices]
-        if message.part >= per_page or not session.is_written(units):
+        is_next = all(session.num_resends(unit) + 1 == message.number for unit in units)
+        if message.part >= per_page or not session.is_written(units) or not is_next:
             self._totals["stale_messages"] += 1
             return
         self._totals["pages_resent"] += len(units)
@@ -365,16 +366,17 @@ class Sender:
         return self._writes.has_due
 
     def _tell_delivered(self, session: SendSession, units: Sequence[int], sums: Sums) -> None:
-        """One message for each part of a page that some of the units are."""
+        """One message for each part of a page that some of the units are, and for each number of resends."""
         assert session.epoch is not None
         per_page = session.units.per_target
-        for part in range(per_page):
-            some = [unit for unit in units if unit % per_page == part]
-            if some:
-                indices = tuple(unit // per_page for unit in some)
-                checksums = tuple(sums[unit] for unit in some if sums)
-                delivered = Delivered(*session.key, session.epoch, indices, part, checksums)
-                self._messages.append((session.peer, delivered))
+        alike: dict[tuple[int, int], list[int]] = {}
+        for unit in units:
+            alike.setdefault((unit % per_page, session.num_resends(unit)), []).append(unit)
+        for (part, number), some in sorted(alike.items()):
+            indices = tuple(unit // per_page for unit in some)
+            checksums = tuple(sums[unit] for unit in some if sums)
+            delivered = Delivered(*session.key, session.epoch, indices, part, checksums, number)
+            self._messages.append((session.peer, delivered))
 
     def _expire(self) -> None:
         while self._early:

@@ -254,6 +254,10 @@ class SendSession:
             for unit in units
         )
 
+    def num_resends(self, unit: int) -> int:
+        """How often it has been asked for again."""
+        return self._num_resends.get(unit, 0)
+
     def resend(self, units: Sequence[int]) -> bool:
         """Write these again. False: one of them has been written again too often already."""
         self.apply(SendEvent.RESEND)
@@ -355,13 +359,15 @@ class ReceiveSession:
     def is_landed(self) -> bool:
         return self._num_whole == self.num_pages - self.first
 
-    def is_expected(self, indices: Sequence[int], part: int) -> bool:
-        """Could a peer truthfully say that this part of these pages has been written just now?"""
+    def is_expected(self, indices: Sequence[int], part: int, num_resends: int | None = None) -> bool:
+        """Could a peer truthfully say that this part of these pages has been written just now, for the how-manieth time
+        after the first (None: any)? What it said before we asked for it again says nothing of what is there now."""
         end = self.first + len(self.pages)
         return (
             len(set(indices)) == len(indices)
             and all(self.first <= i < end and part < self._num_parts(i) for i in indices)
             and all(part not in self._arrived.get(i, ()) for i in indices)
+            and (num_resends is None or all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices))
         )
 
     def deliver(self, indices: Sequence[int], part: int) -> list[int]:

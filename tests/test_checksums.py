@@ -193,6 +193,7 @@ def test_a_page_without_the_checksum_that_was_asked_for_counts_as_damaged() -> N
         ({"indices": (1,)}, "not written yet"),
         ({"indices": (0, 0)}, "twice"),
         ({"part": 1}, "no such part"),
+        ({"number": 2}, "one that was never asked for"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -204,9 +205,9 @@ def test_what_cannot_be_asked_for_again_is_counted_and_ignored(change: dict[str,
     couple.hear_decode()
     couple.compute(KEY, 1)
     couple.run()
-    message = msgspec.structs.replace(Resend("r", 0, 1, (0,), 0), **change)
+    message = msgspec.structs.replace(Resend("r", 0, 1, (0,), 0, 1), **change)
     couple.sender.on_message(DECODE, message, 0.0)
-    couple.sender.on_message("x" * 32, Resend("r", 0, 1, (0,), 0), 0.0)
+    couple.sender.on_message("x" * 32, Resend("r", 0, 1, (0,), 0, 1), 0.0)
     couple.settle()
     assert couple.sender.counters()["stale_messages"] == 2
     assert couple.sender.counters()["pages_resent"] == 0
@@ -222,10 +223,10 @@ def test_a_decode_node_that_asks_without_end_is_refused() -> None:
     couple.begin(KEY, 2)
     couple.compute(KEY, 1)
     couple.run()
-    for _ in range(MAX_RESENDS):
-        couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 0), 0.0)
+    for number in range(1, MAX_RESENDS + 1):
+        couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 0, number), 0.0)
         couple.sender.pump(0.0)
-    couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 0), 0.0)
+    couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 0, MAX_RESENDS + 1), 0.0)
     couple.settle()
     assert isinstance(couple.to_decode[-1], Closed)
     assert not couple.released[KEY].ok

@@ -9,7 +9,9 @@ import logging
 
 import pytest
 from explore import Explored, explore
-from two_nodes import CONNECTION_FAULTS, Scope, TwoNodes
+from two_nodes import CONNECTION_FAULTS, FAULTS, Scope, TwoNodes
+
+DAMAGE = (*FAULTS, "corrupt")
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,15 @@ def test_a_request_of_three_pages_with_any_single_fault() -> None:
     walk(Scope(sizes=(3,), num_faults=1), 7_000)
 
 
+def test_pages_that_come_damaged_with_any_other_fault() -> None:
+    walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 3_500)
+
+
+def test_a_page_that_comes_damaged_as_often_as_it_likes() -> None:
+    """It is shipped again a few times, then the transfer ends in an error."""
+    walk(Scope(sizes=(2,), num_faults=6, faults=("corrupt",), has_checksums=True), 2_300)
+
+
 def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
     """As NIXL's; through the choice of transports, which waits where letting go must."""
     walk(Scope(sizes=(2,), num_faults=1, can_recall=False), 1_400)
@@ -51,6 +62,7 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
         (Scope(sizes=(2, 2), first=1, num_pages=2, num_faults=1), 21_000),
         (Scope(sizes=(3,), num_faults=1, is_piecemeal=True), 16_000),
         (Scope(sizes=(2,), num_faults=2, can_recall=False), 10_000),
+        (Scope(sizes=(2,), num_faults=2, faults=DAMAGE, has_checksums=True), 14_000),
         (Scope(sizes=(1, 1), num_pages=1, faults=CONNECTION_FAULTS, num_faults=2), 37_000),
     ],
     ids=[
@@ -59,6 +71,7 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
         "some pages here already",
         "granted one by one",
         "writes that go on",
+        "damaged",
         "connections",
     ],
 )

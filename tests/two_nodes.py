@@ -32,12 +32,12 @@ GEOMETRY = PageGeometry(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, d
 JUNK = 0xEE
 
 MESSAGE_FAULTS = ("lose", "repeat", "overtake")
-PAGE_FAULTS = ("drop", "copy")
+PAGE_FAULTS = ("drop", "copy", "corrupt")
 NODE_FAULTS = ("tear", "refuse", "kill prefill", "kill decode")
 ROLE_FAULTS = ("abort", "finish early", "cancel", "retract")
 TIME_FAULTS = ("lease", "tombs")
 CONNECTION_FAULTS = (*MESSAGE_FAULTS, "tear", "refuse")
-FAULTS = MESSAGE_FAULTS + PAGE_FAULTS + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
+FAULTS = MESSAGE_FAULTS + PAGE_FAULTS[:2] + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Scope:
         num_pages: of either pool.
         faults, num_faults: kinds, and how many in one run.
         can_recall: see ``Wire``.
+        has_checksums: pages that come with a changed byte (``corrupt``) are noticed; else nobody would.
         is_piecemeal: pages are granted one at a time.
     """
 
@@ -59,6 +60,7 @@ class Scope:
     faults: tuple[str, ...] = FAULTS
     num_faults: int = 1
     can_recall: bool = True
+    has_checksums: bool = False
     is_piecemeal: bool = False
 
 
@@ -176,7 +178,9 @@ class TwoNodes:
         name, store, books = f"d{self.num_starts}", Store(self.scope.num_pages), PageBooks(self.scope.num_pages)
         reader = InProcessReader(self.wire, store, name)
         transport: ReaderTransport = reader if self.scope.can_recall else ChoosingReader([reader])
-        return Decode(name, store, books, reader, transport, Receiver(transport, books))
+        return Decode(
+            name, store, books, reader, transport, Receiver(transport, books, wants_checksums=self.scope.has_checksums)
+        )
 
     def content(self, key: Key, index: int) -> int:
         return 16 * (self.keys.index(key) + 1) + index
@@ -275,7 +279,7 @@ class TwoNodes:
 
     def do(self, action: tuple[Any, ...]) -> None:
         name, *words = action
-        if name in FAULTS:
+        if name in (*FAULTS, "corrupt"):
             self.num_faults += 1
         step: Callable[..., None] = getattr(self, f"_{name.replace(' ', '_')}")
         step(*words)
@@ -459,6 +463,10 @@ class TwoNodes:
 
     def _drop(self, number: int) -> None:
         self.wire.befall(number, "drop")
+        self.wire.arrive(number)
+
+    def _corrupt(self, number: int) -> None:
+        self.wire.befall(number, "corrupt")
         self.wire.arrive(number)
 
     def _copy(self, number: int) -> None:
