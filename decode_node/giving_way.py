@@ -74,7 +74,6 @@ class GivingWay:
         """Take the pages; their KV stays in the cache as long as nobody needs the room."""
         release(self._cache, self._books, request, keep=True)
         self._places.move(request, Event.RETRACT, with_slot=False)
-        self._line.changed()
         self.totals["retractions"] += 1
         self._line.decisions.note(now, request.rid, "retract", reason, *args)
 

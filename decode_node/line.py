@@ -154,8 +154,6 @@ class Line:
             if skip_ahead.is_closed or self.is_full_for(request):
                 break
             if self.is_computed_here(request):
-                if request.key in self._places.retracted:
-                    break
                 ahead.append(request)
                 continue
             reservation = self.admission.reserve(request, spare_tokens=self._spare_tokens(request, ahead))

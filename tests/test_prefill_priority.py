@@ -11,6 +11,7 @@ from common.radix import RadixCache
 from common.request import LOWEST_PRIORITY, Request
 from common.sampling import SamplingParams
 from common.scheduling import PriorityRules
+from common.skip_ahead import SkipAhead
 from common.step import StepPlan, StepResult
 from prefill_node.scheduler import Limits, PrefillScheduler
 
@@ -229,3 +230,24 @@ def test_a_granted_prompt_takes_pages_from_ungranted_ones_whatever_their_priorit
     node.step()
     assert {key[0] for key in node.scheduler.waiting} == {"high"}
     assert node.run() == ["granted", "high"]
+
+
+def test_nobody_passes_a_granted_prompt_that_does_not_fit() -> None:
+    node = Node(num_pages=8, chunk=None)
+    for rid, length in (("held", 16), ("granted", 20)):
+        request = node.submit(rid, length)
+        node.granted.add(request.key)
+    node.step(is_sent=False)
+    node.submit("small", 4)
+    assert node.step() == [], "what is free is for the one whose pages a decode node holds already"
+
+
+def test_one_that_was_passed_starts_anew_when_it_has_been_admitted() -> None:
+    large, small = Node().submit("large", 4), Node().submit("small", 4)
+    for _ in range(3):
+        line = SkipAhead(1)
+        line.refuse(large)
+        assert not line.is_closed
+        assert line.admit(small)
+        assert line.is_closed
+        assert not SkipAhead(1).admit(large)

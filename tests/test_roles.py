@@ -134,6 +134,7 @@ def test_an_output_that_outgrows_the_whole_pool_ends_in_a_typed_error_after_ever
     assert answer.error is not None
     assert answer.error.code is ErrorCode.OUT_OF_PAGES
     assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and the token after them
+    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last that could run gave its own pages away"
     cluster.settle()
     assert_all_pages_are_back(cluster)
 
