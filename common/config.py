@@ -320,6 +320,8 @@ def _check_engine(config: Any) -> None:
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     check_scheduling(config)
     check_batching(config)
+    if config.record and config.kv_checksum:
+        raise ConfigError("--record holds no pages, so a replay cannot verify --kv-checksum: leave one of them out")
     _check_revision(config)
 
 

@@ -11,6 +11,7 @@ import pytest
 from service import ROOT, Service, prompt_of, running
 
 from common.config import NodeConfig
+from common.errors import ConfigError
 from common.messages import Abort, Geometry
 from common.node import frames
 from common.node.capacity import Capacity
@@ -85,6 +86,11 @@ def test_a_configuration_comes_back_as_it_was_but_for_secrets() -> None:
     config = NodeConfig(role="decode", priority_classes=("high:8", "low:1"), page_size=4)
     assert config_from(plain_config(config)) == config
     assert "s3cret" not in str(plain_config(NodeConfig(role="decode", cluster_key="s3cret")))
+
+
+def test_checksums_of_pages_cannot_be_recorded() -> None:
+    with pytest.raises(ConfigError, match="--record holds no pages"):
+        NodeConfig(role="decode", record="x", kv_checksum=True)
 
 
 def test_a_recording_is_private_and_overwrites_nothing(tmp_path: Path) -> None:
