@@ -156,8 +156,13 @@ class DecodeRole:
         self._totals["steps"] += 1
         effects = self._scheduler.commit(result)
         self._totals["output_tokens"] += len(effects)
+        is_each_said, say = self._stream_interval == 1, self.outbox.gateway.append
         for sampled in effects:
-            self._answer(sampled, now)
+            request, token, logprobs, finish = sampled
+            if is_each_said and not finish and logprobs is None and len(request.output) > 2:
+                say(Tokens(request.rid, request.attempt, len(request.output) - 1, (token,)))  # what most tokens are
+            else:
+                self._answer(sampled, now)
         self._settle(now)
 
     def tick(self, now: float) -> bool:

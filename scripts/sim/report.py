@@ -22,8 +22,11 @@ ROWS = (
     ("  first to second", "first_gap"),
     ("time per output token", "tpot"),
     ("  waiting for decode's pages", "decode_queue"),
+    ("  the last pages' way", "transfer"),
     ("end to end", "e2e"),
 )
+#: What nodes tell of a request's way, in seconds.
+STAGES = ("prefill_queue", "prefill", "decode_queue", "prompt_wait", "transfer", "join")
 #: Totals of the nodes that the table names, where they are not zero.
 TOTALS = (
     "retractions",
@@ -115,7 +118,7 @@ def latencies(good: Sequence[Outcome]) -> Figures:
         "e2e": summary([outcome.ended_at - outcome.due_at for outcome in good]),
         **{
             name: summary([outcome.timings[f"{name}_s"] for outcome in good if f"{name}_s" in outcome.timings])
-            for name in ("prefill_queue", "prefill", "decode_queue", "handoff")
+            for name in STAGES
         },
     }
 
