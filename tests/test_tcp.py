@@ -443,27 +443,24 @@ def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stra
     assert "came changed" in until(lambda: stranger.reader.poll(0.0))[0].reason
 
 
-def test_pieces_travel_under_a_cluster_key(writer: TcpWriter) -> None:
-    theirs = replace(GEOMETRY, page_size=2 * GEOMETRY.page_size)
-    target = MemfdStore(NUM_PAGES, theirs)
-    reader = TcpReader(target, key=KEY)
+def test_pieces_travel_under_a_cluster_key(reader: TcpReader, store: MemfdStore) -> None:
+    ours = replace(GEOMETRY, page_size=2 * GEOMETRY.page_size)
+    source = MemfdStore(NUM_PAGES, ours)
+    writer = TcpWriter(source, key=KEY)
     try:
-        connect = Connect("decode-0", "model", 1, to_message(theirs), NUM_PAGES, "tcp", reader.offer(PREFILL, 1))
-        writer.attach(DECODE, connect)
-        assert until(lambda: reader.poll(0.0) or writer.poll()) == [Attached(DECODE, 1)]
-        reader.allow(PREFILL, 1, [3])
-        assert isinstance(writer.store, MemfdStore)
-        for number, piece in enumerate(Fit(GEOMETRY, theirs).pieces):
-            writer.store.fill(number, 7 + number)
-            writer.write(DECODE, [(number, 3)], piece)
+        join(writer, reader)
+        reader.allow(PREFILL, 1, [3, 4])
+        half = SIZE // 2
+        source.memory[: 2 * SIZE] = b"a" * half + b"b" * half + b"c" * half + b"d" * half  # keys, then values
+        for target, piece in zip((3, 4), Fit(ours, GEOMETRY).pieces, strict=True):
+            writer.write(DECODE, [(0, target)], piece)
         done: list[int] = []
         until(lambda: done.extend(writer.done()) or len(done) == 2)
-        half = GEOMETRY.page_bytes // 2  # keys, then values, of both pieces each
-        assert target.read(3) == (b"\7" * half + b"\x08" * half) * 2
+        assert store.read(3) == b"a" * half + b"c" * half
+        assert store.read(4) == b"b" * half + b"d" * half
     finally:
-        writer.detach(DECODE)
-        reader.close()
-        target.close()
+        writer.close()
+        source.close()
 
 
 def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -> None:
