@@ -175,6 +175,7 @@ class Subject:
             open_tickets += 1
         while open_tickets := open_tickets - len(self.writer.done()):
             select.select(self.writer.files(), [], [], 1.0)
+            assert not (news := self.writer.poll()), news[0].problem
         seconds, ours = time.perf_counter() - begun_at, time.process_time() - ours
         return seconds, ours + self.child.ask("forbid", count=count) - theirs
 

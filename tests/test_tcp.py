@@ -437,6 +437,15 @@ def test_a_page_whose_bytes_were_changed_on_the_way_counts_for_nothing_and_ends_
     assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
 
 
+def test_a_few_bytes_are_enough_to_go_on_after_many_were_waited_for(stranger: Stranger) -> None:
+    frame = stranger.frame(2, 7)
+    for begin, end in ((0, 1), (1, -MAC_BYTES - SIZE + 1), (-MAC_BYTES - SIZE + 1, -MAC_BYTES), (-MAC_BYTES, -1)):
+        stranger.connection.sendall(frame[begin:end])
+        time.sleep(0.05)  # the reader waits for all of what must follow at least
+    stranger.connection.sendall(frame[-1:])
+    assert stranger.answer() == (1, 2)
+
+
 def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stranger, store: MemfdStore) -> None:
     two, three = stranger.frame(2, 7), stranger.frame(3, 8)
     stranger.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])

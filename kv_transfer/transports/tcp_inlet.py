@@ -215,7 +215,10 @@ class Inlet:
         """Read a header. False if the connection ends before one begins."""
         at = 0
         while at < len(into):
-            num_bytes = self._connection.recv_into(into[at:])
+            num_bytes = self._receive([into[at:]])
+            if num_bytes < 0:
+                self._wait(len(into) - at)  # no more may come before it has been answered
+                continue
             if not num_bytes:
                 if at:
                     raise ConnectionError("it was cut within a frame")
