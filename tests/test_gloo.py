@@ -283,9 +283,8 @@ def address(host: str, port: int = 1) -> bytes:
     ],
 )
 def test_what_cannot_be_meant_while_a_group_forms_ends_it(
-    reader: GroupReader, monkeypatch: pytest.MonkeyPatch, frames: Callable[[Line], list[bytes]], why: str
+    reader: GroupReader, frames: Callable[[Line], list[bytes]], why: str
 ) -> None:
-    monkeypatch.setattr(group_backend, "FORM_S", 0.0)  # Gloo gives up a second later; nothing waits for that
     intruder = Intruder(reader)
     line = intruder.line(offer(reader))
     until(lambda: reader.poll(0.0) or intruder.connection.recv(1, socket.MSG_PEEK))  # its own address has come
@@ -293,6 +292,7 @@ def test_what_cannot_be_meant_while_a_group_forms_ends_it(
     [fenced] = until(lambda: reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
     assert why in fenced.reason
+    until(lambda: not threads("form-gloo") + threads("receive-pages"), 5.0)  # long before Gloo's own time-out
 
 
 @settings(max_examples=200, deadline=None)
