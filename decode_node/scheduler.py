@@ -69,6 +69,7 @@ class DecodeScheduler:
         )
         self.totals = self.giving_way.totals
         self._in_flight: dict[int, tuple[list[Request], list[Chunk]]] = {}
+        self._joining: dict[Key, Request] = {}  # they have a row that no plan has told the executor of yet
         self._num_steps = 0
         self._were_chunks_alone = False
 
@@ -145,7 +146,7 @@ class DecodeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed now (see ``stuck``)."""
-        joining = self._take_up(now)
+        self._take_up(now)
         grown = self._grow(now)
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
         chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
@@ -161,7 +162,8 @@ class DecodeScheduler:
         self._books.begin_step(self._num_steps)
         if rows:
             self._ratio.decoded()
-        joining = [request for request in joining if request.key in self.places.running]
+        joining = [request for key, request in self._joining.items() if self.places.running.get(key) is request]
+        self._joining.clear()
         begun = [request for request in begun if request.slot >= 0]
         fresh = {request.key for request in joining}
         grown = [request for request in grown if request.slot >= 0 and request.key not in fresh]
@@ -189,16 +191,14 @@ class DecodeScheduler:
         reserved = self._limits.reserved_tokens
         return (self._ratio.value, self._limits.clip_tokens) if reserved is None else (1.0, reserved)
 
-    def _take_up(self, now: float) -> list[Request]:
+    def _take_up(self, now: float) -> None:
         """Finished transfers and paused requests join the batch, whoever else waits: they hold all they need."""
-        joining = []
         for request in self._order.by_standing([*self.places.paused.values(), *self.places.ready.values()]):
             if not self.giving_way.can_have_row(request):
                 break
             self.giving_way.free_row(request, now)
             self.places.move(request, Event.TAKE_UP, with_slot=True)
-            joining.append(request)
-        return joining
+            self._joining[request.key] = request
 
     def _has_room(self, request: Request) -> bool:
         return len(request.pages) * self._cache.page_size > request.num_computed

@@ -391,3 +391,19 @@ def test_a_flat_reserve_overrides_predictions() -> None:
         node.grant()
         node.submit("b", 24, new=4)
         assert bool(node.grant()) == is_let_in
+
+
+def test_one_that_got_its_row_when_there_was_no_page_to_go_on_is_made_known_with_the_first_plan_after() -> None:
+    node = Node(num_pages=7)
+    request = node.submit("a", 24)
+    node.grant()
+    elsewhere = node.books.alloc(1, Owner.GRANT)
+    assert elsewhere is not None
+    node.receive("a")
+    assert node.step() == []
+    assert node.state("a") is State.RUNNING
+    node.books.free(elsewhere, Owner.GRANT)
+    plan = node.scheduler.plan(node.now)
+    assert plan is not None
+    assert [admit.slot for admit in plan.admits] == [request.slot]
+    assert plan.pages[0].pages == tuple(request.pages)

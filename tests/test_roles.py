@@ -252,6 +252,7 @@ class Cluster(RuleBasedStateMachine):
 
     priorities: PriorityRules | None = None
     resume_tokens: int | None = None
+    conservativeness = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,6 +270,7 @@ class Cluster(RuleBasedStateMachine):
             latency=2,
             rules=self.priorities,
             resume_tokens=self.resume_tokens,
+            conservativeness=self.conservativeness,
         )
 
     @rule(
@@ -342,6 +344,7 @@ class UrgentCluster(Cluster):
 
     priorities = PriorityRules(is_enabled=True, preemption_threshold=2, aging_per_s=100.0)
     resume_tokens = 3
+    conservativeness = 0.0  # so many requests are let in that some have to go
 
 
 SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
