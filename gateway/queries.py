@@ -196,6 +196,7 @@ class Queries:
             {
                 "workers": [self._control.describe(node) for node in self._control.fleets.nodes()],
                 "num_in_flight": self._control.requests.num_in_flight,
+                "num_waiting": sum(len(model.fleet.backlog) for model in self._models),
                 "model": self._models.first.name,
                 "models": [model.name for model in self._models],
                 "is_ready": any(model.fleet.registry.is_ready for model in self._models),

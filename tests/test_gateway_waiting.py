@@ -92,6 +92,8 @@ async def test_reversing_two_priorities_reverses_the_order_in_which_they_are_ser
     async with full(folder) as (stack, first):
         calls = [await sent(stack, rid, priority=priority) for rid, priority in zip("ab", priorities, strict=True)]
         assert order_at(stack.nodes[0]) == ["first"]
+        _, shown = await stack.get("/v1/workers")
+        assert (shown["num_in_flight"], shown["num_waiting"]) == (3, 2)
         assert await let_all_go(stack, first, *calls) == [200] * 3
         for node in stack.nodes:
             assert order_at(node) == order
