@@ -236,6 +236,7 @@ class Connect(Message, frozen=True, tag="connect"):
     transport: Id
     endpoint: Annotated[str, Meta(max_length=65536)]  # understood by the transport alone
     wants_checksums: bool = False
+    resumes: bool = False  # the last one broke; transfers under way go on under this one
 
 
 class Connected(Message, frozen=True, tag="connected"):

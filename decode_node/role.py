@@ -129,13 +129,16 @@ class DecodeRole:
         self._settle(now)
 
     def peer_lost(self, peer: str, now: float) -> None:
+        self._lose(peer, "the prefill node was lost", now)
+
+    def _lose(self, peer: str, why: str, now: float) -> None:
         if self._peers.pop(peer, None) is None:
             return
         self._unanswered.pop(peer, None)
         self._receiver.peer_lost(peer)
         for key, request in list(self._scheduler.places.waiting.items()):
             if self._source.get(key) == peer:
-                self._fail(request, ErrorCode.NODE_LOST, "the prefill node was lost", now)
+                self._fail(request, ErrorCode.NODE_LOST, why, now)
         self.outbox.hang_up.append(peer)
         self._settle(now)
 
@@ -262,7 +265,7 @@ class DecodeRole:
 
     def _on_event(self, event: Event, now: float) -> None:
         if isinstance(event, PairLost):
-            self.peer_lost(event.peer, now)
+            self._lose(event.peer, event.reason, now)
             return
         key = self._owners.pop(event.key, event.key)
         if isinstance(event, Completed):

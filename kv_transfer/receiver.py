@@ -12,7 +12,7 @@ caller's.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
@@ -32,7 +32,7 @@ from common.messages import (
 from common.pages import Owner, PageBooks
 from kv_transfer.checksums import Checksums
 from kv_transfer.fit import parts_of
-from kv_transfer.pieces import Box
+from kv_transfer.links import Link
 from kv_transfer.session import MAX_RESENDS, Key, ReceiveEvent, ReceiveSession, Receiving
 from kv_transfer.transports.base import ReaderTransport, to_message
 
@@ -81,19 +81,6 @@ class PairLost:
 Event = Completed | Finished | TransferFailed | PairLost
 
 
-@dataclass(slots=True)
-class _Link:
-    """``parts``: in which each of our pages comes; ``transport``, ``why``: by which, and why by that one."""
-
-    epoch: int
-    name: str
-    is_connected: bool = False
-    parts: tuple[Box, ...] = ()
-    transport: str = ""
-    why: str = ""
-    refusal: str = ""
-
-
 class Receiver:
     """All transfers to one decode node. Pure but for its transport and the books.
 
@@ -123,7 +110,7 @@ class Receiver:
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
         self._epoch = 0  # rises with every connection to anyone
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         self._sessions: dict[Key, ReceiveSession] = {}
         self._handoffs: dict[Key, tuple[Handoff, float]] = {}  # with the instant at which each came
         self._messages: list[tuple[str, Message]] = []
@@ -140,7 +127,10 @@ class Receiver:
         """
         self._drop_link(peer, is_all=False)
         self._epoch += 1
-        self._links[peer] = _Link(self._epoch, name or peer[:8])
+        self._links[peer] = Link(self._epoch, name or peer[:8])
+        return self._offer(peer)
+
+    def _offer(self, peer: str, *, resumes: bool = False) -> Connect:
         return Connect(
             name=self._name,
             digest=self._digest,
@@ -150,6 +140,7 @@ class Receiver:
             transport=self._transport.name,
             endpoint=self._transport.offer(peer, self._epoch),
             wants_checksums=self._wants_checksums,
+            resumes=resumes,
         )
 
     def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
@@ -169,14 +160,15 @@ class Receiver:
         if link is not None and link.refusal:
             self._give_up(session, ReceiveEvent.CLOSE, TransferFailed(key, ErrorCode.TRANSFER_FAILED, link.refusal))
         elif link is not None and link.is_connected:
-            self._grant(session, session.pages)
+            self._grant(session)
 
     def extend(self, key: Key, pages: Sequence[int]) -> None:
         """More pages (``GRANT``) for the indices that follow. The key must be under way."""
         session = self._sessions[key]
+        at = session.first + len(session.pages)
         session.reserve(pages)
         if session.state is not Receiving.RESERVED:
-            self._grant(session, pages)
+            self._grant(session, at)
 
     def cancel(self, key: Key) -> None:
         """Not wanted any more, at any point; no event of this key comes after. Unknown and ended keys are ignored."""
@@ -208,11 +200,41 @@ class Receiver:
     def poll(self, now: float) -> None:
         """Let writers attach, and take note of those that can write no more."""
         for fenced in self._transport.poll(now):
-            self._fence(fenced.peer, fenced.epoch, fenced.reason)
             link = self._links.get(fenced.peer)
-            if link is not None and link.epoch <= fenced.epoch:
+            is_now = link is not None and link.epoch <= fenced.epoch
+            if link is not None and is_now and not fenced.is_dead and link.retry_at is None:
+                self._on_broken(fenced.peer, link, fenced.reason, now)
+            self._fence(fenced.peer, fenced.epoch, fenced.reason)
+            if is_now and fenced.is_dead:
                 self.peer_lost(fenced.peer)
                 self._events.append(PairLost(fenced.peer, fenced.reason))
+        for peer, link in list(self._links.items()):
+            if link.retry_at is not None and link.retry_at <= now:
+                self._epoch += 1
+                link.try_again(self._epoch, now)
+                self._totals["reconnects"] += 1
+                self._messages.append((peer, self._offer(peer, resumes=True)))
+            elif link.until is not None and link.until <= now:
+                self._on_broken(peer, link, "it did not answer", now)
+
+    def _on_broken(self, peer: str, link: Link, reason: str, now: float) -> None:
+        """Nothing can be written under the link's epoch any more. Its transfers wait for another, if there is hope."""
+        self._totals["broken_pairs"] += link.is_connected
+        for session in self._of(peer):
+            if session.accepts(ReceiveEvent.SUSPEND):
+                session.suspend()
+                self._transport.forbid(session.pages)
+        if link.broke(now):
+            log.warning("pages of prefill node %s cannot come now and are soon tried again: %s", link.name, reason)
+            return
+        why = f"{link.transport or self._transport.name} from prefill node {link.name} to decode node {self._name}"
+        why += f" broke and could not be mended in {link.num_tries} tries: {reason}"
+        for session in self._of(peer):
+            if session.state is Receiving.RESERVED:
+                failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)
+                self._give_up(session, ReceiveEvent.LOSE, failure)
+        self.peer_lost(peer)
+        self._events.append(PairLost(peer, why))
 
     # ---- what a prefill node says -------------------------------------------------------------------------------
 
@@ -221,7 +243,7 @@ class Receiver:
         if isinstance(message, Connected):
             is_ours = self._on_connected(peer, message)
         elif isinstance(message, Refused):
-            is_ours = self._on_refused(peer, message)
+            is_ours = self._on_refused(peer, message, now)
         elif isinstance(message, Delivered | Handoff | Closed):
             session = self._sessions.get((message.rid, message.attempt))
             is_ours = session is not None and session.peer == peer and self._on_transfer(session, message, now)
@@ -231,7 +253,7 @@ class Receiver:
 
     def _on_connected(self, peer: str, message: Connected) -> bool:
         link = self._links.get(peer)
-        if link is None or link.epoch != message.epoch or link.is_connected:
+        if link is None or link.epoch != message.epoch or not link.is_awaited:
             return False
         if not self._transport.chosen(peer, message.epoch, message.transport):
             return False
@@ -243,24 +265,24 @@ class Receiver:
         log.info(
             "pages of prefill node %s come by %s%s", link.name, message.transport, message.why and f": {message.why}"
         )
-        link.is_connected = True
-        link.parts = parts_of(geometry, message.num_units)
-        link.transport, link.why = message.transport, message.why
-        link.refusal = ""
+        link.connected(parts_of(geometry, message.num_units), message.transport, message.why)
         self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
         for session in self._of(peer):
             if session.state is Receiving.RESERVED:
-                self._grant(session, session.pages)
+                self._grant(session)
         return True
 
-    def _on_refused(self, peer: str, message: Refused) -> bool:
+    def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
         link = self._links.get(peer)
-        if link is None or link.epoch != message.epoch or link.is_connected:
+        if link is None or link.epoch != message.epoch or not link.is_awaited:
             return False
+        if link.is_resuming:
+            self._on_broken(peer, link, message.reason, now)
+            return True
         self._refuse(peer, link, message.reason or "the prefill node refuses to work with this decode node")
         return True
 
-    def _refuse(self, peer: str, link: _Link, why: str) -> None:
+    def _refuse(self, peer: str, link: Link, why: str) -> None:
         link.refusal = why
         for session in self._of(peer):
             if session.state is Receiving.RESERVED:
@@ -288,6 +310,7 @@ class Receiver:
         damaged = self._damaged(session, message) if self._wants_checksums or message.checksums else []
         if damaged and not self._ask_again(session, damaged, message.part, message.num_resends + 1):
             return True
+        self._links[session.peer].num_tries = 0
         whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
         self._transport.store.landed(whole)
         self._totals["pages_received"] += len(whole)
@@ -336,13 +359,18 @@ class Receiver:
     def _of(self, peer: str) -> list[ReceiveSession]:
         return [session for session in self._sessions.values() if session.peer == peer]
 
-    def _grant(self, session: ReceiveSession, pages: Iterable[int]) -> None:
-        pages = tuple(pages)
-        first = session.first + len(session.pages) - len(pages)
-        epoch = self._links[session.peer].epoch
-        session.grant(epoch, len(self._links[session.peer].parts))
-        self._transport.allow(session.peer, epoch, pages)
-        self._messages.append((session.peer, Grant(*session.key, epoch, first, pages)))
+    def _grant(self, session: ReceiveSession, at: int | None = None) -> None:
+        """Tell the writer of the pages from index ``at`` on, or of all, but for those that are here from before."""
+        link = self._links[session.peer]
+        at = session.first if at is None else at
+        session.grant(link.epoch, len(link.parts))
+        for first, pages in session.lacking(at) or [(at, [])]:
+            self._transport.allow(session.peer, link.epoch, pages)
+            self._messages.append((session.peer, Grant(*session.key, link.epoch, first, tuple(pages))))
+        if session.key in self._handoffs and session.accepts(ReceiveEvent.HANDOFF):  # it came before a break
+            session.apply(ReceiveEvent.HANDOFF)
+            if session.state is Receiving.COMPLETE:
+                self._complete(session)
 
     def _complete(self, session: ReceiveSession) -> None:
         del self._sessions[session.key]
@@ -399,6 +427,8 @@ class Receiver:
             "pages_received",
             "pages_verified",
             "checksum_mismatches",
+            "broken_pairs",
+            "reconnects",
             "pages_quarantined",
             "transfers_received",
             "transfers_failed",
@@ -440,7 +470,8 @@ class Receiver:
                 assert link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair"
             if session.state is Receiving.RESERVED:
                 assert link is None or not (link.is_connected or link.refusal), "pages are reserved and never granted"
-            assert (session.key in self._handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
+            if session.state is not Receiving.RESERVED:
+                assert (session.key in self._handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
         pages = [page for session in self._sessions.values() for page in session.pages]
         assert len(pages) == len(set(pages)), "a page is in two transfers"
         quarantined = self.num_quarantined

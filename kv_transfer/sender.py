@@ -27,6 +27,7 @@ from common.messages import (
     Received,
     Resend,
 )
+from kv_transfer.links import RESUME_LEASE_S
 from kv_transfer.pairs import Pairs
 from kv_transfer.session import MAX_RESENDS, Key, SendEvent, Sending, SendSession
 from kv_transfer.tombs import End, Tombs
@@ -79,7 +80,8 @@ class Sender:
         self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
         self._ends: dict[Key, End] = {}  # of sessions that are closing
         self._tombs = Tombs()
-        self._handoffs: dict[Key, Handoff] = {}  # known, but the decode node has granted nothing yet
+        self._handoffs: dict[Key, Handoff] = {}  # known, but nothing is granted yet, or not since a break
+        self._suspended: dict[Key, tuple[float, str]] = {}  # end of the lease, and why
         self._messages: list[tuple[str, Message]] = []
         self._released: list[Released] = []
         self._totals: Counter[str] = Counter()
@@ -92,7 +94,8 @@ class Sender:
     # ---- pairs --------------------------------------------------------------------------------------------------
 
     def connect(self, peer: str, connect: Connect) -> None:
-        """A decode node offers its pool, under a new epoch; what the last epoch granted ends.
+        """A decode node offers its pool, under a new epoch; what the last epoch granted ends, or, where the decode node
+        says that it will grant it anew, waits for that.
 
         ``Connected`` or ``Refused`` (with a sentence) comes out of ``take``, as soon as attaching has worked or failed.
         ``Connected`` also says that no write of an earlier epoch is under way.
@@ -100,7 +103,7 @@ class Sender:
         if self._pairs.is_stale(peer, connect):
             self._totals["stale_messages"] += 1
             return
-        self._sever(peer, "the decode node has connected anew", is_all=False)
+        self._sever(peer, "the decode node has connected anew", is_all=False, is_resumed=connect.resumes)
         refused = self._pairs.offer(peer, connect)
         if refused is not None:
             self._messages.append((peer, refused))
@@ -112,16 +115,17 @@ class Sender:
         for peer, why in broken:
             self._totals["broken_pairs"] += 1
             log.warning("%s", why)
-            self._sever(peer, why, is_all=False)
+            self._sever(peer, why, is_all=False, is_resumed=True)
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone, or as good as: its transfers end, and its pool is out of reach from here on."""
         self._sever(peer, "the decode node was lost", is_all=True)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
 
-    def _sever(self, peer: str, why: str, *, is_all: bool) -> None:
+    def _sever(self, peer: str, why: str, *, is_all: bool, is_resumed: bool = False) -> None:
         """Let go of a peer's pool. Transfers to it end without a word, but for those with writes that cannot be called
-        back, which end after them; if not ``is_all``, ungranted ones go on."""
+        back, which end after them; if not ``is_all``, ungranted ones go on. If ``is_resumed``, granted ones wait until
+        they are granted anew."""
         is_fenced = self._pairs.drop(peer)
         for session in [s for s in self._sessions.values() if s.peer == peer and (is_all or s.is_granted)]:
             end = self._ends.get(session.key, End("failed", why))
@@ -129,11 +133,23 @@ class Sender:
                 self._end(session, end.reason, end.message)
                 continue
             self._writes.lose(session)
-            session.sever()
-            self._forget(session, end, is_ok=False)
+            if is_resumed and session.accepts(SendEvent.SUSPEND):
+                self._suspend(session, why)
+            else:
+                session.sever()
+                self._forget(session, end, is_ok=False)
         for owner, key in [known for known in self._early if known[0] == peer]:
+            if is_resumed:
+                self._early[owner, key][0].suspend()
+                continue
             del self._early[owner, key]
             self._tombs.bury(peer, key, End("failed", why), now=self._now)
+
+    def _suspend(self, session: SendSession, why: str) -> None:
+        """The decode node will connect and grant anew; its lease says until when."""
+        session.suspend()
+        self._writes.stop(session)
+        self._suspended.setdefault(session.key, (self._now + RESUME_LEASE_S, why))
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
@@ -150,6 +166,8 @@ class Sender:
         else:
             early[0].open()
             self._sessions[key] = early[0]
+            if early[0].is_suspended:
+                self._suspended[key] = (self._now + RESUME_LEASE_S, "the connection to the decode node broke")
 
     def computed(self, key: Key, pages: Sequence[int]) -> None:
         """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. Grows; a closed key is ignored."""
@@ -169,7 +187,7 @@ class Sender:
         if session.has_ungrantable():
             self._refuse(session, "pages are granted that the prompt does not have")
             return
-        if session.is_granted:
+        if session.is_granted and not session.is_suspended:
             self._messages.append((session.peer, handoff))
         else:
             self._handoffs[key] = handoff
@@ -234,6 +252,7 @@ class Sender:
             return
         session.grant(grant.epoch, grant.first, grant.pages, pair.fit.units)
         pair.granted.update(grant.pages)
+        self._suspended.pop(key, None)
         handoff = self._handoffs.pop(key, None)
         if handoff is not None:
             self._messages.append((peer, handoff))
@@ -332,6 +351,7 @@ class Sender:
         self._early.pop((peer, key), None)
         self._ends.pop(key, None)
         self._handoffs.pop(key, None)
+        self._suspended.pop(key, None)
         self._writes.forget(session)
         self._tombs.bury(peer, key, end, now=self._now)
         if self._sessions.get(key) is session:
@@ -384,6 +404,10 @@ class Sender:
             if until > self._now:
                 break
             self._end(session, "unknown", f"the request did not come within {EARLY_LEASE_S:.0f} s of the grant")
+        for key, (until, why) in list(self._suspended.items()):
+            if until > self._now:
+                break
+            self._end(self._sessions[key], "failed", f"{why}; no new connection within {RESUME_LEASE_S:.0f} s")
         self._tombs.expire(self._now)
 
     # ---- results ------------------------------------------------------------------------------------------------
@@ -426,7 +450,8 @@ class Sender:
 
     def peers(self) -> Sequence[str]:
         """Decode nodes that have offered their pool; only these can be lost."""
-        return list(self._pairs.by_peer)
+        waiting = [self._sessions[key].peer for key in self._suspended]
+        return list(dict.fromkeys([*self._pairs.by_peer, *waiting]))
 
     def close(self) -> None:
         """Let go of every pool."""
@@ -443,13 +468,16 @@ class Sender:
             session.check()
             assert session.state is not Sending.CLOSED, "a closed transfer is still in the books"
             assert (session.state is Sending.CLOSING) == (session.key in self._ends)
+            has_lease = session.state is Sending.EARLY or session.key in self._suspended
+            assert has_lease or not session.is_suspended or session.state is Sending.CLOSING, "it would wait for ever"
             assert session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
             if session.is_granted:
                 pair = self._pairs.by_peer.get(session.peer)
                 if pair is not None and pair.epoch == session.epoch:
                     granted.setdefault(session.peer, []).extend(session.targets.values())
                 else:
-                    assert session.state is Sending.CLOSING, "a transfer outlived its pair"
+                    is_over = session.state is Sending.CLOSING
+                    assert is_over or session.is_suspended, "a transfer outlived its pair"
         for peer, pair in self._pairs.by_peer.items():
             pages = granted.get(peer, [])
             assert len(pages) == len(set(pages)), "two transfers may write one page"

@@ -36,6 +36,7 @@ class SendEvent(StrEnum):
     START = "start"  # writes begin
     WRITTEN = "written"  # writes are over
     RESEND = "resend"  # what was written came with other bytes: once more
+    SUSPEND = "suspend"  # the connection broke: what was granted is granted anew under the next
     RECEIVED = "received"
     RETRACT = "retract"  # nothing was granted yet, and the source pages are needed elsewhere: computed again later
     END = "end"  # abort, cancel, failure, lease run out
@@ -44,9 +45,11 @@ class SendEvent(StrEnum):
 
 SEND_TABLE: dict[tuple[Sending, SendEvent], Sending] = {
     (Sending.EARLY, SendEvent.GRANT): Sending.EARLY,
+    (Sending.EARLY, SendEvent.SUSPEND): Sending.EARLY,
     (Sending.EARLY, SendEvent.OPEN): Sending.OPEN,
     (Sending.EARLY, SendEvent.END): Sending.CLOSING,
     (Sending.OPEN, SendEvent.GRANT): Sending.OPEN,
+    (Sending.OPEN, SendEvent.SUSPEND): Sending.OPEN,
     (Sending.OPEN, SendEvent.COMPUTE): Sending.OPEN,
     (Sending.OPEN, SendEvent.FINISH): Sending.HANDED,
     (Sending.OPEN, SendEvent.START): Sending.OPEN,
@@ -55,6 +58,7 @@ SEND_TABLE: dict[tuple[Sending, SendEvent], Sending] = {
     (Sending.OPEN, SendEvent.RETRACT): Sending.OPEN,
     (Sending.OPEN, SendEvent.END): Sending.CLOSING,
     (Sending.HANDED, SendEvent.GRANT): Sending.HANDED,
+    (Sending.HANDED, SendEvent.SUSPEND): Sending.HANDED,
     (Sending.HANDED, SendEvent.START): Sending.HANDED,
     (Sending.HANDED, SendEvent.WRITTEN): Sending.HANDED,
     (Sending.HANDED, SendEvent.RESEND): Sending.HANDED,
@@ -67,7 +71,7 @@ SEND_TABLE: dict[tuple[Sending, SendEvent], Sending] = {
 
 
 class Receiving(StrEnum):
-    RESERVED = "reserved"  # pages are set aside; the prefill node does not know them yet
+    RESERVED = "reserved"  # pages are set aside; the prefill node does not know them yet, or cannot reach them
     GRANTED = "granted"  # pages and handoff are awaited
     HANDED = "handed"  # the handoff is here, pages are missing
     LANDED = "landed"  # every page is here, the handoff is missing
@@ -82,6 +86,7 @@ class ReceiveEvent(StrEnum):
     CORRUPT = "corrupt"  # some came with other bytes than were sent
     LAND = "land"  # every page of the prompt is here
     HANDOFF = "handoff"
+    SUSPEND = "suspend"  # the connection broke, and the writer cannot write: granted anew under the next
     CANCEL = "cancel"  # we give up
     LOSE = "lose"  # the control connection is gone
     CLOSE = "close"  # the writer says that it will not write
@@ -90,6 +95,7 @@ class ReceiveEvent(StrEnum):
 
 RECEIVE_TABLE: dict[tuple[Receiving, ReceiveEvent], Receiving] = {
     (Receiving.RESERVED, ReceiveEvent.GRANT): Receiving.GRANTED,
+    (Receiving.RESERVED, ReceiveEvent.HANDOFF): Receiving.RESERVED,
     (Receiving.RESERVED, ReceiveEvent.CANCEL): Receiving.FREED,
     (Receiving.RESERVED, ReceiveEvent.LOSE): Receiving.FREED,
     (Receiving.RESERVED, ReceiveEvent.CLOSE): Receiving.FREED,
@@ -108,6 +114,7 @@ RECEIVE_TABLE: dict[tuple[Receiving, ReceiveEvent], Receiving] = {
         (state, event): after
         for state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED)
         for event, after in (
+            (ReceiveEvent.SUSPEND, Receiving.RESERVED),
             (ReceiveEvent.CANCEL, Receiving.QUARANTINED),
             (ReceiveEvent.LOSE, Receiving.QUARANTINED),
             (ReceiveEvent.CLOSE, Receiving.FREED),
@@ -129,6 +136,7 @@ class SendSession:
         sources: our pages, as far as they are computed.
         targets: page index of the prompt, as the decode node counts them -> its page, as granted.
         num_tokens: of the prompt; None until it is computed.
+        is_suspended: the pair's connection broke; nothing is granted until there is another.
         num_in_flight: writes (of one unit each) begun and not over.
         num_due: units that could be started now.
     """
@@ -142,6 +150,8 @@ class SendSession:
         self.sources: list[int] = []
         self.targets: dict[int, int] = {}
         self.num_tokens: int | None = None
+        self.is_suspended = False
+        self._is_short = False  # of something that was granted before the connection broke
         self._in_flight: dict[int, None] = {}
         self._num_resends: dict[int, int] = {}
         self._due: deque[int] = deque()
@@ -161,7 +171,7 @@ class SendSession:
 
     @property
     def is_all_written(self) -> bool:
-        return not self._due and not self._early and not self._in_flight
+        return not self._is_short and not self._due and not self._early and not self._in_flight
 
     def accepts(self, event: SendEvent) -> bool:
         return (self.state, event) in SEND_TABLE
@@ -175,9 +185,10 @@ class SendSession:
     def grant(self, epoch: int, first: int, pages: Sequence[int], units: Units) -> None:
         """Destination pages of indices ``first`` and on; the caller has validated them."""
         self.apply(SendEvent.GRANT)
-        assert self.epoch in (None, epoch)
+        assert self.epoch in (None, epoch) or self.is_suspended
         self.epoch = epoch
         self.units = units
+        self.is_suspended = self._is_short = False
         for index, page in enumerate(pages, first):
             assert index not in self.targets
             self.targets[index] = page
@@ -216,6 +227,17 @@ class SendSession:
         if self.num_tokens is not None:
             return self.units.count(self.num_tokens)
         return len(self.sources) * self.units.per_source
+
+    def suspend(self) -> None:
+        """Nothing of what was granted can be written any more, nor is anything under way. The peer grants anew what it
+        has not received; if it has everything, it need not."""
+        self.apply(SendEvent.SUSPEND)
+        if not self.is_suspended:
+            self._is_short = self.state is not Sending.HANDED or not self.is_all_written
+        self.is_suspended = True
+        for table in (self.targets, self._early, self._in_flight):
+            table.clear()
+        self._due.clear()
 
     def retract(self) -> None:
         """Forget the source pages: nothing was granted, and they will be computed again."""
@@ -295,6 +317,7 @@ class SendSession:
         assert len(due) + len(self._early) + self.num_in_flight <= num_granted, "more is on its way than granted"
         assert self.state not in (Sending.CLOSING, Sending.CLOSED) or not due, "an ended transfer would still write"
         assert self.state is not Sending.HANDED or not self._early, "a page is granted that the prompt does not have"
+        assert not self.is_suspended or not self.targets, "pages are granted of a connection that broke"
 
 
 class ReceiveSession:
@@ -354,6 +377,25 @@ class ReceiveSession:
         """Of this page: the prompt's last may have fewer."""
         num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
         return -(-num_tokens * self.num_units // self._page_size) * self._num_ranks
+
+    def suspend(self) -> None:
+        """The writer cannot write any more; pages that have not wholly arrived are to be granted anew."""
+        self.apply(ReceiveEvent.SUSPEND)
+        self.epoch = 0
+        whole = {index for index, parts in self._arrived.items() if len(parts) == self._num_parts(index)}
+        self._arrived = {index: parts for index, parts in self._arrived.items() if index in whole}
+
+    def lacking(self, at: int) -> list[tuple[int, list[int]]]:
+        """(first index, pages) of those from index ``at`` on that have been reserved and have not arrived, in rows."""
+        rows: list[tuple[int, list[int]]] = []
+        for index in range(at, self.first + len(self.pages)):
+            if index in self._arrived:
+                continue
+            if rows and sum((rows[-1][0], len(rows[-1][1]))) == index:
+                rows[-1][1].append(self.page_of(index))
+            else:
+                rows.append((index, [self.page_of(index)]))
+        return rows
 
     @property
     def is_landed(self) -> bool:

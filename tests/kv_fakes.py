@@ -219,8 +219,12 @@ class Couple:
         """Until nothing is left to do."""
         for _ in range(200):
             self.tick()
+            for link in self.receiver._links.values():
+                self.now = max(self.now, link.retry_at or 0.0)
             self.poll()
-            if not self.pump() and not self.to_decode and not self.to_prefill and not self.wire.num_in_flight:
+            is_more = self.pump() or self.to_decode or self.to_prefill or self.wire.num_in_flight
+            is_more = is_more or self.reader._news or self.writer._news
+            if not is_more and not any(link.retry_at for link in self.receiver._links.values()):
                 return
             while self.to_decode:
                 self.hear_prefill()

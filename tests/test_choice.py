@@ -8,6 +8,7 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Refused
 from common.pages import Owner, PageBooks
+from kv_transfer.links import RESUME_LEASE_S
 from kv_transfer.pieces import Box, Piece
 from kv_transfer.receiver import PairLost, Receiver
 from kv_transfer.sender import Sender
@@ -239,7 +240,7 @@ def test_a_receiver_grants_nothing_by_a_transport_that_it_did_not_offer(store: M
     receiver.on_message(PREFILL, Connected(1, "a"))
     assert receiver.is_connected(PREFILL)
     assert receiver.counters()["pairs_by_a"] == 1
-    a.news = [Fenced(PREFILL, 1, "dead")]
+    a.news = [Fenced(PREFILL, 1, "dead", is_dead=True)]
     receiver.poll(0.0)
     assert receiver.take()[1] == [PairLost(PREFILL, "dead")]
 
@@ -314,19 +315,54 @@ def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdSto
     assert sender.is_granted(("s", 0))
 
 
-def test_a_pair_that_breaks_ends_its_transfers_and_can_form_again(store: MemfdStore) -> None:
+def broken(store: MemfdStore) -> tuple[FakeWriter, Sender]:
     writer, sender = granted(store)
     writer.is_draining = False
     writer.news = [Attached(DECODE, 1, "the slow connection to decode node d broke")]
     sender.pump(0.0)
     sender.check()
-    [release] = sender.take()[1]
-    assert (release.ok, release.reason) == (False, "the slow connection to decode node d broke")
     assert sender.counters()["broken_pairs"] == 1
-    sender.on_message(DECODE, Connect("d", "model", 2, to_message(GEOMETRY), NUM_PAGES, "slow", "e"), 0.0)
+    assert sender.take() == ([], [])
+    return writer, sender
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_pair_that_breaks_can_form_again_and_only_then_its_transfers_go_on(store: MemfdStore, resumes: bool) -> None:
+    writer, sender = broken(store)
+    offer = Connect("d", "model", 2, to_message(GEOMETRY), NUM_PAGES, "slow", "e", resumes=resumes)
+    sender.on_message(DECODE, offer, 0.0)
     writer.news = [Attached(DECODE, 2)]
     sender.pump(0.0)
-    assert sender.take()[0] == [(DECODE, Connected(2, "slow"))]
+    messages, released = sender.take()
+    assert messages == [(DECODE, Connected(2, "slow"))]
+    if not resumes:
+        [release] = released
+        assert (release.ok, release.reason) == (False, "the decode node has connected anew")
+        return
+    assert released == []
+    sender.on_message(DECODE, Grant("r", 0, 1, 0, (5,)), 0.0)
+    assert sender.counters()["stale_messages"] == 1
+    sender.on_message(DECODE, Grant("r", 0, 2, 0, (6, 5)), 0.0)
+    sender.finish(("r", 0), Handoff("r", 0, 7, 9), [2, 3])
+    sender.pump(0.0)
+    writer.finished = [1, 2]  # the first is of the connection that broke
+    sender.pump(0.0)
+    sender.check()
+    assert [m for _, m in sender.take()[0]] == [Handoff("r", 0, 7, 9), Delivered("r", 0, 2, (0, 1))]
+
+
+def test_a_pair_that_breaks_for_good_ends_its_transfers_with_what_broke(store: MemfdStore) -> None:
+    _, sender = broken(store)
+    sender.pump(RESUME_LEASE_S - 0.1)
+    assert sender.take() == ([], [])
+    assert list(sender.peers()) == [DECODE]
+    sender.pump(RESUME_LEASE_S)
+    sender.check()
+    why = "the slow connection to decode node d broke; no new connection within 60 s"
+    messages, released = sender.take()
+    assert messages == [(DECODE, Closed("r", 0, "failed", why))]
+    assert [(release.ok, release.reason) for release in released] == [(False, why)]
+    assert list(sender.peers()) == []
 
 
 def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore) -> None:

@@ -23,22 +23,22 @@ PAGES = Units(1)  # equal on both nodes
 
 # Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
 SEND = """
-         open   grant  compute finish start  written resend received retract end     fence
-early    open   early  .       .      .      .       .      .        .       closing .
-open     .      open   open    handed open   open    open   .        open    closing .
-handed   .      handed .       .      handed handed  handed closed   open    closing .
-closing  .      .      .       .      .      closing .      .        .       .       closed
-closed   .      .      .       .      .      .       .      .        .       .       .
+         open   grant  compute finish start  written resend suspend received retract end     fence
+early    open   early  .       .      .      .       .      early   .        .       closing .
+open     .      open   open    handed open   open    open   open    .        open    closing .
+handed   .      handed .       .      handed handed  handed handed  closed   open    closing .
+closing  .      .      .       .      .      closing .      .       .        .       .       closed
+closed   .      .      .       .      .      .       .      .       .        .       .       .
 """
 RECEIVE = """
-             grant    deliver corrupt land     handoff  cancel       lose         close  fence
-reserved     granted  .       .       .        .        freed        freed        freed  freed
-granted      granted  granted granted landed   handed   quarantined  quarantined  freed  freed
-handed       handed   handed  handed  complete .        quarantined  quarantined  freed  freed
-landed       .        .       .       .        complete quarantined  quarantined  freed  freed
-complete     .        .       .       .        .        .            .            .      .
-quarantined  .        .       .       .        .        .            .            freed  freed
-freed        .        .       .       .        .        .            .            .      .
+             grant    deliver corrupt land     handoff  suspend  cancel       lose         close  fence
+reserved     granted  .       .       .        reserved .        freed        freed        freed  freed
+granted      granted  granted granted landed   handed   reserved quarantined  quarantined  freed  freed
+handed       handed   handed  handed  complete .        reserved quarantined  quarantined  freed  freed
+landed       .        .       .       .        complete reserved quarantined  quarantined  freed  freed
+complete     .        .       .       .        .        .        .            .            .      .
+quarantined  .        .       .       .        .        .        .            .            freed  freed
+freed        .        .       .       .        .        .        .            .            .      .
 """
 
 
@@ -210,4 +210,47 @@ def test_a_part_that_came_damaged_is_still_expected_and_only_so_often() -> None:
         assert session.is_expected([0, 1], 1)
     assert session.corrupt([0], 0)
     assert not session.corrupt([1], 1)
+    session.check()
+
+
+def test_what_is_granted_after_a_break_is_all_that_is_due_then() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [5, 6, 7], PAGES)
+    session.compute([1, 2])
+    assert session.start(1) == [0]
+    session.suspend()
+    assert (session.num_due, session.num_in_flight, session.is_granted) == (0, 0, True)
+    session.finish([1, 2, 3], 3)
+    assert not session.is_all_written, "it was short of pages when the connection broke"
+    session.check()
+    session.grant(2, 1, [6, 7], PAGES)
+    assert session.start(9) == [1, 2]
+    session.written([1, 2])
+    assert session.is_all_written
+
+
+def test_a_prompt_that_was_written_whole_before_the_break_needs_nothing_more() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [5, 6], PAGES)
+    session.finish([1, 2], 2)
+    session.written(session.start(9))
+    session.suspend()
+    session.suspend()
+    assert session.is_all_written
+
+
+def test_after_a_break_only_what_has_not_wholly_arrived_is_lacking() -> None:
+    session = ReceiveSession(KEY, "peer", first=1, num_tokens=14, page_size=2)
+    session.reserve([11, 12, 13, 14, 15, 16])
+    session.grant(1, 2)
+    for part in (0, 1):
+        session.deliver([2, 5], part)
+    session.deliver([3], 0)
+    session.suspend()
+    assert (session.state, session.epoch) == (Receiving.RESERVED, 0)
+    assert session.lacking(1) == [(1, [11]), (3, [13, 14]), (6, [16])]
+    assert session.lacking(4) == [(4, [14]), (6, [16])]
+    session.grant(2, 2)
+    assert session.is_expected([3], 0)
+    assert not session.is_expected([2], 0)
     session.check()

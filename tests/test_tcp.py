@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ErrorCode
 from common.messages import Connect, Handoff
 from common.pages import Owner, PageBooks
+from kv_transfer import links
 from kv_transfer.fit import Fit
 from kv_transfer.pieces import Box, whole
 from kv_transfer.receiver import Completed, PairLost, Receiver, TransferFailed
@@ -636,16 +637,16 @@ class Node:
         until(lambda: self.turn() or self.receiver.is_connected(PREFILL))
 
     def turn(self) -> None:
-        self.receiver.poll(0.0)
-        self.sender.pump(0.0)
+        self.receiver.poll(time.monotonic())
+        self.sender.pump(time.monotonic())
         messages, released = self.sender.take()
         self.released += released
         for _, message in messages:
-            self.receiver.on_message(PREFILL, message)
+            self.receiver.on_message(PREFILL, message, time.monotonic())
         replies, events = self.receiver.take()
         self.events += events
         for _, message in replies:
-            self.sender.on_message(DECODE, message, 0.0)
+            self.sender.on_message(DECODE, message, time.monotonic())
         self.sender.check()
         self.receiver.check()
         self.books.check()
@@ -684,21 +685,62 @@ def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer
     node.sender.close()
 
 
-def test_a_cut_connection_ends_its_transfers_with_an_error_that_names_pair_and_transport(
-    reader: TcpReader, writer: TcpWriter
+def cut(writer: TcpWriter) -> None:
+    for route in writer._routes.values():
+        route.lanes[0].connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_cut_connection_is_mended_and_its_transfers_go_on(
+    reader: TcpReader, writer: TcpWriter, store: MemfdStore
 ) -> None:
+    node, key = Node(reader, writer), ("r", 0)
+    node.connect()
+    pages = node.books.alloc(3, Owner.GRANT)
+    assert pages is not None and isinstance(writer.store, MemfdStore)
+    for index in range(3):
+        writer.store.fill(index, content(key, index))
+    node.sender.open(key, DECODE)
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=11)
+    node.sender.computed(key, [0])
+    until(lambda: node.turn() or node.receiver.counters()["pages_received"] == 1)
+    cut(writer)
+    until(lambda: node.turn() or not node.receiver.is_connected(PREFILL))
+    node.sender.finish(key, Handoff("r", 0, 11, 9), [0, 1, 2])
+    until(lambda: node.turn() or (node.released and node.events))
+    assert node.events == [Completed(key, Handoff("r", 0, 11, 9), tuple(pages))]
+    assert [set(store.read(page)) for page in pages] == [{content(key, index)} for index in range(3)]
+    assert node.receiver.counters()["reconnects"] == node.sender.counters()["broken_pairs"] == 1
+    assert node.sender.counters()["pages_sent"] == 3
+    node.sender.close()
+
+
+def test_a_connection_that_is_cut_again_and_again_ends_its_transfers_with_pair_and_transport_named(
+    reader: TcpReader, writer: TcpWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "BACKOFF_S", 0.01)
     node, key = Node(reader, writer), ("r", 0)
     node.connect()
     pages = node.books.alloc(2, Owner.GRANT)
     assert pages is not None
     node.sender.open(key, DECODE)
     node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=7)
-    node.turn()
-    next(iter(writer._routes.values())).lanes[0].connection.shutdown(socket.SHUT_RDWR)
-    until(lambda: node.turn() or (node.released and node.events))
-    assert node.released[0].ok is False
-    assert node.released[0].reason.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
-    assert [type(event) for event in node.events] == [TransferFailed, PairLost]
+
+    def turn() -> bool:
+        node.turn()
+        if node.receiver.is_connected(PREFILL):
+            cut(writer)
+        return bool(node.events)
+
+    until(turn)
+    failed, lost = node.events
+    assert isinstance(failed, TransferFailed) and isinstance(lost, PairLost)
+    assert failed.code is ErrorCode.TRANSFER_FAILED
+    assert failed.message.startswith("tcp from prefill node pppppppp to decode node decode-0 broke and could not be")
+    assert "in 4 tries" in failed.message
+    assert node.receiver.counters()["reconnects"] == 4
     assert node.books.num_free == NUM_PAGES
+    node.sender.peer_lost(DECODE)  # the role hangs up
+    node.turn()
+    assert [release.ok for release in node.released] == [False]
     node.connect()
     node.sender.close()

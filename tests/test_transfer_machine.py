@@ -178,6 +178,11 @@ class Nodes:
             self.couple.to_prefill.clear()
             self.settle()
 
+    def snap(self, number: int) -> None:
+        """The data connection breaks, and the control connection holds."""
+        if self.is_alive and DECODE in self.couple.writer._readers:
+            self.couple.writer.lose(DECODE, "a snap")
+
     def die(self, number: int) -> None:
         """kill -9 of the prefill node."""
         if number % 10 == 0 and self.is_alive:
@@ -243,7 +248,7 @@ WEIGHTS = {
     **dict.fromkeys(("arrive", "open", "begin", "compute"), 5),
     **dict.fromkeys(("go_on", "hear_prefill", "hear_decode", "pump", "tick", "finish", "give_back"), 3),
     **dict.fromkeys(("extend", "poll", "cancel", "abort", "retract"), 2),
-    **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die"), 1),
+    **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die", "snap"), 1),
 }
 ACTIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 

@@ -12,7 +12,7 @@ moment, and ``forbid`` and ``withdraw`` take effect before they return.
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from common.errors import BatonError
@@ -85,11 +85,12 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """Proven: under epochs up to ``epoch`` this peer can write into our pool no more."""
+    """Proven: under epochs up to ``epoch`` this peer can write into our pool no more. ``is_dead``: nor ever again."""
 
     peer: str
     epoch: int
     reason: str
+    is_dead: bool = field(default=False, compare=False)
 
 
 class WriterTransport(Protocol):

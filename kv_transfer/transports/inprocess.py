@@ -280,7 +280,7 @@ class InProcessWriter:
         """What kill -9 would do."""
         for peer, reader in list(self._readers.items()):
             self._drop(peer)
-            reader.gone(self, "the writer has died")
+            reader.gone(self, "the writer has died", is_dead=True)
         self._readers.clear()
 
     def files(self) -> Sequence[int]:
@@ -331,8 +331,8 @@ class InProcessReader:
     def forbid(self, pages: Sequence[int]) -> None:
         pass
 
-    def gone(self, writer: InProcessWriter, reason: str) -> None:
-        self._news.append(Fenced(*self.writers.pop(writer), reason))
+    def gone(self, writer: InProcessWriter, reason: str, *, is_dead: bool = False) -> None:
+        self._news.append(Fenced(*self.writers.pop(writer), reason, is_dead))
 
     def poll(self, now: float) -> list[Fenced]:
         news, self._news = self._news, []

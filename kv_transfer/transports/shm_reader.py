@@ -209,7 +209,7 @@ class ShmReader:
         if descriptor == writer.pidfd:
             # Asked again: the event may be of an earlier process, whose descriptor had this number a moment ago.
             if _is_dead(writer.pidfd):
-                self._fence(writer, "the prefill node's process has died")
+                self._fence(writer, "the prefill node's process has died", is_dead=True)
             return
         assert writer.connection is not None
         try:
@@ -231,12 +231,12 @@ class ShmReader:
             writer.connection.close()
             writer.connection = None
 
-    def _fence(self, writer: _Writer, reason: str) -> None:
+    def _fence(self, writer: _Writer, reason: str, *, is_dead: bool = False) -> None:
         self._hang_up(writer)
         del self._writers[writer.pidfd]
         self._epoll.unregister(writer.pidfd)
         os.close(writer.pidfd)
-        self._news.append(Fenced(writer.peer, writer.epoch, reason))
+        self._news.append(Fenced(writer.peer, writer.epoch, reason, is_dead))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

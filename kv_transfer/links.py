@@ -1,0 +1,71 @@
+"""The prefill nodes that a decode node offers its pool to: what was agreed with each, and when to offer it anew.
+
+A data connection may break while the control connection holds. As soon as it is proven that nothing can be written any
+more under the epoch that broke, the pool is offered again under a new one, a few times, each after a longer pause; a
+page that comes in between makes the count begin anew.
+"""
+
+from dataclasses import dataclass
+
+from kv_transfer.pieces import Box
+
+#: Tries without a page in between, the pause before the first (which doubles), and how long an answer may take.
+MAX_TRIES = 4
+BACKOFF_S = 0.1
+ANSWER_S = 10.0
+
+#: Longer than all of it: a prefill node that has heard nothing by then ends what waits for a new connection.
+RESUME_LEASE_S = 60.0
+
+
+@dataclass(slots=True)
+class Link:
+    """Attributes:
+    name: of the prefill node, for people.
+    is_connected: it has attached, and pages can be granted under ``epoch``.
+    parts: in which each of our pages comes.
+    transport, why: by which, and why by that one.
+    refusal: why it will never be connected.
+    num_tries: to connect anew since the last page came.
+    retry_at: when to try next.
+    until: how long the answer to a try may take.
+    """
+
+    epoch: int
+    name: str
+    is_connected: bool = False
+    parts: tuple[Box, ...] = ()
+    transport: str = ""
+    why: str = ""
+    refusal: str = ""
+    num_tries: int = 0
+    retry_at: float | None = None
+    until: float | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Is an answer to the offer of this epoch awaited? Not of one that broke before its answer came."""
+        return not self.is_connected and self.retry_at is None
+
+    @property
+    def is_resuming(self) -> bool:
+        """Does it come back after a break?"""
+        return self.num_tries > 0 and not self.is_connected
+
+    def broke(self, now: float) -> bool:
+        """Nothing comes by it any more. False: it has been tried again often enough."""
+        self.is_connected, self.until = False, None
+        if self.num_tries >= MAX_TRIES:
+            return False
+        self.retry_at = now + BACKOFF_S * 2**self.num_tries
+        self.num_tries += 1
+        return True
+
+    def try_again(self, epoch: int, now: float) -> None:
+        """The pool is offered anew under this epoch."""
+        self.epoch, self.retry_at, self.until = epoch, None, now + ANSWER_S
+        self.refusal = ""
+
+    def connected(self, parts: tuple[Box, ...], transport: str, why: str) -> None:
+        self.is_connected, self.parts, self.transport, self.why = True, parts, transport, why
+        self.refusal, self.until = "", None
