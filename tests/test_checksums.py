@@ -350,3 +350,17 @@ def tokens_of(store: MemfdStore, pages: Sequence[int], num_tokens: int) -> bytes
     size, half = store.geometry.page_bytes, store.geometry.page_bytes // 2
     sides = [b"".join(bytes(pool[p * size + at : p * size + at + half]) for p in pages) for at in (0, half)]
     return b"".join(side[: num_tokens * 8] for side in sides)
+
+
+def test_a_part_that_pages_of_this_pair_do_not_have_is_not_sent_again() -> None:
+    """Where pages are equal, part 1 of page 0 would be page 1."""
+    couple = Couple(wants_checksums=(True, True))
+    couple.connect()
+    couple.open(KEY, 3)
+    couple.begin(KEY, 3)
+    couple.compute(KEY, 2)
+    couple.run()
+    couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 1), 0.0)
+    couple.settle()
+    assert couple.sender.counters()["stale_messages"] == 1
+    assert couple.sender.counters()["pages_resent"] == 0
