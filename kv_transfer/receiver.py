@@ -376,6 +376,7 @@ class Receiver:
         del self._sessions[session.key]
         self._transport.forbid(session.pages)
         self._totals["transfers_received"] += 1
+        self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.geometry.page_bytes
         self._messages.append((session.peer, Received(*session.key)))
         handoff, handed_at = self._handoffs.pop(session.key)
         self._events.append(Completed(session.key, handoff, tuple(session.pages), handed_at))
@@ -425,6 +426,7 @@ class Receiver:
         """Monotonic totals of pages, transfers and messages."""
         names = (
             "pages_received",
+            "bytes_saved_by_cache",
             "pages_verified",
             "checksum_mismatches",
             "broken_pairs",

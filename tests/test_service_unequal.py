@@ -31,6 +31,8 @@ async def serve(logs: Path, source_size: int, target_size: int, transport: str) 
     assert totals["decode-0"]["resumed_tokens_computed"] == 0
     assert totals["decode-0"]["pages_received"] > 0
     assert totals["decode-0"]["pages_cached"] > 0
+    assert totals["decode-0"]["bytes_saved_by_cache"] > 0
+    assert 'baton_node_bytes_saved_by_cache_total{model="m",node="decode-0",role="decode"}' in metrics
     assert totals["decode-0"]["pages_verified"] >= totals["decode-0"]["pages_received"]
     assert totals["decode-0"]["checksum_mismatches"] == totals["prefill-0"]["pages_resent"] == 0
     assert 'baton_node_checksum_mismatches_total{model="m",node="decode-0",role="decode"} 0.0' in metrics

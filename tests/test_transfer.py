@@ -85,9 +85,11 @@ def test_only_what_the_decode_node_lacks_is_shipped(couple: Couple) -> None:
     pages = couple.begin(KEY, 4, first=3)
     couple.compute(KEY, 3)
     couple.finish(KEY)
+    assert couple.receiver.counters()["bytes_saved_by_cache"] == 0
     couple.run()
     assert couple.writer.written == pages
     assert isinstance(couple.events[KEY], Completed)
+    assert couple.receiver.counters()["bytes_saved_by_cache"] == 3 * 64
 
 
 def test_a_prompt_that_is_wholly_there_needs_the_handoff_alone(couple: Couple) -> None:
