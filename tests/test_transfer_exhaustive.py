@@ -23,7 +23,7 @@ def _quiet() -> object:
 
 def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Explored:
     """Explore it all; about ``num_states`` are known to be there, so a scope cannot become empty unnoticed."""
-    found = explore(TwoNodes(scope), int(num_states * 1.5))
+    found = explore(TwoNodes(scope), 3 * num_states)
     print(f"\n{scope}: {found}")
     assert found.num_states > least * num_states, f"only {found.num_states} states are left"
     return found
