@@ -197,6 +197,12 @@ def test_every_node_is_told_its_name_gateway_threads_and_share_of_the_memory(mon
     assert all(child.env["BATON_API_KEY"] == "k" and "BATON_PAGE_SIZE" not in child.env for child in found)
 
 
+def test_every_node_records_into_a_file_of_its_own():
+    found = children(ServeConfig(record="/tmp/run"), [Share(1), Share(1)])
+    records = [[word for word in child.argv if word.startswith("--record")] for child in found]
+    assert records == [[], ["--record=/tmp/run.prefill-0"], ["--record=/tmp/run.decode-0"]]
+
+
 def test_without_prefill_nodes_the_gateway_is_told_that_decode_nodes_compute_prompts():
     config = ServeConfig(
         prefill=0, decode=2, local_prefill="always", also_serve=("b=/x",), port=8000, control_port=8001

@@ -103,6 +103,18 @@ def test_what_is_turned_away_and_what_is_late_is_counted() -> None:
     assert late["requests"]["errors"] == {"deadline_exceeded": 4}
 
 
+def test_wishes_are_held_against_what_came() -> None:
+    words = ["--num-requests=20", "--rate=5", "--input-len=100", "--output-len=11", "--starvation-bound=0.001"]
+    assert run(*words, "--slo-ttft=1s", "--slo-itl=50ms")["service"] == {
+        "good": 20, "share": 1.0, "is_attained": True, "starved": 20,
+    }  # fmt: skip
+    for flag in ("--slo-ttft=1ms", "--slo-itl=1ms", "--slo-tpot=1ms", "--slo-e2e=20ms"):
+        assert run(*words, flag)["service"]["good"] == 0
+    # The context holds 100 + 11 tokens and no more.
+    assert run(*words, "--context-length=111")["requests"]["answered"] == 20
+    assert run(*words, "--context-length=110")["requests"]["errors"] == {"context_length_exceeded": 20}
+
+
 def test_traces_are_read_as_the_load_test_reads_them(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 500 * i, "input_length": 600, "output_length": 5, "hash_ids": [1, 2 + i % 2]} for i in range(6)

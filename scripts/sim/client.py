@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.errors import RequestError
+from common.errors import ErrorCode, RequestError
 from common.prediction import Predictor
 from common.sampling import SamplingParams
 from gateway.claims import Claims
@@ -98,6 +98,7 @@ class Client:
     ask: sends a request out, or raises RequestError.
     claims: what requests may claim; a class of the plan that is a priority class claims that.
     classes: the priority classes.
+    context_length: of prompt and output together; longer requests are turned away.
     max_new_tokens: what every request allows itself; None for exactly what it is going to need.
     timeout_s: of requests without a deadline.
     """
@@ -111,6 +112,7 @@ class Client:
         *,
         claims: Claims,
         classes: Collection[str] = (),
+        context_length: int,
         max_new_tokens: int | None = None,
         timeout_s: float = 600.0,
         concurrency: int = 0,
@@ -121,6 +123,7 @@ class Client:
         self._ask = ask
         self._claims = claims
         self._classes = classes
+        self._context_length = context_length
         self._predictor = Predictor()
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
@@ -180,6 +183,8 @@ class Client:
             seed=planned.index,
             ignore_eos=is_known,
         )
+        if len(prompt) + sampling.max_new_tokens > self._context_length:
+            raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
         name = planned.class_name if planned.class_name in self._classes else None
         claim = self._claims.claim(planned.tenant, planned.priority, name)
         expected = planned.num_output if is_known else self._predictor.expected(claim.tenant, prompt)

@@ -23,7 +23,7 @@ from scripts.sim.engine import END_TOKEN, BlankStore, RecitingEngine
 from scripts.sim.gateway import Answer
 from scripts.sim.node import MODEL, Make
 from scripts.sim.replay import replay
-from scripts.sim.report import Figures, figures, table
+from scripts.sim.report import Figures, Goals, figures, table
 
 HELP = """Run a service of many nodes in virtual time, with the schedulers, caches, admission, router and transfer
 sessions that serve in production; only the clock, the engine and the wires are stand-ins that cost what you say.
@@ -73,10 +73,12 @@ class Simulation:
             self.cluster.gateway.ask,
             claims=Claims(config),
             classes=config.class_weights,
+            context_length=config.context_length or CONTEXT_LENGTH,
             max_new_tokens=config.max_new_tokens,
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,
         )
+        self._goals = Goals(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
         self.is_stopped = False
 
     def _on_end(self, answer: Answer) -> None:
@@ -100,6 +102,7 @@ class Simulation:
         return figures(
             self.cluster,
             client.outcomes,
+            goals=self._goals,
             wall_s=time.monotonic() - began_at,
             measured=(self._config.warmup_s, last - self._config.cooldown_s),
             is_whole=not self.is_stopped,

@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scripts.load.metrics import limits_of
 from scripts.load.stats import QUANTILES
+from scripts.load.workload import Kind
 from scripts.sim.client import Outcome
 from scripts.sim.cluster import Cluster
 from scripts.sim.node import Node
@@ -39,6 +42,39 @@ TOTALS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Attributes:
+    slos: limits in seconds by ttft, itl, tpot, e2e; ``kinds`` have their own over them.
+    attainment: the share of requests that should keep them.
+    starvation_s: who waits longer for a first token is starved.
+    """
+
+    slos: dict[str, float]
+    kinds: dict[str, Kind]
+    attainment: float
+    starvation_s: float
+
+
+def service(kept: Sequence[Outcome], goals: Goals) -> Figures:
+    """How many of the measured requests were served as wished; failures were not."""
+    num_good = sum(_is_good(o, limits_of(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
+    starved = sum((o.stamps_s[0] if o.stamps_s else o.ended_at) - o.due_at > goals.starvation_s for o in kept)
+    share = num_good / len(kept) if kept else 0.0
+    return {"good": num_good, "share": share, "is_attained": share >= goals.attainment, "starved": starved}
+
+
+def _is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
+    if not (outcome.is_ok and outcome.stamps_s):
+        return False
+    stamps = outcome.stamps_s
+    num_later = outcome.num_output - 1 - outcome.extra.get(0, 0)
+    reached = {"ttft": stamps[0] - outcome.due_at, "e2e": outcome.ended_at - outcome.due_at}
+    if len(stamps) > 1:
+        reached |= {"itl": float(np.quantile(np.diff(stamps), 0.99)), "tpot": (stamps[-1] - stamps[0]) / num_later}
+    return all(reached.get(name, 0.0) <= limit for name, limit in limits.items())
+
+
 def summary(values: Sequence[float] | NDArray[np.float64]) -> Figures:
     """Count, mean, extremes and percentiles of a sample in seconds; only the count of an empty one."""
     sample = np.asarray(values, dtype=np.float64)
@@ -58,6 +94,7 @@ def figures(
     cluster: Cluster,
     outcomes: Sequence[Outcome],
     *,
+    goals: Goals,
     wall_s: float,
     measured: tuple[float, float],
     is_whole: bool = True,
@@ -65,6 +102,7 @@ def figures(
     """Everything that is reported.
 
     Args:
+        goals: what is good.
         wall_s: real seconds that the simulation took.
         measured: requests due in between count; all of them count in totals.
         is_whole: False if it was stopped before its end.
@@ -93,6 +131,7 @@ def figures(
             "input_tokens_per_s": num_input / now if now else 0.0,
         },
         "cached_share": sum(outcome.cached_tokens for outcome in good) / num_input if num_input else 0.0,
+        "service": service(kept, goals),
         "latency_s": latencies(good),
         "classes": _by(good, lambda outcome: outcome.planned.class_name),
         "tenants": _by(good, lambda outcome: outcome.planned.tenant),
@@ -166,6 +205,7 @@ def table(found: Figures) -> list[str]:
         + (f"; failed: {errors}" if errors else ""),
         f"throughput {rates['requests_per_s']:.3g} requests/s, {rates['output_tokens_per_s']:,.0f} tokens/s out, "
         f"{rates['input_tokens_per_s']:,.0f} tokens/s in, {found['cached_share']:.1%} of these cached",
+        f"service    {found['service']['share']:.1%} as wished, {found['service']['starved']:,} starved",
         "",
         f"{'ms':32}" + "".join(f"{name:>11}" for name in COLUMNS),
     ]
