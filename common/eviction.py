@@ -6,19 +6,19 @@ leaf whose rank has risen meanwhile is put back under the new one when it comes 
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 from common.radix_node import Node
 
 EvictionPolicy = Literal["lru", "lfu", "fifo", "priority"]
-Rank = tuple[int, int]
 
 #: By ``--radix-eviction-policy``: the node with the lowest rank goes first.
-RANKS: dict[str, Callable[[Node], Rank]] = {
-    "lru": lambda node: (node.last_used, 0),
-    "lfu": lambda node: (node.num_uses, node.last_used),
-    "fifo": lambda node: (node.created, 0),
-    "priority": lambda node: (node.priority, node.last_used),
+RANKS: dict[str, Callable[[Node], Any]] = {
+    "lru": attrgetter("last_used"),
+    "lfu": attrgetter("num_uses", "last_used"),
+    "fifo": attrgetter("created"),
+    "priority": attrgetter("priority", "last_used"),
 }
 
 
@@ -31,7 +31,7 @@ class EvictionQueue:
 
     def __init__(self, policy: EvictionPolicy = "lru") -> None:
         self._rank = RANKS[policy]
-        self._heap: list[tuple[Rank, int, Node]] = []
+        self._heap: list[tuple[Any, int, Node]] = []
 
     def __iter__(self) -> Iterator[Node]:
         return (node for _, _, node in self._heap)

@@ -321,7 +321,8 @@ class RadixCache:
         assert not node.children
         del parent.children[node.key[: self._page_bytes]]
         node.parent = None
-        self._watching.gone(node, parent)
+        if node.watchers:
+            self._watching.gone(node, parent)
         self._drop_if_empty(parent)
 
     # ---- proving ----------------------------------------------------------------------------------------------------
