@@ -96,7 +96,7 @@ def bench_evict(tree: Tree, num_repeats: int) -> Figure:
     return figure("evict 100,000 tokens", times, python=724, rust=403)
 
 
-def bench_step(num_steps: int) -> Figure:
+def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
     """``plan`` and ``commit`` of 256 rows that decode; each enters a new page every 16 steps, at different times."""
     pages_each = (1_024 + num_steps) // PAGE_SIZE + 2
     books = PageBooks(NUM_ROWS * pages_each)
@@ -104,12 +104,14 @@ def bench_step(num_steps: int) -> Figure:
     limits = Limits(max_running=NUM_ROWS)
     cache = RadixCache(books, PAGE_SIZE)
     scheduler = DecodeScheduler(
-        cache, books, limits=limits, order=Order(make_policy("fcfs", cache)), ratio=ratio, eos_token_ids=(2,)
+        cache, books, limits=limits, order=Order(make_policy(policy, cache)), ratio=ratio, eos_token_ids=(2,)
     )
     for number in range(NUM_ROWS):
         length = 1_000 + number % PAGE_SIZE
         prompt = tuple(range(number * 2_000, number * 2_000 + length))
-        scheduler.submit(Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8)))
+        scheduler.submit(
+            Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8), tenant=f"t{number % 9}")
+        )
     for granted in scheduler.line.admit(0.0):
         scheduler.received(granted.request.key, token=7)
     times = []
@@ -119,7 +121,7 @@ def bench_step(num_steps: int) -> Figure:
     assert all(len(request.output) == num_steps + 1 for request in scheduler.places.running.values())
     assert len(scheduler.places.running) == NUM_ROWS
     scheduler.check()
-    return figure("plan + commit, 256 decode rows", times[1:], mark=PLAN_MARK_US)
+    return figure(f"plan + commit, 256 decode rows, {policy}", times[1:], mark=PLAN_MARK_US)
 
 
 def plan_and_commit(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
@@ -139,7 +141,7 @@ def measure(num_repeats: int) -> list[Figure]:
     figures.append(bench_evict(tree, num_repeats))
     tree.cache.check()
     tree.books.check()
-    figures.append(bench_step(max(20, num_repeats)))
+    figures += [bench_step(max(20, num_repeats), policy) for policy in ("fcfs", "fair")]
     figures += bench_lpm(num_repeats)
     gc.enable()
     return figures
