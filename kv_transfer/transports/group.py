@@ -11,7 +11,8 @@ that moment; ``forbid`` takes that lock, and ``withdraw`` closes the connection 
 ends in memory that nobody reads.
 
 A peer that is stopped in the middle of a page breaks the pair after ``STALL_S``; between pages nothing is waited for.
-What blocks is done in threads of the pair: one at each end, and another while the group forms.
+What blocks is done in threads of the pair: one at each end, and another while the group forms. If the peer dies just
+after it gave its address, that one and its socket stay for up to a minute, until Gloo gives up; nobody waits for them.
 
 Gloo and NCCL authenticate nobody and encrypt nothing. Ours is the connection over which a group forms, a proof over the
 group once it has, and with a cluster key a mac of every page, made and checked beside the backend. Gloo listens on the
