@@ -10,7 +10,7 @@ by round, in the opposite order at every other; the load-test harness (``scripts
 
 The stages are what the decode node says of each request: ``transfer``, from the handoff's arrival to the last page's,
 and ``join``, from then to the second token, which is a decode step and what it waited for. The defaults take a
-quarter of an hour; ``--quick`` one minute, on the small model.
+good half of an hour; ``--quick`` two minutes, on the small model.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from scripts.random_model import random_model
 from scripts.served import served
 
 LOCAL = "local"
-TRANSPORTS = ("shm", "tcp", "nixl")
+TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 MODELS = ("qwen3-0.6b", "small")
 POOL_TOKENS = 32_768
 MARK = 0.05
