@@ -5,27 +5,35 @@ and an action without anything to work on does nothing. So every list is a valid
 a short one.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, Couple
 
+from common.messages import Message
 from common.pages import Owner
 from kv_transfer.receiver import Completed
 from kv_transfer.session import Key
 from kv_transfer.tombs import Reason
-from kv_transfer.transports.inprocess import Wire
+from kv_transfer.transports.inprocess import Fault, Wire
+
+Faults = Mapping[int, Fault]
 
 REASONS: tuple[Reason, ...] = ("finished", "aborted", "failed")
 
 
 class Nodes:
-    """Two nodes, a slow wire, a control connection that may break; the two directions overtake each other."""
+    """Two nodes, a slow wire with faults, a control connection that may break; the two directions overtake each other.
 
-    def __init__(self, latency: int, bytes_per_tick: int | None) -> None:
-        self.couple = Couple(Wire(latency=latency, bytes_per_tick=bytes_per_tick), num_pages=12)
+    With checksums, as long as pages may come damaged.
+    """
+
+    def __init__(self, latency: int, bytes_per_tick: int | None, faults: Faults) -> None:
+        wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
+        self.couple = Couple(wire, num_pages=12, wants_checksums=(bool(faults), False))
         self.sizes: dict[Key, int] = {}
         self.reserved: dict[Key, int] = {}  # pages that are here or granted, of keys that have begun
         self.finished: dict[Key, None] = {}
@@ -145,6 +153,23 @@ class Nodes:
         self.hear_prefill(3)
         self.hear_decode(3)
 
+    def repeat(self, number: int) -> None:
+        """A message comes, and will come again."""
+        queue, hear = self.directions()[number % 2]
+        if queue:
+            queue.appendleft(queue[0])
+            hear(0)
+
+    def overtake(self, number: int) -> None:
+        """A message comes before the one that was sent before it."""
+        queue, hear = self.directions()[number % 2]
+        if len(queue) > 1:
+            queue[0], queue[1] = queue[1], queue[0]
+            hear(0)
+
+    def directions(self) -> list[tuple[deque[Message], Callable[[int], None]]]:
+        return [(self.couple.to_decode, self.hear_prefill), (self.couple.to_prefill, self.hear_decode)]
+
     def wait(self, number: int) -> None:
         self.couple.now += number % 25
 
@@ -199,6 +224,19 @@ class Nodes:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
+    def run(self) -> None:
+        """Until nothing is left to do, with a pair that breaks meanwhile formed anew."""
+        for _ in range(10):
+            before = self.couple.pairs_lost
+            self.couple.run()
+            self.couple.pump()  # a write that was lost as soon as it began
+            self.couple.poll()
+            if self.couple.pairs_lost == before:
+                return
+            self.has_dialled = False
+            self.dial(1)
+        raise AssertionError("it never ends")
+
     def let_everything_finish(self) -> None:
         """With the connection whole, every transfer that both sides want comes to its end."""
         couple = self.couple
@@ -206,13 +244,13 @@ class Nodes:
         self.sender_notices(0)
         self.poll(0)
         self.dial(1)
-        couple.run()
+        self.run()
         while self.opened():
             self.finish(0)
-        couple.run()
+        self.run()
         while self.extendable():
             self.extend(0)
-        couple.run()
+        self.run()
         for key, num_reserved in self.reserved.items():
             is_wanted = num_reserved == self.sizes[key] and key in couple.source_pages and key not in self.called_off
             assert not is_wanted or key in couple.events, f"{key} hangs"
@@ -249,15 +287,18 @@ WEIGHTS = {
     **dict.fromkeys(("go_on", "hear_prefill", "hear_decode", "pump", "tick", "finish", "give_back"), 3),
     **dict.fromkeys(("extend", "poll", "cancel", "abort", "retract"), 2),
     **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die", "snap"), 1),
+    **dict.fromkeys(("repeat", "overtake"), 1),
 }
 ACTIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 
 histories = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 840)), min_size=40, max_size=150)
+kinds = st.sampled_from(("drop", "duplicate", "reorder", "delay", "corrupt", "partition"))
+all_faults = st.dictionaries(st.integers(0, 30), st.builds(Fault, kinds, st.integers(1, 4)), max_size=8)
 speeds = st.sampled_from([None, GEOMETRY.page_bytes, 3 * GEOMETRY.page_bytes])
 
 
-def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None) -> Nodes:
-    nodes = Nodes(latency, bytes_per_tick)
+def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults) -> Nodes:
+    nodes = Nodes(latency, bytes_per_tick, faults)
     for action, number in history:
         getattr(nodes, action)(number)
     if nodes.is_alive:
@@ -267,15 +308,17 @@ def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | Non
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds)
-def test_any_history_keeps_the_books(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None) -> None:
-    walk(history, latency, bytes_per_tick)
+@given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
+def test_any_history_keeps_the_books(
+    history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
+) -> None:
+    walk(history, latency, bytes_per_tick, faults)
 
 
 @pytest.mark.deep
 @settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds)
+@given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
 def test_very_many_histories_keep_the_books(
-    history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None
+    history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
 ) -> None:
-    walk(history, latency, bytes_per_tick)
+    walk(history, latency, bytes_per_tick, faults)
