@@ -152,6 +152,16 @@ def test_what_cannot_be_called_back_keeps_a_pair_until_it_is_over() -> None:
     assert [fenced.epoch for fenced in ends.reader.poll(0)] == [1]
 
 
+def test_what_is_lost_on_its_way_from_a_pair_that_was_let_go_of_is_over_too() -> None:
+    ends = Ends({0: Fault("drop")}, can_recall=False)
+    ticket = ends.write(0)
+    assert ends.writer.detach(DECODE) is False
+    assert ends.tick() == [JUNK] * 4
+    assert ends.writer.done() == [ticket]
+    assert ends.writer.poll() == []
+    assert ends.writer.detach(DECODE) is True
+
+
 def test_a_choosing_pair_over_such_a_wire_attaches_anew_only_when_it_is_still() -> None:
     ends = Ends({}, can_recall=False)
     writer, reader = ChoosingWriter([ends.writer]), ChoosingReader([ends.reader])

@@ -25,6 +25,7 @@ from kv_transfer import sender as sender_module
 from kv_transfer import tombs as tombs_module
 from kv_transfer.receiver import Completed, Finished, Receiver, TransferFailed
 from kv_transfer.sender import EARLY_LEASE_S
+from kv_transfer.session import Receiving
 from kv_transfer.tombs import LEASE_S, Reason
 from kv_transfer.transports.inprocess import InProcessReader, Wire
 
@@ -471,6 +472,14 @@ def test_a_grant_for_a_request_that_never_comes_is_answered_when_its_lease_is_ov
     couple.assert_nothing_is_held()
 
 
+def test_a_request_whose_early_grant_went_with_its_pair_is_let_go_of_when_it_comes(couple: Couple) -> None:
+    couple.begin(KEY, 2)
+    couple.run()
+    couple.disconnect()
+    couple.open(KEY, 2)
+    assert not couple.released[KEY].ok
+
+
 def test_tombstones_go_when_their_lease_is_over(couple: Couple) -> None:
     couple.to_prefill.append(Cancel("r", 0))
     couple.hear_decode()
@@ -683,6 +692,19 @@ def test_an_ungranted_prompt_may_be_retracted_and_computed_again(couple: Couple)
     assert isinstance(couple.events[KEY], Completed)
 
 
+def test_a_retracted_prompt_hands_nothing_over_until_it_is_computed_again(couple: Couple) -> None:
+    couple.open(KEY, 2)
+    couple.finish(KEY)
+    couple.sender.retract(KEY)
+    couple.begin(KEY, 2)
+    couple.run()
+    assert not any(isinstance(message, Handoff) for message in couple.to_decode)
+    assert couple.receiver._sessions[KEY].state is Receiving.GRANTED
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
 def test_a_granted_prompt_is_not_retracted(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.begin(KEY, 2)
@@ -781,6 +803,15 @@ def test_a_new_connection_proves_that_the_old_one_writes_no_more() -> None:
     assert couple.receiver.num_quarantined == 0
     assert couple.receiver.is_connected(PREFILL)
     couple.assert_nothing_is_held()
+
+
+def test_news_of_an_earlier_connection_connects_no_later_one() -> None:
+    couple = Couple()
+    couple.receiver.connect(PREFILL)
+    couple.receiver.connect(PREFILL)
+    couple.receiver.on_message(PREFILL, Connected(1, "inprocess"))
+    assert not couple.receiver.is_connected(PREFILL)
+    assert couple.receiver.counters()["stale_messages"] == 1
 
 
 def test_a_refusal_of_an_earlier_connection_refuses_no_later_one() -> None:
