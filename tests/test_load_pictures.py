@@ -111,4 +111,9 @@ def test_a_chart_can_stand_alone_as_a_file() -> None:
     texts = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[:3] == ["Rate against latency", "one & two", "p99"]
     assert "ms <p50>" in texts
+    for number in range(2, 6):
+        chart.line([(1, 2.0)], number, "a name that takes its room")
+    keys = ElementTree.fromstring(chart.file("x")).findall("{http://www.w3.org/2000/svg}rect")
+    places = [(float(key.get("x", "")), float(key.get("y", ""))) for key in keys]
+    assert len({y for _, y in places}) == 2 and max(x for x, _ in places) < 640 - 170, "a long legend takes two lines"
     assert "http" not in re.sub(r'xmlns="[^"]*"', "", chart.file("x")), "nothing from outside"

@@ -113,16 +113,20 @@ class Chart:
 
     def file(self, title: str) -> str:
         """The chart as a file of its own, with title and legend, in the reader's light or dark."""
-        keys, x = "", float(self.left)
+        keys, x, y = "", float(self.left), 25
         for colour, name in self.names:
-            keys += f'<rect class="f {colour}" x="{x:.0f}" y="25" width="10" height="10"/>'
-            keys += f'<text x="{x + 14:.0f}" y="34">{html.escape(name)}</text>'
-            x += 30 + LETTER * len(name)
+            length = 30 + LETTER * len(name)
+            if x + length > self.width and x > self.left:
+                x, y = float(self.left), y + 16
+            keys += f'<rect class="f {colour}" x="{x:.0f}" y="{y}" width="10" height="10"/>'
+            keys += f'<text x="{x + 14:.0f}" y="{y + 9}">{html.escape(name)}</text>'
+            x += length
+        head = y + 11
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height + 36}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height + head}" '
             f'width="{self.width}" role="img"><style>{STYLE}</style>'
             f'<text class="t" x="{self.left}" y="14">{html.escape(title)}</text>{keys}'
-            f'<g transform="translate(0,36)">{self._drawing()}</g></svg>\n'
+            f'<g transform="translate(0,{head})">{self._drawing()}</g></svg>\n'
         )
 
     def _drawing(self) -> str:
