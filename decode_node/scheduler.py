@@ -68,6 +68,7 @@ class DecodeScheduler:
             cache, books, self.places, line=self.line, order=order, is_by_priority=limits.is_retracted_by_priority
         )
         self.totals = self.giving_way.totals
+        self.totals.update(budget_rows=0, budget_rows_used=0)
         self._in_flight: dict[int, tuple[list[Request], list[Chunk]]] = {}
         self._joining: dict[Key, Request] = {}  # they have a row that no plan has told the executor of yet
         self._num_steps = 0
@@ -160,6 +161,8 @@ class DecodeScheduler:
         self._num_steps += 1
         self._in_flight[self._num_steps] = (rows, chunks)
         self._books.begin_step(self._num_steps)
+        self.totals["budget_rows"] += self._limits.max_running
+        self.totals["budget_rows_used"] += len(rows)
         if rows:
             self._ratio.decoded()
         joining = [request for key, request in self._joining.items() if self.places.running.get(key) is request]

@@ -104,7 +104,7 @@ class PrefillScheduler:
         self._first: dict[Key, FirstToken] = {}  # of retracted requests; what was said once is not said otherwise
         self.retracted: list[Key] = []
         self.decisions = Decisions()
-        self.totals: Counter[str] = Counter(preemptions=0, skipped_ahead=0)
+        self.totals: Counter[str] = Counter(preemptions=0, skipped_ahead=0, budget_tokens=0, budget_tokens_used=0)
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._in_flight: dict[int, list[Chunk]] = {}
         self._num_steps = 0
@@ -205,6 +205,8 @@ class PrefillScheduler:
         if not adder.chunks:
             return None
         self._num_steps += 1
+        self.totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
+        self.totals["budget_tokens_used"] += sum(chunk.num_tokens for chunk in adder.chunks)
         self._in_flight[self._num_steps] = adder.chunks
         self._books.begin_step(self._num_steps)
         return StepPlan(

@@ -246,7 +246,9 @@ def test_tokens_of_a_step_come_in_order_of_urgency() -> None:
     node = Node()
     for rid, priority in (("a", 1), ("b", 3), ("c", 2)):
         node.run_in(rid, 8, priority, new=30)
+    before = node.scheduler.totals.copy()
     assert node.step() == ["b", "c", "a"]
+    assert node.scheduler.totals - before == {"budget_rows": 8, "budget_rows_used": 3}
 
 
 def test_a_transfer_inherits_the_priority_of_who_waits_for_its_prefix() -> None:

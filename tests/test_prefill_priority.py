@@ -95,6 +95,7 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_two_of_its_chunks() -> No
     node.submit("urgent", 12, 2)
     assert node.step() == [("urgent", 8)]
     assert node.step() == [("urgent", 4), ("long", 4)]
+    assert (node.scheduler.totals["budget_tokens"], node.scheduler.totals["budget_tokens_used"]) == (24, 24)
     assert node.run() == ["urgent", "long"]
     assert node.scheduler.totals["preemptions"] == 0, "nobody had to give anything up"
 
