@@ -360,7 +360,7 @@ def test_a_part_that_pages_of_this_pair_do_not_have_is_not_sent_again() -> None:
     couple.begin(KEY, 3)
     couple.compute(KEY, 2)
     couple.run()
-    couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 1), 0.0)
+    couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 1, 1), 0.0)
     couple.settle()
     assert couple.sender.counters()["stale_messages"] == 1
     assert couple.sender.counters()["pages_resent"] == 0

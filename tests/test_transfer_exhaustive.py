@@ -31,7 +31,7 @@ def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Explored:
 
 def test_two_requests_on_a_pool_of_three_pages_with_any_single_fault() -> None:
     """Two pages each, so that pages of the one are granted again to the other."""
-    walk(Scope(sizes=(2, 2), num_faults=1), 51_000)
+    walk(Scope(sizes=(2, 2), num_faults=1), 45_000)
 
 
 def test_a_request_of_three_pages_with_any_single_fault() -> None:
