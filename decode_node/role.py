@@ -40,7 +40,8 @@ from common.request import Request
 from common.step import StepPlan, StepResult
 from decode_node.admission import Reservation
 from decode_node.scheduler import DecodeScheduler, Sampled
-from kv_transfer.receiver import Completed, Event, Finished, PairLost, Receiver
+from kv_transfer.events import Completed, Event, Finished, PairLost
+from kv_transfer.receiver import Receiver
 
 Key = tuple[str, int]
 

@@ -7,7 +7,9 @@ page that comes in between makes the count begin anew.
 
 from dataclasses import dataclass
 
+from common.messages import Connect
 from kv_transfer.pieces import Box
+from kv_transfer.transports.base import ReaderTransport, to_message
 
 #: Tries without a page in between, the pause before the first (which doubles), and how long an answer may take.
 MAX_TRIES = 4
@@ -69,3 +71,72 @@ class Link:
     def connected(self, parts: tuple[Box, ...], transport: str, why: str) -> None:
         self.is_connected, self.parts, self.transport, self.why = True, parts, transport, why
         self.refusal, self.until = "", None
+
+
+class Links:
+    """Every prefill node that is offered our pool, by incarnation. Pure but for the transport.
+
+    Args:
+        transport: makes the offers.
+        name, digest: of this node and its model.
+        wants_checksums: one must come with every page.
+
+    Attributes:
+        by_peer: what was agreed with each.
+        epoch: of the last offer; rises with every one, to anyone.
+    """
+
+    def __init__(self, transport: ReaderTransport, *, name: str, digest: str, wants_checksums: bool) -> None:
+        self._transport = transport
+        self._name = name
+        self._digest = digest
+        self._wants_checksums = wants_checksums
+        self.by_peer: dict[str, Link] = {}
+        self.epoch = 0
+
+    def get(self, peer: str) -> Link | None:
+        return self.by_peer.get(peer)
+
+    def awaited(self, peer: str, epoch: int) -> Link | None:
+        """The link whose offer of this epoch has not been answered yet."""
+        link = self.by_peer.get(peer)
+        return link if link is not None and link.epoch == epoch and link.is_awaited else None
+
+    def offer(self, peer: str, name: str) -> Connect:
+        """The pool is offered to a prefill node for the first time, or from scratch."""
+        self.epoch += 1
+        self.by_peer[peer] = Link(self.epoch, name)
+        return self._connect(peer, resumes=False)
+
+    def offer_again(self, now: float) -> list[tuple[str, Connect]]:
+        """To those whose pause is over."""
+        offers = []
+        for peer, link in self.by_peer.items():
+            if link.retry_at is not None and link.retry_at <= now:
+                self.epoch += 1
+                link.try_again(self.epoch, now)
+                offers.append((peer, self._connect(peer, resumes=True)))
+        return offers
+
+    def unanswered(self, now: float) -> list[tuple[str, Link]]:
+        """Those that have been offered the pool again and have not answered in time."""
+        return [(peer, link) for peer, link in self.by_peer.items() if link.until is not None and link.until <= now]
+
+    def drop(self, peer: str) -> None:
+        """Nothing is agreed with this one any more, and nothing that was offered holds."""
+        self.by_peer.pop(peer, None)
+        self._transport.withdraw(peer)
+
+    def _connect(self, peer: str, *, resumes: bool) -> Connect:
+        store = self._transport.store
+        return Connect(
+            name=self._name,
+            digest=self._digest,
+            epoch=self.epoch,
+            geometry=to_message(store.geometry),
+            num_pages=store.num_pages,
+            transport=self._transport.name,
+            endpoint=self._transport.offer(peer, self.epoch),
+            wants_checksums=self._wants_checksums,
+            resumes=resumes,
+        )

@@ -2,11 +2,13 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.geometry import conflict
 from common.messages import Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.fit import Fit
+from kv_transfer.lifecycle import Sending
 from kv_transfer.session import SendSession
 from kv_transfer.transports.base import Attached, AttachError, WriterTransport, from_message
 
@@ -147,3 +149,20 @@ class Pairs:
         """Let go of a peer's pool, known or not. False: some writes are under way; see ``WriterTransport.detach``."""
         self.by_peer.pop(peer, None)
         return self._transport.detach(peer)
+
+    def check(self, sessions: Iterable[SendSession]) -> None:
+        """Prove what is granted against all transfers that are not over; raises ``AssertionError``."""
+        granted: dict[str, list[int]] = {}
+        for session in sessions:
+            if not session.is_granted:
+                continue
+            pair = self.by_peer.get(session.peer)
+            if pair is not None and pair.epoch == session.epoch:
+                granted.setdefault(session.peer, []).extend(session.targets.values())
+            else:
+                is_over = session.state is Sending.CLOSING
+                assert is_over or session.is_suspended, "a transfer outlived its pair"
+        for peer, pair in self.by_peer.items():
+            pages = granted.get(peer, [])
+            assert len(pages) == len(set(pages)), "two transfers may write one page"
+            assert set(pages) == pair.granted, "granted pages are miscounted"

@@ -13,7 +13,6 @@ caller's.
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
 from common.messages import (
@@ -29,56 +28,19 @@ from common.messages import (
     Refused,
     Resend,
 )
-from common.pages import Owner, PageBooks
+from common.pages import PageBooks
 from kv_transfer.checksums import Checksums
+from kv_transfer.events import Event, Finished, PairLost, TransferFailed
 from kv_transfer.fit import parts_of
-from kv_transfer.links import Link
-from kv_transfer.session import MAX_RESENDS, Key, ReceiveEvent, ReceiveSession, Receiving
-from kv_transfer.transports.base import ReaderTransport, to_message
+from kv_transfer.incoming import Incoming
+from kv_transfer.lifecycle import ReceiveEvent, Receiving
+from kv_transfer.links import Link, Links
+from kv_transfer.session import MAX_RESENDS, Key, ReceiveSession
+from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
 
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """Everything is here. ``pages`` (those granted, in order) are still ``GRANT``, and the caller's to move.
-
-    ``handed_at``: when the handoff came, in seconds of the ``now`` handed in.
-    """
-
-    key: Key
-    handoff: Handoff
-    pages: tuple[int, ...]
-    handed_at: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The request ended with its first token; nothing is shipped. Its granted pages are free."""
-
-    key: Key
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
-    """Nothing more will come. Its granted pages are free, or in quarantine."""
-
-    key: Key
-    code: ErrorCode
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class PairLost:
-    """This prefill node has let go of our pool, or is dead. ``connect`` again before it can write."""
-
-    peer: str
-    reason: str
-
-
-Event = Completed | Finished | TransferFailed | PairLost
 
 
 class Receiver:
@@ -103,18 +65,13 @@ class Receiver:
         wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
-        self._books = books
+        self._incoming = Incoming(books, transport.forbid)
         self._name = name
-        self._digest = digest
         self._num_ranks = num_ranks
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
-        self._epoch = 0  # rises with every connection to anyone
-        self._links: dict[str, Link] = {}
-        self._sessions: dict[Key, ReceiveSession] = {}
-        self._handoffs: dict[Key, tuple[Handoff, float]] = {}  # with the instant at which each came
+        self._links = Links(transport, name=name, digest=digest, wants_checksums=wants_checksums)
         self._messages: list[tuple[str, Message]] = []
-        self._events: list[Event] = []
         self._totals: Counter[str] = Counter()
 
     # ---- what the role says -------------------------------------------------------------------------------------
@@ -126,22 +83,7 @@ class Receiver:
         waiting.
         """
         self._drop_link(peer, is_all=False)
-        self._epoch += 1
-        self._links[peer] = Link(self._epoch, name or peer[:8])
-        return self._offer(peer)
-
-    def _offer(self, peer: str, *, resumes: bool = False) -> Connect:
-        return Connect(
-            name=self._name,
-            digest=self._digest,
-            epoch=self._epoch,
-            geometry=to_message(self._transport.store.geometry),
-            num_pages=self._transport.store.num_pages,
-            transport=self._transport.name,
-            endpoint=self._transport.offer(peer, self._epoch),
-            wants_checksums=self._wants_checksums,
-            resumes=resumes,
-        )
+        return self._links.offer(peer, name or peer[:8])
 
     def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
         """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
@@ -149,22 +91,23 @@ class Receiver:
         ``pages`` are owned as ``GRANT``, and may be fewer than the prompt lacks: see ``extend``. They are granted as
         soon as the pair is connected.
         """
-        assert key not in self._sessions, f"{key} has begun already"
+        assert key not in self._incoming.sessions, f"{key} has begun already"
         page_size = self._transport.store.geometry.page_size
         session = ReceiveSession(
             key, peer, first=first, num_tokens=num_tokens, page_size=page_size, num_ranks=self._num_ranks
         )
         session.reserve(pages)
-        self._sessions[key] = session
+        self._incoming.sessions[key] = session
         link = self._links.get(peer)
         if link is not None and link.refusal:
-            self._give_up(session, ReceiveEvent.CLOSE, TransferFailed(key, ErrorCode.TRANSFER_FAILED, link.refusal))
+            failure = TransferFailed(key, ErrorCode.TRANSFER_FAILED, link.refusal)
+            self._incoming.give_up(session, ReceiveEvent.CLOSE, failure)
         elif link is not None and link.is_connected:
             self._grant(session)
 
     def extend(self, key: Key, pages: Sequence[int]) -> None:
         """More pages (``GRANT``) for the indices that follow. The key must be under way."""
-        session = self._sessions[key]
+        session = self._incoming.sessions[key]
         at = session.first + len(session.pages)
         session.reserve(pages)
         if session.state is not Receiving.RESERVED:
@@ -172,30 +115,26 @@ class Receiver:
 
     def cancel(self, key: Key) -> None:
         """Not wanted any more, at any point; no event of this key comes after. Unknown and ended keys are ignored."""
-        for event in [event for event in self._events if not isinstance(event, PairLost) and event.key == key]:
-            self._events.remove(event)
-            if isinstance(event, Completed):
-                self._books.free(event.pages, Owner.GRANT)
-        session = self._sessions.get(key)
+        self._incoming.untell(key)
+        session = self._incoming.sessions.get(key)
         if session is None or not session.accepts(ReceiveEvent.CANCEL):
             return
-        if session.peer in self._links:
+        if session.peer in self._links.by_peer:
             self._messages.append((session.peer, Cancel(*key)))
-        self._give_up(session, ReceiveEvent.CANCEL, None)
+        self._incoming.give_up(session, ReceiveEvent.CANCEL, None)
 
     def peer_lost(self, peer: str) -> None:
         """The control connection is gone. Transfers fail; what was granted stays in quarantine until the fence."""
         self._drop_link(peer, is_all=True)
 
     def _drop_link(self, peer: str, *, is_all: bool) -> None:
-        self._links.pop(peer, None)
-        self._transport.withdraw(peer)
+        self._links.drop(peer)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
-        for session in self._of(peer):
+        for session in self._incoming.of(peer):
             if session.accepts(ReceiveEvent.LOSE) and (is_all or session.epoch):
                 message = "the connection to the prefill node was lost"
                 failure = TransferFailed(session.key, ErrorCode.NODE_LOST, message)
-                self._give_up(session, ReceiveEvent.LOSE, failure)
+                self._incoming.give_up(session, ReceiveEvent.LOSE, failure)
 
     def poll(self, now: float) -> None:
         """Let writers attach, and take note of those that can write no more."""
@@ -207,20 +146,17 @@ class Receiver:
             self._fence(fenced.peer, fenced.epoch, fenced.reason)
             if is_now and fenced.is_dead:
                 self.peer_lost(fenced.peer)
-                self._events.append(PairLost(fenced.peer, fenced.reason))
-        for peer, link in list(self._links.items()):
-            if link.retry_at is not None and link.retry_at <= now:
-                self._epoch += 1
-                link.try_again(self._epoch, now)
-                self._totals["reconnects"] += 1
-                self._messages.append((peer, self._offer(peer, resumes=True)))
-            elif link.until is not None and link.until <= now:
-                self._on_broken(peer, link, "it did not answer", now)
+                self._incoming.events.append(PairLost(fenced.peer, fenced.reason))
+        offers = self._links.offer_again(now)
+        self._totals["reconnects"] += len(offers)
+        self._messages += offers
+        for peer, link in self._links.unanswered(now):
+            self._on_broken(peer, link, "it did not answer", now)
 
     def _on_broken(self, peer: str, link: Link, reason: str, now: float) -> None:
         """Nothing can be written under the link's epoch any more. Its transfers wait for another, if there is hope."""
         self._totals["broken_pairs"] += link.is_connected
-        for session in self._of(peer):
+        for session in self._incoming.of(peer):
             if session.accepts(ReceiveEvent.SUSPEND):
                 session.suspend()
                 self._transport.forbid(session.pages)
@@ -229,12 +165,12 @@ class Receiver:
             return
         why = f"{link.transport or self._transport.name} from prefill node {link.name} to decode node {self._name}"
         why += f" broke and could not be mended in {link.num_tries} tries: {reason}"
-        for session in self._of(peer):
+        for session in self._incoming.of(peer):
             if session.state is Receiving.RESERVED:
                 failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)
-                self._give_up(session, ReceiveEvent.LOSE, failure)
+                self._incoming.give_up(session, ReceiveEvent.LOSE, failure)
         self.peer_lost(peer)
-        self._events.append(PairLost(peer, why))
+        self._incoming.events.append(PairLost(peer, why))
 
     # ---- what a prefill node says -------------------------------------------------------------------------------
 
@@ -245,15 +181,15 @@ class Receiver:
         elif isinstance(message, Refused):
             is_ours = self._on_refused(peer, message, now)
         elif isinstance(message, Delivered | Handoff | Closed):
-            session = self._sessions.get((message.rid, message.attempt))
+            session = self._incoming.sessions.get((message.rid, message.attempt))
             is_ours = session is not None and session.peer == peer and self._on_transfer(session, message, now)
         else:
             is_ours = False
         self._totals["stale_messages"] += not is_ours
 
     def _on_connected(self, peer: str, message: Connected) -> bool:
-        link = self._links.get(peer)
-        if link is None or link.epoch != message.epoch or not link.is_awaited:
+        link = self._links.awaited(peer, message.epoch)
+        if link is None:
             return False
         if not self._transport.chosen(peer, message.epoch, message.transport):
             return False
@@ -267,14 +203,14 @@ class Receiver:
         )
         link.connected(parts_of(geometry, message.num_units), message.transport, message.why)
         self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
-        for session in self._of(peer):
+        for session in self._incoming.of(peer):
             if session.state is Receiving.RESERVED:
                 self._grant(session)
         return True
 
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
-        link = self._links.get(peer)
-        if link is None or link.epoch != message.epoch or not link.is_awaited:
+        link = self._links.awaited(peer, message.epoch)
+        if link is None:
             return False
         if link.is_resuming:
             self._on_broken(peer, link, message.reason, now)
@@ -284,10 +220,10 @@ class Receiver:
 
     def _refuse(self, peer: str, link: Link, why: str) -> None:
         link.refusal = why
-        for session in self._of(peer):
+        for session in self._incoming.of(peer):
             if session.state is Receiving.RESERVED:
                 failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)
-                self._give_up(session, ReceiveEvent.CLOSE, failure)
+                self._incoming.give_up(session, ReceiveEvent.CLOSE, failure)
 
     def _on_transfer(self, session: ReceiveSession, message: Delivered | Handoff | Closed, now: float) -> bool:
         if isinstance(message, Closed):
@@ -295,7 +231,7 @@ class Receiver:
         if isinstance(message, Handoff):
             if message.num_tokens != session.num_tokens or not session.accepts(ReceiveEvent.HANDOFF):
                 return False
-            self._handoffs[session.key] = (message, now)
+            self._incoming.handoffs[session.key] = (message, now)
             session.apply(ReceiveEvent.HANDOFF)
         elif not self._on_delivered(session, message):
             return False
@@ -310,7 +246,7 @@ class Receiver:
         damaged = self._damaged(session, message) if self._wants_checksums or message.checksums else []
         if damaged and not self._ask_again(session, damaged, message.part, message.num_resends + 1):
             return True
-        self._links[session.peer].num_tries = 0
+        self._links.by_peer[session.peer].num_tries = 0
         whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
         self._transport.store.landed(whole)
         self._totals["pages_received"] += len(whole)
@@ -318,7 +254,8 @@ class Receiver:
 
     def _damaged(self, session: ReceiveSession, message: Delivered) -> list[int]:
         """Indices of pages that stand here with other bytes than they had, as far as we are told what they had."""
-        runs = self._links[session.peer].parts[message.part % session.num_units].runs(self._transport.store.geometry)
+        part = self._links.by_peer[session.peer].parts[message.part % session.num_units]
+        runs = part.runs(self._transport.store.geometry)
         told = dict(zip(message.indices, message.checksums, strict=False))
         found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
         damaged = [index for index in message.indices if told.get(index) != found[index]]
@@ -328,7 +265,7 @@ class Receiver:
 
     def _ask_again(self, session: ReceiveSession, indices: list[int], part: int, number: int) -> bool:
         """False: we have done so too often, and the transfer ends."""
-        link = self._links[session.peer]
+        link = self._links.by_peer[session.peer]
         way = f"by {link.transport} from prefill node {link.name} to decode node {self._name}"
         if session.corrupt(indices, part):
             if self._totals["checksum_mismatches"] == len(indices):
@@ -340,7 +277,7 @@ class Receiver:
         message = f"the same page came damaged {MAX_RESENDS + 1} times {way}"
         self._messages.append((session.peer, Cancel(*session.key)))
         failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, message)
-        self._give_up(session, ReceiveEvent.CANCEL, failure)
+        self._incoming.give_up(session, ReceiveEvent.CANCEL, failure)
         return False
 
     def _on_closed(self, session: ReceiveSession, message: Closed) -> bool:
@@ -351,66 +288,44 @@ class Receiver:
             else:
                 why = message.message or f"the prefill node has closed the transfer: {message.reason}"
                 event = TransferFailed(session.key, CODES.get(message.reason, ErrorCode.TRANSFER_FAILED), why)
-        self._give_up(session, ReceiveEvent.CLOSE, event)
+        self._incoming.give_up(session, ReceiveEvent.CLOSE, event)
         return True
 
     # ---- what follows -------------------------------------------------------------------------------------------
 
-    def _of(self, peer: str) -> list[ReceiveSession]:
-        return [session for session in self._sessions.values() if session.peer == peer]
-
     def _grant(self, session: ReceiveSession, at: int | None = None) -> None:
         """Tell the writer of the pages from index ``at`` on, or of all, but for those that are here from before."""
-        link = self._links[session.peer]
+        link = self._links.by_peer[session.peer]
         at = session.first if at is None else at
         session.grant(link.epoch, len(link.parts))
         for first, pages in session.lacking(at) or [(at, [])]:
             self._transport.allow(session.peer, link.epoch, pages)
             self._messages.append((session.peer, Grant(*session.key, link.epoch, first, tuple(pages))))
-        if session.key in self._handoffs and session.accepts(ReceiveEvent.HANDOFF):  # it came before a break
+        if session.key in self._incoming.handoffs and session.accepts(ReceiveEvent.HANDOFF):  # it came before a break
             session.apply(ReceiveEvent.HANDOFF)
             if session.state is Receiving.COMPLETE:
                 self._complete(session)
 
     def _complete(self, session: ReceiveSession) -> None:
-        del self._sessions[session.key]
-        self._transport.forbid(session.pages)
-        self._totals["transfers_received"] += 1
         self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.geometry.page_bytes
         self._messages.append((session.peer, Received(*session.key)))
-        handoff, handed_at = self._handoffs.pop(session.key)
-        self._events.append(Completed(session.key, handoff, tuple(session.pages), handed_at))
+        self._incoming.complete(session)
 
     def _fence(self, peer: str, epoch: int, reason: str) -> None:
         """No write under epochs up to this one can come any more."""
-        for session in self._of(peer):
+        for session in self._incoming.of(peer):
             if not 0 < session.epoch <= epoch:
                 continue
-            failure = TransferFailed(session.key, ErrorCode.NODE_LOST, reason)
-            self._give_up(session, ReceiveEvent.FENCE, None if session.state is Receiving.QUARANTINED else failure)
-
-    def _give_up(self, session: ReceiveSession, event: ReceiveEvent, tell: Event | None) -> None:
-        """The one place where pages of a transfer that does not complete change hands."""
-        owner = Owner.QUARANTINE if session.state is Receiving.QUARANTINED else Owner.GRANT
-        session.apply(event)
-        self._transport.forbid(session.pages)
-        self._handoffs.pop(session.key, None)
-        if session.state is Receiving.FREED:
-            self._books.free(session.pages, owner)
-            del self._sessions[session.key]
-        else:
-            self._books.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
-            self._totals["pages_quarantined"] += len(session.pages)
-        if tell is not None:
-            self._totals["transfers_failed"] += isinstance(tell, TransferFailed)
-            self._events.append(tell)
+            is_told = session.state is Receiving.QUARANTINED
+            failure = None if is_told else TransferFailed(session.key, ErrorCode.NODE_LOST, reason)
+            self._incoming.give_up(session, ReceiveEvent.FENCE, failure)
 
     # ---- results ------------------------------------------------------------------------------------------------
 
     def take(self) -> tuple[list[tuple[str, Message]], list[Event]]:
         """What to send, as (peer, message) in order, and what has happened. Each is returned once."""
-        messages, events = self._messages, self._events
-        self._messages, self._events = [], []
+        messages, events = self._messages, self._incoming.events
+        self._messages, self._incoming.events = [], []
         return messages, events
 
     def is_connected(self, peer: str) -> bool:
@@ -420,7 +335,7 @@ class Receiver:
     @property
     def num_quarantined(self) -> int:
         """Pages in quarantine now."""
-        return sum(len(s.pages) for s in self._sessions.values() if s.state is Receiving.QUARANTINED)
+        return self._incoming.num_quarantined
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals of pages, transfers and messages."""
@@ -431,13 +346,11 @@ class Receiver:
             "checksum_mismatches",
             "broken_pairs",
             "reconnects",
-            "pages_quarantined",
-            "transfers_received",
-            "transfers_failed",
             "stale_messages",
         )
         chosen = {name: float(count) for name, count in self._totals.items() if name.startswith("pairs_by_")}
-        return {**{name: float(self._totals[name]) for name in names}, **chosen, **self._transport.counters()}
+        totals = {name: float(self._totals[name]) for name in names}
+        return {**totals, **chosen, **self._incoming.counters(), **self._transport.counters()}
 
     def transports(self) -> Sequence[str]:
         """Names of those that may carry pages here, best first."""
@@ -449,11 +362,11 @@ class Receiver:
 
     def pairs(self) -> list[tuple[str, str, str]]:
         """Prefill nodes that pages can come from: (incarnation, transport, why by that one)."""
-        return [(peer, link.transport, link.why) for peer, link in self._links.items() if link.is_connected]
+        return [(peer, link.transport, link.why) for peer, link in self._links.by_peer.items() if link.is_connected]
 
     def peers(self) -> Sequence[str]:
         """Prefill nodes that this node has offered its pool to."""
-        return list(self._links)
+        return list(self._links.by_peer)
 
     def close(self) -> None:
         """Stop offering the pool."""
@@ -463,20 +376,10 @@ class Receiver:
 
     def check(self) -> None:
         """Prove the books; raises ``AssertionError``."""
-        for session in self._sessions.values():
-            session.check()
-            assert session.state not in (Receiving.COMPLETE, Receiving.FREED), "an ended transfer is still in the books"
-            assert (session.epoch > 0) == (session.state is not Receiving.RESERVED)
+        self._incoming.check()
+        for session in self._incoming.sessions.values():
             link = self._links.get(session.peer)
             if session.state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED):
                 assert link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair"
             if session.state is Receiving.RESERVED:
                 assert link is None or not (link.is_connected or link.refusal), "pages are reserved and never granted"
-            if session.state is not Receiving.RESERVED:
-                assert (session.key in self._handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
-        pages = [page for session in self._sessions.values() for page in session.pages]
-        assert len(pages) == len(set(pages)), "a page is in two transfers"
-        quarantined = self.num_quarantined
-        assert self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted"
-        assert self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner"
-        assert self._handoffs.keys() <= self._sessions.keys(), "a handoff is left of an ended transfer"

@@ -19,7 +19,6 @@ from common.messages import (
     Cancel,
     Closed,
     Connect,
-    Delivered,
     Grant,
     Handoff,
     Message,
@@ -27,18 +26,16 @@ from common.messages import (
     Received,
     Resend,
 )
-from kv_transfer.links import RESUME_LEASE_S
+from kv_transfer.lifecycle import SendEvent, Sending
+from kv_transfer.outgoing import Outgoing
 from kv_transfer.pairs import Pairs
-from kv_transfer.session import MAX_RESENDS, Key, SendEvent, Sending, SendSession
-from kv_transfer.tombs import End, Tombs
+from kv_transfer.session import MAX_RESENDS, Key, SendSession
+from kv_transfer.tombs import End
 from kv_transfer.tombs import Reason as Reason
 from kv_transfer.transports.base import WriterTransport
-from kv_transfer.writes import Sums, Writes
+from kv_transfer.writes import Writes, delivered
 
 log = logging.getLogger(__name__)
-
-EARLY_LEASE_S = 30.0
-MAX_EARLY = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +73,7 @@ class Sender:
         self._transport = transport
         self._pairs = Pairs(transport, digest, wants_checksums=wants_checksums)
         self._writes = Writes(transport, clock or MonotonicClock(), self._pairs)
-        self._sessions: dict[Key, SendSession] = {}  # opened and not closed
-        self._early: dict[tuple[str, Key], tuple[SendSession, float]] = {}  # with the end of their lease
-        self._ends: dict[Key, End] = {}  # of sessions that are closing
-        self._tombs = Tombs()
-        self._handoffs: dict[Key, Handoff] = {}  # known, but nothing is granted yet, or not since a break
-        self._suspended: dict[Key, tuple[float, str]] = {}  # end of the lease, and why
+        self._outgoing = Outgoing()
         self._messages: list[tuple[str, Message]] = []
         self._released: list[Released] = []
         self._totals: Counter[str] = Counter()
@@ -127,58 +119,38 @@ class Sender:
         back, which end after them; if not ``is_all``, ungranted ones go on. If ``is_resumed``, granted ones wait until
         they are granted anew."""
         is_fenced = self._pairs.drop(peer)
-        for session in [s for s in self._sessions.values() if s.peer == peer and (is_all or s.is_granted)]:
-            end = self._ends.get(session.key, End("failed", why))
+        for session in [s for s in self._outgoing.to(peer) if is_all or s.is_granted]:
+            end = self._outgoing.ends.get(session.key, End("failed", why))
             if session.num_in_flight and not is_fenced:
-                self._end(session, end.reason, end.message)
+                self._end(session, end)
                 continue
             self._writes.lose(session)
             if is_resumed and session.accepts(SendEvent.SUSPEND):
-                self._suspend(session, why)
+                self._outgoing.suspend(session, why, self._now)
+                self._writes.stop(session)
             else:
                 session.sever()
                 self._forget(session, end, is_ok=False)
-        for owner, key in [known for known in self._early if known[0] == peer]:
-            if is_resumed:
-                self._early[owner, key][0].suspend()
-                continue
-            del self._early[owner, key]
-            self._tombs.bury(peer, key, End("failed", why), now=self._now)
-
-    def _suspend(self, session: SendSession, why: str) -> None:
-        """The decode node will connect and grant anew; its lease says until when."""
-        session.suspend()
-        self._writes.stop(session)
-        self._suspended.setdefault(session.key, (self._now + RESUME_LEASE_S, why))
+        self._outgoing.sever_early(peer, End("failed", why), self._now, is_resumed=is_resumed)
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
     def open(self, key: Key, peer: str) -> None:
         """The request is known now and will be computed for this decode node (by incarnation), connected or not."""
-        assert key not in self._sessions, f"{key} is open already"
-        tomb = self._tombs.get(peer, key)
-        if tomb is not None:
-            self._released.append(Released(key, False, tomb.message or f"the transfer is {tomb.reason}"))
-            return
-        early = self._early.pop((peer, key), None)
-        if early is None:
-            self._sessions[key] = SendSession(key, peer)
-        else:
-            early[0].open()
-            self._sessions[key] = early[0]
-            if early[0].is_suspended:
-                self._suspended[key] = (self._now + RESUME_LEASE_S, "the connection to the decode node broke")
+        opened = self._outgoing.open(key, peer, self._now)
+        if isinstance(opened, End):
+            self._released.append(Released(key, False, opened.message or f"the transfer is {opened.reason}"))
 
     def computed(self, key: Key, pages: Sequence[int]) -> None:
         """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. Grows; a closed key is ignored."""
-        session = self._live(key)
+        session = self._outgoing.live(key)
         if session is not None:
             session.compute(pages)
             self._writes.note_due(session)
 
     def finish(self, key: Key, handoff: Handoff, pages: Sequence[int]) -> None:
         """The prompt is computed. ``pages``: all of its source pages, the partial last one included."""
-        session = self._live(key)
+        session = self._outgoing.live(key)
         if session is None:
             return
         num_pages = self._transport.store.geometry.num_pages(handoff.num_tokens)
@@ -190,30 +162,26 @@ class Sender:
         if session.is_granted and not session.is_suspended:
             self._messages.append((session.peer, handoff))
         else:
-            self._handoffs[key] = handoff
+            self._outgoing.handoffs[key] = handoff
         self._writes.note_due(session)
 
     def is_granted(self, key: Key) -> bool:
         """Has the decode node set pages aside for this transfer?"""
-        session = self._sessions.get(key)
+        session = self._outgoing.sessions.get(key)
         return session is not None and session.is_granted
 
     def retract(self, key: Key) -> None:
         """The source pages of a transfer without grants go to another use; the request is computed again later."""
-        session = self._live(key)
+        session = self._outgoing.live(key)
         assert session is not None, f"{key} is over"
         session.retract()
-        self._handoffs.pop(key, None)
+        self._outgoing.handoffs.pop(key, None)
 
     def abort(self, key: Key, reason: Reason, message: str = "") -> None:
         """No page leaves any more. ``Closed`` and ``Released`` follow when nothing is under way; idempotent."""
-        session = self._live(key)
+        session = self._outgoing.live(key)
         if session is not None:
-            self._end(session, reason, message)
-
-    def _live(self, key: Key) -> SendSession | None:
-        session = self._sessions.get(key)
-        return None if session is None or session.state is Sending.CLOSING else session
+            self._end(session, End(reason, message))
 
     # ---- what a decode node says --------------------------------------------------------------------------------
 
@@ -239,44 +207,31 @@ class Sender:
         if pair is None:
             self._totals["stale_messages"] += 1
             return
-        tomb = self._tombs.get(peer, key)
+        tomb = self._outgoing.tombs.get(peer, key)
         if tomb is not None:
             self._answer_closed(peer, key, tomb)
             return
-        session = self._granted_session(peer, key)
-        if session is None or session.state is Sending.CLOSING:
-            return  # answered, or to be answered when its last write is over
+        session = self._outgoing.granted(peer, key, self._now)
+        if isinstance(session, End):
+            self._totals["refused_grants"] += 1
+            self._bury_and_answer(peer, key, session)
+            return
+        if session.state is Sending.CLOSING:
+            return  # answered when its last write is over
         problem = pair.problem(session, grant, self._transport.store.num_pages)
         if problem:
             self._refuse(session, problem)
             return
         session.grant(grant.epoch, grant.first, grant.pages, pair.fit.units)
         pair.granted.update(grant.pages)
-        self._suspended.pop(key, None)
-        handoff = self._handoffs.pop(key, None)
+        self._outgoing.resume(session)
+        handoff = self._outgoing.handoffs.pop(key, None)
         if handoff is not None:
             self._messages.append((peer, handoff))
         self._writes.note_due(session)
 
-    def _granted_session(self, peer: str, key: Key) -> SendSession | None:
-        """Whose grant this is: a known request's, or that of one which we may yet hear of. None: refused."""
-        session = self._sessions.get(key)
-        if session is not None and session.peer != peer:
-            self._totals["refused_grants"] += 1
-            self._bury_and_answer(peer, key, End("unknown", "this request goes to another decode node"))
-            return None
-        if session is not None:
-            return session
-        if (peer, key) not in self._early:
-            if len(self._early) >= MAX_EARLY:
-                self._totals["refused_grants"] += 1
-                self._bury_and_answer(peer, key, End("unknown", f"{MAX_EARLY} grants wait for requests already"))
-                return None
-            self._early[peer, key] = (SendSession(key, peer, Sending.EARLY), self._now + EARLY_LEASE_S)
-        return self._early[peer, key][0]
-
     def _on_resend(self, peer: str, message: Resend) -> None:
-        session = self._sessions.get((message.rid, message.attempt))
+        session = self._outgoing.sessions.get((message.rid, message.attempt))
         is_ours = session is not None and session.peer == peer and session.epoch == message.epoch
         if session is None or not is_ours or not session.accepts(SendEvent.RESEND):
             self._totals["stale_messages"] += 1
@@ -291,10 +246,11 @@ class Sender:
         if session.resend(units):
             self._writes.note_due(session)
         else:
-            self._end(session, "failed", f"the same page came damaged to the decode node {MAX_RESENDS + 1} times")
+            why = f"the same page came damaged to the decode node {MAX_RESENDS + 1} times"
+            self._end(session, End("failed", why))
 
     def _on_received(self, peer: str, key: Key) -> None:
-        session = self._sessions.get(key)
+        session = self._outgoing.sessions.get(key)
         is_true = (
             session is not None
             and session.peer == peer
@@ -309,36 +265,33 @@ class Sender:
         self._forget(session, End("finished", ""), is_ok=True)
 
     def _on_cancel(self, peer: str, key: Key) -> None:
-        session = self._sessions.get(key)
-        if session is None or session.peer != peer:
-            early = self._early.get((peer, key))
-            session = early[0] if early is not None else None
+        session = self._outgoing.of_peer(peer, key)
         if session is not None:
-            self._end(session, "cancelled", "the decode node does not want it any more")
+            self._end(session, End("cancelled", "the decode node does not want it any more"))
             return
-        tomb = self._tombs.get(peer, key)
+        tomb = self._outgoing.tombs.get(peer, key)
         self._bury_and_answer(peer, key, tomb or End("unknown", "cancelled before the request was known"))
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, session: SendSession, problem: str) -> None:
         self._totals["refused_grants"] += 1
-        self._end(session, "failed", f"the decode node's grant is refused: {problem}")
+        self._end(session, End("failed", f"the decode node's grant is refused: {problem}"))
 
-    def _end(self, session: SendSession, reason: Reason, message: str) -> None:
+    def _end(self, session: SendSession, end: End) -> None:
         """No write starts any more; close now, or when the last one under way is over."""
         if not session.accepts(SendEvent.END):
             return
         session.end()
         self._writes.stop(session)
-        self._ends[session.key] = End(reason, message)
+        self._outgoing.ends[session.key] = end
         self._close_if_still(session)
 
     def _close_if_still(self, session: SendSession) -> None:
         if session.num_in_flight or session.state is not Sending.CLOSING:
             return
         session.fence()
-        end = self._ends[session.key]
+        end = self._outgoing.ends[session.key]
         self._answer_closed(session.peer, session.key, end)
         self._forget(session, end, is_ok=end.reason == "finished")
 
@@ -348,19 +301,13 @@ class Sender:
         pair = self._pairs.by_peer.get(peer)
         if pair is not None and pair.epoch == session.epoch:
             pair.granted.difference_update(session.targets.values())
-        self._early.pop((peer, key), None)
-        self._ends.pop(key, None)
-        self._handoffs.pop(key, None)
-        self._suspended.pop(key, None)
         self._writes.forget(session)
-        self._tombs.bury(peer, key, end, now=self._now)
-        if self._sessions.get(key) is session:
-            del self._sessions[key]
+        if self._outgoing.forget(session, end, self._now):
             reason = end.message or ("the decode node has it" if is_ok else f"the transfer was {end.reason}")
             self._released.append(Released(key, is_ok, reason))
 
     def _bury_and_answer(self, peer: str, key: Key, end: End) -> None:
-        self._tombs.bury(peer, key, end, now=self._now)
+        self._outgoing.tombs.bury(peer, key, end, now=self._now)
         self._answer_closed(peer, key, end)
 
     def _answer_closed(self, peer: str, key: Key, end: End) -> None:
@@ -376,39 +323,15 @@ class Sender:
         """
         self._now = now
         self._settle_pairs()
-        self._expire()
+        for late, end in self._outgoing.late(now):
+            self._end(late, end)
         self._writes.start(max_pages)
         for session, units, sums in self._writes.settle(now):
             if session.state is Sending.CLOSING:
                 self._close_if_still(session)
             else:
-                self._tell_delivered(session, units, sums)
+                self._messages += [(session.peer, message) for message in delivered(session, units, sums)]
         return self._writes.has_due
-
-    def _tell_delivered(self, session: SendSession, units: Sequence[int], sums: Sums) -> None:
-        """One message for each part of a page that some of the units are, and for each number of resends."""
-        assert session.epoch is not None
-        per_page = session.units.per_target
-        alike: dict[tuple[int, int], list[int]] = {}
-        for unit in units:
-            alike.setdefault((unit % per_page, session.num_resends(unit)), []).append(unit)
-        for (part, number), some in sorted(alike.items()):
-            indices = tuple(unit // per_page for unit in some)
-            checksums = tuple(sums[unit] for unit in some if sums)
-            delivered = Delivered(*session.key, session.epoch, indices, part, checksums, number)
-            self._messages.append((session.peer, delivered))
-
-    def _expire(self) -> None:
-        while self._early:
-            session, until = next(iter(self._early.values()))
-            if until > self._now:
-                break
-            self._end(session, "unknown", f"the request did not come within {EARLY_LEASE_S:.0f} s of the grant")
-        for key, (until, why) in list(self._suspended.items()):
-            if until > self._now:
-                break
-            self._end(self._sessions[key], "failed", f"{why}; no new connection within {RESUME_LEASE_S:.0f} s")
-        self._tombs.expire(self._now)
 
     # ---- results ------------------------------------------------------------------------------------------------
 
@@ -450,8 +373,7 @@ class Sender:
 
     def peers(self) -> Sequence[str]:
         """Decode nodes that have offered their pool; only these can be lost."""
-        waiting = [self._sessions[key].peer for key in self._suspended]
-        return list(dict.fromkeys([*self._pairs.by_peer, *waiting]))
+        return list(dict.fromkeys([*self._pairs.by_peer, *self._outgoing.peers()]))
 
     def close(self) -> None:
         """Let go of every pool."""
@@ -461,26 +383,7 @@ class Sender:
 
     def check(self) -> None:
         """Prove the books; raises ``AssertionError``."""
-        granted: dict[str, list[int]] = {}
-        sessions = [*self._sessions.values(), *(session for session, _ in self._early.values())]
+        self._outgoing.check()
+        sessions = self._outgoing.all()
         self._writes.check(sessions)
-        for session in sessions:
-            session.check()
-            assert session.state is not Sending.CLOSED, "a closed transfer is still in the books"
-            assert (session.state is Sending.CLOSING) == (session.key in self._ends)
-            has_lease = session.state is Sending.EARLY or session.key in self._suspended
-            assert has_lease or not session.is_suspended or session.state is Sending.CLOSING, "it would wait for ever"
-            assert session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
-            if session.is_granted:
-                pair = self._pairs.by_peer.get(session.peer)
-                if pair is not None and pair.epoch == session.epoch:
-                    granted.setdefault(session.peer, []).extend(session.targets.values())
-                else:
-                    is_over = session.state is Sending.CLOSING
-                    assert is_over or session.is_suspended, "a transfer outlived its pair"
-        for peer, pair in self._pairs.by_peer.items():
-            pages = granted.get(peer, [])
-            assert len(pages) == len(set(pages)), "two transfers may write one page"
-            assert set(pages) == pair.granted, "granted pages are miscounted"
-        assert all(key in self._sessions for key in (*self._handoffs, *self._ends)), "something is left of a transfer"
-        assert len(self._early) <= MAX_EARLY
+        self._pairs.check(sessions)

@@ -5,13 +5,15 @@ transport carries which units.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from common.clock import Clock
+from common.messages import Delivered
 from kv_transfer.checksums import Checksums
+from kv_transfer.lifecycle import Sending
 from kv_transfer.pairs import Pairs
 from kv_transfer.pieces import Piece
-from kv_transfer.session import Key, Sending, SendSession
+from kv_transfer.session import Key, SendSession
 from kv_transfer.transports.base import WriterTransport
 
 Sums = dict[int, int]  # unit -> checksum
@@ -133,3 +135,19 @@ class Writes:
         assert not in_flight, "a write is under way for nobody"
         left = [key for table in (self._due, self.first_delivered_at) for key in table if key not in keys]
         assert not left, f"something is left of ended transfers: {left}"
+
+
+def delivered(session: SendSession, units: Sequence[int], sums: Sums) -> list[Delivered]:
+    """What the peer is told of these: one message for each part of a page that some of them are, and for each number
+    of resends."""
+    assert session.epoch is not None
+    per_page = session.units.per_target
+    alike: dict[tuple[int, int], list[int]] = {}
+    for unit in units:
+        alike.setdefault((unit % per_page, session.num_resends(unit)), []).append(unit)
+    messages = []
+    for (part, number), some in sorted(alike.items()):
+        indices = tuple(unit // per_page for unit in some)
+        checksums = tuple(sums[unit] for unit in some if sums)
+        messages.append(Delivered(*session.key, session.epoch, indices, part, checksums, number))
+    return messages

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from common.geometry import PageGeometry
 from common.messages import Handoff, Message
 from common.pages import Owner, PageBooks
+from kv_transfer.events import Completed, Event, PairLost
 from kv_transfer.pieces import Piece
-from kv_transfer.receiver import Completed, Event, PairLost, Receiver
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Released, Sender
 from kv_transfer.session import Key
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
@@ -219,12 +220,12 @@ class Couple:
         """Until nothing is left to do."""
         for _ in range(200):
             self.tick()
-            for link in self.receiver._links.values():
+            for link in self.receiver._links.by_peer.values():
                 self.now = max(self.now, link.retry_at or 0.0)
             self.poll()
             is_more = self.pump() or self.to_decode or self.to_prefill or self.wire.num_in_flight
             is_more = is_more or self.reader._news or self.writer._news
-            if not is_more and not any(link.retry_at for link in self.receiver._links.values()):
+            if not is_more and not any(link.retry_at for link in self.receiver._links.by_peer.values()):
                 return
             while self.to_decode:
                 self.hear_prefill()

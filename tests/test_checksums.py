@@ -18,9 +18,10 @@ from common.geometry import PageGeometry
 from common.messages import Closed, Delivered, Handoff, Resend
 from common.pages import Owner, PageBooks
 from kv_transfer.checksums import Checksums
+from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.fit import Fit, parts_of
 from kv_transfer.pieces import copy
-from kv_transfer.receiver import Completed, Receiver, TransferFailed
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.session import MAX_RESENDS
 from kv_transfer.transports.choice import Settings, open_reader, open_writer

@@ -8,9 +8,10 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Refused
 from common.pages import Owner, PageBooks
+from kv_transfer.events import PairLost
 from kv_transfer.links import RESUME_LEASE_S
 from kv_transfer.pieces import Box, Piece
-from kv_transfer.receiver import PairLost, Receiver
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
 from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter

@@ -6,8 +6,8 @@ from kv_fakes import DECODE, PREFILL, Couple, content
 from common.errors import ErrorCode
 from common.messages import Connect, Grant, Handoff, Received, Refused
 from common.pages import Owner
+from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.links import ANSWER_S, BACKOFF_S, MAX_TRIES, RESUME_LEASE_S, Link
-from kv_transfer.receiver import Completed, TransferFailed
 from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.inprocess import Fault, Wire
 
@@ -282,7 +282,7 @@ def test_a_try_that_is_refused_or_not_answered_counts_as_one(couple: Couple, is_
             assert isinstance(couple.to_prefill.popleft(), Connect)
             num_connects += 1
             if not is_silent:
-                couple.to_decode.appendleft(Refused("no way there", couple.receiver._epoch))
+                couple.to_decode.appendleft(Refused("no way there", couple.receiver._links.epoch))
                 couple.hear_prefill()
     assert num_connects == MAX_TRIES
     event = couple.events[KEY]

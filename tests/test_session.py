@@ -6,17 +6,8 @@ import pytest
 
 from common.lifecycle import IllegalTransitionError
 from kv_transfer.fit import Units
-from kv_transfer.session import (
-    MAX_RESENDS,
-    RECEIVE_TABLE,
-    SEND_TABLE,
-    ReceiveEvent,
-    ReceiveSession,
-    Receiving,
-    SendEvent,
-    Sending,
-    SendSession,
-)
+from kv_transfer.lifecycle import RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, Receiving, SendEvent, Sending
+from kv_transfer.session import MAX_RESENDS, ReceiveSession, SendSession
 
 KEY = ("r", 0)
 PAGES = Units(1)  # equal on both nodes

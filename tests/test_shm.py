@@ -23,7 +23,8 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
 from common.errors import ConfigError, ErrorCode
 from common.messages import Connect, Connected, Handoff
 from common.pages import Owner, PageBooks
-from kv_transfer.receiver import Completed, Receiver, TransferFailed
+from kv_transfer.events import Completed, TransferFailed
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports import shm_hello, shm_reader
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message

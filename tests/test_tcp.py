@@ -18,9 +18,10 @@ from common.errors import ConfigError, ErrorCode
 from common.messages import Connect, Handoff
 from common.pages import Owner, PageBooks
 from kv_transfer import links
+from kv_transfer.events import Completed, PairLost, TransferFailed
 from kv_transfer.fit import Fit
 from kv_transfer.pieces import Box, whole
-from kv_transfer.receiver import Completed, PairLost, Receiver, TransferFailed
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports import tcp_reader, tcp_writer
 from kv_transfer.transports.base import Attached, Fenced, to_message

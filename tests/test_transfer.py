@@ -21,11 +21,12 @@ from common.messages import (
     Refused,
 )
 from common.pages import Owner, PageBooks
-from kv_transfer import sender as sender_module
+from kv_transfer import outgoing as outgoing_module
 from kv_transfer import tombs as tombs_module
-from kv_transfer.receiver import Completed, Finished, Receiver, TransferFailed
-from kv_transfer.sender import EARLY_LEASE_S
-from kv_transfer.session import Receiving
+from kv_transfer.events import Completed, Finished, TransferFailed
+from kv_transfer.lifecycle import Receiving
+from kv_transfer.outgoing import EARLY_LEASE_S
+from kv_transfer.receiver import Receiver
 from kv_transfer.tombs import LEASE_S, Reason
 from kv_transfer.transports.inprocess import InProcessReader, Wire
 
@@ -491,11 +492,11 @@ def test_tombstones_go_when_their_lease_is_over(couple: Couple) -> None:
 
 def test_tombstones_and_early_grants_are_bounded(couple: Couple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombs_module, "MAX_TOMBS", 3)
-    monkeypatch.setattr(sender_module, "MAX_EARLY", 2)
+    monkeypatch.setattr(outgoing_module, "MAX_EARLY", 2)
     for attempt in range(10):
         couple.to_prefill.append(Cancel("c", attempt))
         couple.hear_decode()
-    assert len(couple.sender._tombs) == 3
+    assert len(couple.sender._outgoing.tombs) == 3
     for attempt in range(3):
         couple.begin(("g", attempt), 1)
     couple.run()
@@ -699,7 +700,7 @@ def test_a_retracted_prompt_hands_nothing_over_until_it_is_computed_again(couple
     couple.begin(KEY, 2)
     couple.run()
     assert not any(isinstance(message, Handoff) for message in couple.to_decode)
-    assert couple.receiver._sessions[KEY].state is Receiving.GRANTED
+    assert couple.receiver._incoming.sessions[KEY].state is Receiving.GRANTED
     couple.finish(KEY)
     couple.run()
     assert isinstance(couple.events[KEY], Completed)

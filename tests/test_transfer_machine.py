@@ -15,7 +15,7 @@ from kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, Couple
 
 from common.messages import Message
 from common.pages import Owner
-from kv_transfer.receiver import Completed
+from kv_transfer.events import Completed
 from kv_transfer.session import Key
 from kv_transfer.tombs import Reason
 from kv_transfer.transports.inprocess import Fault, Wire
@@ -60,7 +60,7 @@ class Nodes:
 
     def compute(self, number: int) -> None:
         for key in pick(self.opened(), number):
-            num_known = len(self.couple.sender._sessions[key].sources)
+            num_known = len(self.couple.sender._outgoing.sessions[key].sources)
             self.couple.compute(key, max(num_known, min(number % 4, self.sizes[key] - 1)))
 
     def finish(self, number: int) -> None:

@@ -14,8 +14,9 @@ from common.errors import ErrorCode
 from common.geometry import PageGeometry
 from common.messages import Connected, Delivered, Grant, Handoff, Message
 from common.pages import Owner, PageBooks
+from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.fit import Units
-from kv_transfer.receiver import Completed, Receiver, TransferFailed
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.session import Key, ReceiveSession, SendSession
 from kv_transfer.transports.inprocess import Fault, InProcessReader, InProcessWriter, Wire

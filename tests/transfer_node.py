@@ -15,7 +15,8 @@ from transport_node import GEOMETRY, NUM_PAGES
 
 from common.messages import FromDecode, FromPrefill, Handoff
 from common.pages import Owner, PageBooks
-from kv_transfer.receiver import Completed, PairLost, Receiver
+from kv_transfer.events import Completed, PairLost
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.session import Key
 from kv_transfer.transports.choice import Settings, open_reader, open_writer

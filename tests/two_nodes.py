@@ -19,9 +19,11 @@ import numpy as np
 from common.geometry import PageGeometry
 from common.messages import Connect, Handoff, Message
 from common.pages import Owner, PageBooks
+from kv_transfer.events import Completed, Event, PairLost
+from kv_transfer.outgoing import EARLY_LEASE_S
 from kv_transfer.pieces import Piece
-from kv_transfer.receiver import Completed, Event, PairLost, Receiver
-from kv_transfer.sender import EARLY_LEASE_S, Sender
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
 from kv_transfer.session import Key
 from kv_transfer.tombs import LEASE_S
 from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
@@ -229,7 +231,7 @@ class TwoNodes:
                 yield ("begin", key, num_lacking)
         if node.reader._news or getattr(node.transport, "_news", None):
             yield ("poll",)
-        if any(link.retry_at is not None for link in node.receiver._links.values()):
+        if any(link.retry_at is not None for link in node.receiver._links.by_peer.values()):
             yield ("retry",)
 
     def _of_links(self) -> Iterator[tuple[Any, ...]]:
@@ -265,9 +267,9 @@ class TwoNodes:
             if not self.prefill.sender.is_granted(key):
                 yield ("retract", key)
         yield from (("cancel", key) for key in self._expected())
-        if self.prefill.sender._early:
+        if self.prefill.sender._outgoing.early:
             yield ("lease",)
-        if len(self.prefill.sender._tombs) and not any(link.to_prefill for link in self.links):
+        if len(self.prefill.sender._outgoing.tombs) and not any(link.to_prefill for link in self.links):
             yield ("tombs",)  # a tombstone stands for longer than any message is on its way
 
     def _expected(self) -> list[Key]:
@@ -278,7 +280,7 @@ class TwoNodes:
         late = [("deadline at prefill", key) for key in self.prefill.pages]
         late += [("deadline at decode", key) for key in self._expected()]
         yield from late
-        if not late and self.prefill.sender._early:
+        if not late and self.prefill.sender._outgoing.early:
             yield ("last lease",)
 
     def do(self, action: tuple[Any, ...]) -> None:
@@ -384,7 +386,7 @@ class TwoNodes:
     def _retry(self) -> None:
         """It is time to connect anew after a break."""
         receiver = self.decode.receiver
-        self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._links.values()))
+        self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._links.by_peer.values()))
         receiver.poll(self.now)
 
     def _lose_peer(self, peer: str) -> None:
@@ -513,7 +515,7 @@ class TwoNodes:
         assert set(self.prefill.store.read(source)) == {self.content(key, index)}, "a page leaves that is not computed"
         if reader is not self.decode.reader:
             return  # into the memory of a dead process
-        session = self.decode.receiver._sessions.get(key)
+        session = self.decode.receiver._incoming.sessions.get(key)
         assert session is not None, f"page {target} is written for {key}, which is over"
         assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
 
@@ -552,13 +554,13 @@ class TwoNodes:
         held = sum(len(pages) for pages in self.prefill.pages.values())
         assert self.prefill.books.count(Owner.REQUEST) == held, "source pages leak"
         books = self.decode.books
-        known = sum(len(session.pages) for session in self.decode.receiver._sessions.values())
+        known = sum(len(session.pages) for session in self.decode.receiver._incoming.sessions.values())
         assert books.count(Owner.GRANT) + books.count(Owner.QUARANTINE) == known, "granted pages leak"
 
     def check_end(self) -> None:
         assert not self.wire.num_in_flight, "a page is on its way for ever"
-        assert not self.prefill.sender._sessions and not self.prefill.sender._early, "a transfer never ends at prefill"
-        assert not self.decode.receiver._sessions, "a transfer never ends at decode"
+        assert not self.prefill.sender._outgoing.all(), "a transfer never ends at prefill"
+        assert not self.decode.receiver._incoming.sessions, "a transfer never ends at decode"
         assert not self.prefill.pages and self.prefill.books.num_free == self.scope.num_pages, "source pages leak"
         assert self.decode.books.num_free == self.scope.num_pages, "pages leak"
         assert not any(link.to_prefill or link.to_decode for link in self.links)
@@ -583,6 +585,7 @@ class TwoNodes:
         rank = {ticket: number for number, ticket in enumerate(tickets)}
         sender = {name: value for name, value in vars(prefill.sender).items() if name not in _NOT_OF_SENDER}
         receiver = {name: value for name, value in vars(decode.receiver).items() if name not in _NOT_OF_RECEIVER}
+        incoming, links = decode.receiver._incoming, decode.receiver._links
         return (
             self.now,
             (self.num_faults, self.num_breaks, self.is_late),
@@ -603,7 +606,7 @@ class TwoNodes:
             [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],
             (list(prefill.writer._leaving), prefill.writer.is_refused),
             _of_choice(prefill.transport),
-            receiver,
+            (receiver, incoming.sessions, incoming.handoffs, incoming.events, links.by_peer, links.epoch),
             (sorted(decode.begun.items()), sorted(decode.ended.items()), list(decode.dialled)),
             (decode.store.memory, _of_books(decode.books)),
             [(w.incarnation, said) for w, said in decode.reader.writers.items()],
@@ -651,7 +654,7 @@ def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
 
 _NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
 _NOT_OF_WRITES = ("_transport", "_pairs", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
-_NOT_OF_RECEIVER = ("_transport", "_books", "_checksums", "_totals")
+_NOT_OF_RECEIVER = ("_transport", "_incoming", "_links", "_checksums", "_totals")
 
 
 def _of_books(books: PageBooks) -> object:
