@@ -6,7 +6,8 @@ time it travels, if low values are to come first.
 
 Ageing raises every waiting request by the same rate, so the order of two requests never changes while both wait, and a
 standing needs no clock: it is the priority less the rate times the instant of arrival. A request outranks whatever
-arrives ``(highest priority - own priority) / rate`` seconds after it, which bounds for how long it can be overtaken.
+arrives ``(highest priority - own priority) / rate`` seconds after it, which bounds for how long it can be overtaken, or
+lose a place that it has (docs/scheduling.md tells which bounds on waiting follow).
 
 With ``--priority-classes`` all that holds inside a class. The classes take turns by virtual token counters
 (``common/fair.py``), so that while several have requests waiting each is served in proportion to its weight.
@@ -125,8 +126,8 @@ class Order:
         return most - least > self.rules.preemption_threshold
 
     def least_first(self, running: Iterable[Request]) -> list[Request]:
-        """In which order running requests give way: the least urgent first, and of these the newest."""
-        return sorted(running, key=lambda request: (self.priority(request), -request.arrived_at))
+        """In which order running requests give way: the one that stands lowest first, among equals the newest."""
+        return sorted(running, key=lambda request: (self.standing(request), -request.arrived_at))
 
     def priority(self, request: Request) -> int:
         """Its own, or that of the most urgent request that waits for it; 0 for all with priorities off."""
@@ -139,7 +140,13 @@ class Order:
         return self.priority(request) - self.rules.aging_per_s * request.arrived_at
 
     def beats(self, waiting: Request, running: Request) -> bool:
-        """Whether one that waits may take the place of one that runs, which is of the same class."""
+        """Whether one that waits may take the place of one that runs, which is of the same class.
+
+        Its priority is higher by more than the threshold, and it stands before the other. So one that has waited long
+        enough to come first keeps what it then got; and two never take each other's place in turn, since the difference
+        between their standings stays what it is.
+        """
         if not self.rules.is_enabled or self._class_of(waiting) != self._class_of(running):
             return False
-        return self.priority(waiting) - self.priority(running) > self.rules.preemption_threshold
+        difference = self.priority(waiting) - self.priority(running)
+        return difference > self.rules.preemption_threshold and self.standing(waiting) > self.standing(running)

@@ -22,8 +22,8 @@ class PriorityRules:
     Attributes:
         is_enabled: they do at all; otherwise everybody is equal.
         preemption_threshold: a waiting request takes the place of one that runs only if its priority is higher by more.
-        aging_per_s: what a second of waiting adds to a priority, in the queue; preemption looks at priorities alone,
-            since two requests would otherwise take each other's place in turn.
+        aging_per_s: what a second of waiting adds to a priority. One that stands before another by then cannot lose
+            its place to it any more, whatever their priorities.
         class_weights: by name of the class, in the order in which they were given; empty for no classes.
         default_class: of requests that name none.
     """

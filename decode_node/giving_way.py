@@ -107,6 +107,6 @@ class GivingWay:
             return None
         return min(
             [*places.running.values(), *places.paused.values()],
-            key=lambda r: (self._order.priority(r) if self._is_by_priority else 0, len(r.output), -len(r.prompt)),
+            key=lambda r: (self._order.standing(r) if self._is_by_priority else 0, len(r.output), -len(r.prompt)),
             default=None,
         )

@@ -141,8 +141,8 @@ class Line:
         ahead = [*self._places.receiving.values(), *self._places.ready.values()]
         if len(ahead) < self._limits.max_running or not self._order.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
-        priority = self._order.priority(request)
-        return sum(self._order.priority(other) >= priority for other in ahead) >= self._limits.max_running
+        standing = self._order.standing(request)
+        return sum(self._order.standing(other) >= standing for other in ahead) >= self._limits.max_running
 
     def _admit(self, now: float) -> list[Granted]:
         granted: list[Granted] = []

@@ -1,118 +1,13 @@
-"""Priorities on a decode node: for pages, for rows, inside a batch, in retraction; how retracted requests come back."""
-
-from typing import Any
+"""Priorities on a decode node: for pages, for rows, inside a batch, in retraction; what room is kept for outputs."""
 
 import pytest
 
-from common.new_token_ratio import NewTokenRatio, RatioConstants
-from common.order import Order
-from common.pages import Owner, PageBooks
-from common.policy import make_policy
-from common.radix import RadixCache
-from common.request import LOWEST_PRIORITY, Request
-from common.sampling import SamplingParams
+from common.pages import Owner
+from common.request import LOWEST_PRIORITY
 from common.scheduling import PriorityRules
-from common.step import StepPlan, StepResult
 from decode_node.lifecycle import State
-from decode_node.scheduler import DecodeScheduler, Limits
-
-PAGE = 4
-ON = PriorityRules(is_enabled=True, preemption_threshold=2)
-
-
-class Node:
-    """A decode scheduler whose transfers end when the test says so, and whose engine always says 7."""
-
-    def __init__(self, *, num_pages: int = 100, slots: int = 8, rules: PriorityRules = ON, **limits: Any) -> None:
-        self.books = PageBooks(num_pages)
-        self.cache = RadixCache(self.books, PAGE)
-        self.now = 0.0
-        self.done: list[str] = []
-        self.granted: list[str] = []
-        self.num_submitted = 0
-        self.scheduler = DecodeScheduler(
-            self.cache,
-            self.books,
-            limits=Limits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
-            order=Order(make_policy("fcfs", self.cache), rules),
-            ratio=NewTokenRatio(RatioConstants(initial=0.0)),
-            eos_token_ids=(),
-        )
-        self.places = self.scheduler.places
-
-    def submit(
-        self,
-        rid: str,
-        length: int,
-        priority: int = 0,
-        *,
-        new: int = 4,
-        is_local: bool = False,
-        first: int | None = None,
-    ) -> Request:
-        self.num_submitted += 1
-        start = 1000 * self.num_submitted if first is None else first
-        request = Request(
-            rid, 0, tuple(range(start, start + length)), SamplingParams(max_new_tokens=new),
-            priority=priority, arrived_at=self.now,
-        )  # fmt: skip
-        self.scheduler.submit(request, is_local=is_local)
-        return request
-
-    def run_in(self, rid: str, length: int, priority: int = 0, **others: Any) -> Request:
-        """Submit one and let it get as far as running."""
-        request = self.submit(rid, length, priority, **others)
-        self.grant()
-        self.receive(rid)
-        self.step()
-        return request
-
-    def grant(self) -> list[str]:
-        rids = [granted.request.rid for granted in self.scheduler.line.admit(self.now)]
-        self.granted += rids
-        return rids
-
-    def receive(self, *rids: str) -> None:
-        for rid in rids:
-            self.scheduler.received((rid, 0), token=7)
-
-    def step(self) -> list[str]:
-        """One step; who got a token, in order."""
-        self.now += 1.0
-        if self.scheduler.giving_way.make_room(self.now):
-            self.grant()
-        plan = self.scheduler.plan(self.now)
-        self.check()
-        if plan is None:
-            return []
-        sampled = self.scheduler.commit(result_of(plan))
-        for one in sampled:
-            if one.finish:
-                self.scheduler.end(one.request.key)
-                self.done.append(one.request.rid)
-        self.check()
-        return [one.request.rid for one in sampled]
-
-    def run(self) -> list[str]:
-        """To the end, with transfers that take no time."""
-        for _ in range(1_000):
-            self.grant()
-            self.receive(*[key[0] for key in self.places.receiving])
-            if not self.step() and not self.places.requests:
-                return self.done
-        raise AssertionError(f"never ends: {self.places.states}")
-
-    def check(self) -> None:
-        self.scheduler.check()
-        self.books.check()
-        self.cache.check()
-
-    def state(self, rid: str) -> State:
-        return self.places.states[rid, 0]
-
-
-def result_of(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step, tuple(7 for row in plan.rows if row.sample))
+from tests.lone_nodes import ON, result_of
+from tests.lone_nodes import DecodeNode as Node
 
 
 @pytest.mark.parametrize("is_local", [False, True])
@@ -312,69 +207,6 @@ def test_a_prompt_computed_here_does_not_pass_one_that_is_short_of_pages_for_eve
     node.step()
     assert {key[0] for key in node.places.waiting} == {"large", "local1", "local2"}
     assert node.run()[-3:] == ["large", "local1", "local2"]
-
-
-def lose_all(node: Node, rid: str) -> Request:
-    """Retract a running request, and its KV goes from the cache too."""
-    request = node.places.running[rid, 0]
-    node.scheduler.giving_way.retract(request, node.now, "for the test")
-    node.cache.clear()
-    return request
-
-
-def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None:
-    node = Node(resume_tokens=8)
-    node.scheduler.line.can_resume = lambda key: True
-    request = node.run_in("a", 30, new=9)
-    lose_all(node, "a")
-    num_output = len(request.output)
-    assert node.step() == [], "it is not computed here"
-    assert node.grant() == ["a"]
-    assert node.scheduler.line.admission.reservations[request.key].num_pages == -(-(30 + num_output - 1) // PAGE)
-    node.receive("a")
-    assert len(request.output) == num_output, "the token sampled there is not a new one"
-    assert request.num_computed == request.num_tokens - 1
-    assert node.run() == ["a"]
-    assert len(request.output) == 9
-
-
-@pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (100, True), (8, False)])
-def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
-    resume_tokens: int | None, can_resume: bool
-) -> None:
-    node = Node(resume_tokens=resume_tokens)
-    node.scheduler.line.can_resume = lambda key: can_resume
-    node.run_in("a", 30, new=9)
-    lose_all(node, "a")
-    assert node.grant() == []
-    assert node.step() == []
-    assert node.state("a") is State.EXTENDING
-    assert node.run() == ["a"]
-
-
-def test_what_is_still_cached_is_not_fetched_again() -> None:
-    node = Node(resume_tokens=8)
-    node.scheduler.line.can_resume = lambda key: True
-    request = node.run_in("a", 30, new=9)
-    node.scheduler.giving_way.retract(request, node.now, "for the test")
-    assert node.grant() == []
-    node.step()
-    assert node.state("a") in (State.EXTENDING, State.RUNNING)
-
-
-def test_a_prefill_node_that_fails_to_compute_it_again_leaves_it_to_this_node() -> None:
-    node = Node(resume_tokens=8)
-    node.scheduler.line.can_resume = lambda key: True
-    request = node.run_in("a", 30, new=9)
-    lose_all(node, "a")
-    node.grant()
-    reserved = node.scheduler.line.admission.reservations[request.key].pages
-    node.scheduler.not_received(("a", 0), node.now)
-    node.books.free(reserved, Owner.GRANT)  # as the receiver does after the fence
-    node.check()
-    assert node.grant() == []
-    assert node.run() == ["a"]
-    assert len(request.output) == 9
 
 
 def test_a_predicted_output_is_what_room_is_kept_for() -> None:

@@ -1,76 +1,11 @@
 """Priorities on a prefill node: in the queue, between chunks, for slots and for pages, and who inherits them."""
 
-from typing import Any
-
 import pytest
 
-from common.order import Order
-from common.pages import PageBooks
-from common.policy import make_policy
-from common.radix import RadixCache
-from common.request import LOWEST_PRIORITY, Request
-from common.sampling import SamplingParams
+from common.request import LOWEST_PRIORITY
 from common.scheduling import PriorityRules
 from common.skip_ahead import SkipAhead
-from common.step import StepPlan, StepResult
-from prefill_node.scheduler import Limits, PrefillScheduler
-
-PAGE = 4
-
-
-class Node:
-    """A prefill scheduler whose steps compute at once; sampled prompts leave, and their pages come back."""
-
-    def __init__(
-        self, *, num_pages: int = 100, slots: int = 8, chunk: int | None = 8, rules: Any = None, skip_ahead: int = 2
-    ) -> None:
-        self.books = PageBooks(num_pages)
-        self.cache = RadixCache(self.books, PAGE)
-        self.granted: set[tuple[str, int]] = set()
-        self.now = 0.0
-        self.done: list[str] = []
-        self.computed: list[list[tuple[str, int]]] = []
-        self.scheduler = PrefillScheduler(
-            self.cache,
-            self.books,
-            limits=Limits(slots, chunk_tokens=chunk, max_skip_ahead=skip_ahead),
-            order=Order(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
-            eos_token_ids=(),
-            is_granted=self.granted.__contains__,
-        )
-
-    def submit(self, rid: str, length: int, priority: int = 0, *, first: int | None = None) -> Request:
-        start = 1000 * (len(self.scheduler.requests) + len(self.done) + 1) if first is None else first
-        prompt = tuple(range(start, start + length))
-        request = Request(rid, 0, prompt, SamplingParams(max_new_tokens=9), priority=priority, arrived_at=self.now)
-        self.scheduler.submit(request)
-        return request
-
-    def step(self, *, is_sent: bool = True) -> list[tuple[str, int]]:
-        """One step: who computed how many tokens."""
-        self.now += 1.0
-        plan = self.scheduler.plan(self.now)
-        self.scheduler.check()
-        if plan is None:
-            return []
-        chunks = [(chunk.request.rid, chunk.num_tokens) for chunk in self.scheduler.chunks(plan)]
-        for effect in self.scheduler.commit(result_of(plan)):
-            if effect.first is not None:
-                self.done.append(effect.request.rid)
-                if is_sent:
-                    self.scheduler.release(effect.request.key)
-        self.books.check()
-        self.cache.check()
-        return chunks
-
-    def run(self) -> list[str]:
-        while self.step():
-            pass
-        return self.done
-
-
-def result_of(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step, tuple(7 for row in plan.rows if row.sample))
+from tests.lone_nodes import PrefillNode as Node
 
 
 @pytest.mark.parametrize(("first", "second", "order"), [(1, 5, "ba"), (5, 1, "ab"), (3, 3, "ab")])
