@@ -4,6 +4,7 @@ Retracted requests stand at its front, then the rest by policy, and with priorit
 Nobody takes pages that somebody before it in the line is short of, but for the few that skip-ahead lets pass.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -195,13 +196,23 @@ class Line:
     def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
         """Tokens that must stay available beyond the prompts' pages if ``request`` is let in.
 
-        Those before it that are computed here are left room. With nobody to compete with, only the next token counts: a
-        lone request may use the whole pool.
+        Those before it that are computed here are left what they need to be admitted, with this one beside them. With
+        nobody to compete with, only the next token counts: a lone request may use the whole pool.
         """
-        holders = [*self._places.holders(), *ahead]
+        holders = self._places.holders()
+        if not holders and not ahead:
+            return 1
+        room = self._expected([*holders, request])
+        if ahead:
+            in_last_page = -request.num_decodable % self.admission.page_size
+            room += in_last_page + sum(self._need_here(other) for other in ahead)
+        return room
+
+    def _need_here(self, request: Request) -> int:
+        """Tokens that must be available, cached ones included, for ``PrefillAdder`` to admit this one."""
         page_size = self.admission.page_size
-        room = sum(-(-other.num_tokens // page_size) * page_size for other in ahead)
-        return room + self._expected([*holders, request]) if holders else 1
+        num_tokens = -(-request.num_tokens // page_size) * page_size
+        return num_tokens + math.ceil(expected_left(request, 1.0, self._limits.clip_tokens)) + 1
 
     def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Would it be refused now for want of pages?
@@ -212,9 +223,9 @@ class Line:
         gone = {other.key for other in without}
         others = [other for other in self._places.holders() if other.key not in gone]
         if not others:
-            num_spare = 1
+            num_tokens = request.num_tokens + 1
         elif self.is_computed_here(request):
-            num_spare = self._expected(others) + int(expected_left(request, 1.0, self._limits.clip_tokens)) + 1
+            num_tokens = self._need_here(request) + self._expected(others)
         else:
-            num_spare = self._expected([*others, request])
-        return self.admission.lacks(request, request.num_tokens + num_spare, without)
+            num_tokens = request.num_tokens + self._expected([*others, request])
+        return self.admission.lacks(request, num_tokens, without)

@@ -95,6 +95,11 @@ class Places:
             self._free.append(request.slot)
             request.slot = -1
 
+    @property
+    def has_holders(self) -> bool:
+        """Whether anybody holds pages now."""
+        return bool(self.running or self.paused or self.ready or self.receiving or self.extending)
+
     def holders(self) -> list[Request]:
         """Those that hold pages now."""
         queues: Iterable[dict[Key, Request]] = (

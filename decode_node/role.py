@@ -151,9 +151,6 @@ class DecodeRole:
             for chunk in self._scheduler.chunks(plan):
                 name = "resumed_tokens_computed" if chunk.request.output else "prompt_tokens_computed"
                 self._totals[name] += chunk.num_tokens
-        elif (stuck := self._scheduler.stuck()) is not None:
-            message = f"the pool of {self._books.num_pages} pages cannot hold {stuck.num_tokens} tokens and one more"
-            self._fail(stuck, ErrorCode.OUT_OF_PAGES, message, now)
         return plan
 
     def commit(self, result: StepResult, now: float) -> None:
@@ -167,6 +164,9 @@ class DecodeRole:
                 say(Tokens(request.rid, request.attempt, len(request.output) - 1, (token,)))  # what most tokens are
             else:
                 self._answer(sampled, now)
+        for request in self._scheduler.take_outgrown():
+            message = f"the pool of {self._books.num_pages} pages cannot hold {request.num_tokens} tokens and one more"
+            self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
         self._settle(now)
 
     def tick(self, now: float) -> bool:

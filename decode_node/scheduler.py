@@ -73,6 +73,8 @@ class DecodeScheduler:
         self._joining: dict[Key, Request] = {}  # they have a row that no plan has told the executor of yet
         self._num_steps = 0
         self._were_chunks_alone = False
+        self._capacity = books.num_pages * cache.page_size
+        self._outgrown: list[Request] = []
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
@@ -84,11 +86,10 @@ class DecodeScheduler:
         Raises:
             RequestError: the queue is full, or the prompt is larger than the pool.
         """
-        capacity = self._books.num_pages * self._cache.page_size
-        if len(request.prompt) + 1 > capacity:
+        if len(request.prompt) + 1 > self._capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens, a decode node's pool {capacity} with the output",
+                f"the prompt has {len(request.prompt)} tokens, a decode node's pool {self._capacity} with the output",
                 param="prompt",
             )
         bound = self._limits.max_queued
@@ -146,7 +147,7 @@ class DecodeScheduler:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can be computed now (see ``stuck``)."""
+        """The next step, or None if nothing can be computed now."""
         self._take_up(now)
         grown = self._grow(now)
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
@@ -221,7 +222,7 @@ class DecodeScheduler:
                     self.giving_way.retract(victim, now, "a running request needs its {} pages", len(victim.pages))
                     self._ratio.retracted(list(self.places.running.values()))
                 else:
-                    break  # waits for what is being received or extended, or is stuck
+                    break  # waits for what is being received or extended
         return grown
 
     def _take_page(self) -> list[int] | None:
@@ -250,8 +251,8 @@ class DecodeScheduler:
                 if not num_begun:
                     break
             elif not self.line.is_computed_here(request):
-                if request.key in self.line.short:
-                    skip_ahead.refuse(request)
+                if request.key in self.line.short and places.has_holders:
+                    skip_ahead.refuse(request)  # else it is short because of one of these, and need not be waited for
             elif state is State.WAITING and (holder := sharing.waits_for(request, self._cache)):
                 lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.priority(request))
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
@@ -299,16 +300,13 @@ class DecodeScheduler:
             ratio=ratio,
         )
 
-    def stuck(self) -> Request | None:
-        """The request that can never go on, once ``plan`` gave nothing: nobody holds pages that could come back."""
-        places = self.places
-        if places.receiving or places.ready or places.extending or self._in_flight:
-            return None
-        if self._books.count(Owner.QUARANTINE):
-            return None
-        here = [r for r in [*places.retracted.values(), *places.waiting.values()] if self.line.is_computed_here(r)]
-        elsewhere = [request for request in places.retracted.values() if request.key in self.line.short]
-        return next(iter([*places.running.values(), *places.paused.values(), *here, *elsewhere]), None)
+    def take_outgrown(self) -> list[Request]:
+        """Requests that ``commit`` has found to need more room than the whole pool has; each is returned once.
+
+        No other request ever has to give way for one of these, and all others fit as soon as nobody else holds pages.
+        """
+        outgrown, self._outgrown = self._outgrown, []
+        return outgrown
 
     def commit(self, result: StepResult) -> list[Sampled]:
         """Take in what a step computed. Rows of requests that ended meanwhile are ignored."""
@@ -338,6 +336,8 @@ class DecodeScheduler:
     def _sampled(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Sampled:
         request.output.append(token)
         finish = finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
+        if not finish and request.num_tokens > self._capacity:
+            self._outgrown.append(request)
         return Sampled(request, token, logprobs, finish)
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:

@@ -6,8 +6,8 @@ every event. The cluster plays the gateway's part: it joins tokens by index and 
 ended.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from common.pages import PageBooks
 from common.policy import make_policy
 from common.radix import RadixCache
 from common.sampling import SamplingParams, TokenLogprobs
-from common.scheduling import PriorityRules
+from common.scheduling import PriorityRules, SchedulingOptions
 from decode_node import scheduler as decode
 from decode_node.role import DecodeRole
 from kv_transfer.receiver import Receiver
@@ -78,6 +78,11 @@ class LocalCluster:
     page_size, chunk_tokens: of all nodes.
     prefill_pages, decode_pages: size of each pool.
     latency: ticks (steps of the cluster) that a page travels.
+    decode_page_size: if decode nodes have pages of another size.
+    limits: fields of both roles' ``Limits`` by name, each where the role has it.
+    options: what policies are made with.
+    wants_checksums: of every page that travels.
+    wire: instead of one with this latency.
     """
 
     def __init__(
@@ -101,14 +106,19 @@ class LocalCluster:
         stream_interval: int = 1,
         resume_tokens: int | None = None,
         conservativeness: float = 1.0,
+        decode_page_size: int | None = None,
+        limits: Mapping[str, Any] | None = None,
+        options: SchedulingOptions | None = None,
+        wants_checksums: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self.clock = ManualClock()
-        self.wire = Wire(latency=latency)
+        self.wire = wire or Wire(latency=latency)
         self.answers: dict[str, Answer] = {}
         self.num_starts = 0
         self._folder = folder
-        self._page_size = page_size
-        self._engine = {"attention": attention, "device": device, "num_slots": max_running, "page_size": page_size}
+        self._page_sizes = {"prefill": page_size, "decode": decode_page_size or page_size}
+        self._engine = {"attention": attention, "device": device, "num_slots": max_running}
         self._is_cached = is_cached
         self._chunk = chunk_tokens
         self._max_running = max_running
@@ -117,31 +127,42 @@ class LocalCluster:
         self._rules = rules
         self._resume_tokens = resume_tokens
         self._conservativeness = conservativeness
+        self._limits = limits or {}
+        self._options = options
+        self._wants_checksums = wants_checksums
         self._stream_interval = stream_interval
         self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
         self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
 
-    def _load(self, num_pages: int) -> tuple[Any, tuple[int, ...]]:
+    def _load(self, num_pages: int, page_size: int) -> tuple[Any, tuple[int, ...]]:
         if self._folder is None:
-            return FakeExecutor(num_pages, self._page_size, self._max_running), ()
+            return FakeExecutor(num_pages, page_size, self._max_running), ()
         from common.engine.executor import load_executor
         from common.engine.model_config import ModelConfig
 
         config = ModelConfig.load(str(self._folder))
-        return load_executor(config, dtype="float32", num_pages=num_pages, **self._engine), config.eos_token_ids
+        executor = load_executor(config, dtype="float32", num_pages=num_pages, page_size=page_size, **self._engine)
+        return executor, config.eos_token_ids
+
+    def _with_limits(self, limits: Any) -> Any:
+        return replace(limits, **{name: value for name, value in self._limits.items() if hasattr(limits, name)})
+
+    def _order(self, cache: RadixCache) -> Order:
+        return Order(make_policy(self._policy, cache, options=self._options), self._rules)
 
     def _prefill_node(self, name: str, num_pages: int) -> Member:
-        executor, eos = self._load(num_pages)
+        page_size = self._page_sizes["prefill"]
+        executor, eos = self._load(num_pages, page_size)
         books = PageBooks(num_pages)
-        cache = RadixCache(books, self._page_size, is_enabled=self._is_cached)
+        cache = RadixCache(books, page_size, is_enabled=self._is_cached)
         limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
-        sender = Sender(transport, digest="model", clock=self.clock)
+        sender = Sender(transport, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
         scheduler = prefill.PrefillScheduler(
             cache,
             books,
-            limits=limits,
-            order=Order(make_policy(self._policy, cache), self._rules),
+            limits=self._with_limits(limits),
+            order=self._order(cache),
             eos_token_ids=eos,
             is_granted=sender.is_granted,
         )
@@ -150,20 +171,23 @@ class LocalCluster:
         )
 
     def _decode_node(self, name: str, num_pages: int) -> Member:
-        executor, eos = self._load(num_pages)
+        page_size = self._page_sizes["decode"]
+        executor, eos = self._load(num_pages, page_size)
         books = PageBooks(num_pages)
-        cache = RadixCache(books, self._page_size, is_enabled=self._is_cached)
+        cache = RadixCache(books, page_size, is_enabled=self._is_cached)
         scheduler = decode.DecodeScheduler(
             cache,
             books,
-            limits=decode.Limits(
-                self._max_running,
-                self._max_queued,
-                chunk_tokens=self._chunk,
-                resume_tokens=self._resume_tokens,
-                is_retracted_by_priority=self._rules is not None,
+            limits=self._with_limits(
+                decode.Limits(
+                    self._max_running,
+                    self._max_queued,
+                    chunk_tokens=self._chunk,
+                    resume_tokens=self._resume_tokens,
+                    is_retracted_by_priority=self._rules is not None,
+                )
             ),
-            order=Order(make_policy(self._policy, cache), self._rules),
+            order=self._order(cache),
             ratio=NewTokenRatio(constants_from({}), self._conservativeness),
             eos_token_ids=eos,
         )
@@ -190,6 +214,7 @@ class LocalCluster:
         salt: str = "",
         timeout_s: float = 1e6,
         priority: int = 0,
+        **others: Any,
     ) -> Answer:
         """Send one request to a pair of nodes, decode first; or to a decode node alone."""
         decode = self.decode[pair[1]]
@@ -206,16 +231,20 @@ class LocalCluster:
             timeout_s=timeout_s,
             cache_salt=salt,
             priority=priority,
+            **others,
         )
         for leg in reversed(legs):
-            if leg.is_alive:
-                leg.role.on_gateway(message, self.clock.now())
+            self.tell(leg, message)
         return answer
+
+    def tell(self, member: Member, message: Message) -> None:
+        """The gateway says something to a node."""
+        if member.is_alive:
+            member.role.on_gateway(message, self.clock.now())
 
     def abort(self, rid: str) -> None:
         for leg in self.answers[rid].legs:
-            if leg.is_alive:
-                leg.role.on_gateway(Abort(rid, 0), self.clock.now())
+            self.tell(leg, Abort(rid, 0))
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
         """As kill -9. The others notice, and its requests fail, as the gateway would see to."""
@@ -314,8 +343,8 @@ class LocalCluster:
             answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if answer.is_over:
             for leg in answer.legs:
-                if leg is not sender and leg.is_alive:
-                    leg.role.on_gateway(Abort(message.rid, 0), self.clock.now())
+                if leg is not sender:
+                    self.tell(leg, Abort(message.rid, 0))
 
     def counters(self, member: Member) -> dict[str, float]:
         counters: dict[str, float] = member.role.counters()
