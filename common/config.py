@@ -6,14 +6,14 @@ come from is told in ``common/options.py``; the command line itself is ``common/
 not work yet are listed here too, to be refused by name.
 """
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from common.address import check_brackets, check_reach, host_and_port
+from common.batching import Batching, check_batching
 from common.errors import ConfigError
-from common.eviction import EvictionPolicy
 from common.options import option
 from common.scheduling import SchedulingOptions, check_scheduling
 from common.tenancy import TenantOptions, check_tenancy
@@ -142,54 +142,6 @@ class _Http:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batching:
-    """What bounds the pool, the batch and the steps of a node; the simulator takes the same."""
-
-    page_size: int = option(16, "Tokens per KV page, the unit of caching and shipping.", minimum=1, maximum=65536)
-    max_total_tokens: int | None = option(
-        None, "Tokens of KV that the pool of a node holds; otherwise as --memory-fraction allows.", minimum=1
-    )
-    context_length: int | None = option(
-        None, "Longest prompt and output together, if less than the model's.", minimum=2
-    )
-    max_running_requests: int | None = option(
-        None, "Requests that a node works on at once; otherwise what its pool has room for, at most 256.", minimum=1
-    )
-    max_prefill_tokens: int = option(16384, "Input tokens of one prefill batch at most.", minimum=1)
-    prefill_max_requests: int | None = option(
-        None, "Requests of one prefill batch at most; otherwise any number.", minimum=1
-    )
-    chunked_prefill_size: int | None = option(
-        None,
-        "Tokens of a prompt computed in one step; -1 computes prompts whole; otherwise chosen by device.",
-        minimum=-1,
-    )
-    enable_mixed_chunk: bool = option(
-        True,
-        "Decode nodes: chunks of prompts that are computed there ride in the same steps as the decode rows; with "
-        "--no-enable-mixed-chunk the two take turns.",
-    )
-    enable_dynamic_chunking: bool = option(
-        False, "Chunks shrink as a prompt's prefix grows, so that every step takes about as long as the first."
-    )
-    truncation_align_size: int | None = option(
-        None, "Chunks end at a multiple of so many tokens, as well as of --page-size.", minimum=1
-    )
-    stream_interval: int = option(1, "Output tokens per streamed message, after the first token.", minimum=1)
-    disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
-    radix_eviction_policy: EvictionPolicy = option(
-        "lru",
-        "Which cached prefix goes first: least recently used, least often used (lfu), oldest (fifo), or that of the "
-        "least urgent requests (priority).",
-    )
-    schedule_conservativeness: float = option(
-        1.0,
-        "Decode nodes: above 1 more is reserved for outputs and fewer requests are retracted; below 1 less and more.",
-        minimum=0.0,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Engine:
     device: str = option("auto", "auto (CUDA where there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -273,12 +225,12 @@ class NodeConfig(Batching, _Engine, SchedulingOptions, _Model):
         host_and_port(self.gateway, "--gateway")
         if self.role == "decode" and self.data_port:
             raise ConfigError("--data-port is for prefill nodes: a decode node listens nowhere, it dials them")
-        _check_reach("--advertise-host", self.advertise_host, self.insecure)
+        check_reach("--advertise-host", self.advertise_host, self.insecure)
         if self.data_interface is not None:
             if self.role == "prefill":
                 raise ConfigError("--data-interface is for decode nodes: KV pages arrive there")
             if not self.cluster_key:
-                _check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
+                check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
 
     @property
     def data_host(self) -> str:
@@ -325,27 +277,6 @@ def _check_engine(config: Any) -> None:
     _check_revision(config)
 
 
-def check_batching(config: Any) -> None:
-    """Raises ConfigError where options of ``Batching`` cannot be together."""
-    chunk = config.chunked_prefill_size
-    if chunk == 0:
-        raise ConfigError("--chunked-prefill-size 0 would compute nothing; -1 turns chunking off")
-    if chunk is not None and 0 < chunk < config.page_size:
-        raise ConfigError(f"--chunked-prefill-size {chunk} is less than a page (--page-size {config.page_size})")
-    if chunk == -1:
-        for name in ("enable_dynamic_chunking", "truncation_align_size"):
-            if getattr(config, name):
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --chunked-prefill-size -1")
-    if config.disable_radix_cache and config.radix_eviction_policy != "lru":
-        raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache")
-    if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
-        raise ConfigError("--radix-eviction-policy priority needs --enable-priority-scheduling")
-    if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
-        raise ConfigError(
-            f"--max-total-tokens {config.max_total_tokens} is less than a page (--page-size {config.page_size})"
-        )
-
-
 def _check_revision(config: Any) -> None:
     if config.revision is not None and Path(config.model).is_dir():
         raise ConfigError(f"--revision is for hub models, and --model {config.model} is a folder")
@@ -377,41 +308,7 @@ def _check_http(config: Any) -> None:
         raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:
         raise ConfigError(f"--port and --control-port are both {config.port}")
-    _check_brackets("--host", config.host)
+    check_brackets("--host", config.host)
     if not config.api_key and config.tenant_keys is None:
-        _check_reach("--host", config.host, config.insecure, "set --api-key, or ")
-    _check_reach("--control-host", config.control_host, config.insecure)
-
-
-def _check_brackets(flag: str, host: str) -> None:
-    if host.startswith("["):
-        raise ConfigError(f"{flag} {host} is an address without a port, which has no brackets: {host.strip('[]')}")
-
-
-def _check_reach(flag: str, host: str, is_insecure: bool, remedy: str = "") -> None:
-    _check_brackets(flag, host)
-    if not is_loopback(host) and not is_insecure:
-        raise ConfigError(
-            f"{flag} {host} can be reached from other machines, and nothing there is authenticated: "
-            f"{remedy}accept that with --insecure"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address (or the name localhost) can only be reached from this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def host_and_port(text: str, flag: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port`` taken apart.
-
-    Raises:
-        ConfigError: names the flag.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}")
-    return host.strip("[]"), int(port)
+        check_reach("--host", config.host, config.insecure, "set --api-key, or ")
+    check_reach("--control-host", config.control_host, config.insecure)

@@ -22,7 +22,6 @@ from common.messages import (
     Peer,
     Reprioritize,
     Resume,
-    Tokens,
 )
 from common.node.outbox import Outbox
 from common.node.role import (
@@ -30,7 +29,6 @@ from common.node.role import (
     Load,
     check_generate,
     explained,
-    first_tokens,
     prove_pages,
     request_from,
 )
@@ -39,11 +37,11 @@ from common.radix import RadixCache
 from common.request import Request
 from common.step import StepPlan, StepResult
 from decode_node.admission import Reservation
-from decode_node.scheduler import DecodeScheduler, Sampled
+from decode_node.answers import Answers
+from decode_node.places import Key
+from decode_node.scheduler import DecodeScheduler
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receiver import Receiver
-
-Key = tuple[str, int]
 
 #: Monotonic totals, beside those of the receiver.
 COUNTERS = (
@@ -67,10 +65,11 @@ RESUMED = 1 << 16
 
 
 class DecodeRole:
-    """Everything a decode node decides. See ``common.node.role.Role`` for the calls."""
+    """Everything a decode node decides. See ``common.node.role.Role`` for the calls.
 
-    """Args beside the parts of it:
-    stream_interval: output tokens per message to the gateway, after the first.
+    Args beside the parts of it:
+        vocab_size: token ids outside of it are refused.
+        stream_interval: output tokens per message to the gateway, after the first.
     """
 
     def __init__(
@@ -89,15 +88,13 @@ class DecodeRole:
         self._cache = cache
         self._books = books
         self._vocab_size = vocab_size
-        self._stream_interval = stream_interval
-        self._unsent: dict[Key, list[Sampled]] = {}  # tokens that wait to fill a message
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
         self._source: dict[Key, str] = {}  # which of them computes a request's prompt
-        self._received_at: dict[Key, tuple[float, float]] = {}  # the handoff, and the last of the pages
         self._transfers: dict[Key, Key] = {}  # of requests whose pages come a second time: the key of that transfer
         self._owners: dict[Key, Key] = {}  # and back
         self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._answers = Answers(self.outbox, stream_interval, self._totals)
         scheduler.line.can_resume = self._can_resume
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -157,13 +154,10 @@ class DecodeRole:
         self._totals["steps"] += 1
         effects = self._scheduler.commit(result)
         self._totals["output_tokens"] += len(effects)
-        is_each_said, say = self._stream_interval == 1, self.outbox.gateway.append
         for sampled in effects:
-            request, token, logprobs, finish = sampled
-            if is_each_said and not finish and logprobs is None and len(request.output) > 2:
-                say(Tokens(request.rid, request.attempt, len(request.output) - 1, (token,)))  # what most tokens are
-            else:
-                self._answer(sampled, now)
+            self._answers.add(sampled, now)
+            if sampled.finish:
+                self._end(sampled.request.key)
         for request in self._scheduler.take_outgrown():
             message = f"the pool of {self._books.num_pages} pages cannot hold {request.num_tokens} tokens and one more"
             self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
@@ -282,7 +276,7 @@ class DecodeRole:
         request = self._scheduler.places.receiving[key]
         if event.handoff.num_tokens == request.num_decodable:
             self._scheduler.received(key, token=event.handoff.token)
-            self._received_at[key] = (event.handed_at, now)
+            self._answers.received(key, handed_at=event.handed_at, received_at=now)
             self._totals["transfers"] += 1
             return
         if request.output:
@@ -302,61 +296,12 @@ class DecodeRole:
 
     def _forget(self, key: Key) -> Request | None:
         self._source.pop(key, None)
-        self._unsent.pop(key, None)
-        self._received_at.pop(key, None)
+        self._answers.forget(key)
         self._owners.pop(self._transfers.pop(key, key), None)
         return self._scheduler.end(key)
 
-    def _answer(self, sampled: Sampled, now: float) -> None:
-        """One more token: at once if it is the first or the last, else when a message is full."""
-        request, key = sampled.request, sampled.request.key
-        if len(request.output) == 1:
-            self._answer_first(sampled, now)
-        elif self._stream_interval == 1:
-            self._say([sampled], now)
-        else:
-            self._unsent.setdefault(key, []).append(sampled)
-            if sampled.finish or len(self._unsent[key]) >= self._stream_interval:
-                self._send_tokens(request, now)
-        if sampled.finish:
-            self._end(key)
-
-    def _answer_first(self, sampled: Sampled, now: float) -> None:
-        """The first token of a prompt that was computed here."""
-        request = sampled.request
-        self._totals["local_prefills"] += 1
-        self._totals["prompt_tokens_cached"] += request.num_cached
-        self.outbox.gateway.append(first_tokens(request, sampled.token, sampled.logprobs, sampled.finish, now))
-
-    def _send_tokens(self, request: Request, now: float) -> None:
-        """What waits to fill a message."""
-        unsent = self._unsent.pop(request.key, None)
-        if unsent:
-            self._say(unsent, now)
-
-    def _say(self, unsent: list[Sampled], now: float) -> None:
-        """The last tokens of a request, to the gateway."""
-        request, token, logprobs, finish = unsent[-1]
-        rid, attempt = request.key
-        index = len(request.output) - len(unsent)
-        tokens = (token,) if len(unsent) == 1 else tuple([sampled.token for sampled in unsent])
-        judged = () if logprobs is None else tuple([sampled.logprobs for sampled in unsent])
-        timings = self._timings(request, now) if index == 1 and request.key in self._received_at else {}
-        self.outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=judged, finish=finish, timings=timings))
-
-    def _timings(self, request: Request, now: float) -> dict[str, float]:
-        """Of the way to the second token, stage after stage, by this node's clock. ``transfer_s`` is what the pages
-        took once the prefill node had computed all of them and said so."""
-        handed_at, received_at = self._received_at.pop(request.key)
-        return {
-            "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
-            "prompt_wait_s": handed_at - request.admitted_at,
-            "transfer_s": received_at - handed_at,
-            "join_s": now - received_at,
-        }
-
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
-        self._send_tokens(request, now)
+        self._answers.flush(request, now)
         self._end(request.key)
         self._answer_failure(request.key, code, message)
 

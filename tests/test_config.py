@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from common.address import host_and_port, is_loopback
 from common.cli import CLASSES, parse, resolve
-from common.config import NOT_YET, GatewayConfig, NodeConfig, ServeConfig, host_and_port, is_loopback
+from common.config import NOT_YET, GatewayConfig, NodeConfig, ServeConfig
 from common.errors import ConfigError
 from common.options import options_of, to_flags
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from service import ROOT, SMALL_MODEL, flags, spawn
 
-from common.config import GatewayConfig, NodeConfig, host_and_port
+from common.address import host_and_port
+from common.config import GatewayConfig, NodeConfig
 from common.errors import ConfigError
 
 PROMPT = list(range(100, 164))

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
-from common.config import IN_PROCESS, is_loopback
+from common.address import is_loopback
+from common.config import IN_PROCESS
 from common.errors import ConfigError
 from common.messages import Connect
 from kv_transfer.pieces import Box, Piece

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import Batching, GatewayConfig, NodeConfig, Routing, check_batching
+from common.batching import Batching, check_batching
+from common.config import GatewayConfig, NodeConfig, Routing
 from common.errors import ConfigError
 from common.geometry import PageGeometry
 from common.node.capacity import Capacity, plan_capacity
