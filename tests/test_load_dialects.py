@@ -1,11 +1,13 @@
-"""Streams as real servers send them: recorded from llama.cpp's server and vLLM 0.32, written down for SGLang."""
+"""Streams as real servers send them: recorded from llama.cpp's server, vLLM 0.32 and SGLang 0.5.23."""
 
 import json
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts.load.probe import Server, probe
 from scripts.load.stream import Answer, read_answer
 from scripts.load.wire import Done
 
@@ -93,20 +95,70 @@ def test_vllm_refuses_a_prompt_inside_of_the_stream() -> None:
     assert (answer.error, answer.message, answer.stamps) == ("stream_400", "Token id 9928 is out of vocabulary", [])
 
 
+def native(text: str, ids: list[int], so_far: int, **more: Any) -> dict[str, Any]:
+    """An event of SGLang's own stream, as 0.5.23 sends it with --enable-metrics."""
+    meta = {"id": "r", "finish_reason": None, "prompt_tokens": 4, "weight_version": "default", "num_retractions": 0}
+    meta |= {"forward_entry_time": 1795305004.75, "prefill_finished_time": 1795305004.875, "queue_time": 0.03}
+    meta |= {"reasoning_tokens": 0, "completion_tokens": so_far, "cached_tokens": 2, "cached_tokens_details": None}
+    return {"text": text, "output_ids": ids, "meta_info": meta | more}
+
+
+LENGTH = {"finish_reason": {"type": "length", "length": 4}, "e2e_latency": 0.5, "first_token_latency": 0.2}
+
+
 @pytest.mark.parametrize("is_cumulative", [True, False])
 def test_sglangs_own_stream_may_repeat_what_it_said(is_cumulative: bool) -> None:
-    ids, words = [7, 8, 9], ["a", " b", " c"]
-    events = []
-    for end in (1, 3):
-        begin = 0 if is_cumulative else (0, 0, 0, 1)[end]
-        meta: dict[str, Any] = {"id": "r", "prompt_tokens": 4, "completion_tokens": end, "cached_tokens": 2}
-        meta |= {"finish_reason": {"type": "length", "length": 3} if end == 3 else None, "e2e_latency": 0.5}
-        meta |= {"queue_time": 0.03} if end == 3 else {}
-        events.append({"text": "".join(words[begin:end]), "output_ids": ids[begin:end], "meta_info": meta})
+    """The increment "nona" begins as the text so far does, and is none the less not all of it."""
+    if is_cumulative:
+        events = [native("no", [7], 1), native("nono", [7, 7], 2), native("nononona", [7, 7, 7, 9], 4, **LENGTH)]
+    else:
+        events = [native("no", [7], 1), native("no", [7], 2), native("nona", [7, 9], 4, **LENGTH)]
     answer = read(*events)
-    assert (answer.text, answer.ids, answer.counts, answer.stamps) == ("a b c", ids, [1, 2], [1.0, 2.0])
-    assert (answer.usage_prompt, answer.usage_output, answer.usage_cached, answer.finish) == (4, 3, 2, "length")
-    assert answer.timings == {"queue_s": 0.03}
+    assert (answer.text, answer.ids) == ("nononona", [7, 7, 7, 9])
+    assert (answer.counts, answer.stamps) == ([1, 1, 2], [1.0, 2.0, 3.0])
+    assert (answer.usage_prompt, answer.usage_output, answer.usage_cached, answer.finish) == (4, 4, 2, "length")
+    assert answer.timings == {"queue_s": 0.03, "prefill_s": 0.125}
+
+
+def test_sglangs_queue_may_be_full_in_every_dialect() -> None:
+    abort = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
+    own = read({"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason": abort, "completion_tokens": 0}})
+    error = {"object": "error", "message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", "code": 503}
+    nothing = {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0, "reasoning_tokens": 0}
+    openai = read({"error": error}, {"id": "r", "object": "text_completion", "choices": [], "usage": nothing})
+    for answer in (own, openai):
+        assert (answer.error, answer.message, answer.stamps) == ("stream_503", "The request queue is full.", [])
+
+
+def test_sglang_refuses_without_an_envelope() -> None:
+    body = b'{"object":"error","message":"Messages cannot be empty.","type":"BadRequestError","param":null,"code":400}'
+    raw = b"HTTP/1.1 400 Bad Request\r\nserver: uvicorn\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    stamps, sizes = array("d", [1.0]).tobytes(), array("I", [len(raw)]).tobytes()
+    answer = read_answer(Done(0, 0.0, 0.0, 0.0, 1.0, stamps, sizes, raw, "", False))
+    assert (answer.error, answer.message) == ("http_400", "Messages cannot be empty.")
+
+
+def test_sglangs_completions_say_which_tokens_if_asked_and_its_chats_what_comes_last() -> None:
+    more = {"matched_stop": None}
+    usage = {
+        "prompt_tokens": 3,
+        "total_tokens": 6,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    answer = read(
+        text_of(" he", token_ids=[292], prompt_token_ids=[5, 6, 7], **more) | {"usage": None},
+        text_of("'ll give", token_ids=[324, 279], finish_reason="length", **more) | {"usage": None},
+        {"choices": [], "usage": usage | {"reasoning_tokens": 0}},
+    )
+    assert (answer.ids, answer.counts, answer.usage_cached, answer.finish) == ([292, 324, 279], [1, 2], 2, "length")
+    chat = read(
+        delta_of(role="assistant", content="", reasoning_content=None),
+        delta_of(content="P", reasoning_content=None),
+        delta_of("length", reasoning_content=None),
+        {"choices": [], "usage": usage | {"prompt_tokens_details": None, "completion_tokens_details": None}},
+    )
+    assert (chat.text, chat.counts, chat.stamps, chat.usage_cached) == ("P", [1], [2.0], None)
 
 
 def test_sglangs_openai_stream_has_a_null_for_usage_in_every_event() -> None:
@@ -115,3 +167,27 @@ def test_sglangs_openai_stream_has_a_null_for_usage_in_every_event() -> None:
     answer = read(*(event | {"usage": None} for event in said), {"choices": [], "usage": usage})
     assert (answer.text, answer.usage_prompt, answer.usage_output, answer.usage_cached) == ("x", 9, 2, None)
     assert answer.stamps == [2.0]
+
+
+@pytest.mark.parametrize(("kind", "is_streamed"), [("sglang", False), ("vllm", True), ("baton", True)])
+def test_token_ids_are_asked_for_where_a_server_gives_them(kind: str, is_streamed: bool) -> None:
+    server = Server(None, None, kind, {})
+    assert server.sends_ids("chat", is_stream=True) is is_streamed
+    assert server.sends_ids("chat", is_stream=False) and server.sends_ids("completions", is_stream=True)
+
+
+def test_a_model_in_a_folder_of_this_machine_says_how_many_ids_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM and SGLang list the folder, not the size; SGLang dies of an id that the model does not have."""
+    listed = {"id": "m", "owned_by": "sglang", "root": str(tmp_path), "parent": None, "max_model_len": 4096}
+    pages = {"/v1/models": {"object": "list", "data": [listed]}, "/server_info": {"version": "0.5.23"}}
+    monkeypatch.setattr("scripts.load.probe.get_json", lambda parts, path, *_: pages[path])
+    assert probe("http://x", api_key=None).vocab_size is None
+    (tmp_path / "config.json").write_text('{"vocab_size": 1024}')
+    found = probe("http://x", api_key=None)
+    assert (found.model, found.kind, found.vocab_size, found.vocab) == ("m", "sglang", 1024, (100, 960))
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 2048}}')
+    assert probe("http://x", api_key=None).vocab_size == 2048
+    (tmp_path / "config.json").write_text("[]")
+    assert probe("http://x", api_key=None).vocab_size is None

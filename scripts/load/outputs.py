@@ -33,21 +33,25 @@ def save_outputs(records: list[Record], path: str) -> None:
     Path(path).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
-def compare_outputs(config: LoadtestConfig, records: list[Record]) -> Figures:
-    """Mark each record that an expected output is known for, and count.
+def read_expected(config: LoadtestConfig) -> list[Line]:
+    """The lines of --expect-file; none without it.
 
     Raises:
         ConfigError: the file cannot be read.
     """
     if not config.expect_file:
-        return {}
+        return []
     try:
         content = Path(config.expect_file).read_bytes().splitlines()
-        lines = [msgspec.json.decode(line, type=Line) for line in content if line.strip()]
+        return [msgspec.json.decode(line, type=Line) for line in content if line.strip()]
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"--expect-file {config.expect_file} cannot be read: {error}") from None
+
+
+def compare_outputs(lines: list[Line], records: list[Record]) -> Figures:
+    """Mark each record that an expected output is known for, and count."""
     expected = {(line.prompt, line.max_tokens): line for line in lines}
-    compared = differ = 0
+    compared = differ = by_text = 0
     shown: list[Figures] = []
     for record in records:
         line = expected.get((record.prompt_digest, record.num_output_asked))
@@ -55,12 +59,14 @@ def compare_outputs(config: LoadtestConfig, records: list[Record]) -> Figures:
             continue
         compared += 1
         by_ids = bool(line.ids and record.ids)
+        by_text += not by_ids
         record.is_expected = record.ids == line.ids if by_ids else record.text == line.text
         if not record.is_expected:
             differ += 1
             if len(shown) < MAX_SHOWN:
                 shown.append({"index": record.index, "first_difference": _first_difference(record, line, by_ids)})
-    return {"compared": compared, "differ": differ, "not_compared": len(records) - compared, "examples": shown}
+    counts = {"compared": compared, "by_text": by_text, "differ": differ, "not_compared": len(records) - compared}
+    return counts | {"examples": shown}
 
 
 def _first_difference(record: Record, line: Line, by_ids: bool) -> int:

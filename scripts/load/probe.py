@@ -4,6 +4,7 @@ import http.client
 import json
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -36,6 +37,10 @@ class Server:
     kind: str
     details: dict[str, Any]
 
+    def sends_ids(self, endpoint: str, is_stream: bool) -> bool:
+        """Whether it can be asked for the token ids of its output: SGLang refuses that for streams of chats."""
+        return not (self.kind == "sglang" and endpoint == "chat" and is_stream)
+
     @property
     def vocab(self) -> tuple[int, int]:
         """Range of ids that are safe to send: special tokens live at either end."""
@@ -58,9 +63,19 @@ def probe(url: str, *, api_key: str | None, verify_tls: bool = True) -> Server:
     meta = first.get("meta") if isinstance(first.get("meta"), dict) else {}
     server = get_json(parts, "/server_info", api_key, verify_tls)
     limits = server.get("limits") if isinstance(server, dict) else None
-    vocab = (limits or {}).get("vocab_size") or (meta or {}).get("n_vocab")
+    vocab = (limits or {}).get("vocab_size") or (meta or {}).get("n_vocab") or _vocab_of(first.get("root"))
     details = {name: server[name] for name in ("version", "model", "limits") if name in server} if server else {}
     return Server(first.get("id"), int(vocab) if vocab else None, str(first.get("owned_by", "")), details)
+
+
+def _vocab_of(folder: Any) -> int | None:
+    """From the model's own folder, which vLLM and SGLang name; known only if the server is on this machine."""
+    try:
+        model = json.loads(Path(str(folder), "config.json").read_bytes())
+        size = model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def get_json(parts: SplitResult, path: str, api_key: str | None, verify_tls: bool) -> Any:

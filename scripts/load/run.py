@@ -18,7 +18,7 @@ from scripts.load import metrics, validity
 from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Crew, Outcome, num_clients_for
 from scripts.load.heads import Heads, setup_of
-from scripts.load.outputs import compare_outputs
+from scripts.load.outputs import compare_outputs, read_expected
 from scripts.load.plan import ideal_cached
 from scripts.load.probe import UNKNOWN_VOCAB, Server, flush_cache, probe
 from scripts.load.prompts import Prompts
@@ -67,6 +67,7 @@ class _Load:
         self._salt = salt
         self._on_tick = on_tick
         self._began_at = time.monotonic()
+        self._expected = read_expected(config)
 
     async def run(self, server: Server | None) -> Report:
         config = self._config
@@ -116,6 +117,7 @@ class _Load:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(config.tokenizer)
+        is_compared = bool(config.expect_file or config.save_outputs)
         vocab = server.vocab
         if config.vocab_size:
             vocab = Server(None, config.vocab_size, "", {}).vocab
@@ -128,7 +130,7 @@ class _Load:
             tokenizer,
             config.stream,
             config.ignore_eos,
-            config.return_token_ids or bool(config.expect_file or config.save_outputs),
+            config.return_token_ids or (is_compared and server.sends_ids(config.endpoint, config.stream)),
             config.body_fields,
             bool(config.tenant_header or config.tenant_keys),
         )
@@ -177,7 +179,7 @@ class _Load:
             caching=metrics.caching(measured),
             tokens=metrics.tokens(measured),
             stages=metrics.stages(measured, rng),
-            outputs=compare_outputs(config, records),
+            outputs=compare_outputs(self._expected, records) if config.expect_file else {},
             scrape=scraper.since(outcome.start_at),
             num_requests=len(records),
             num_measured=len(measured),

@@ -47,6 +47,8 @@ class _Meta(msgspec.Struct):
     finish_reason: Any = None
     timings: dict[str, float] | None = None
     queue_time: float | None = None
+    forward_entry_time: float | None = None
+    prefill_finished_time: float | None = None
 
 
 class _Event(msgspec.Struct):
@@ -244,16 +246,21 @@ def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
         answer.counts.append(num_new)
     text, ids = event.text or "", event.output_ids or []
     so_far = answer.text
-    answer.texts = [text] if text.startswith(so_far) else [so_far, text]
-    answer.ids = ids if len(ids) == answer.usage_output else answer.ids + ids
+    # Words may come again: an increment can begin as the text so far does. Ids cannot be misread.
+    is_whole = len(ids) == meta.completion_tokens if ids else text.startswith(so_far)
+    answer.texts = [text] if is_whole else [so_far, text]
+    answer.ids = ids if is_whole else answer.ids + ids
     if meta.finish_reason:
-        reason = meta.finish_reason
-        answer.finish = str(reason.get("type", "")) if isinstance(reason, dict) else str(reason)
+        reason = meta.finish_reason if isinstance(meta.finish_reason, dict) else {"type": meta.finish_reason}
+        answer.finish = str(reason.get("type", ""))
         if answer.finish == "abort":
-            answer.error, answer.message = "stream_abort", str(reason)
+            answer.error = f"stream_{reason.get('status_code') or 'abort'}"
+            answer.message = str(reason.get("message") or reason)
     answer.timings.update(_stages(meta.timings or {}))
     if meta.queue_time is not None:
         answer.timings.update(_stages({"queue_time": meta.queue_time}))
+    if meta.forward_entry_time and meta.prefill_finished_time:  # SGLang's with --enable-metrics: instants of one clock
+        answer.timings["prefill_s"] = max(0.0, meta.prefill_finished_time - meta.forward_entry_time)
 
 
 def _stages(timings: dict[str, Any]) -> dict[str, float]:

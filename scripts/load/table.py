@@ -144,8 +144,9 @@ def _other_lines(report: Report) -> list[str]:
     if tokens["other_length_than_asked"]:
         lines.append(f"lengths    {tokens['other_length_than_asked']:,} answers are not of the length asked for")
     if outputs:
+        as_text = f" ({outputs['by_text']:,} as text, for want of token ids)" if outputs["by_text"] else ""
         lines.append(
-            f"outputs    {outputs['compared']:,} compared, {outputs['differ']:,} differ, "
+            f"outputs    {outputs['compared']:,} compared{as_text}, {outputs['differ']:,} differ, "
             f"{outputs['not_compared']:,} not compared"
         )
     for name, figures in report.stages.items():
@@ -159,6 +160,8 @@ def is_warm(report: Report) -> bool:
 
 
 def _verdict_lines(report: Report) -> list[str]:
+    if report.is_valid and report.errors["count"] == report.num_measured:
+        return ["Every request failed."]
     if report.is_valid:
         return ["The run is valid."]
     return ["THE RUN IS INVALID:", *(f"  - {reason}" for reason in report.reasons)]
