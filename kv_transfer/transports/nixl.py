@@ -39,7 +39,7 @@ class Agent:
             import nixl
         except ImportError as error:
             raise ConfigError(f"--transport nixl needs the extra nixl (pip install 'baton[nixl]'): {error}") from error
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.store = store
         self.probe = mmap.mmap(-1, 2 * PROBE_BYTES)
         self.pool_at, self.probe_at = address_of(store.memory), address_of(self.probe)

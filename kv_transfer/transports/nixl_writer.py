@@ -1,7 +1,8 @@
 """The prefill node's side of NIXL: load a peer's metadata, prove the way with a few bytes, then write pages by index.
 
-One thread makes every call to NIXL, and looks after what is under way; the loop's own thread never waits for it. See
-``nixl`` for the whole story.
+A thread of its own looks after what is under way, and the loop never waits for it. But waking that thread and being
+woken by it cost as much as two pages take to copy, so the loop itself begins a small write where nothing else is under
+way. See ``nixl`` for the whole story.
 """
 
 import base64
@@ -32,6 +33,7 @@ ATTACH_TIMEOUT_S = 10.0
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # what has taken that long is looked at more rarely
+SMALL_BYTES = 8 << 20  # between processes of one host, UCX copies so many in about a millisecond
 
 
 class NixlWriter:
@@ -88,9 +90,27 @@ class NixlWriter:
         stage(self.store, [source for source, _ in pages])
         self._num_tickets += 1
         with self._lock:
+            is_alone = not route.num_open and not self._done
             route.num_open += 1
-        self._jobs.put(("write", route, self._num_tickets, pages, piece))
+        is_small = 0 < self._num_bytes_of(pages, piece) <= SMALL_BYTES
+        if not (is_alone and is_small and self._write_here(route, self._num_tickets, pages, piece)):
+            self._jobs.put(("write", route, self._num_tickets, pages, piece))
         return self._num_tickets
+
+    def _write_here(self, route: Route, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None) -> bool:
+        """Begin to write without waking the thread; what is not over at once is its business. False: NIXL is busy."""
+        if not self._agent.lock.acquire(blocking=False):
+            return False
+        try:
+            write = self._post(route, ticket, pages, piece)
+            if write is not None:
+                self._jobs.put(("watch", write))
+        finally:
+            self._agent.lock.release()
+        return True
+
+    def _num_bytes_of(self, pages: Sequence[tuple[int, int]], piece: Piece | None) -> int:
+        return len(pages) * (self.store.geometry.page_bytes if piece is None else piece.num_bytes)
 
     def done(self) -> list[int]:
         self._calm()
@@ -152,7 +172,9 @@ class NixlWriter:
                 self._attaching.begin(job[1], job[2], writes)
                 attaching.append(job[1])
             elif job and job[0] == "write":
-                self._post(job[1], job[2], job[3], job[4], writes)
+                writes += filter(None, [self._post(*job[1:])])
+            elif job and job[0] == "watch":
+                writes.append(job[1])
             elif job and job[0] == "detach":
                 self._leave(job[1])
             attaching = [route for route in attaching if not self._has_attached(route)]
@@ -187,16 +209,15 @@ class NixlWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def _post(
-        self, route: Route, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None, writes: list[Write]
-    ) -> None:
+    def _post(self, route: Route, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Write | None:
+        """Begin to write. None: it is over already; else what has begun is to be looked after."""
         if route.is_detached:  # never begun
             self._count_over(Write(route, ticket, None))
             self._leave_if_still(route)
-            return
+            return None
         if not pages:
             self._finish(Write(route, ticket, None))
-            return
+            return None
         try:
             with self._agent.lock:
                 handle = self._prepare(route, pages, piece)
@@ -204,17 +225,19 @@ class NixlWriter:
             self._fail(route, str(error))
             self._count_over(Write(route, ticket, None))
             self._leave_if_still(route)
-            return
-        num_bytes = len(pages) * (self.store.geometry.page_bytes if piece is None else piece.num_bytes)
-        write = Write(route, ticket, handle, num_bytes)
-        writes.append(write)
+            return None
+        write = Write(route, ticket, handle, self._num_bytes_of(pages, piece))
         try:
             with self._agent.lock:
-                is_failed = self._agent.nixl.transfer(handle) == "ERR"
+                state = self._agent.nixl.transfer(handle)
         except Exception:
-            is_failed = True
-        if is_failed:
+            state = "ERR"
+        if state == "DONE":
+            self._end(write)
+            return None
+        if state == "ERR":
             self._mark_failed(write)
+        return write
 
     def _prepare(self, route: Route, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
         """Whole pages by index from the lists that are prepared; pieces by a list of all of their runs."""
@@ -257,10 +280,14 @@ class NixlWriter:
         if state == "ERR":
             self._mark_failed(write)
             return False
+        self._end(write)
+        return True
+
+    def _end(self, write: Write) -> None:
+        """NIXL says that it is done."""
         with contextlib.suppress(Exception), self._agent.lock:
             write.handle.release()
         self._finish(write)
-        return True
 
     def _mark_failed(self, write: Write) -> None:
         write.is_failed = True
@@ -287,7 +314,8 @@ class NixlWriter:
         self._say()
 
     def _finish(self, write: Write) -> None:
-        self._num_bytes += write.num_bytes
+        with self._lock:
+            self._num_bytes += write.num_bytes
         self._count_over(write, is_written=True)
         self._leave_if_still(write.route)
 
