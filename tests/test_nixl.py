@@ -1,19 +1,25 @@
-"""How NIXL's writer knocks at a reader's door: whoever is on this host lets it in or turns it away, and is watched."""
+"""How NIXL's writer knocks at a reader's door: whoever is on this host lets it in or turns it away, and is watched.
+
+And who begins a write: the loop itself or the writer's thread.
+"""
 
 import os
 import secrets
 import select
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
-from kv_fakes import GEOMETRY
+from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Connect
-from kv_transfer.transports import nixl_attach
+from kv_transfer.transports import nixl_attach, nixl_writer
 from kv_transfer.transports.base import to_message
 from kv_transfer.transports.nixl_attach import knock
+from kv_transfer.transports.nixl_reader import NixlReader
 from kv_transfer.transports.nixl_route import Endpoint, Route
+from kv_transfer.transports.nixl_writer import NixlWriter
 
 TOKEN = "5" * 64
 
@@ -79,3 +85,50 @@ def test_a_crowd_at_the_door_is_waited_out(route: Route, name: str, listener: so
         listener.accept()[0].close()
         assert knock(route) is True
     assert route.door is not None
+
+
+@pytest.fixture
+def writer() -> Iterator[NixlWriter]:
+    """Attached to a reader in this process; with pages of 1, 2 and so on."""
+    stores = [MemfdStore(4), MemfdStore(4)]
+    for page in range(4):
+        stores[0].fill(page, page + 1)
+    writer, reader = NixlWriter(stores[0]), NixlReader(stores[1])
+    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 4, "nixl", reader.offer(PREFILL, 1))
+    writer.attach(DECODE, connect)
+    end = time.monotonic() + 20
+    while not (news := writer.poll()):
+        reader.poll(time.monotonic())
+        assert time.monotonic() < end, "never attached"
+    assert not news[0].problem
+    yield writer
+    writer.close()
+    reader.close()
+    assert [stores[1].read(page)[0] for page in (3, 2)] == [1, 2]
+    for store in stores:
+        store.close()
+
+
+def until(writer: NixlWriter, tickets: list[int]) -> None:
+    end, done = time.monotonic() + 20, []
+    while done != tickets:
+        done += writer.done()
+        assert time.monotonic() < end, f"over are only {done}"
+
+
+def test_a_small_write_that_is_alone_is_begun_at_once(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking a thread takes longer than a page. The second of a turn goes there, so that the loop never waits long."""
+    here: list[bool] = []
+    write_here = writer._write_here
+    monkeypatch.setattr(writer, "_write_here", lambda *words: here.append(write_here(*words)) or here[-1])
+    tickets = [writer.write(DECODE, [(page, 3 - page)]) for page in range(2)]
+    assert here == [True]
+    until(writer, tickets)
+    until(writer, [writer.write(DECODE, [(0, 3)])])
+    assert here == [True, True]
+
+
+def test_a_large_write_is_begun_by_the_thread(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_writer, "SMALL_BYTES", 2 * GEOMETRY.page_bytes - 1)
+    monkeypatch.setattr(writer, "_write_here", None)
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])

@@ -222,9 +222,11 @@ def test_a_stopped_writer_that_is_killed_is_fenced(start: Callable[..., End], tr
     assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 1]
 
 
-def test_a_nixl_write_under_way_holds_the_fence_until_it_is_over(start: Callable[..., End]) -> None:
+@pytest.mark.parametrize("small_bytes", [0, 1 << 30], ids=["by its thread", "by the loop"])
+def test_a_nixl_write_under_way_holds_the_fence_until_it_is_over(start: Callable[..., End], small_bytes: int) -> None:
     """Over TCP, UCX needs the reader's doing: one that is stopped keeps a write under way."""
-    writer, reader = start("writer", "nixl", UCX_TLS="tcp"), start("reader", "nixl", UCX_TLS="tcp")
+    writer = start("writer", "nixl", UCX_TLS="tcp", TEST_SMALL_BYTES=str(small_bytes))
+    reader = start("reader", "nixl", UCX_TLS="tcp")
     join(writer, reader, "nixl")
     reader.ask("allow", peer=PREFILL, epoch=1, pages=list(range(NUM_PAGES)))
     reader.signal(signal.SIGSTOP)
