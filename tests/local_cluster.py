@@ -25,6 +25,7 @@ from decode_node import scheduler as decode
 from decode_node.role import DecodeRole
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
+from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
 from prefill_node import scheduler as prefill
 from prefill_node.role import PrefillRole
@@ -157,7 +158,8 @@ class LocalCluster:
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
         limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
-        sender = Sender(transport, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
+        chosen = transport if self.wire.can_recall else ChoosingWriter([transport])
+        sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
         scheduler = prefill.PrefillScheduler(
             cache,
             books,
@@ -192,7 +194,8 @@ class LocalCluster:
             eos_token_ids=eos,
         )
         transport = InProcessReader(self.wire, executor.pool)
-        receiver = Receiver(transport, books, name=name, digest="model")
+        chosen = transport if self.wire.can_recall else ChoosingReader([transport])
+        receiver = Receiver(chosen, books, name=name, digest="model")
         role = DecodeRole(
             scheduler, receiver, cache=cache, books=books, vocab_size=VOCAB_SIZE, stream_interval=self._stream_interval
         )

@@ -162,6 +162,19 @@ def test_what_is_lost_on_its_way_from_a_pair_that_was_let_go_of_is_over_too() ->
     assert ends.writer.detach(DECODE) is True
 
 
+def test_what_was_lost_before_is_over_too_where_a_pair_waits_for_what_cannot_be_called_back() -> None:
+    ends = Ends({0: Fault("drop")}, can_recall=False)
+    lost = ends.write(0)
+    ends.tick()
+    assert ends.writer.done() == []
+    ticket = ends.write(1)  # begun before anybody has looked
+    assert ends.writer.detach(DECODE) is False
+    assert ends.writer.done() == [lost]
+    ends.tick()
+    assert ends.writer.done() == [ticket]
+    assert ends.writer.detach(DECODE) is True
+
+
 def test_a_choosing_pair_over_such_a_wire_attaches_anew_only_when_it_is_still() -> None:
     ends = Ends({}, can_recall=False)
     writer, reader = ChoosingWriter([ends.writer]), ChoosingReader([ends.reader])

@@ -132,3 +132,23 @@ def test_a_large_write_is_begun_by_the_thread(writer: NixlWriter, monkeypatch: p
     monkeypatch.setattr(nixl_writer, "SMALL_BYTES", 2 * GEOMETRY.page_bytes - 1)
     monkeypatch.setattr(writer, "_write_here", None)
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+
+
+def test_a_write_that_came_to_nothing_is_told_of_where_its_pair_waits_for_another(route: Route) -> None:
+    """Otherwise its transfer, and its source pages, would wait for it for ever."""
+    store = MemfdStore(2)
+    writer = NixlWriter(store)
+    writer._routes[route.peer] = route
+    route.num_open = 1  # one that is under way
+    ticket = writer.write(route.peer, [(0, 0)])  # this cannot begin: nothing is known of the peer's pages
+    ends = time.monotonic() + 10
+    while not writer.poll():
+        assert time.monotonic() < ends, "the connection does not break"
+        time.sleep(0.001)
+    assert writer.done() == []
+    assert writer.detach(route.peer) is False
+    assert writer.done() == [ticket]
+    route.num_open = 0
+    assert writer.detach(route.peer) is True
+    writer.close()
+    store.close()

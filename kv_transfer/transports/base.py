@@ -137,7 +137,8 @@ class WriterTransport(Protocol):
         Returns:
             True: nothing is under way either, and of tickets of that peer, ``done`` may yet return those that were
             over before, and no others. False: writes that cannot be called back still read our pages and may reach
-            the peer's; ``done`` returns their tickets when they are over, and attaching to this peer waits for that.
+            the peer's; ``done`` returns every ticket of that peer when it is over, one that failed before included,
+            and attaching to this peer waits for that.
         """
         ...
 

@@ -186,6 +186,7 @@ class InProcessWriter:
         self._leaving: dict[str, None] = {}  # detached from, with pages on their way
         self._news: list[Attached] = []
         self._remaining: dict[int, int] = {}  # ticket -> pages on their way
+        self._lost: dict[str, list[int]] = {}  # tickets that broke with their connection, until we let go of it
         self._num_tickets = 0
 
     def attach(self, peer: str, connect: Connect) -> None:
@@ -251,6 +252,7 @@ class InProcessWriter:
                 self._finish(ticket)
             else:
                 del self._remaining[ticket]
+                self._lost.setdefault(peer, []).append(ticket)
 
     def done(self) -> list[int]:
         tickets, self.finished = self.finished, []
@@ -268,9 +270,11 @@ class InProcessWriter:
         self._news = [news for news in self._news if news.peer != peer]
         if not self._wire.can_recall and self._wire.is_carrying(self, peer):
             self._leaving[peer] = None
+            self.finished += self._lost.pop(peer, [])
             return False
         self._drop(peer)
         self._leaving.pop(peer, None)
+        self._lost.pop(peer, None)
         reader = self._readers.pop(peer, None)
         if reader is not None:
             reader.gone(self, "the writer has let go")

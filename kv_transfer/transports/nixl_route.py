@@ -48,6 +48,7 @@ class Route:
     pidfd: int = -1
     num_open: int = 0
     num_probes: int = 0  # the same, of the thread's own; they reach no page
+    failed: list[int] = field(default_factory=list)  # tickets that came to nothing before it was detached from
     is_detached: bool = False
     is_gone: bool = False
     steps: deque[Callable[[], bool]] = field(default_factory=deque)  # of attaching, each called until it says True

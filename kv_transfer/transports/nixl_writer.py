@@ -132,6 +132,8 @@ class NixlWriter:
             return True
         with self._lock:
             if leaving.num_open:
+                self._done.extend(leaving.failed)
+                leaving.failed.clear()
                 return False
         del self._leaving[peer]
         return True
@@ -308,8 +310,8 @@ class NixlWriter:
             write.route.num_probes -= 1
             return
         with self._lock:
-            if is_written or write.route.is_detached:
-                self._done.append(write.ticket)
+            is_told = is_written or write.route.is_detached
+            (self._done if is_told else write.route.failed).append(write.ticket)
             write.route.num_open -= 1
         self._say()
 
