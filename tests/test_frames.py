@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 from nursery import Nursery
-from test_shm import attach as attach_shm
-from test_shm import offer as offer_shm
-from test_tcp import KEY, NUM_PAGES, SIZE, Stranger, until
-from test_tcp import offer as offer_tcp
+from shm_pair import attach as attach_shm
+from shm_pair import offer as offer_shm
+from tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
+from tcp_stranger import offer as offer_tcp
 from test_transports import End
 
 from common.incarnation import new_incarnation

@@ -1,124 +1,37 @@
-"""Gloo from the inside and from outside: how a group forms, what strangers and liars can do, what stops and dies."""
+"""Gloo from outside: how a group forms and dissolves, what strangers can do meanwhile, what stops and dies."""
 
-import contextlib
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from gloo_intruder import Intruder, attach, offer, reader, store, threads, writer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
-from test_tcp import KEY, NUM_PAGES, SIZE, Stranger, until
+from tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
 from test_transports import End, digests, join, nursery, ship, start
 
 from common.errors import ConfigError
 from common.messages import Connect
 from kv_transfer.pieces import Box, Piece
 from kv_transfer.transports import group_backend, group_form
-from kv_transfer.transports.base import Attached, Fenced, to_message
+from kv_transfer.transports.base import Attached, to_message
 from kv_transfer.transports.group import GroupReader, GroupWriter
-from kv_transfer.transports.group_backend import Group, Pages, is_sound
+from kv_transfer.transports.group_backend import Pages, is_sound
 from kv_transfer.transports.group_form import ENTRY_MAGIC, HEADER, MADE_MAGIC, MAX_ENTRIES, READER, WRITER, form
-from kv_transfer.transports.group_reader import GroupInlet
-from kv_transfer.transports.tcp_wire import MAC_BYTES, PAGE_FRAME_BYTES, Line
+from kv_transfer.transports.tcp_wire import Line
 
-__all__ = ["nursery", "start"]
-
-
-@pytest.fixture
-def store() -> Iterator[MemfdStore]:
-    store = MemfdStore(NUM_PAGES)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def reader(store: MemfdStore) -> Iterator[GroupReader]:
-    reader = GroupReader(store, "gloo", key=KEY)
-    yield reader
-    reader.close()
-
-
-@pytest.fixture
-def writer() -> Iterator[GroupWriter]:
-    store = MemfdStore(NUM_PAGES)
-    writer = GroupWriter(store, "gloo", key=KEY)
-    yield writer
-    writer.close()
-    store.close()
-
-
-@pytest.fixture(autouse=True)
-def _strangers_leave() -> Iterator[None]:
-    yield
-    while Stranger.met:
-        Stranger.met.pop().connection.close()
-
-
-def offer(reader: GroupReader, epoch: int = 1) -> Connect:
-    return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, "gloo", reader.offer(PREFILL, epoch))
-
-
-def attach(writer: GroupWriter, reader: GroupReader, epoch: int = 1) -> None:
-    writer.attach(DECODE, offer(reader, epoch))
-    assert until(lambda: reader.poll(0.0) or writer.poll()) == [Attached(DECODE, epoch)]
-    assert reader.chosen(PREFILL, epoch, "gloo")
-
-
-class Intruder(Stranger):
-    """One that knows token and key: shakes hands as a writer would, and then does what a test likes."""
-
-    group: Group
-
-    def line(self, connect: Connect) -> Line:
-        assert len(self.shake(connect)) == 32
-        assert self.terms is not None
-        return Line(self.connection, self.terms, KEY)
-
-    def join(self, connect: Connect, pages: Pages) -> None:
-        self.group = form(self.line(connect), "gloo", WRITER, pages)
-        self.connection.settimeout(5.0)
-
-    def announce(self, page: int, value: int) -> None:
-        """Say what comes."""
-        frame = self.frame(page, value)
-        self.connection.sendall(frame[:PAGE_FRAME_BYTES] + frame[-MAC_BYTES:])  # the bytes go another way
-        self.num_sent += 1
-
-    def send(self, page: int, value: int, changed: int | None = None) -> None:
-        """Say what comes, and let it come, or something else."""
-        self.announce(page, value)
-        data = torch.full((SIZE,), value, dtype=torch.uint8)
-        if changed is not None:
-            data[changed] ^= 1
-        self.group.wait(self.group.send(data))
-
-
-@pytest.fixture
-def intruder(reader: GroupReader) -> Iterator[Intruder]:
-    """Let in under epoch 1, in a group, and may write pages 2 and 3."""
-    source = MemfdStore(NUM_PAGES)
-    intruder = Intruder(reader)
-    intruder.join(offer(reader), Pages(source, "gloo"))
-    reader.allow(PREFILL, 1, [2, 3])
-    yield intruder
-    intruder.group.close()
-    source.close()
-
-
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+__all__ = ["_strangers_leave", "nursery", "reader", "start", "store", "writer"]
 
 
 # ---- how a group forms ------------------------------------------------------------------------------------------
@@ -338,144 +251,6 @@ def test_gloos_own_port_takes_nobody_once_the_group_is_formed(reader: GroupReade
         with pytest.raises(TimeoutError), socket.create_connection(("127.0.0.1", port), timeout=0.2):
             pass
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-# ---- what one may do inside -------------------------------------------------------------------------------------
-
-
-def test_a_page_is_placed_where_it_is_allowed_and_once(intruder: Intruder, store: MemfdStore) -> None:
-    for page, value in ((2, 7), (4, 8), (3, 9), (2, 10)):
-        intruder.send(page, value)
-    assert [intruder.answer() for _ in range(4)] == [(1, 2), (0, 4), (1, 3), (0, 2)]
-    assert [set(store.read(page)) for page in (2, 3, 4)] == [{7}, {9}, {0}]
-    assert intruder.reader.counters()["refused_pages"] == 2
-
-
-def test_what_comes_after_leave_was_taken_lands_nowhere(intruder: Intruder, store: MemfdStore) -> None:
-    intruder.announce(2, 7)
-    time.sleep(0.05)
-    intruder.reader.forbid([2])
-    store.fill(2, 99)  # someone else's by now
-    intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
-    assert intruder.answer() == (0, 2)
-    assert set(store.read(2)) == {99}
-
-
-@pytest.mark.parametrize("at", [0, SIZE - 1])
-def test_a_page_whose_bytes_were_changed_on_the_way_lands_nowhere_and_ends_the_pair(
-    intruder: Intruder, store: MemfdStore, at: int
-) -> None:
-    intruder.send(3, 6)
-    assert intruder.answer() == (1, 3)
-    intruder.send(2, 7, changed=at)
-    [fenced] = until(lambda: intruder.reader.poll(0.0))
-    assert "came changed" in fenced.reason
-    assert set(store.read(2)) == {0}
-    assert intruder.answer() is None
-
-
-def test_leave_of_another_epoch_is_no_leave(intruder: Intruder, store: MemfdStore) -> None:
-    intruder.reader.allow(PREFILL, 2, [2])
-    intruder.send(2, 7)
-    assert intruder.answer() == (0, 2)
-    assert set(store.read(2)) == {0}
-
-
-def test_taking_leave_waits_for_the_copy_under_way(
-    intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_copying, copy = threading.Event(), group_backend._copy
-
-    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
-        is_copying.set()
-        time.sleep(0.2)
-        copy(target, source)
-
-    monkeypatch.setattr(group_backend, "_copy", slow)
-    intruder.send(2, 7)
-    assert is_copying.wait(5)
-    intruder.reader.forbid([2])
-    store.fill(2, 99)  # someone else's by now
-    assert intruder.answer() == (1, 2)
-    assert set(store.read(2)) == {99}
-
-
-def test_withdrawing_is_a_fence_while_a_page_is_on_its_way(intruder: Intruder, store: MemfdStore) -> None:
-    """The late bytes of an old epoch reach nobody, whoever has the page by then."""
-    intruder.announce(2, 7)
-    time.sleep(0.05)
-    intruder.reader.withdraw(PREFILL)
-    assert intruder.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
-    store.fill(2, 99)
-    with contextlib.suppress(ConnectionError):
-        intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
-    until(lambda: not threads("receive-pages"))
-    assert set(store.read(2)) == {99}
-
-
-@pytest.mark.parametrize(
-    "frame", [{"page": NUM_PAGES}, {"page": 2**63}, {"page": 2, "size": SIZE + 1}, {"page": 2, "number": 1}]
-)
-def test_a_frame_that_cannot_be_meant_ends_the_pair(
-    intruder: Intruder, store: MemfdStore, frame: dict[str, Any]
-) -> None:
-    intruder.connection.sendall(intruder.header(**frame))
-    assert [(f.peer, f.epoch) for f in until(lambda: intruder.reader.poll(0.0))] == [(PREFILL, 1)]
-    assert set(store.memory[:]) == {0}
-
-
-@settings(max_examples=10, deadline=None)
-@given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
-def test_noise_inside_ends_the_pair_and_touches_no_page(noise: bytes) -> None:
-    store, source = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
-    reader = GroupReader(store, "gloo", key=KEY)
-    intruder = Intruder(reader)
-    try:
-        intruder.join(offer(reader), Pages(source, "gloo"))
-        reader.allow(PREFILL, 1, range(NUM_PAGES))
-        intruder.connection.sendall(noise)
-        assert until(lambda: reader.poll(0.0))
-        assert set(store.memory[:]) == {0}
-    finally:
-        intruder.group.close()
-        reader.close()
-        store.close()
-        source.close()
-
-
-def test_a_page_that_is_said_and_never_comes_ends_the_pair(
-    reader: GroupReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group_backend, "STALL_S", 0.2)
-    source = MemfdStore(NUM_PAGES)
-    intruder = Intruder(reader)
-    intruder.join(offer(reader), Pages(source, "gloo"))
-    intruder.announce(2, 7)
-    [fenced] = until(lambda: reader.poll(0.0))
-    assert fenced.reason == (
-        "the gloo connection to the prefill node ended: Timed out waiting 200ms for recv operation to complete"
-    )
-    intruder.group.close()
-
-
-def test_a_writer_says_so_while_its_pages_are_still_being_read(
-    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reader that takes nothing, and a backend that cannot be cut short."""
-    is_over = threading.Event()
-    monkeypatch.setattr(GroupInlet, "_receive_pages", lambda inlet, group: is_over.wait(10))
-    attach(writer, reader)
-    monkeypatch.setattr(Group, "abort", lambda group: None)
-    tickets = [writer.write(DECODE, [(page, page)]) for page in range(2)]
-    until(lambda: next(iter(writer._lanes.values()))[1].outlet._is_sending)  # type: ignore[union-attr]
-    for _ in range(3):
-        assert writer.detach(DECODE) is False
-        assert (writer.poll(), writer.done()) == ([], [])
-    monkeypatch.undo()
-    is_over.set()
-    until(lambda: writer.detach(DECODE))
-    assert writer.done() == tickets
-    assert writer.counters()["bytes_by_gloo"] == 0
 
 
 # ---- processes that stop and die --------------------------------------------------------------------------------

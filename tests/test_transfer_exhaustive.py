@@ -9,7 +9,8 @@ import logging
 
 import pytest
 from explore import Explored, explore
-from two_nodes import CONNECTION_FAULTS, FAULTS, Scope, TwoNodes
+from two_nodes import TwoNodes
+from two_nodes_parts import CONNECTION_FAULTS, FAULTS, Scope
 
 DAMAGE = (*FAULTS, "corrupt")
 

@@ -8,149 +8,23 @@ anything, or it has found a leak.
 """
 
 import io
-import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from two_nodes_parts import FAULTS, GEOMETRY, JUNK, PAGE_FAULTS, Decode, Link, Prefill, Scope, Store, WatchedWriter
+from two_nodes_state import Freezer, state_of
 
-from common.geometry import PageGeometry
-from common.messages import Connect, Handoff, Message
+from common.messages import Handoff, Message
 from common.pages import Owner, PageBooks
 from kv_transfer.events import Completed, Event, PairLost
 from kv_transfer.outgoing import EARLY_LEASE_S
-from kv_transfer.pieces import Piece
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.session import Key
 from kv_transfer.tombs import LEASE_S
-from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
+from kv_transfer.transports.base import ReaderTransport, WriterTransport
 from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
-from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
-
-GEOMETRY = PageGeometry(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float16")  # 4 bytes a page
-JUNK = 0xEE
-
-MESSAGE_FAULTS = ("lose", "repeat", "overtake")
-PAGE_FAULTS = ("drop", "copy", "corrupt")
-NODE_FAULTS = ("tear", "refuse", "kill prefill", "kill decode")
-ROLE_FAULTS = ("abort", "finish early", "cancel", "retract")
-TIME_FAULTS = ("lease", "tombs")
-CONNECTION_FAULTS = (*MESSAGE_FAULTS, "tear", "refuse")
-FAULTS = MESSAGE_FAULTS + PAGE_FAULTS[:2] + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
-
-
-@dataclass(frozen=True)
-class Scope:
-    """How much there is to explore.
-
-    Attributes:
-        sizes: pages of each request.
-        first: pages of each that the decode node holds already.
-        num_pages: of either pool.
-        faults, num_faults: kinds, and how many in one run.
-        can_recall: see ``Wire``.
-        has_checksums: pages that come with a changed byte (``corrupt``) are noticed; else nobody would.
-        is_piecemeal: pages are granted one at a time.
-    """
-
-    sizes: tuple[int, ...] = (2, 1)
-    first: int = 0
-    num_pages: int = 3
-    faults: tuple[str, ...] = FAULTS
-    num_faults: int = 1
-    can_recall: bool = True
-    has_checksums: bool = False
-    is_piecemeal: bool = False
-
-
-class Store:
-    """A pool without a model or a file."""
-
-    is_mapped = is_in_place = True
-    fd = -1
-
-    def __init__(self, num_pages: int) -> None:
-        self.geometry = GEOMETRY
-        self.num_pages = num_pages
-        self.memory = bytearray([JUNK] * GEOMETRY.pool_bytes(num_pages))
-
-    def export_page(self, page: int, into: memoryview) -> None:
-        into[:] = self.read(page)
-
-    def landed(self, pages: object) -> None:
-        pass
-
-    def read(self, page: int) -> bytes:
-        size = GEOMETRY.page_bytes
-        return bytes(self.memory[page * size : (page + 1) * size])
-
-    def fill(self, page: int, value: int) -> None:
-        size = GEOMETRY.page_bytes
-        self.memory[page * size : (page + 1) * size] = bytes([value]) * size
-
-
-class WatchedWriter(InProcessWriter):
-    """Shows the world every single write before it happens."""
-
-    world: "TwoNodes"
-    is_refused = False  # the next attachment will come to nothing
-
-    def attach(self, peer: str, connect: Connect) -> None:
-        super().attach(peer, connect)
-        if self.is_refused:
-            self.is_refused = False
-            self._news[-1] = Attached(peer, connect.epoch, "it was not to be")
-
-    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
-        self.world.watch(self, self._readers[peer], source, target)
-        return super().put(peer, source, target, piece)
-
-
-@dataclass(eq=False)
-class Prefill:
-    """One start of the prefill node. ``pages``: of requests that are open; ``released``: whether it went well."""
-
-    name: str
-    store: Store
-    books: PageBooks
-    writer: WatchedWriter
-    transport: WriterTransport
-    sender: Sender
-    pages: dict[Key, list[int]] = field(default_factory=dict)
-    num_computed: dict[Key, int] = field(default_factory=dict)
-    finished: dict[Key, None] = field(default_factory=dict)
-    released: dict[Key, bool] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Decode:
-    """One start of the decode node. ``ended``: how; ``dialled``: prefill nodes."""
-
-    name: str
-    store: Store
-    books: PageBooks
-    reader: InProcessReader
-    transport: ReaderTransport
-    receiver: Receiver
-    begun: dict[Key, int] = field(default_factory=dict)  # pages that are here or granted
-    ended: dict[Key, str] = field(default_factory=dict)
-    dialled: dict[str, None] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Link:
-    """A control connection. Either end is open until it has noticed that the connection is torn."""
-
-    prefill: str
-    decode: str
-    to_prefill: list[Message] = field(default_factory=list)
-    to_decode: list[Message] = field(default_factory=list)
-    is_open_at_prefill: bool = True
-    is_open_at_decode: bool = True
-    is_torn: bool = False
+from kv_transfer.transports.inprocess import InProcessReader, Wire
 
 
 class TwoNodes:
@@ -575,100 +449,8 @@ class TwoNodes:
 
     def freeze(self) -> bytes:
         into = io.BytesIO()
-        _Freezer(into, 5).dump(self)
+        Freezer(into, 5).dump(self)
         return into.getvalue()
 
     def state(self) -> object:
-        prefill, decode = self.prefill, self.decode
-        writes = prefill.sender._writes
-        tickets = sorted(writes._tickets)
-        rank = {ticket: number for number, ticket in enumerate(tickets)}
-        sender = {name: value for name, value in vars(prefill.sender).items() if name not in _NOT_OF_SENDER}
-        receiver = {name: value for name, value in vars(decode.receiver).items() if name not in _NOT_OF_RECEIVER}
-        incoming, links = decode.receiver._incoming, decode.receiver._links
-        return (
-            self.now,
-            (self.num_faults, self.num_breaks, self.is_late),
-            self.num_starts,
-            sorted(self.routes.items()),
-            [tuple(vars(link).values()) for link in self.links],
-            [
-                (p.writer.incarnation, p.peer, rank.get(p.ticket, -1), p.source, p.target, p.fault)
-                for p in self.wire._pages.values()
-            ],
-            list(self.wire.offers),
-            (sender, prefill.sender._pairs.by_peer, {n: v for n, v in vars(writes).items() if n not in _NOT_OF_WRITES}),
-            (sorted(prefill.pages.items()), sorted(prefill.num_computed.items()), sorted(prefill.finished)),
-            (sorted(prefill.released.items()), prefill.store.memory, _of_books(prefill.books)),
-            [(session.key, units) for session, units, _ in (writes._tickets[ticket] for ticket in tickets)],
-            list(writes._due),
-            ([rank.get(t, -1) for t in prefill.writer.finished], prefill.writer._news),
-            [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],
-            (list(prefill.writer._leaving), prefill.writer.is_refused),
-            _of_choice(prefill.transport),
-            (receiver, incoming.sessions, incoming.handoffs, incoming.events, links.by_peer, links.epoch),
-            (sorted(decode.begun.items()), sorted(decode.ended.items()), list(decode.dialled)),
-            (decode.store.memory, _of_books(decode.books)),
-            [(w.incarnation, said) for w, said in decode.reader.writers.items()],
-            (decode.reader._offers, decode.reader._news),
-            _of_choice(decode.transport),
-        )
-
-
-class _Freezer(pickle.Pickler):
-    """Fast where much is copied often; counters, which nothing depends on, stay behind."""
-
-    dispatch_table = {  # noqa: RUF012
-        Counter: lambda counter: (Counter, ()),
-        PageGeometry: lambda geometry: (_geometry, ()),
-        PageBooks: lambda books: (_books, (books.num_pages, books._owner.tobytes(), bytes(books._stack))),
-        Scope: lambda scope: (_scope, (_number_of(scope),)),
-    }
-
-
-_SCOPES: list[Scope] = []
-
-
-def _number_of(scope: Scope) -> int:
-    if scope not in _SCOPES:
-        _SCOPES.append(scope)
-    return _SCOPES.index(scope)
-
-
-def _scope(number: int) -> Scope:
-    return _SCOPES[number]
-
-
-def _geometry() -> PageGeometry:
-    return GEOMETRY
-
-
-def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
-    """Books without holds and steps: transfers know of neither."""
-    books = PageBooks(num_pages)
-    books._owner[:] = np.frombuffer(owners, np.int8)
-    books._stack[:] = free
-    books._counts = [owners.count(owner) for owner in Owner]
-    return books
-
-
-_NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
-_NOT_OF_WRITES = ("_transport", "_pairs", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
-_NOT_OF_RECEIVER = ("_transport", "_incoming", "_links", "_checksums", "_totals")
-
-
-def _of_books(books: PageBooks) -> object:
-    return (books._owner.tobytes(), books._holds.tobytes(), books._stack, books.num_lingering)
-
-
-def _of_choice(transport: object) -> object:
-    """A writer's tickets are as many as those of the one below it, and are numbered alike."""
-    if isinstance(transport, ChoosingWriter):
-        attempts = [
-            (peer, a.connect.epoch, a.offers, len(a.rest), a.is_attached, a.failures)
-            for peer, a in transport._attempts.items()
-        ]
-        return (attempts, list(transport._draining))
-    if isinstance(transport, ChoosingReader):
-        return (transport._offered, transport._chosen, transport._unasked, transport._news)
-    return None
+        return state_of(self)
