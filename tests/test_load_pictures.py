@@ -73,6 +73,19 @@ def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
     assert "failed" in drawn
 
 
+def test_of_many_requests_those_where_most_were_under_way_are_shown_closely() -> None:
+    """A hundred, one a second, each 0.5 s long, and ten more in second 70."""
+    many = [record(at + 0.5, at=float(at)) for at in range(100)]
+    crowd = [record(71.0, at=70.05 + number / 100) for number in range(10)]
+    (_, whole), (title, close) = gantt([*crowd, *many])
+    assert title == "40 requests where most were under way"
+    begins = sorted(begin for _, begin, *_ in close._bars)
+    assert len(whole._bars) == 110 and len(close._bars) == 40
+    # The last of the crowd, at 70.14, has 71 + 9 before it: from the 60th, at 60, to the 99th, at 89.
+    assert (begins[0], begins[-1]) == (60.0, 89.0)
+    assert len(gantt(many[:80])) == 1
+
+
 def test_counters_become_rates_from_one_change_to_the_next() -> None:
     """Read every second, refreshed every two: 1.5 busy seconds in the first two, 1 in the next, then nothing."""
     values = [10.0, 10.0, 11.5, 11.5, 12.5, 12.5, 12.5, 12.5, 12.5, 12.5]
@@ -100,7 +113,8 @@ def test_pages_in_use_are_those_neither_free_nor_merely_cached() -> None:
 def test_gauges_of_other_servers_are_shown_as_they_are() -> None:
     names = ['vllm:num_requests_running{engine="0"}', "sglang:token_usage", "llamacpp:requests_processing", "x_total"]
     charts = node_charts({name: [[0.0, 1.0], [1.0, 2.0]] for name in names})
-    assert [title for title, _ in charts] == [name.partition("{")[0] for name in names[:3]]
+    assert [title for title, _ in charts] == ["Num requests running", "Token usage", "Requests processing"]
+    assert [chart.y_label for _, chart in charts] == [name.partition("{")[0] for name in names[:3]]
 
 
 def test_a_chart_can_stand_alone_as_a_file() -> None:

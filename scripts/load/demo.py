@@ -37,6 +37,8 @@ def demo_command(words: Sequence[str]) -> int:
             print(f"loading {url}; this takes a minute", flush=True)
             config = resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest")
             status = load_command(config, age_s=0.0)  # the service's start is not the harness's
+            if config.html and not (config.sweep or config.find_goodput):
+                print(f"open {Path(config.html).resolve().as_uri()} in a browser", flush=True)
         finally:
             service.terminate()
             service.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 from scripts.load import pictures, svg
 from scripts.load.metrics import Figures
 from scripts.load.report import Report
-from scripts.load.table import ROWS, fact_lines, milliseconds, percent, summary_lines
+from scripts.load.table import ROWS, fact_lines, milliseconds, percent, summary_lines, verdict_lines
 
 PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #fff; --bad: #b42318; }
@@ -19,6 +19,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   padding: 2rem 1rem; max-width: 1360px; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
 h3 { font-size: .95rem; margin: 0 0 .2rem; } p { margin: .3rem 0; color: var(--soft); } .bad { color: var(--bad); }
+.good { color: var(--c2); }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 1.6rem; }
 .charts .whole { grid-column: 1 / -1; } svg { width: 100%; height: auto; display: block; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .8rem; color: var(--soft); }
@@ -83,7 +84,8 @@ def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence
 
 
 def _run(report: Report) -> str:
-    verdict = "" if report.is_valid else _invalid(report.reasons)
+    verdict = f'<p class="{"bad" if report.all_failed else "good"}">{html.escape(verdict_lines(report)[0])}</p>'
+    verdict = verdict if report.is_valid else _invalid(report.reasons)
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
     parts = [verdict, notes, _latency_table(report.latency), _facts(report)]
     parts += [_groups("Kinds of requests", report.classes), _groups("Tenants", report.tenants), _errors(report)]

@@ -93,7 +93,7 @@ def finish(config: LoadtestConfig, report: Report) -> int:
         return STOPPED
     if report.outputs and (report.outputs["differ"] or not report.outputs["compared"]):
         return DIFFERENT
-    if report.errors["count"] == report.num_measured > 0:
+    if report.all_failed:
         print("loadtest: every request failed", file=sys.stderr)
         return FAILED
     return FINE if report.is_valid else INVALID

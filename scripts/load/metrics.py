@@ -132,11 +132,22 @@ def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, 
 # ---- other questions ------------------------------------------------------------------------------------------------
 
 
+#: Words for failures about which no server says any.
+WORDS = {
+    "connect": "no connection could be opened",
+    "dropped": "the connection was closed before the answer's end",
+    "timeout": "no end within --timeout",
+    "halted": "the run was stopped",
+    "bad_http": "not HTTP",
+}
+
+
 def errors(records: Sequence[Record]) -> Figures:
-    """Failures by kind, with an example of what the server said."""
+    """Failures by kind, with an example of what the server said, or what it is."""
     failed = [record for record in records if not record.is_ok]
     kinds = Counter(record.error for record in failed)
-    examples = {record.error: record.message for record in reversed(failed) if record.message}
+    said = {record.error: record.message for record in reversed(failed) if record.message}
+    examples = {record.error: WORDS[record.error] for record in failed if record.error in WORDS} | said
     return {
         "count": len(failed),
         "share": len(failed) / len(records) if records else 0.0,

@@ -30,8 +30,14 @@ def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
         family = name.partition("{")[0]
         if UTILISATION.search(family) and not COUNTERS.search(family):
             families.setdefault(family, []).append((_node(name), [(at, value) for at, value in series]))
-    charts += [(family, _chart(family[:44], lines, None)) for family, lines in families.items()]
+    charts += [(_title(family), _chart(family[:44], lines, None)) for family, lines in families.items()]
     return charts[:MAX_CHARTS]
+
+
+def _title(family: str) -> str:
+    """A metric's name in words, without the server's own in front: ``sglang:num_running_reqs``, Num running reqs."""
+    words = re.split(r"[:_]+", family)
+    return " ".join(words[1:] or words).capitalize()
 
 
 def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Chart:

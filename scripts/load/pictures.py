@@ -17,6 +17,7 @@ from scripts.load.table import milliseconds
 
 Picture = tuple[str, Chart]  # with its title
 MAX_BARS = 240
+NUM_CLOSE = 40
 WIDE = 1300
 
 
@@ -147,14 +148,30 @@ def distributions_of(runs: Mapping[str, Figures]) -> list[Picture]:
 
 
 def gantt(records: Sequence[Record]) -> list[Picture]:
-    """One bar per request, in its stages; of many requests, an even selection."""
-    step = -(-len(records) // MAX_BARS)
-    shown = sorted(records, key=lambda record: record.intended_s)[:: max(1, step)]
-    if not shown:
+    """One bar per request, in its stages: of many an even selection, and those beside the fullest instant closely."""
+    ordered = sorted(records, key=lambda record: record.intended_s)
+    if not ordered:
         return []
-    label = f"requests{f', every {step}th' if step > 1 else ''}"
-    chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(shown))), width=WIDE)
-    for row, record in enumerate(shown):
+    step = -(-len(ordered) // MAX_BARS)
+    charts = [("Requests by stage", _bars(ordered[::step], f"requests{f', every {step}th' if step > 1 else ''}"))]
+    if len(ordered) > 2 * NUM_CLOSE:
+        close = _busiest(ordered, NUM_CLOSE)
+        charts.append((f"{NUM_CLOSE} requests where most were under way", _bars(close, "requests")))
+    return charts
+
+
+def _busiest(ordered: Sequence[Record], count: int) -> Sequence[Record]:
+    """So many that follow each other, with the request in their middle that met most others."""
+    points = _level([(record.intended_s, record.ended_s) for record in ordered])
+    fullest_at, _ = max(points, key=lambda point: point[1])
+    middle = sum(record.intended_s < fullest_at for record in ordered)
+    begin = max(0, min(middle - count // 2, len(ordered) - count))
+    return ordered[begin : begin + count]
+
+
+def _bars(records: Sequence[Record], label: str) -> Chart:
+    chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
+    for row, record in enumerate(records):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
         for span in stages.spans_of(record) if record.stamps_s else _lost(record):
             if span.name in STAGE_COLOURS and span.length_s > 0:
@@ -165,7 +182,7 @@ def gantt(records: Sequence[Record]) -> list[Picture]:
         if record.error:
             chart.keys["failed"] = FAILED
             chart.bar(float(-row), record.ended_s, record.ended_s, FAILED, title)
-    return [("Requests by stage", chart)]
+    return chart
 
 
 def _lost(record: Record) -> list[stages.Span]:

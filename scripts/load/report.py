@@ -67,6 +67,10 @@ class Report:
         return not self.reasons
 
     @property
+    def all_failed(self) -> bool:
+        return bool(self.errors["count"] == self.num_measured > 0)
+
+    @property
     def measured(self) -> list[Record]:
         return [record for record in self.records if record.is_measured]
 

@@ -23,6 +23,7 @@ DECODE_LEG = {
     "transfer_s": "transfer",
     "join_s": "first decode token",
 }
+NAMES = PREFILL_LEG | DECODE_LEG | {"decode_s": "decode"}
 
 
 @dataclass(frozen=True, slots=True)

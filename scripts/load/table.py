@@ -4,6 +4,7 @@ from typing import Any
 
 from scripts.load.metrics import Figures
 from scripts.load.report import Report
+from scripts.load.stages import NAMES
 
 WIDTH = 100
 MAX_KNOWN_BEFORE = 0.05  # a chat template is in every prompt, and is not the harness's own
@@ -36,7 +37,7 @@ def summary_lines(report: Report) -> list[str]:
     lines = [*notes, *_load_lines(report), "", *_latency_lines(report.latency), "", *_rate_lines(report)]
     lines += _service_lines(report) + _group_lines("class", report.classes) + _group_lines("tenant", report.tenants)
     lines += _other_lines(report)
-    lines += ["", *_verdict_lines(report)]
+    lines += ["", *verdict_lines(report)]
     return lines
 
 
@@ -150,7 +151,10 @@ def _other_lines(report: Report) -> list[str]:
             f"{outputs['not_compared']:,} not compared"
         )
     for name, figures in report.stages.items():
-        lines.append(f"stage      {name}: p50 {milliseconds(figures['p50'])} ms, p99 {milliseconds(figures['p99'])} ms")
+        title = NAMES.get(name, name.removesuffix("_s"))
+        lines.append(
+            f"stage      {title}: p50 {milliseconds(figures['p50'])} ms, p99 {milliseconds(figures['p99'])} ms"
+        )
     return lines
 
 
@@ -159,9 +163,10 @@ def is_warm(report: Report) -> bool:
     return (report.caching["known_before_share"] or 0.0) > MAX_KNOWN_BEFORE
 
 
-def _verdict_lines(report: Report) -> list[str]:
-    if report.is_valid and report.errors["count"] == report.num_measured:
+def verdict_lines(report: Report) -> list[str]:
+    """Whether the run can be believed, and why not."""
+    if report.is_valid and report.all_failed:
         return ["Every request failed."]
     if report.is_valid:
-        return ["The run is valid."]
+        return ["The run is valid: requests went out as they were meant to, and the client kept up."]
     return ["THE RUN IS INVALID:", *(f"  - {reason}" for reason in report.reasons)]
