@@ -1,9 +1,9 @@
 """Typed ZMQ sockets: whole, well-formed messages of the right version, from and for the right start, or nothing.
 
 A ``Mailbox`` either binds (many peers, each known by its incarnation) or connects (one peer). Nothing here blocks and
-nothing that a stranger sends raises: what cannot be decoded is counted, logged once per reason, and dropped. A peer
-whose connection closes is noticed at once: a bound mailbox probes everyone it is asked to watch, and ZMQ refuses to
-route to those that are gone.
+nothing that a stranger sends raises: what cannot be decoded is counted, logged once per reason, and dropped. One that
+speaks another version is told so, in its own. A peer whose connection closes is noticed at once: a bound mailbox probes
+everyone it is asked to watch, and ZMQ refuses to route to those that are gone.
 """
 
 import logging
@@ -17,7 +17,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from common.messages import PROTOCOL_VERSION, Header, Message, Ping
+from common.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,8 @@ class Mailbox:
         try:
             header = self._header.decode(frames[0])
             if header.version != PROTOCOL_VERSION:
+                if identity == header.sender.encode():
+                    self._turn_away(header)
                 return self._drop("version", f"protocol {header.version}, ours is {PROTOCOL_VERSION}")
             if identity is not None and header.sender.encode() != identity:
                 return self._drop("sender", "sender is not who the connection belongs to")
@@ -160,6 +162,15 @@ class Mailbox:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             return self._drop("malformed", str(error))
         return Letter(header.sender, message)
+
+    def _turn_away(self, header: Header) -> None:
+        """Tell one who has dialled us, and speaks another version, why nobody listens."""
+        reason = (
+            f"it speaks version {header.version} of the protocol, and this process version {PROTOCOL_VERSION}: run the "
+            f"same release of Baton everywhere"
+        )
+        answer = self._encoder.encode(Header(header.version, self.incarnation, header.sender))
+        self._send([answer, self._encoder.encode(Refused(reason))], header.sender)
 
     def _drop(self, reason: str, detail: str) -> Letter | None:
         self.dropped[reason] += 1
