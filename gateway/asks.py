@@ -133,7 +133,8 @@ class Asker:
         is_batch = isinstance(given, list) and (param == "text" or (bool(given) and isinstance(given[0], list)))
         prompts = split_prompts(given, param)
         count = len(prompts)
-        params = spread(body.sampling_params or NativeSampling(), count, is_batch, "sampling_params")
+        sampling = NativeSampling() if body.sampling_params is None else body.sampling_params
+        params = spread(sampling, count, is_batch, "sampling_params")
         starts = spread(body.logprob_start_len, count, is_batch, "logprob_start_len")
         num_samples = params[0].n or 1
         if any((other.n or 1) != num_samples for other in params):

@@ -141,6 +141,14 @@ class Sender:
         if isinstance(opened, End):
             self._released.append(Released(key, False, opened.message or f"the transfer is {opened.reason}"))
 
+    def reject(self, key: Key, peer: str, message: str) -> None:
+        """The request will not be computed for this decode node, which is told; so is a grant that follows."""
+        session = self._outgoing.of_peer(peer, key)
+        if session is not None:
+            self._end(session, End("failed", message))
+        else:
+            self._bury_and_answer(peer, key, End("failed", message))
+
     def computed(self, key: Key, pages: Sequence[int]) -> None:
         """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. Grows; a closed key is ignored."""
         session = self._outgoing.live(key)

@@ -11,7 +11,6 @@ from typing import Any
 from common.errors import ErrorCode, RequestError
 from common.messages import (
     Abort,
-    Closed,
     Connect,
     Explain,
     Failed,
@@ -109,7 +108,7 @@ class PrefillRole:
 
     def gateway_lost(self, now: float) -> None:
         for key in list(self._scheduler.requests):
-            self._close(key, "aborted", "the gateway was lost")
+            self._close(key, "failed", "the prefill node lost the gateway")
         self._settle()
 
     def peer_lost(self, peer: str, now: float) -> None:
@@ -170,7 +169,7 @@ class PrefillRole:
             check_tokens(message.prompt, self._vocab_size)
             self._scheduler.submit(request)
         except RequestError as error:
-            self.outbox.peers.append((peer, Closed(*request.key, "failed", error.message)))
+            self._sender.reject(request.key, peer, error.message)
             return
         self._totals["resumes"] += 1
         self._resumed[request.key] = self._answered[request.key] = None
