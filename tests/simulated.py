@@ -22,7 +22,11 @@ COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)
 
 @dataclass(frozen=True)
 class Limits:
-    """Of both roles, but for the pools."""
+    """Of both roles, but for the pools.
+
+    Attributes:
+        prefill_running: prompts that a prefill node works on at once, if not ``max_running``.
+    """
 
     prefill_pages: int = 64
     decode_pages: int = 64
@@ -30,6 +34,7 @@ class Limits:
     chunk_tokens: int | None = 16
     max_running: int = 4
     max_queued: int = 1_000
+    prefill_running: int | None = None
 
 
 class Service:
@@ -58,7 +63,7 @@ class Service:
         make = Make(
             config,
             {
-                "prefill": Capacity(limits.max_running, limits.prefill_pages, *rest),
+                "prefill": Capacity(limits.prefill_running or limits.max_running, limits.prefill_pages, *rest),
                 "decode": Capacity(limits.max_running, limits.decode_pages, *rest),
             },
             engine or (lambda given: FakeExecutor(given.num_pages, limits.page_size, given.num_slots)),

@@ -124,10 +124,10 @@ def test_for_a_row_of_the_running_batch(priorities: Both, ends: str) -> None:
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
 def test_inside_a_step_of_the_running_batch(priorities: Both, ends: str) -> None:
-    """Both have their last tokens from one step."""
+    """a got its row first; both have their last tokens from one step."""
     node = DecodeNode(slots=2)
-    for rid, priority in zip("ab", priorities, strict=True):
-        node.submit(rid, 8, priority)
+    node.run_in("a", 8, priorities[0], new=5)
+    node.run_in("b", 8, priorities[1], new=4)
     assert "".join(node.run()) == ends
     assert node.scheduler.totals["pauses"] == 0
 

@@ -1,11 +1,9 @@
 """Bounds on waiting that scheduling promises, proved on whole services in virtual time, over loads drawn by hypothesis.
 
-- Ageing: nobody waits longer than it takes until nobody who comes may pass, and what waits then is done.
 - ``fair``: backlogged tenants are served alike within the bound of the VTC paper.
 - ``edf``: deadlines that can be met are met.
 """
 
-import math
 from collections import Counter
 from random import Random
 
@@ -28,96 +26,6 @@ ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_to
 def unlike(number: int, length: int) -> tuple[int, ...]:
     """A prompt that begins like no other."""
     return (1_000 + number, *range(1, length))
-
-
-# ---- ageing ---------------------------------------------------------------------------------------------------------
-
-
-def work_s(length: int) -> float:
-    """At most so much time of a prefill node goes into a prompt: its tokens, and the steps that it would fill alone."""
-    return TOKEN_S * length + STEP_S * math.ceil(length / CHUNK)
-
-
-def longest_backlog_s(arrivals: list[tuple[float, int]]) -> float:
-    """The most work that ever waits on a node that works whenever there is any (Lindley's recursion)."""
-    backlog = most = last = 0.0
-    for at, length in arrivals:
-        backlog = max(0.0, backlog - (at - last)) + work_s(length)
-        most, last = max(most, backlog), at
-    return most
-
-
-def aged(arrivals: list[tuple[float, int, int]], rate: float) -> Service:
-    """Prompts (instant, tokens, priority) at one prefill node, which says one token to each."""
-    service = Service(
-        limits=ROOMY,
-        costs=COSTS,
-        enable_priority_scheduling=True,
-        default_priority_value=0,
-        priority_aging_per_second=rate,
-        gateway_lookahead=1_000,
-    )
-    for number, (at, length, priority) in enumerate(arrivals):
-        service.ask(f"r{number}", unlike(number, length), 1, at=at, priority=priority, timeout_s=1e6)
-    service.run(is_checked=False, max_events=1_000_000)
-    return service
-
-
-def bound_s(priority: int, highest: int, rate: float, backlog_s: float) -> float:
-    """The longest wait for a first token at a prefill node that is loaded below its capacity.
-
-    A request of priority p outranks whatever arrives more than D = (highest priority - p) / rate after it. Until then
-    others may pass. What waits at that moment, at most the longest backlog B of such a load, may come first; nothing
-    that arrives later does. So it has its first token after at most::
-
-        D + B
-
-    and the step that is under way (a step is not interrupted), the one that it ends in, and two messages.
-    """
-    step_s = STEP_S + TOKEN_S * CHUNK
-    return (highest - priority) / rate + backlog_s + 2 * step_s + 2 * MESSAGE_S
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    kinds=st.lists(st.tuples(st.integers(1, 100), st.sampled_from([0, 3, 10, 10])), min_size=1, max_size=8),
-    load=st.sampled_from([0.6, 0.9, 0.98]),
-    head=st.integers(0, 40),
-    burst_s=st.sampled_from([0.0, 0.5, 2.0]),
-    rate=st.sampled_from([1.0, 5.0, 20.0]),
-)
-def test_below_capacity_no_wait_exceeds_what_ageing_gives(
-    kinds: list[tuple[int, int]], load: float, head: int, burst_s: float, rate: float
-) -> None:
-    """A hundred prompts (tokens, priority; in turn) come at ``load`` times the node's capacity: the first ``head`` at
-    once, and those of every ``burst_s`` seconds."""
-    arrivals, at = [], 0.0
-    for number in range(100):
-        length, priority = kinds[number % len(kinds)]
-        arrivals.append((at if not burst_s else at // burst_s * burst_s, length, priority))
-        at += work_s(length) / load if number >= head else 0.0
-    backlog_s = longest_backlog_s([(at, length) for at, length, _ in arrivals])
-    service = aged(arrivals, rate)
-    for number, (at, _, priority) in enumerate(arrivals):
-        waited_s = service.ended[f"r{number}"].stamps_s[0] - at
-        assert waited_s <= bound_s(priority, 10, rate, backlog_s) + 1e-9
-
-
-def stream(seconds: float) -> list[tuple[float, int, int]]:
-    """Urgent prompts that come all the time, at first two seconds' work, then 95 %; and one that is not urgent."""
-    each = work_s(54)
-    urgent = [(0.0, 54, 10)] * round(2.0 / each)
-    later = [(number * each / 0.95, 54, 10) for number in range(1, round(seconds / each * 0.95))]
-    return [*urgent, (0.01, 8, 0), *later]
-
-
-def test_with_ageing_the_least_urgent_is_served_while_urgent_ones_keep_coming_and_without_after_them() -> None:
-    arrivals = stream(12.0)
-    backlog_s = longest_backlog_s([(at, length) for at, length, _ in arrivals])
-    patient = f"r{[priority for _, _, priority in arrivals].index(0)}"
-    waited_s = aged(arrivals, 4.0).ended[patient].stamps_s[0] - 0.01
-    assert 2.5 < waited_s <= bound_s(0, 10, 4.0, backlog_s)  # nobody comes before it who came after 10 / 4 s
-    assert aged(arrivals, 1e-6).ended[patient].stamps_s[0] > 11.0
 
 
 # ---- fair -----------------------------------------------------------------------------------------------------------
