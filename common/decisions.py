@@ -49,6 +49,19 @@ class Decisions:
         self.num_noted += 1
         self._ring.append((now, rid, action, reason, args))
 
+    def note_change(self, now: float, rid: str, before: tuple[int, str], after: tuple[int, str | None]) -> None:
+        """Remembers that a request counts otherwise from now on: its priority and class, before and after.
+
+        Args:
+            after: with a class of None the class stays.
+        """
+        (priority, name), (priority_now, name_now) = before, after
+        if name_now is None or name_now == name:
+            self.note(now, rid, "reprioritize", "from {} to {}", priority, priority_now)
+        else:
+            reason = "from {} to {}, from the class {} to {}"
+            self.note(now, rid, "reprioritize", reason, priority, priority_now, name, name_now)
+
     def last(self, limit: int, now: float) -> tuple[Decided, ...]:
         """At most ``limit`` of the latest, newest last."""
         newest = list(islice(reversed(self._ring), limit))

@@ -193,11 +193,12 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Reprioritize(Message, frozen=True, tag="reprioritize"):
-    """gateway -> both nodes: another priority from now on. decode -> prefill: somebody this urgent waits for it."""
+    """gateway -> both nodes: another priority, or class, from now on. decode -> prefill: somebody this urgent waits."""
 
     rid: Id
     attempt: Count
     priority: int
+    priority_class: ShortText | None = None  # None: as before
 
 
 class Tokens(Message, frozen=True, tag="tokens"):

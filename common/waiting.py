@@ -32,6 +32,22 @@ class WaitingQueue(MutableMapping[Key, Request]):
         self[request.key] = request
         self._requests = {request.key: request, **self._requests}
 
+    def change(self, request: Request, priority: int, priority_class: str | None) -> None:
+        """A request counts otherwise from now on. One that waits keeps its place among those that are equal then.
+
+        Args:
+            request: in this queue, or past it.
+            priority_class: None for the one it has.
+        """
+        is_here = self._requests.get(request.key) is request
+        if is_here:
+            self._order.left(request)
+        request.priority = priority
+        if priority_class is not None:
+            request.priority_class = priority_class
+        if is_here:
+            self._order.arrived(request)
+
     def __getitem__(self, key: Key) -> Request:
         return self._requests[key]
 

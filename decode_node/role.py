@@ -105,7 +105,8 @@ class DecodeRole:
         elif isinstance(message, Abort):
             self._end((message.rid, message.attempt))
         elif isinstance(message, Reprioritize):
-            self._scheduler.reprioritize((message.rid, message.attempt), message.priority, now)
+            key = (message.rid, message.attempt)
+            self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear()))
         elif isinstance(message, Explain):

@@ -10,6 +10,7 @@ row from a less urgent one, which is paused and keeps its pages, or pages, from 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from common.deadlines import Deadlines
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
 from common.new_token_ratio import NewTokenRatio, expected_tokens
@@ -62,6 +63,7 @@ class DecodeScheduler:
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
         self.places = Places(limits.max_running, WaitingQueue(order, cache))
+        self._deadlines = Deadlines(self.places.requests)
         self.line = Line(Admission(cache, books), self.places, order, limits=limits, expected=self._expected)
         self.decisions = self.line.decisions
         self.giving_way = GivingWay(
@@ -98,6 +100,7 @@ class DecodeScheduler:
         if self._limits.reserved_tokens is not None:
             request.expected_output = 0
         self.places.add(request, is_local=is_local)
+        self._deadlines.add(request)
 
     def received(self, key: Key, *, token: int) -> Request:
         """What a receiving request lacked is all here; ``token`` is its first output token, if it has none yet."""
@@ -133,15 +136,20 @@ class DecodeScheduler:
         return request
 
     def expired(self, now: float) -> list[Request]:
-        """Requests whose deadline has passed."""
-        return [request for request in self.places.requests.values() if request.deadline_at <= now]
+        """Requests whose deadline has passed; each is told once."""
+        return self._deadlines.passed(now)
 
-    def reprioritize(self, key: Key, priority: int, now: float) -> None:
-        """From now on this request is so urgent, wherever it stands. An unknown one is ignored."""
+    def reprioritize(self, key: Key, priority: int, now: float, *, priority_class: str | None = None) -> None:
+        """From now on this request is so urgent, wherever it stands. An unknown one is ignored.
+
+        Args:
+            priority_class: which it belongs to from now on, and on whose account it is; None: as before.
+        """
         request = self.places.requests.get(key)
         if request is not None:
-            self.decisions.note(now, request.rid, "reprioritize", "from {} to {}", request.priority, priority)
-            request.priority = priority
+            before = (request.priority, request.priority_class)
+            self.decisions.note_change(now, request.rid, before, (priority, priority_class))
+            self.places.waiting.change(request, priority, priority_class)
             self.line.changed()
 
     # ---- one step ---------------------------------------------------------------------------------------------------

@@ -61,10 +61,8 @@ class Backlog:
         self._stranded_at.pop(request.key, None)
 
     def change(self, request: Request, priority: int, priority_class: str) -> None:
-        """It counts otherwise from now on, and keeps its place among those that are equal then."""
-        self.order.left(request)
-        request.priority, request.priority_class = priority, priority_class
-        self.order.arrived(request)
+        """It counts otherwise from now on; if it waits, it keeps its place among those that are equal then."""
+        self._waiting.change(request, priority, priority_class)
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The ``count`` who are next, first in line first. They stay until they are removed."""
@@ -75,21 +73,27 @@ class Backlog:
 
     # ---- who gives way --------------------------------------------------------------------------------------------
 
-    def outranked(self, request: Request, count: int) -> list[Request]:
+    def outranked(self, request: Request, count: int, *, sent: Sequence[Request] = ()) -> list[Request]:
         """Who would give way to a newcomer if the queue is full: ``count`` of its class that stand lower, or nobody.
 
         Lowest standing first, among equals the one that came last. Nobody does with priorities off.
+
+        Args:
+            sent: who is asked after all who wait here: those at nodes of whom nothing has come yet.
         """
         if not self.order.rules.is_enabled:
             return []
-        standing = self.order.standing(request)
+        lower = [*self._lower(self.requests(), request), *self._lower(sent, request)]
+        return lower[:count] if len(lower) >= count else []
+
+    def _lower(self, others: Sequence[Request], request: Request) -> list[Request]:
+        standing, same = self.order.standing(request), request.priority_class
         lower = [
             other
-            for other in reversed(self.requests())
-            if other.priority_class == request.priority_class and self.order.standing(other) < standing
+            for other in reversed(others)
+            if other.priority_class == same and self.order.standing(other) < standing
         ]
-        lower.sort(key=self.order.standing)
-        return lower[:count] if len(lower) >= count else []
+        return sorted(lower, key=self.order.standing)
 
     # ---- nodes that are not there ---------------------------------------------------------------------------------
 

@@ -109,14 +109,22 @@ class Dispatch:
         max_running = fleet.limits().max_running
         excess = fleet.admission.excess(len(relays), max_running)
         if excess > 0:
-            relay = relays[0]
-            for victim in fleet.backlog.outranked(request_of(relay), excess):
-                self._evict(self._legs[victim.rid], relay, now)
+            for leg in self._outranked(fleet, request_of(relays[0]), excess):
+                self._evict(leg, relays[0], now)
         try:
             fleet.admission.admit(len(relays), max_running=max_running, now=now)
         except RequestError as error:
             self.decisions.note(now, relays[0].ask.rid, "refuse", "{}", error.message)
             raise
+
+    def _outranked(self, fleet: Fleet, request: Request, count: int) -> list[Leg]:
+        """Who gives way to a newcomer: those who wait here or, if nobody does, for their first token from a node."""
+        backlog = fleet.backlog
+        sent: list[Request] = []
+        if backlog.is_idle and backlog.order.rules.is_enabled:
+            legs = [leg for leg in self._legs.values() if leg.fleet is fleet and leg.pair and not leg.relay.ids]
+            sent = [request_of(leg.relay) for leg in legs]
+        return [self._legs[victim.rid] for victim in backlog.outranked(request, count, sent=sent)]
 
     def _evict(self, leg: Leg, other: Relay, now: float) -> None:
         reason = "a more urgent one has taken its place in a full queue"
@@ -229,25 +237,19 @@ class Dispatch:
         Args:
             request_id, tenant: as in ``abort_matching``.
             priority, priority_class: None for what stays.
-
-        Raises:
-            RequestError: a class is given to what the nodes have already; nothing was changed then.
         """
         legs = self._matching(request_id, tenant)
-        if priority_class is not None and any(leg.pair is not None for leg in legs):
-            message = "priority_class: the request has left the queue; only its priority can be changed now"
-            raise RequestError(ErrorCode.INVALID_REQUEST, message, param="priority_class")
         now = self._clock.now()
         for leg in legs:
             ask = leg.relay.ask
             priority_now = ask.priority if priority is None else priority
             class_now = ask.priority_class if priority_class is None else priority_class
             leg.relay.ask = replace(ask, priority=priority_now, priority_class=class_now)
-            self.decisions.note(now, ask.rid, "reprioritize", "from {} to {}", ask.priority, priority_now)
-            if leg.request is not None and leg.pair is None:
+            self.decisions.note_change(now, ask.rid, (ask.priority, ask.priority_class), (priority_now, class_now))
+            if leg.request is not None:
                 leg.fleet.backlog.change(leg.request, priority_now, class_now)
             for incarnation in leg.nodes:
-                self._post.send(Reprioritize(ask.rid, 0, priority_now), incarnation)
+                self._post.send(Reprioritize(ask.rid, 0, priority_now, priority_class), incarnation)
         return len(legs)
 
     # ---- the end --------------------------------------------------------------------------------------------------

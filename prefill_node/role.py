@@ -88,7 +88,8 @@ class PrefillRole:
         elif isinstance(message, Abort):
             self._close((message.rid, message.attempt), "aborted", "the gateway ended it")
         elif isinstance(message, Reprioritize):
-            self._scheduler.reprioritize((message.rid, message.attempt), message.priority, now)
+            key = (message.rid, message.attempt)
+            self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear()))
         elif isinstance(message, Explain):

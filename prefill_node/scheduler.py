@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from common.chunking import Cut
+from common.deadlines import Deadlines
 from common.decisions import Decisions
 from common.errors import ErrorCode, RequestError
 from common.finish import Finish, finish_reason
@@ -99,6 +100,7 @@ class PrefillScheduler:
         self._is_granted = is_granted
         self.requests: dict[Key, Request] = {}  # every request that may hold pages
         self.states: dict[Key, State] = {}
+        self._deadlines = Deadlines(self.requests)
         self.waiting = WaitingQueue(order, cache)
         self.extending: dict[Key, Request] = {}
         self._first: dict[Key, FirstToken] = {}  # of retracted requests; what was said once is not said otherwise
@@ -126,6 +128,7 @@ class PrefillScheduler:
         assert request.key not in self.requests
         self.requests[request.key] = self.waiting[request.key] = request
         self.states[request.key] = State.WAITING
+        self._deadlines.add(request)
 
     def close(self, key: Key) -> bool:
         """Stop computing a request. Its pages stay until ``release``. False if it is unknown or closing already."""
@@ -154,20 +157,22 @@ class PrefillScheduler:
         request = self.requests.get(key)
         return math.inf if request is None else -self._order.standing(request)
 
-    def reprioritize(self, key: Key, priority: int, now: float) -> None:
-        """From now on this request is so urgent, wherever it stands. An unknown one is ignored."""
+    def reprioritize(self, key: Key, priority: int, now: float, *, priority_class: str | None = None) -> None:
+        """From now on this request is so urgent, wherever it stands. An unknown one is ignored.
+
+        Args:
+            priority_class: which it belongs to from now on, and on whose account it is; None: as before.
+        """
         request = self.requests.get(key)
         if request is not None:
-            self.decisions.note(now, request.rid, "reprioritize", "from {} to {}", request.priority, priority)
-            request.priority = priority
+            before = (request.priority, request.priority_class)
+            self.decisions.note_change(now, request.rid, before, (priority, priority_class))
+            self.waiting.change(request, priority, priority_class)
 
     def expired(self, now: float) -> list[Request]:
-        """Requests whose deadline has passed and that are not closing yet."""
-        return [
-            request
-            for key, request in self.requests.items()
-            if request.deadline_at <= now and self.states[key] is not State.CLOSING
-        ]
+        """Requests whose deadline has passed and that are not closing yet; each is told once."""
+        passed = self._deadlines.passed(now)
+        return [request for request in passed if self.states[request.key] is not State.CLOSING]
 
     def _leave_batch(self, key: Key) -> None:
         self.waiting.pop(key, None)

@@ -226,11 +226,15 @@ async def test_of_one_that_is_under_way_both_nodes_are_told(folder):
             await node.until(lambda node=node: Reprioritize("first", 0, -5) in node.heard)
 
 
-async def test_a_class_can_be_changed_as_long_as_it_waits(folder):
+async def test_a_class_can_be_changed_wherever_it_is(folder):
     async with queued(folder, "a", "b", "c", priority_classes=("high:100", "low:1")) as stack:
         assert await stack.post("/v1/requests/c/priority", {"priority_class": "high"}) == (200, {"changed": 1})
-        answer = stack.post("/v1/requests/first/priority", {"priority_class": "high"})
-        assert await error_of(answer) == (400, "priority_class")
+        assert await stack.post("/v1/requests/first/priority", {"priority_class": "high"}) == (200, {"changed": 1})
+        for node in stack.nodes:
+            told = Reprioritize("first", 0, LOWEST_PRIORITY, "high")
+            await node.until(lambda node=node, told=told: told in node.heard)
+        _, answer = await stack.get("/v1/workers/gateway/decisions")
+        assert "from the class low to high" in answer["decisions"][-1]["reason"]
     assert set(stack.nodes[0].generates) == {"first", "a", "b", "c"}
     assert stack.nodes[0].generates["c"].priority_class == "high"
     assert list(stack.nodes[0].generates).index("c") < 3

@@ -236,6 +236,26 @@ async def test_when_it_is_full_the_least_urgent_gives_way_with_an_error_of_its_o
         assert order_at(stack.nodes[0]) == ["first", "a", "d"]
 
 
+async def test_when_all_of_it_is_at_the_nodes_already_the_least_urgent_without_a_token_gives_way_there(folder):
+    async with full(folder, lookahead=64, max_queued_requests=2) as (stack, first):
+        prefill, decode = stack.nodes
+        calls = {rid: await sent(stack, rid, priority=priority) for rid, priority in (("a", 3), ("b", 1))}
+        await decode.until(lambda: len(decode.generates) == 3)
+        for rid in ("first", "b"):
+            prefill.tokens(rid, 0, (65,))  # what has begun to come is not broken off
+        await asyncio.sleep(0.05)
+        assert await result(await asyncio.wait_for(sent(stack, "c", priority=2), 5)) == (429, "queue_full")
+        calls["d"] = await urgent(stack, "d", priority=4)
+        async with await calls.pop("a") as answer:
+            assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (429, True)
+        for node in stack.nodes:
+            await node.until(lambda node=node: "d" in node.generates)
+            assert node.aborts == ["a"]
+        for rid in "bd":
+            finish(stack, rid)
+        assert await let_all_go(stack, first, *calls.values()) == [200] * 3
+
+
 async def urgent(stack, rid, **fields):
     """A request that takes another's place: the number in flight stays."""
     call = asyncio.ensure_future(stack.client.post(stack.url + "/generate", json=body_of(rid, **fields)))

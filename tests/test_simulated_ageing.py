@@ -288,17 +288,20 @@ def patient(service: Service, priorities: Sequence[int]) -> float:
     return service.ended[f"r{list(priorities).index(0)}"].ended_at
 
 
-def test_the_least_urgent_prompt_is_served_while_urgent_ones_keep_coming() -> None:
-    requests = [(0.01, 8, 1, 0), *((at, 54, 1, HIGHEST) for at in stream(prompt_s(54), 12.0))]
-    limits = Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=400)
+@pytest.mark.parametrize(("num_rows", "lookahead"), [(400, 1_000), (4, 4), (1, 0)])
+def test_the_least_urgent_prompt_is_served_while_urgent_ones_keep_coming(num_rows: int, lookahead: int) -> None:
+    """What it waited in the gateway counts on the nodes."""
+    each_s = prompt_s(54, is_sent_late=lookahead < 1_000)
+    requests = [(0.01, 8, 1, 0), *((at, 54, 1, HIGHEST) for at in stream(each_s, 12.0))]
+    limits = Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows)
 
     def ended_at(rate: float) -> float:
-        service = served(requests, limits, PROMPTS, priority_aging_per_second=rate, gateway_lookahead=1_000)
+        service = served(requests, limits, PROMPTS, priority_aging_per_second=rate, gateway_lookahead=lookahead)
         return patient(service, [priority for *_, priority in requests])
 
-    backlog_s = longest_backlog_s(sorted((at, prompt_s(length)) for at, length, _, _ in requests))
+    backlog_s = longest_backlog_s(sorted((at, each_s) for at, *_ in requests))
     step_s = STEP_S + TOKEN_S * CHUNK
-    assert 2.5 < ended_at(4.0) <= 0.01 + overtaken_s(0, 4.0) + backlog_s + 2 * step_s + 2 * MESSAGE_S
+    assert 2.5 < ended_at(4.0) <= 0.01 + overtaken_s(0, 4.0) + backlog_s + 2 * step_s + 4 * MESSAGE_S
     assert ended_at(1e-6) > 11.0  # after all of them
 
 
