@@ -71,6 +71,8 @@ def check_batching(config: Any) -> None:
         raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache")
     if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
         raise ConfigError("--radix-eviction-policy priority needs --enable-priority-scheduling")
+    if config.num_reserved_decode_tokens is not None and config.schedule_conservativeness != 1.0:
+        raise ConfigError("--schedule-conservativeness has no effect with --num-reserved-decode-tokens")
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} is less than a page (--page-size {config.page_size})"

@@ -105,6 +105,15 @@ class Order:
         ordered = self.by_standing(ordered)
         return self._classes.interleave(ordered, self._class_of, cost_of) if self._classes else ordered
 
+    def in_turn(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """First in line first, whatever the policy: the class that was served least, and in it by standing."""
+        return self._by_rules(requests)
+
+    def claim_to_stay(self, request: Request) -> tuple[float, float]:
+        """The lower, the sooner a request gives way: that of the class that was served most, and in it by standing."""
+        served = self._classes.value(self._class_of(request)) if self._classes else 0.0
+        return -served, self.standing(request)
+
     def by_standing(self, requests: Sequence[Request]) -> Sequence[Request]:
         """The most urgent first, whatever the policy; equals as they stand."""
         if not self.rules.is_enabled:

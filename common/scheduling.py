@@ -11,6 +11,7 @@ from common.options import option
 
 #: Values of --schedule-policy; see common/policy.py.
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
+PREEMPTION_THRESHOLD = 10
 #: One's own: MODULE:NAME.
 _OWN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
@@ -29,7 +30,7 @@ class PriorityRules:
     """
 
     is_enabled: bool = False
-    preemption_threshold: int = 10
+    preemption_threshold: int = PREEMPTION_THRESHOLD
     aging_per_s: float = 0.0
     class_weights: Mapping[str, float] = field(default_factory=dict, hash=False)
     default_class: str = ""
@@ -59,7 +60,7 @@ class SchedulingOptions:
         False, "Lower priority values are more urgent; otherwise higher ones are."
     )
     priority_scheduling_preemption_threshold: int = option(
-        10,
+        PREEMPTION_THRESHOLD,
         "A waiting request takes the place of a running one only if its priority is higher by more than this.",
         minimum=0,
     )
@@ -199,6 +200,9 @@ def _check_priorities(config: Any) -> None:
         ):
             if getattr(config, name) not in (None, False, 0.0):
                 raise ConfigError(f"{_flag(name)} has no effect without --enable-priority-scheduling; add that")
+        if config.priority_scheduling_preemption_threshold != PREEMPTION_THRESHOLD:
+            flag = _flag("priority_scheduling_preemption_threshold")
+            raise ConfigError(f"{flag} has no effect without --enable-priority-scheduling; add that")
         if config.retraction_policy == "priority":
             raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling")
     elif config.abort_on_priority_when_disabled:

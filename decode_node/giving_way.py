@@ -102,11 +102,15 @@ class GivingWay:
 
     def victim(self) -> Request | None:
         """Least work lost (fewest output tokens, then longest input), or least urgent. Not the last that could run."""
-        places = self._places
+        places, order = self._places, self._order
         if len(places.running) + len(places.ready) + len(places.paused) < 2:
             return None
         return min(
             [*places.running.values(), *places.paused.values()],
-            key=lambda r: (self._order.standing(r) if self._is_by_priority else 0, len(r.output), -len(r.prompt)),
+            key=lambda r: (
+                order.claim_to_stay(r) if self._is_by_priority else (0.0, 0.0),
+                len(r.output),
+                -len(r.prompt),
+            ),
             default=None,
         )

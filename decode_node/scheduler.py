@@ -205,7 +205,7 @@ class DecodeScheduler:
 
     def _take_up(self, now: float) -> None:
         """Finished transfers and paused requests join the batch, whoever else waits: they hold all they need."""
-        for request in self._order.by_standing([*self.places.paused.values(), *self.places.ready.values()]):
+        for request in self._order.in_turn([*self.places.paused.values(), *self.places.ready.values()]):
             if not self.giving_way.can_have_row(request):
                 break
             self.giving_way.free_row(request, now)

@@ -5,6 +5,7 @@ import pytest
 from common.decisions import Decisions
 from common.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 from common.scheduling import PriorityRules
+from decode_node.lifecycle import Event
 from tests.lone_nodes import DecodeNode, PrefillNode
 
 CLASSES = PriorityRules(class_weights={"high": 8.0, "low": 1.0}, default_class="low")
@@ -73,3 +74,30 @@ def test_a_change_is_told_with_both_classes_if_there_are_two() -> None:
         "from 1 to 2, from the class low to high",
         "from 2 to 3",
     ]
+
+
+BOTH = PriorityRules(is_enabled=True, class_weights={"high": 8.0, "low": 1.0}, default_class="low")
+
+
+def test_a_row_goes_to_the_class_that_was_served_least_whatever_priorities_the_others_name() -> None:
+    node = DecodeNode(slots=1, rules=BOTH)
+    node.run_in("busy", 8, 90, new=3)
+    for rid, name, priority in (("a", "low", 90), ("b", "high", 1)):
+        request = node.submit(rid, 8, priority)
+        node.scheduler.reprioritize(request.key, priority, node.now, priority_class=name)
+        node.scheduler.line.admission.reserve(request, spare_tokens=0)
+        node.places.move(request, Event.GRANT)
+    node.receive("a", "b")
+    assert node.run() == ["busy", "b", "a"]
+
+
+def test_when_pages_run_short_the_class_that_was_served_most_gives_way() -> None:
+    node = DecodeNode(num_pages=10, rules=BOTH)
+    for rid, name, priority in (("a", "low", 90), ("b", "high", 1)):
+        node.submit(rid, 8, priority, new=24)
+        node.scheduler.reprioritize((rid, 0), priority, node.now, priority_class=name)
+    node.grant()
+    node.receive("a", "b")
+    while not node.places.retracted:
+        node.step()
+    assert [key[0] for key in node.places.retracted] == ["a"]

@@ -236,6 +236,10 @@ def test_a_policy_that_does_not_exist_is_refused_by_name(name: str) -> None:
     [
         ({"lpm_degrade_threshold": 5}, "--lpm-degrade-threshold has no effect without --schedule-policy lpm"),
         ({"schedule_seed": 5}, "--schedule-seed has no effect without --schedule-policy random"),
+        (
+            {"priority_scheduling_preemption_threshold": 3},
+            "--priority-scheduling-preemption-threshold has no effect without --enable-priority-scheduling",
+        ),
         ({"priority_function": "a:b"}, "--priority-function has no effect without --enable-priority-scheduling"),
         ({"priority_function": "ab"}, "--priority-function must be MODULE:NAME, not 'ab'"),
         (
@@ -253,6 +257,11 @@ def test_what_would_have_no_effect_is_refused(options: dict[str, Any], complaint
     for cls in (GatewayConfig, NodeConfig):
         with pytest.raises(ConfigError, match=complaint):
             cls(**options)
+
+
+def test_a_share_of_what_is_not_reserved_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--schedule-conservativeness has no effect with --num-reserved-decode"):
+        NodeConfig(num_reserved_decode_tokens=8, schedule_conservativeness=2.0)
 
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)

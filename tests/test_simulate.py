@@ -171,3 +171,24 @@ def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:
     assert process.returncode == 130
     assert "Traceback" not in err
     assert out.startswith("stopped before the end") or not out  # so early that nothing had begun
+
+
+OWN_FUNCTION = """
+def short_ones_first(facts):
+    return -facts.num_prompt_tokens if facts.priority is None else facts.priority
+"""
+
+
+def test_a_function_of_ones_own_sets_priorities_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_simulated.py").write_text(OWN_FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [
+        "--num-requests=40",
+        "--rate=1000",
+        "--input-len=uniform:10:2000",
+        "--output-len=2",
+        "--schedule-policy=lof",
+    ]
+    words += ["--enable-priority-scheduling", "--default-priority-value=0"]
+    plain, judged = run(*words), run(*words, "--priority-function=own_simulated:short_ones_first")
+    assert judged["latency_s"]["ttft"]["mean"] < 0.8 * plain["latency_s"]["ttft"]["mean"]

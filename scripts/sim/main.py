@@ -14,6 +14,7 @@ from pathlib import Path
 from common.cli import resolve
 from common.errors import ConfigError
 from common.node.frames import RecordingError
+from common.plugins import load_priority_function
 from gateway.claims import Claims
 from scripts.load.workload import Plan, make_plan
 from scripts.sim.client import Client, Script
@@ -71,7 +72,7 @@ class Simulation:
             script,
             self.cluster.agenda,
             self.cluster.gateway.ask,
-            claims=Claims(config),
+            claims=Claims(config, load_priority_function(config.priority_function)),
             classes=config.class_weights,
             context_length=config.context_length or CONTEXT_LENGTH,
             max_new_tokens=config.max_new_tokens,
