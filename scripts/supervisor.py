@@ -113,13 +113,23 @@ class Supervisor:
                 child.process.send_signal(number)
 
 
+def bind_to(parent: int, number: signal.Signals) -> None:
+    """In a new child, before it becomes another program: it gets this signal when ``parent`` dies.
+
+    Ctrl-C in a terminal reaches all of its processes. A child leaves it to its parent until it has a handler of its
+    own, since one that still imports would end with a traceback.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
 async def _spawn(child: Child) -> asyncio.subprocess.Process:
     parent = os.getpid()
 
     def in_child() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+        bind_to(parent, signal.SIGKILL)
         if child.cpus:
             os.sched_setaffinity(0, child.cpus)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -233,18 +234,30 @@ def test_caching_is_set_against_the_most_that_is_possible(tmp_path: Path) -> Non
     assert report.caching["achieved_tokens"] == report.caching["ideal_tokens"]
 
 
+def until_asked(server: MockServer, count: int) -> None:
+    """Wait until so many requests have come to the mock; for a run in a process of its own."""
+    deadline_at = time.monotonic() + 20
+    while time.monotonic() < deadline_at:
+        with urllib.request.urlopen(server.url + "/metrics") as page:
+            if int(page.read().split(b"\nmock_requests_total ")[1].split()[0]) >= count:
+                return
+        time.sleep(0.02)
+    raise AssertionError("no requests came")
+
+
 def test_a_stopped_run_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         words = ["loadtest", "--url", server.url, "--rate", "40", "--duration", "60", "--output-len", "2"]
         words += ["--json", str(tmp_path / "r.json")]
         with subprocess.Popen([sys.executable, "-m", "scripts.cli", *words], stdout=subprocess.PIPE) as process:
-            time.sleep(2.0)
+            until_asked(server, 20)
             clients = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
             assert process.wait(10) == 130
     report = json.loads((tmp_path / "r.json").read_text())
     assert "stopped before its end" in report["reasons"][-1]
-    assert 10 < report["num_requests"] < 100
+    assert 20 <= report["num_requests"] < 200
+    assert report["throughput"]["requests_per_s"] > 20, "over the seconds that it ran, not over 60"
     assert clients and not any(client.is_running() for client in clients)
 
 
@@ -252,7 +265,7 @@ def test_client_processes_end_with_their_parent(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         words = ["loadtest", "--url", server.url, "--rate", "20", "--duration", "60"]
         with subprocess.Popen([sys.executable, "-m", "scripts.cli", *words], stdout=subprocess.PIPE) as process:
-            time.sleep(1.5)
+            until_asked(server, 2)
             clients = psutil.Process(process.pid).children(recursive=True)
             process.kill()
     _, alive = psutil.wait_procs(clients, 5)

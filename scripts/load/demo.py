@@ -1,5 +1,8 @@
 """``--demo``: serve the small model, load it for a minute, write a report, stop. Nothing else is needed."""
 
+import functools
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -8,6 +11,7 @@ from pathlib import Path
 from common.cli import resolve
 from scripts.load.config import LoadtestConfig
 from scripts.load.main import FAILED, load_command
+from scripts.supervisor import bind_to
 
 REPORT = "loadtest-demo.html"
 DEFAULTS = (
@@ -28,7 +32,8 @@ def demo_command(words: Sequence[str]) -> int:
     resolve(LoadtestConfig, [*defaults, *words], command="loadtest")  # complain before anything is started
     print("serving the small model ...", flush=True)
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+    own = functools.partial(bind_to, os.getpid(), signal.SIGTERM)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=own) as service:
         try:
             url = _ready(service)
             if not url:

@@ -194,7 +194,7 @@ class _Load:
     def _window(self, outcome: Outcome, records: list[Record]) -> tuple[float, float, bool]:
         """Between which intended instants requests are measured."""
         config, plan = self._config, self._plan
-        end_s = plan.seconds
+        end_s = plan.seconds if not outcome.was_halted else outcome.ended_at - outcome.start_at
         if end_s is None:
             end_s = max((record.ended_s for record in records), default=0.0)
         return config.warmup_s, end_s - config.cooldown_s, plan.is_open
