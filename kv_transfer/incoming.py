@@ -13,6 +13,9 @@ from kv_transfer.events import Completed, Event, PairLost, TransferFailed
 from kv_transfer.lifecycle import ReceiveEvent, Receiving
 from kv_transfer.session import Key, ReceiveSession
 
+#: A writer in sight answers long before that; taking pages back may break other pairs.
+RECLAIM_S = 10.0
+
 
 class Incoming:
     """Args:
@@ -31,6 +34,7 @@ class Incoming:
         self.sessions: dict[Key, ReceiveSession] = {}
         self.handoffs: dict[Key, tuple[Handoff, float]] = {}
         self.events: list[Event] = []
+        self._aside_since: dict[Key, float | None] = {}  # when those in quarantine were seen there first
         self._totals: Counter[str] = Counter()
 
     def of(self, peer: str) -> list[ReceiveSession]:
@@ -56,15 +60,23 @@ class Incoming:
         session.apply(event)
         self._forbid(session.pages)
         self.handoffs.pop(session.key, None)
+        self._aside_since.pop(session.key, None)
         if session.state is Receiving.FREED:
             self._books.free(session.pages, owner)
             del self.sessions[session.key]
         else:
             self._books.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
+            self._aside_since[session.key] = None
             self._totals["pages_quarantined"] += len(session.pages)
         if tell is not None:
             self._totals["transfers_failed"] += isinstance(tell, TransferFailed)
             self.events.append(tell)
+
+    def overdue(self, now: float) -> list[ReceiveSession]:
+        """Those that have been in quarantine for so long that their writer may never say a word again."""
+        since = {key: now if at is None else at for key, at in self._aside_since.items()}
+        self._aside_since.update(since)
+        return [self.sessions[key] for key, at in since.items() if at <= now - RECLAIM_S]
 
     def untell(self, key: Key) -> None:
         """The role wants to hear nothing more of this key: what it has not been told goes, pages and all."""

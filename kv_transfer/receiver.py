@@ -137,7 +137,9 @@ class Receiver:
                 self._incoming.give_up(session, ReceiveEvent.LOSE, failure)
 
     def poll(self, now: float) -> None:
-        """Let writers attach, and take note of those that can write no more."""
+        """Let writers attach, and take note of those that can write no more; have those fenced that nobody hears of."""
+        for session in self._incoming.overdue(now):
+            self._transport.reclaim(session.peer, session.epoch)
         for fenced in self._transport.poll(now):
             link = self._links.get(fenced.peer)
             is_now = link is not None and link.epoch <= fenced.epoch

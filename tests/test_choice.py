@@ -32,6 +32,7 @@ class FakeWriter:
         self.finished: list[int] = []
         self.is_draining = False
         self.num_detached = 0
+        self.voided_by: list[tuple[str, str]] = []
         self._ticket = 0
 
     def attach(self, peer: str, connect: Connect) -> None:
@@ -50,6 +51,9 @@ class FakeWriter:
     def done(self) -> list[int]:
         finished, self.finished = self.finished, []
         return finished
+
+    def voided(self, peer: str, endpoint: str) -> None:
+        self.voided_by.append((peer, endpoint))
 
     def detach(self, peer: str) -> bool:
         self.num_detached += 1
@@ -84,6 +88,9 @@ class FakeReader:
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         self.calls.append(("allow", *pages))
+
+    def reclaim(self, peer: str, epoch: int) -> None:
+        self.calls.append(("reclaim", epoch))
 
     def forbid(self, pages: Sequence[int]) -> None:
         self.calls.append(("forbid", *pages))
@@ -188,6 +195,17 @@ def test_a_peer_is_attached_to_anew_only_when_nothing_of_before_is_under_way(sto
     a.is_draining = False
     writer.poll()
     assert a.attached == [(DECODE, "a-1"), (DECODE, "a-2")]
+
+
+def test_a_new_offer_may_say_that_what_is_under_way_harms_nobody(store: MemfdStore) -> None:
+    """Told to whom the peer is draining from; else nobody would read it before that is over."""
+    (a, b), writer, _, reader = both(store, "a", "b")
+    writer.attach(DECODE, connect(reader))
+    a.is_draining = True
+    assert writer.detach(DECODE) is False
+    writer.attach(DECODE, connect(reader, 2))
+    writer.attach("peer-2", connect(reader, 3))
+    assert (a.voided_by, b.voided_by) == ([(DECODE, "a-2")], [(DECODE, "b-2")])
 
 
 # ---- proof ------------------------------------------------------------------------------------------------------
@@ -371,3 +389,14 @@ def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore)
     sender.on_message(DECODE, Connect("d", "model", 1, to_message(GEOMETRY), NUM_PAGES, "fast", "e"), 0.0)
     why = "the decode node transfers by 'fast', this prefill node by 'slow'"
     assert sender.take()[0] == [(DECODE, Refused(why, 1))]
+
+
+def test_pages_are_reclaimed_by_the_transport_that_carries_them(store: MemfdStore) -> None:
+    _, _, (a, b), reader = both(store, "a", "b")
+    connect(reader)
+    reader.reclaim(PREFILL, 1)
+    reader.chosen(PREFILL, 1, "b")
+    reader.reclaim(PREFILL, 1)
+    reader.reclaim(PREFILL, 2)
+    assert ("reclaim", 1) not in a.calls
+    assert b.calls.count(("reclaim", 1)) == 1

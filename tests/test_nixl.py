@@ -8,8 +8,10 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
@@ -18,7 +20,7 @@ from kv_transfer.transports import nixl_attach, nixl_writer
 from kv_transfer.transports.base import to_message
 from kv_transfer.transports.nixl_attach import knock
 from kv_transfer.transports.nixl_reader import NixlReader
-from kv_transfer.transports.nixl_route import Endpoint, Route
+from kv_transfer.transports.nixl_route import Endpoint, Route, host_id
 from kv_transfer.transports.nixl_writer import NixlWriter
 
 TOKEN = "5" * 64
@@ -32,7 +34,7 @@ def name() -> str:
 @pytest.fixture
 def route(name: str) -> Iterator[Route]:
     connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 8, "nixl", "")
-    route = Route("d" * 32, connect, Endpoint("", 0, 0, f"{name}:{TOKEN}"), 10.0)
+    route = Route("d" * 32, connect, Endpoint("", 0, 0, f"{name}:{TOKEN}", "elsewhere"), 10.0)
     yield route
     if route.door is not None:
         route.door.close()
@@ -60,6 +62,16 @@ def test_a_reader_on_this_host_gets_the_token_and_is_watched(route: Route, liste
 def test_a_reader_on_another_host_is_neither_asked_nor_watched(route: Route) -> None:
     assert knock(route) is True
     assert (route.door, route.pidfd) == (None, -1)
+
+
+@pytest.mark.parametrize("door", ["", f"baton-{'0' * 32}:{TOKEN}"])
+def test_a_reader_on_this_host_that_cannot_be_asked_is_not_written_to(route: Route, door: str) -> None:
+    """UCX could copy into its memory from process to process, which no reader and no death of ours would fence."""
+    route.endpoint = msgspec.structs.replace(route.endpoint, door=door, host=host_id())
+    with pytest.raises(ConnectionError, match="another network namespace"):
+        knock(route)
+    route.endpoint = msgspec.structs.replace(route.endpoint, host="elsewhere")
+    assert knock(route) is True
 
 
 def test_being_turned_away_is_no_sign_of_another_host(
@@ -152,3 +164,86 @@ def test_a_write_that_came_to_nothing_is_told_of_where_its_pair_waits_for_anothe
     assert writer.detach(route.peer) is True
     writer.close()
     store.close()
+
+
+# ---- pages that are taken back ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reader() -> Iterator[NixlReader]:
+    store = MemfdStore(4)
+    reader = NixlReader(store)
+    yield reader
+    reader.close()
+    store.close()
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 20
+    while not (found := look()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+    return found
+
+
+def offer(reader: NixlReader, peer: str, epoch: int) -> tuple[str, int]:
+    """(agent, epoch up to which all is void)"""
+    endpoint = msgspec.json.decode(reader.offer(peer, epoch), type=Endpoint)
+    return endpoint.agent, endpoint.voided
+
+
+def test_an_agent_that_somebody_is_attaching_to_stays_until_that_is_over(reader: NixlReader) -> None:
+    """Its offers are good as long; new ones name the new agent, and say that the old one is gone once it is."""
+    old = offer(reader, "p1", 1)
+    assert reader.chosen("p1", 1, "nixl")
+    assert offer(reader, "p2", 2) == old
+    reader.reclaim("p1", 1)
+    wait_for(lambda: reader._old)
+    time.sleep(0.1)
+    assert reader.poll(0.0) == []
+    new, voided = offer(reader, "p3", 3)
+    assert (new != old[0], voided) == (True, 0)
+    assert reader.chosen("p2", 2, "nixl")
+    fenced = wait_for(lambda: reader.poll(0.0))
+    assert [(news.peer, news.epoch, news.is_dead) for news in fenced] == [("p1", 1, False), ("p2", 2, False)]
+    assert offer(reader, "p1", 4) == (new, 2)
+    assert reader.counters()["nixl_invalidations"] == 1
+
+
+def test_nothing_is_invalidated_while_a_process_of_this_host_is_watched(
+    reader: NixlReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could have a way in that needs no agent."""
+    for peer, epoch in (("far", 1), ("near", 2)):
+        offer(reader, peer, epoch)
+        assert reader.chosen(peer, epoch, "nixl")
+    monkeypatch.setattr(reader._door, "watched", lambda: {("near", 2)})
+    reader.reclaim("far", 1)
+    time.sleep(0.2)
+    assert reader._old is None
+    monkeypatch.setattr(reader._door, "watched", lambda: {("near", 1)})
+    reader.reclaim("far", 1)
+    assert len(wait_for(lambda: reader.poll(0.0))) == 2
+
+
+def test_an_agent_that_is_not_quite_gone_is_no_fence(reader: NixlReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(reader, "far", 1)
+    assert reader.chosen("far", 1, "nixl")
+    kept = reader._agent.nixl
+    reader.reclaim("far", 1)
+    wait_for(lambda: reader._agent.nixl is not kept and reader._old is None)
+    time.sleep(0.1)
+    assert reader.poll(0.0) == []
+    assert offer(reader, "far", 2)[1] == 0
+    assert reader.chosen("far", 2, "nixl")
+    reader.reclaim("far", 2)
+    time.sleep(0.1)
+    assert (reader.poll(0.0), reader._old) == ([], None), "the next one would call void what this one lets in"
+
+
+def test_what_nobody_here_was_granted_is_not_reclaimed(reader: NixlReader) -> None:
+    offer(reader, "far", 1)
+    reader.reclaim("far", 2)
+    reader.reclaim("near", 1)
+    time.sleep(0.1)
+    assert reader._old is None

@@ -18,6 +18,7 @@ from common.pages import Owner
 from kv_transfer import outgoing as outgoing_module
 from kv_transfer import tombs as tombs_module
 from kv_transfer.events import Completed, Finished, TransferFailed
+from kv_transfer.incoming import RECLAIM_S
 from kv_transfer.outgoing import EARLY_LEASE_S
 from kv_transfer.tombs import LEASE_S, Reason
 
@@ -124,6 +125,27 @@ def test_a_lost_connection_at_every_point(point: int) -> None:
     couple.finish(other)
     couple.run()
     assert isinstance(couple.events[other], Completed)
+
+
+def test_pages_that_stay_in_quarantine_for_long_are_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    couple = slow()
+    reclaimed: list[tuple[str, int]] = []
+    monkeypatch.setattr(couple.reader, "reclaim", lambda *words: reclaimed.append(words))
+    couple.open(KEY, 2)
+    couple.begin(KEY, 2)
+    couple.finish(KEY)
+    couple.receiver.poll(50.0)
+    couple.receiver.cancel(KEY)
+    for now in (100.0, 100.0 + RECLAIM_S - 0.1):
+        couple.receiver.poll(now)
+    assert reclaimed == []
+    for now in (100.0 + RECLAIM_S, 101.0 + RECLAIM_S):
+        couple.receiver.poll(now)
+    assert reclaimed == [(PREFILL, 1), (PREFILL, 1)]
+    couple.run()
+    assert couple.receiver.num_quarantined == 0
+    couple.receiver.poll(1_000.0)
+    assert len(reclaimed) == 2
 
 
 def test_cancelled_pages_stay_in_quarantine_until_the_writer_says_closed() -> None:

@@ -21,6 +21,7 @@ from kv_fakes import MemfdStore
 
 from common.geometry import PageGeometry
 from common.messages import Connect
+from kv_transfer import incoming
 from kv_transfer.fit import Fit
 from kv_transfer.transports import nixl_reader, nixl_writer, shm_reader, tcp_reader, tcp_writer
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, from_message, to_message
@@ -130,6 +131,14 @@ def _set_patience() -> None:
                 setattr(sys.modules[module], name, float(value_s))
 
 
+def _set_place() -> None:
+    """``TEST_FAR``: as far as NIXL can tell, writers are on another host. ``TEST_RECLAIM_S``: patience with them."""
+    incoming.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", incoming.RECLAIM_S))
+    if os.environ.get("TEST_FAR"):
+        nixl_reader.host_id = lambda: "elsewhere"
+        nixl_reader.ShmReader.offer = lambda *_: "no door"  # type: ignore[method-assign]
+
+
 def _end(role: str, settings: Settings) -> Any:
     if role == "writer":
         return WriterEnd(settings)
@@ -149,6 +158,7 @@ def main() -> None:
     role, name, key = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
     incarnation = os.environ.get("TEST_INCARNATION", ("p" if role == "writer" else "d") * 32)
     host = os.environ.get("TEST_HOST", "127.0.0.1")
+    _set_place()
     end = _end(role, Settings(name, incarnation, host, key.encode()))
     _set_patience()
     answers = os.fdopen(os.dup(1), "w")

@@ -142,6 +142,11 @@ class WriterTransport(Protocol):
         """
         ...
 
+    def voided(self, peer: str, endpoint: str) -> None:
+        """A peer that was detached from, with writes under way, makes this new offer. If it says that they cannot reach
+        its pool any more, they are over."""
+        ...
+
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``. Stays the same."""
         ...
@@ -187,6 +192,11 @@ class ReaderTransport(Protocol):
 
     def forbid(self, pages: Sequence[int]) -> None:
         """Nobody may write these pages any more. Where the reader places the bytes, no byte reaches them after this."""
+        ...
+
+    def reclaim(self, peer: str, epoch: int) -> None:
+        """Pages that this peer was granted under this epoch have been in quarantine for long. Fence it from this side
+        if that can be done, though it may break other pairs; ``poll`` tells. May be said again and again."""
         ...
 
     def poll(self, now: float) -> list[Fenced]:

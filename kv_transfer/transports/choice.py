@@ -147,6 +147,8 @@ class ChoosingWriter:
         attempt = _Attempt(connect, offers, candidates)
         if peer not in self._draining:
             self._try_next(peer, attempt)
+        for transport in candidates if peer in self._draining else ():
+            transport.voided(peer, offers[transport.name])
         self._attempts[peer] = attempt
 
     def _listed(self) -> str:
@@ -225,6 +227,9 @@ class ChoosingWriter:
     def _detach(self, peer: str) -> bool:
         return min([transport.detach(peer) for transport in self._transports])  # from all, whatever the first says
 
+    def voided(self, peer: str, endpoint: str) -> None:
+        """``attach`` reads it off the offers."""
+
     def files(self) -> Sequence[int]:
         return [file for transport in self._transports for file in transport.files()]
 
@@ -284,6 +289,11 @@ class ChoosingReader:
     def forbid(self, pages: Sequence[int]) -> None:
         for transport in self._transports:
             transport.forbid(pages)
+
+    def reclaim(self, peer: str, epoch: int) -> None:
+        for transport in self._transports:
+            if self._chosen.get((peer, epoch)) == transport.name:
+                transport.reclaim(peer, epoch)
 
     def poll(self, now: float) -> list[Fenced]:
         for transport in self._transports:

@@ -266,6 +266,9 @@ class InProcessWriter:
         _, epoch = self._readers[peer].writers[self]
         self._news.append(Attached(peer, epoch, f"the wire to {peer} broke: {why}"))
 
+    def voided(self, peer: str, endpoint: str) -> None:
+        pass
+
     def detach(self, peer: str) -> bool:
         self._news = [news for news in self._news if news.peer != peer]
         if not self._wire.can_recall and self._wire.is_carrying(self, peer):
@@ -330,6 +333,9 @@ class InProcessReader:
         return transport == self.name
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
+        pass
+
+    def reclaim(self, peer: str, epoch: int) -> None:
         pass
 
     def forbid(self, pages: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kv_transfer.transports.base import from_message
 from kv_transfer.transports.nixl import PROBE_BYTES, Agent
-from kv_transfer.transports.nixl_route import Route, Write
+from kv_transfer.transports.nixl_route import Route, Write, host_id
 from kv_transfer.transports.shm_hello import ENDPOINT
 from kv_transfer.transports.shm_reader import peer_pidfd
 
@@ -137,10 +137,12 @@ def knock(route: Route) -> bool:
     """Ask the reader, if it is on this host, to watch our process; and watch it. False: it has no ear for us yet.
 
     Raises:
-        ConnectionError: it is on this host and turns us away.
+        ConnectionError: it is on this host and turns us away, or cannot be asked. UCX would find a way into its memory
+            that nothing fences: not the reader, as across a network, and not our death, of which it would not know.
     """
     endpoint = ENDPOINT.fullmatch(route.endpoint.door)
     if endpoint is None:
+        _assert_far(route, "it names no door")
         return True
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
@@ -150,6 +152,7 @@ def knock(route: Route) -> bool:
         return False
     except OSError as error:
         door.close()
+        _assert_far(route, str(error))
         log.info("%s is not on this host (%s): its pages are not fenced by our death", route.connect.name, error)
         return True
     try:
@@ -160,3 +163,8 @@ def knock(route: Route) -> bool:
         raise ConnectionError(TURNED_AWAY) from error
     route.door = door
     return True
+
+
+def _assert_far(route: Route, why: str) -> None:
+    if route.endpoint.host == host_id():
+        raise ConnectionError(f"it is on this host, but in another network namespace ({why}): share one, or use tcp")

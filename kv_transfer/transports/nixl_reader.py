@@ -1,24 +1,45 @@
-"""The decode node's side of NIXL: offer the agent's metadata, and keep UCX going while pages may come.
+"""The decode node's side of NIXL: offer the agent's metadata, keep UCX going while pages may come, and take back what a
+writer on another host was granted that nobody hears of any more.
 
 See ``nixl`` for the whole story.
 """
 
-import base64
+import contextlib
 import json
+import logging
+import mmap
+import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from common.errors import ConfigError
 from kv_transfer.pieces import Box
 from kv_transfer.transports.base import Fenced, PageStore
-from kv_transfer.transports.nixl import Agent
+from kv_transfer.transports.nixl import PROBE_BYTES, Agent
+from kv_transfer.transports.nixl_route import host_id
 from kv_transfer.transports.shm_reader import ShmReader
+
+log = logging.getLogger(__name__)
 
 #: An offer that nobody has taken up by then needs no attention of ours.
 OFFER_S = 15.0
 CLOSING_S = 1.0  # UCX needs to be called for so long to close what a writer has let go
 PAUSE_S = 200e-6
+INVALIDATED = "the pool was registered with NIXL anew"
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """To one peer, under one epoch. ``agent``: whose metadata it carries."""
+
+    epoch: int
+    agent: Agent
+    at: float
+    is_chosen: bool = False
 
 
 class NixlReader:
@@ -33,41 +54,72 @@ class NixlReader:
 
     def __init__(self, store: PageStore, incarnation: str = "") -> None:
         self.store = store
+        self._incarnation = incarnation
         self._door = ShmReader(store, incarnation, is_shared=False)  # watches writers of this host
+        self._host = host_id()
+        self._probe = mmap.mmap(
+            -1, 2 * PROBE_BYTES
+        )  # outlives the agents: a late writer of this host finds its address
         try:
-            self._agent = Agent(store, f"decode-{incarnation}-{secrets.token_hex(4)}")
+            self._agent = self._make_agent()
         except BaseException:
             self._door.close()
             raise
-        self._metadata = base64.b64encode(self._agent.nixl.get_agent_metadata()).decode()
+        self._old: Agent | None = None  # serves pairs that were formed with it, until it can go
         self._expected: dict[int, None] = {}  # pages that may be written
-        self._offered_at: dict[str, float] = {}
+        self._offers: dict[str, list[_Offer]] = {}  # by peer; those that are not known to be over
+        self._news: deque[Fenced] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # of the agent that is offered, and of the epochs that it is offered under
+        self._newest_epoch = self._last_of_old = self._voided = 0
+        self._num_invalidations = 0
         self._closing_until = 0.0
+        self._is_wanted_back = self._has_failed = False
         self._is_open = True
         self._is_awake = threading.Event()
         self._thread = threading.Thread(target=self._progress, name="nixl-receive", daemon=True)
         self._thread.start()
 
+    def _make_agent(self) -> Agent:
+        return Agent(self.store, f"decode-{self._incarnation}-{secrets.token_hex(4)}", self._probe)
+
     def offer(self, peer: str, epoch: int) -> str:
-        door = self._door.offer(peer, epoch)
-        self._offered_at[peer] = time.monotonic()
+        self.withdraw(peer)
+        with self._lock:
+            agent, self._newest_epoch = self._agent, epoch
+            self._offers.setdefault(peer, []).append(_Offer(epoch, agent, time.monotonic()))
         self._is_awake.set()
         return json.dumps(
             {
-                "agent": self._metadata,
-                "pool_at": self._agent.pool_at,
-                "probe_at": self._agent.probe_at,
-                "door": door,
+                "agent": agent.metadata,
+                "pool_at": agent.pool_at,
+                "probe_at": agent.probe_at,
+                "door": self._door.offer(peer, epoch),
+                "host": self._host,
+                "voided": self._voided,
             }
         )
 
     def withdraw(self, peer: str) -> None:
         self._door.withdraw(peer)
-        self._offered_at.pop(peer, None)
+        self._keep(peer, [offer for offer in self._offers.get(peer, ()) if offer.is_chosen])
+
+    def _keep(self, peer: str, offers: list[_Offer]) -> None:
+        self._offers[peer] = offers
+        if not offers:
+            del self._offers[peer]
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
-        self._offered_at.pop(peer, None)
-        return transport == self.name
+        if transport != self.name:
+            self.withdraw(peer)
+            return False
+        # It attaches anew only when it has let go of what went before.
+        self._keep(peer, [offer for offer in self._offers.get(peer, ()) if offer.epoch == epoch])
+        for offer in self._offers.get(peer, ()):
+            offer.is_chosen = True
+            if offer.agent.is_gone:  # it took longer to attach than we wait for
+                self._news.append(Fenced(peer, epoch, INVALIDATED))
+        return True
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         self._expected.update(dict.fromkeys(pages))
@@ -83,13 +135,73 @@ class NixlReader:
         if fenced:
             self._closing_until = time.monotonic() + CLOSING_S
             self._is_awake.set()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        fenced += [self._news.popleft() for _ in range(len(self._news))]
+        for news in fenced:
+            self._keep(news.peer, [offer for offer in self._offers.get(news.peer, ()) if offer.epoch > news.epoch])
         return fenced
+
+    # ---- what a writer on another host was granted ----------------------------------------------------------------
+
+    def reclaim(self, peer: str, epoch: int) -> None:
+        """Not while a process of this host is watched that formed its pair with this agent: see ``nixl``."""
+        offers = [offer for offer in self._offers.get(peer, ()) if offer.epoch == epoch]
+        if not offers or self._has_failed or self._watched(self._offers):
+            return
+        with self._lock:
+            self._is_wanted_back |= self._old is None and any(offer.agent is self._agent for offer in offers)
+        self._is_awake.set()
+
+    def _watched(self, peers: Iterable[str]) -> bool:
+        watched = self._door.watched()
+        return any((peer, offer.epoch) in watched for peer in peers for offer in self._offers.get(peer, ()))
+
+    def _invalidate(self) -> None:
+        """A step on the way to a new agent, of the thread's. The old one goes when nobody is attaching to it."""
+        if self._old is None:
+            self._replace()
+            return
+        everybody = [(peer, offer) for peer, offers in list(self._offers.items()) for offer in offers]
+        others = [(peer, offer) for peer, offer in everybody if offer.agent is self._old]
+        since = time.monotonic() - OFFER_S
+        is_attaching = any(not offer.is_chosen and offer.at > since for _, offer in others)
+        if is_attaching or self._watched([peer for peer, _ in others]):
+            return
+        old, self._old = self._old, None
+        with contextlib.suppress(Exception):  # NIXL's own errors have no common root
+            old.close()
+        if not old.is_gone:
+            self._has_failed = True  # for good: nothing may be called void that this agent lets in
+            log.error("NIXL did not let go of the pool: what lost prefill nodes were granted stays in quarantine")
+            return
+        self._voided = self._last_of_old
+        self._num_invalidations += 1
+        fenced = [(peer, offer.epoch) for peer, offer in others if offer.is_chosen]
+        self._news += [Fenced(peer, epoch, INVALIDATED) for peer, epoch in fenced]
+        os.eventfd_write(self._wake, 1)
+
+    def _replace(self) -> None:
+        try:
+            agent = self._make_agent()
+        except ConfigError as error:
+            self._has_failed, self._is_wanted_back = True, False
+            log.error("what lost prefill nodes were granted stays in quarantine: %s", error)
+            return
+        with self._lock:
+            self._old, self._agent, self._last_of_old = self._agent, agent, self._newest_epoch
+            self._is_wanted_back = False
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _progress(self) -> None:
         """Over TCP, UCX places bytes and answers only when it is called."""
         while self._is_open:
-            with self._agent.lock:
-                self._agent.nixl.get_new_notifs()
+            for agent in filter(None, (self._agent, self._old)):
+                with agent.lock:
+                    agent.nixl.get_new_notifs()
+            if self._is_wanted_back or self._old is not None:
+                self._invalidate()
             if self._is_idle():
                 self._is_awake.clear()
                 if self._is_idle() and self._is_open:
@@ -97,15 +209,16 @@ class NixlReader:
             time.sleep(PAUSE_S)
 
     def _is_idle(self) -> bool:
-        now = time.monotonic()
-        is_offering = any(at + OFFER_S > now for at in list(self._offered_at.values()))
-        return not self._expected and not is_offering and self._closing_until <= now
+        since = time.monotonic() - OFFER_S
+        offers = [offer for offers in list(self._offers.values()) for offer in offers]
+        is_offering = any(not offer.is_chosen and offer.at > since for offer in offers)
+        return not (self._expected or is_offering or self._is_wanted_back or self._closing_until > time.monotonic())
 
     def counters(self) -> dict[str, float]:
-        return self._door.counters()
+        return {**self._door.counters(), "nixl_invalidations": float(self._num_invalidations)}
 
     def files(self) -> Sequence[int]:
-        return self._door.files()
+        return (*self._door.files(), self._wake) if self._is_open else ()
 
     def close(self) -> None:
         if not self._is_open:
@@ -114,4 +227,6 @@ class NixlReader:
         self._is_awake.set()
         self._thread.join()
         self._door.close()
-        self._agent.close()
+        for agent in filter(None, (self._agent, self._old)):
+            agent.close()
+        os.close(self._wake)

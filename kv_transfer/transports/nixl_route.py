@@ -13,11 +13,32 @@ import msgspec
 from common.messages import Connect
 
 
+def host_id() -> str:
+    """Which running system this is, whatever its containers are called; empty: it does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader offers.
+
+    Attributes:
+        agent: its metadata, in base64.
+        pool_at, probe_at: addresses of its memory.
+        door: where writers of its host ask to be watched.
+        host: as ``host_id`` says.
+        voided: what was offered under epochs up to this one reaches its memory no more.
+    """
+
     agent: str
     pool_at: int
     probe_at: int
     door: str
+    host: str = ""
+    voided: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +72,7 @@ class Route:
     failed: list[int] = field(default_factory=list)  # tickets that came to nothing before it was detached from
     is_detached: bool = False
     is_gone: bool = False
+    is_void: bool = False  # the reader says that nothing of it can reach its memory any more
     steps: deque[Callable[[], bool]] = field(default_factory=deque)  # of attaching, each called until it says True
 
     def __post_init__(self) -> None:

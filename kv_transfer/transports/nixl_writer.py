@@ -138,6 +138,15 @@ class NixlWriter:
         del self._leaving[peer]
         return True
 
+    def voided(self, peer: str, endpoint: str) -> None:
+        leaving = self._leaving.get(peer)
+        if leaving is None:
+            return
+        with contextlib.suppress(msgspec.DecodeError):
+            if leaving.connect.epoch <= msgspec.json.decode(endpoint, type=Endpoint).voided:
+                leaving.is_void = True
+                self._jobs.put(("look",))
+
     def counters(self) -> dict[str, float]:
         return {"bytes_by_nixl": float(self._num_bytes), "stuck_writes": float(self._num_stuck)}
 
@@ -260,15 +269,16 @@ class NixlWriter:
 
     def _is_over(self, write: Write) -> bool:
         """Look after one write. A failed one is over when nobody is left whose memory it could reach."""
-        if write.is_failed or write.route.is_reader_dead:
-            if not write.route.is_reader_dead:
+        is_harmless = write.route.is_void or write.route.is_reader_dead
+        if write.is_failed or is_harmless:
+            if not is_harmless:
                 return False
             try:
                 with self._agent.lock:
                     write.handle.release()
             except Exception:  # still being called back
                 return False
-            self._fail(write.route, "its process has died")
+            self._fail(write.route, "its process has died")  # says nothing of one that was detached from
             self._count_over(write)
             self._leave_if_still(write.route)
             return True
@@ -333,7 +343,7 @@ class NixlWriter:
         with self._lock:
             if route.num_open or route.num_probes:
                 return
-        if route.is_gone or route.is_reader_dead:
+        if route.is_gone or route.is_void or route.is_reader_dead:
             with self._agent.lock:
                 self._attaching.forget(route.key)
         route.pages = route.agent = None

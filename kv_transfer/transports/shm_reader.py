@@ -133,6 +133,13 @@ class ShmReader:
     def forbid(self, pages: Sequence[int]) -> None:
         """A process that has the pool mapped cannot be stopped: it is fenced, or waited for."""
 
+    def reclaim(self, peer: str, epoch: int) -> None:
+        """Nothing but its own word or its death keeps a process from memory that it has mapped."""
+
+    def watched(self) -> set[tuple[str, int]]:
+        """(peer, epoch) of processes that may reach the pool by themselves; from any thread."""
+        return {(writer.peer, writer.epoch) for writer in list(self._writers.values())}
+
     # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:

@@ -173,6 +173,9 @@ class ShmWriter:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
+    def voided(self, peer: str, endpoint: str) -> None:
+        """No reader can keep a write from its memory."""
+
     def detach(self, peer: str) -> bool:
         attaching = self._attaching.pop(peer, None)
         mapping = self._mappings.pop(peer, None)

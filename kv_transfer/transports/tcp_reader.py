@@ -135,6 +135,9 @@ class TcpReader:
         else:
             self._leave.give_again((peer, epoch), pages, again)
 
+    def reclaim(self, peer: str, epoch: int) -> None:
+        """``withdraw`` has fenced it."""
+
     def forbid(self, pages: Sequence[int]) -> None:
         self._leave.take(pages)
         for offer in self._offers.values():

@@ -310,6 +310,9 @@ class TcpWriter:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
+    def voided(self, peer: str, endpoint: str) -> None:
+        """No write outlives its connection."""
+
     def detach(self, peer: str) -> bool:
         route = self._routes.pop(peer, None)
         if route is not None:

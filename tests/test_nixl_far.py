@@ -1,0 +1,94 @@
+"""A NIXL writer on another host is out of sight, and may be dead or not: what it was granted comes back all the same.
+
+Processes of this host stand for other hosts: no door, another name of the host, and UCX left with nothing but TCP. The
+decode node is stopped while pages are on their way, so that writes are queued in the writer when it is stopped itself.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from nursery import Nursery
+from test_transfer_faults import SOME, Cluster
+from test_transports import until
+from transport_node import NUM_PAGES
+
+FAR = {"UCX_TLS": "tcp", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def cluster(nursery: Nursery) -> Iterator[Cluster]:
+    cluster = Cluster(nursery, "nixl")
+    for name in ("d0", "p0", "p1"):
+        cluster.start(name, **FAR)
+    yield cluster
+    for end in cluster.ends.values():
+        end.close()
+
+
+def stop_in_mid_write(cluster: Cluster, rids: dict[str, str]) -> None:
+    """Every one of these nodes has pages of its request on their way, and is stopped."""
+    for name, rid in rids.items():
+        cluster.reach("granted", rid, name, "d0", SOME)
+    cluster.ends["d0"].signal(signal.SIGSTOP)
+    for name in rids:
+        cluster.ask(name, "pump", max_pages=SOME)
+        time.sleep(0.3)
+        assert cluster.ask(name, "counters")["bytes_by_nixl"] == 0, "the write is over"
+        cluster.ends[name].signal(signal.SIGSTOP)
+    cluster.ends["d0"].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
+def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
+    cluster: Cluster, ending: signal.Signals
+) -> None:
+    stop_in_mid_write(cluster, {"p0": "a"})
+    cluster.part("d0", "p0")
+    assert cluster.books("d0")["aside"] == SOME
+    cluster.balanced("d0")
+    assert cluster.ask("d0", "counters")["nixl_invalidations"] == 1
+    cluster.serve("b", "p1", "d0", NUM_PAGES)
+    cluster.ends["p0"].signal(ending)
+    if ending == signal.SIGCONT:
+        cluster.ask("p0", "books")
+    time.sleep(0.5)
+    cluster.ask("d0", "give_back", rid="b")  # which looks at every byte
+    if ending == signal.SIGCONT:
+        cluster.part("p0", "d0")
+        cluster.serve("c", "p0", "d0", NUM_PAGES)
+        cluster.ask("d0", "give_back", rid="c")
+        cluster.balanced("p0")
+    cluster.balanced("d0")
+
+
+def test_a_pair_that_breaks_by_it_in_mid_write_is_mended(cluster: Cluster) -> None:
+    """Its writes failed, and nothing but the new offer says that they are over; their source pages wait for that."""
+    stop_in_mid_write(cluster, {"p0": "a", "p1": "b"})
+    cluster.part("d0", "p0")
+    cluster.ends["p0"].signal(signal.SIGKILL)
+    until(lambda: cluster.ask("d0", "counters")["nixl_invalidations"])
+    cluster.ends["p1"].signal(signal.SIGCONT)
+    cluster.begin("c", "p1", "d0", SOME)
+
+    def is_over() -> bool:
+        cluster.ferry("p1", "d0")
+        cluster.ask("p1", "pump", max_pages=4)
+        ends = cluster.books("d0")["ends"]
+        return "b" in ends and "c" in ends
+
+    until(is_over)
+    assert cluster.books("d0")["ends"]["c"] == "Completed"
+    for rid in [rid for rid in "bc" if cluster.books("d0")["ends"][rid] == "Completed"]:
+        cluster.ask("d0", "give_back", rid=rid)
+    cluster.ferry("p1", "d0")
+    cluster.balanced("d0")
+    cluster.balanced("p1")
