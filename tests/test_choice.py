@@ -76,6 +76,7 @@ class FakeReader:
         self.store = store
         self.news: list[Fenced] = []
         self.calls: list[Any] = []
+        self.is_over = False
 
     def offer(self, peer: str, epoch: int) -> str:
         return f"{self.name}-{epoch}"
@@ -84,7 +85,7 @@ class FakeReader:
         self.calls.append("withdraw")
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
-        return True
+        return not self.is_over
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
         self.calls.append(("allow", *pages))
@@ -389,6 +390,17 @@ def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore)
     sender.on_message(DECODE, Connect("d", "model", 1, to_message(GEOMETRY), NUM_PAGES, "fast", "e"), 0.0)
     why = "the decode node transfers by 'fast', this prefill node by 'slow'"
     assert sender.take()[0] == [(DECODE, Refused(why, 1))]
+
+
+def test_what_broke_before_the_peer_said_that_it_works_is_heard_of_all_the_same(store: MemfdStore) -> None:
+    """Else the peer would wait for grants, and nobody for it."""
+    _, _, (a, b), reader = both(store, "a", "b")
+    connect(reader)
+    b.news, a.is_over, b.is_over = [Fenced(PREFILL, 1, "broke")], True, True
+    assert reader.poll(0.0) == []
+    assert reader.chosen(PREFILL, 1, "a") is False
+    assert reader.chosen(PREFILL, 1, "b") is True
+    assert reader.poll(0.0) == [Fenced(PREFILL, 1, "broke")]
 
 
 def test_pages_are_reclaimed_by_the_transport_that_carries_them(store: MemfdStore) -> None:

@@ -268,7 +268,10 @@ class ChoosingReader:
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         named = [t for t in self._transports if t.name == transport]
-        if self._offered.get(peer) != epoch or not named or not named[0].chosen(peer, epoch, transport):
+        early = self._unasked.get((peer, epoch), {}).get(transport)
+        if self._offered.get(peer) != epoch or not named:
+            return False
+        if early is None and not named[0].chosen(peer, epoch, transport):
             return False
         for other in self._transports:
             if other is not named[0]:
@@ -276,8 +279,8 @@ class ChoosingReader:
         # The peer attaches anew only when it has let go of what went before; only the newest epoch needs proof.
         self._chosen = {key: name for key, name in self._chosen.items() if key[0] != peer}
         self._chosen[peer, epoch] = transport
-        early = self._unasked.pop((peer, epoch), {}).get(transport)
-        if early is not None:
+        self._unasked.pop((peer, epoch), None)
+        if early is not None:  # it was let in and broke before the peer's word came: both are to be heard of
             self._prove(early)
         return True
 
