@@ -1,7 +1,8 @@
 """A NIXL writer on another host is out of sight, and may be dead or not: what it was granted comes back all the same.
 
-Processes of this host stand for other hosts: no door, another name of the host, and UCX left with nothing but TCP. The
-decode node is stopped while pages are on their way, so that writes are queued in the writer when it is stopped itself.
+Processes of this host stand for other hosts: no door, another name of the host, and UCX left with nothing but TCP, and
+little room in its sockets. The decode node is stopped while pages are on their way, so that writes are queued in the
+writer when it is stopped itself.
 """
 
 import signal
@@ -14,7 +15,7 @@ from test_transfer_faults import SOME, Cluster
 from test_transports import until
 from transport_node import NUM_PAGES
 
-FAR = {"UCX_TLS": "tcp", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
+FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,15 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     cluster.ask("d0", "give_back", rid="b")  # which looks at every byte
     if ending == signal.SIGCONT:
         cluster.part("p0", "d0")
-        cluster.serve("c", "p0", "d0", NUM_PAGES)
+        assert cluster.ask("p0", "counters")["stuck_writes"] == 1
+        assert cluster.books("p0")["free"] == NUM_PAGES - SOME, (
+            "only a new offer says that nothing reads these any more"
+        )
+        cluster.serve("c", "p0", "d0", SOME)
         cluster.ask("d0", "give_back", rid="c")
+        cluster.balanced("p0")
+        cluster.serve("d", "p0", "d0", NUM_PAGES)
+        cluster.ask("d0", "give_back", rid="d")
         cluster.balanced("p0")
     cluster.balanced("d0")
 
