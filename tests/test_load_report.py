@@ -16,6 +16,7 @@ from scripts.load.config import LoadtestConfig
 from scripts.load.live import View
 from scripts.load.main import DIFFERENT, FAILED, FINE, INVALID, REGRESSED, WRONG, main
 from scripts.load.parquet import COLUMNS, write_parquet
+from scripts.load.probe import probe
 from scripts.load.records import Record
 from scripts.load.report import Report
 from scripts.load.run import run_load
@@ -54,6 +55,16 @@ def test_keys_never_reach_a_report(tmp_path: Path) -> None:
         command(server, "--api-key", "s3cret", "--header", "X-Key: s3cret2", "--json", str(tmp_path / "r.json"))
     assert server.truth[0]["authorization"] == "Bearer s3cret"
     assert "s3cret" not in (tmp_path / "r.json").read_text()
+
+
+@pytest.mark.parametrize(("key", "words"), [(None, "wants an API key"), ("wrong", "refuses this --api-key")])
+def test_a_server_behind_a_key_is_refused_in_a_sentence(
+    key: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.load.probe.get", lambda *_: (401, b"{}"))
+    with pytest.raises(ConfigError, match=words) as refused:
+        probe("http://127.0.0.1:9", api_key=key)
+    assert "wrong" not in str(refused.value), "keys are not shown"
 
 
 def test_parquet_has_a_row_per_request_and_says_what_columns_mean(tmp_path: Path) -> None:

@@ -96,6 +96,15 @@ def test_qwen_bailian_is_known_by_its_chats_and_counts_seconds_and_pieces_of_16(
     assert [length for _, length in plan[0].pieces] == [16, 4]
 
 
+def test_what_a_duration_leaves_of_a_trace_is_said(tmp_path: Path) -> None:
+    """Two seconds of requests that come one a second, from 0 on, are two."""
+    rows = [{"timestamp": 1000 * at, "input_length": 9, "output_length": 1, "hash_ids": [at]} for at in range(5)]
+    trace = read_trace(write(tmp_path / "t", *rows))
+    assert len(replayed(trace, Replay(duration_s=2.0), np.random.default_rng(0))) == 2
+    assert trace.notes[-1] == "2 of them come within --duration 2 s"
+    assert not any("--duration" in note for note in read_trace(write(tmp_path / "t", *rows)).notes)
+
+
 def test_hash_ids_of_64_bits_become_tokens_too(tmp_path: Path) -> None:
     row = {"chat_id": 1, "timestamp": 0.5, "input_length": 16, "output_length": 1, "hash_ids": [2**63 + 5]}
     (planned,) = replayed(read_trace(write(tmp_path / "t", row)), Replay(), np.random.default_rng(0))

@@ -25,6 +25,15 @@ Two more forms:
   loadtest --compare BEFORE.json AFTER.json    what changed, and whether it is significant; of runs or of sweeps
   loadtest --demo                              serve the small model, load it for a minute, write a report
 
+\b
+Examples:
+  loadtest --rate 4 --duration 60s --html report.html            requests at Poisson instants, 4 a second
+  loadtest --concurrency 8 --num-requests 200 --output-len 64    eight at a time
+  loadtest --rate 1..10 --duration 2m --input-len lognormal:500:0.8:max=4000
+  loadtest --find-goodput --slo-ttft 500ms --slo-itl 50ms        the highest rate that 90 % of requests find good
+  loadtest --trace FILE --rate 2 --trace-window 0:600            a trace, at another pace
+  loadtest --save-outputs A.jsonl, then --expect-file A.jsonl    the same outputs, token for token?
+
 Latencies count from the instant at which a request should have gone out. Exit status: 0 fine, 1 failed, 2 wrong
 options, 3 the run is invalid (the client could not keep up), 4 regressed, 5 outputs differ, 130 stopped."""
 

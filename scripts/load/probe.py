@@ -82,6 +82,8 @@ def get_json(parts: SplitResult, path: str, api_key: str | None, verify_tls: boo
     """The answer to a GET as JSON; an empty dict if it is none, or an error."""
     status, body = get(parts, path, api_key, verify_tls)
     if status in (401, 403):
+        if api_key:
+            raise ConfigError(f"--url {parts.geturl()} refuses this --api-key (HTTP {status})")
         raise ConfigError(f"--url {parts.geturl()} wants an API key: set BATON_LOADTEST_API_KEY")
     try:
         return json.loads(body) if status == 200 else {}

@@ -244,7 +244,10 @@ def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Pla
         at = at - at[0] if not low else at
         at = at * _scale(at, replay, trace.notes)
     timed = enumerate(zip(rows, at.tolist(), strict=True))
-    return [_planned(number, row, when, trace, replay) for number, (row, when) in timed if when < replay.duration_s]
+    plan = [_planned(number, row, when, trace, replay) for number, (row, when) in timed if when < replay.duration_s]
+    if len(plan) < len(rows):
+        trace.notes.append(f"{len(plan):,} of them come within --duration {replay.duration_s:g} s")
+    return plan
 
 
 def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
