@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from common.order import Order
 from common.policies import FirstComeFirstServed
 from common.request import Request
@@ -42,7 +45,7 @@ def test_with_priorities_off_they_go_by_arrival():
 
 def test_another_priority_counts_at_once():
     waiting = backlog(request("a"), request("b"))
-    waiting.requests()[1].priority = 1
+    waiting.change(waiting.requests()[1], 1, "")
     assert rids(waiting.first(1, 0.0)) == ["b"]
 
 
@@ -110,3 +113,54 @@ def test_one_that_leaves_is_forgotten_with_all_that_was_known_of_it():
     waiting.push(replace(large))
     assert rids(waiting.first(1, 0.0)) == ["large"]
     assert waiting.hopeless(50.0, is_routable=True) == []
+
+
+RULES = [
+    PriorityRules(),
+    PriorityRules(is_enabled=True),
+    PriorityRules(is_enabled=True, aging_per_s=0.5),
+    PriorityRules(is_enabled=True, class_weights={"": 1.0, "high": 3.0}),
+]
+
+
+@given(
+    rules=st.sampled_from(RULES),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["push", "push", "remove", "change", "strand", "come"]), st.integers(0, 9),
+                  st.integers(0, 3), st.sampled_from(["", "high"])),
+        max_size=40,
+    ),
+)  # fmt: skip
+def test_who_is_next_is_who_stands_first_when_all_are_sorted(
+    rules: PriorityRules, steps: list[tuple[str, int, int, str]]
+) -> None:
+    """What is kept sorted tells the same as sorting all of them anew, after whatever has happened."""
+    waiting = Backlog(Order(FirstComeFirstServed(), rules), patience_s=10.0)
+    there: dict[int, Request] = {}
+    stranded: set[int] = set()
+    for at, (what, number, priority, name) in enumerate(steps):
+        if what == "push" and number not in there:
+            there[number] = request(str(number), priority, float(at), priority_class=name)
+            waiting.push(there[number])
+        elif number in there and what == "remove":
+            stranded.discard(number)
+            waiting.remove(there.pop(number))
+        elif number in there and what == "change":
+            waiting.change(there[number], priority, name)
+        elif number in there and what == "strand":
+            stranded.add(number)
+            waiting.strand(there[number], 0.0)
+        elif what == "come":
+            stranded.clear()
+            waiting.nodes_came()
+        line = [one for one in waiting.order.sort(waiting.requests(), 0.0) if int(one.rid) not in stranded]
+        for count in (1, 3, 99):
+            assert rids(waiting.first(count, 0.0)) == rids(line[:count])
+        newcomer = request("new", priority, float(at), priority_class=name)
+        lower = sorted(
+            (one for one in reversed(waiting.requests())
+             if one.priority_class == name and waiting.order.standing(one) < waiting.order.standing(newcomer)),
+            key=waiting.order.standing,
+        )  # fmt: skip
+        expected = lower[:2] if len(lower) >= 2 and rules.is_enabled else []
+        assert rids(waiting.outranked(newcomer, 2)) == rids(expected)
