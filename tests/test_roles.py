@@ -230,6 +230,19 @@ def test_nodes_whose_pools_are_all_full_do_not_wait_for_each_other_in_a_circle()
     assert_all_pages_are_back(cluster)
 
 
+def test_both_nodes_hear_of_another_class() -> None:
+    cluster = LocalCluster(page_size=4, prefill_pages=20, decode_pages=20, max_running=2)
+    cluster.submit("a", prompt_of(12), sampling(4))
+    for member in cluster.members:
+        member.role.on_gateway(Reprioritize("a", 0, 5, "high"), cluster.clock.now())
+        member.role.on_gateway(Reprioritize("a", 0, 7), cluster.clock.now())
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    [computed] = prefill.role._scheduler.requests.values()
+    [decoded] = decode.role._scheduler.places.requests.values()
+    assert (computed.priority, computed.priority_class) == (decoded.priority, decoded.priority_class) == (7, "high")
+    cluster.run()
+
+
 @pytest.mark.parametrize(
     ("table", "states", "events"),
     [(PREFILL_TABLE, PrefillState, PrefillEvent), (DECODE_TABLE, DecodeState, DecodeEvent)],
@@ -301,12 +314,12 @@ class Cluster(RuleBasedStateMachine):
             self.cluster.answers[rid].finish = "aborted"
             self.cluster.abort(rid)
 
-    @rule(data=st.data(), priority=st.integers(-9, 9))
-    def reprioritize(self, data: st.DataObject, priority: int) -> None:
+    @rule(data=st.data(), priority=st.integers(-9, 9), name=st.sampled_from([None, "high", "low"]))
+    def reprioritize(self, data: st.DataObject, priority: int, name: str | None) -> None:
         if self.cluster.answers:
             rid = data.draw(st.sampled_from(sorted(self.cluster.answers)))
             for member in self.cluster.members:
-                member.role.on_gateway(Reprioritize(rid, 0, priority), self.cluster.clock.now())
+                member.role.on_gateway(Reprioritize(rid, 0, priority, name), self.cluster.clock.now())
 
     @rule(role=st.sampled_from(["prefill", "decode"]), index=st.integers(0, 1))
     def die(self, role: str, index: int) -> None:
@@ -340,9 +353,16 @@ class Cluster(RuleBasedStateMachine):
 
 
 class UrgentCluster(Cluster):
-    """The same with priorities obeyed, down to a difference of 3, and retracted requests computed again elsewhere."""
+    """The same with priorities and classes obeyed, down to a difference of 3, and retracted requests computed again
+    elsewhere."""
 
-    priorities = PriorityRules(is_enabled=True, preemption_threshold=2, aging_per_s=100.0)
+    priorities = PriorityRules(
+        is_enabled=True,
+        preemption_threshold=2,
+        aging_per_s=100.0,
+        class_weights={"high": 3.0, "low": 1.0},
+        default_class="low",
+    )
     resume_tokens = 3
     conservativeness = 0.0  # so many requests are let in that some have to go
 
