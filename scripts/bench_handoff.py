@@ -37,6 +37,7 @@ TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 MODELS = ("qwen3-0.6b", "small")
 POOL_TOKENS = 4_096
 MARK = 0.05
+NUM_WARMUP = 2  # requests of each length and start that prepare what is prepared once
 MAX_OTHERS = 0.15  # cores that others may use before figures are not to be trusted
 
 
@@ -99,12 +100,6 @@ def flags(arrangement: str, model: str, dtype: str) -> list[str]:
     return [*shared, "--prefill=1", "--decode=1", f"--transport={arrangement}"]
 
 
-def num_warmup(length: int) -> int:
-    """Requests of each length and start that prepare what is prepared once, and use every page of the pools: what fresh
-    memory costs the kernel at its first use is no part of a handoff."""
-    return -(-POOL_TOKENS // length) + 1
-
-
 def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Sample]:
     """One request after another.
 
@@ -116,7 +111,7 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
             url=url,
             endpoint="generate",
             concurrency=1,
-            num_requests=num_warmup(length) + options.requests,
+            num_requests=NUM_WARMUP + options.requests,
             input_len=str(length),
             output_len=str(options.new_tokens),
             scrape="none",
@@ -129,7 +124,7 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
     failed = [record for record in report.records if not record.is_ok]
     if failed:
         raise BatonError(f"{arrangement}: a request failed: {failed[0].error} {failed[0].message}")
-    return [sample_of(arrangement, length, record) for record in report.records[num_warmup(length) :]]
+    return [sample_of(arrangement, length, record) for record in report.records[NUM_WARMUP:]]
 
 
 def sample_of(arrangement: str, length: int, record: Record) -> Sample:

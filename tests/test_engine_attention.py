@@ -148,7 +148,7 @@ def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:
 
 def test_an_unknown_backend_is_refused_with_the_list_of_those_there_are() -> None:
     pool = KVPool(PageGeometry(1, 1, 2, 1, "float32"), 2)
-    with pytest.raises(ConfigError, match=r"--attention flash.*reference.*torch"):
+    with pytest.raises(ConfigError, match=r"--attention-backend flash.*reference.*torch"):
         make_attention("flash", pool, 1)
     pool.close()
 

@@ -1,5 +1,6 @@
 """The pool is one memfd on the CPU, pages contiguous in it; on CUDA a memfd is where pages land."""
 
+import errno
 import mmap
 import os
 
@@ -59,6 +60,34 @@ def test_a_page_exported_into_another_pool_is_the_same_page(device: str, dtype: 
     assert target.tensor[:3].count_nonzero() == 0
     source.close()
     target.close()
+
+
+def test_a_pool_that_is_populated_has_all_of_its_memory_and_keeps_what_is_in_it() -> None:
+    pool = KVPool(GEOMETRY, 5)
+    pool.tensor[4].fill_(2.0)
+    assert os.fstat(pool.fd).st_blocks * 512 < 5 * GEOMETRY.page_bytes
+    if not pool.populate():
+        pytest.skip("this kernel cannot populate memory")
+    assert os.fstat(pool.fd).st_blocks * 512 >= 5 * GEOMETRY.page_bytes
+    assert pool.tensor[:4].count_nonzero() == 0 and (pool.tensor[4] == 2.0).all()
+    pool.close()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EFAULT])
+def test_a_kernel_that_cannot_populate_leaves_the_pool_to_its_first_use(number: int) -> None:
+    class Memory(bytearray):
+        def madvise(self, *asked: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+    pool = KVPool(GEOMETRY, 5)
+    memory, pool.memory = pool.memory, Memory(5 * GEOMETRY.page_bytes)
+    if number == errno.EINVAL:
+        assert not pool.populate()
+    else:
+        with pytest.raises(MemoryError, match=r"7680 bytes for KV pages are not to be had"):
+            pool.populate()
+    pool.memory = memory
+    pool.close()
 
 
 def test_closing_gives_the_descriptor_back_and_twice_is_once() -> None:

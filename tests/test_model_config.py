@@ -276,7 +276,7 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, change: str, words: str
     [
         ({"dtype": "int8"}, "--dtype int8.*bfloat16"),
         ({"device": "tpu"}, "--device tpu"),
-        ({"attention": "flash"}, "--attention flash.*reference"),
+        ({"attention": "flash"}, "--attention-backend flash.*reference"),
     ],
 )
 def test_options_that_cannot_be_are_refused_with_the_flags_name(

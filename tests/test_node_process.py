@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.finish import finish_reason
 from common.geometry import PageGeometry
 from common.messages import Ping
-from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, plan_capacity
+from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, num_pages_that_fit, plan_capacity
 from common.node.engine_thread import EngineThread
 from common.node.loop import Node
 from common.node.outbox import Outbox
@@ -50,6 +50,23 @@ def test_a_pool_without_a_single_page_is_refused_by_flag() -> None:
     huge = PageGeometry(num_layers=4096, num_kv_heads=65536, head_dim=65536, page_size=16, dtype="float32")
     with pytest.raises(ConfigError, match="--memory-fraction"):
         plan_capacity(NodeConfig(), huge, device="cpu", context_length=1000)
+
+
+def test_a_pool_that_was_asked_for_and_has_no_room_beside_the_weights_is_refused_by_flag() -> None:
+    page = 2 * 8 * 16 * 4  # bytes
+    config = NodeConfig(max_total_tokens=160)
+    assert num_pages_that_fit(config, TINY, 10, 10 * page) == 10
+    with pytest.raises(ConfigError, match=r"^--max-total-tokens 160 needs 0\.00 GB for KV pages, and 0\.00 GB"):
+        num_pages_that_fit(config, TINY, 10, 10 * page - 1)
+
+
+def test_a_pool_that_nobody_asked_for_takes_most_of_what_the_weights_leave() -> None:
+    page = 2 * 8 * 16 * 4
+    assert num_pages_that_fit(NodeConfig(), TINY, 10, 10 * page) == 10
+    assert num_pages_that_fit(NodeConfig(), TINY, 1000, 100 * page) == 80
+    for num_bytes in (page, 0, -page):
+        with pytest.raises(ConfigError, match="no memory for KV pages"):
+            num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
 
 
 class Engine:

@@ -4,7 +4,7 @@ It keeps a request table: for each slot its page table, its sampling parameters 
 plan carries only what changed. It decides nothing: a plan that breaks the rules is a bug of ours, and asserts say so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.attention import make_attention
+from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
 from common.engine.decoder import Decoder
@@ -218,7 +218,7 @@ def load_executor(
     device: str = "cpu",
     dtype: str = "auto",
     num_slots: int,
-    num_pages: int,
+    num_pages: int | Callable[[], int],
     page_size: int,
     attention: str = "auto",
     num_threads: int | None = None,
@@ -231,6 +231,7 @@ def load_executor(
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``; of weights, activations and KV.
         attention: ``auto``, ``reference``, ``torch`` or ``cpu``.
+        num_pages: of the KV pool; if it is a function, asked when the weights are in memory.
         num_threads: of torch's OpenMP team, which is the process's; left alone if None.
     Raises:
         ConfigError: unknown dtype, device or attention backend; weights that do not fit the configuration.
@@ -239,10 +240,11 @@ def load_executor(
         torch.set_num_threads(num_threads)
     place = _device(device)
     dtype = config.resolve_dtype(dtype)
-    pool = KVPool(config.geometry(page_size, dtype), num_pages, place)
-    backend = make_attention(attention, pool, config.num_heads)
+    attention = resolve_attention(attention, place)
     weights = load_weights(config, folder or config.folder, dtype, place)
     weights.pack()
+    pool = KVPool(config.geometry(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
+    backend = make_attention(attention, pool, config.num_heads)
     return TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots)
 
 

@@ -5,6 +5,7 @@ pages straight into place, and nothing survives the death of both. On CUDA the p
 the same size, touched only where pages land, takes what others write until ``landed`` copies it up.
 """
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ import torch
 
 from common.engine.dtypes import TORCH_DTYPES
 from common.geometry import PageGeometry
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
+_POPULATE_AT_ONCE = 256 << 20  # bytes; between two of these a signal is heard
 
 
 class KVPool:
@@ -62,6 +66,25 @@ class KVPool:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
+
+    def populate(self) -> bool:
+        """Take all of the memory now, since its first use costs more than a copy. False: left to first use, as on
+        devices and on kernels that cannot.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        if not self.is_mapped:
+            return False
+        num_bytes = len(self.memory)
+        try:
+            for start in range(0, num_bytes, _POPULATE_AT_ONCE):
+                self.memory.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_AT_ONCE, num_bytes - start))
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise MemoryError(f"{num_bytes} bytes for KV pages are not to be had") from error
+        return True
 
     def export_page(self, page: int, into: memoryview) -> None:
         """Copy one page's bytes out; ``into`` is writable, ``geometry.page_bytes`` long."""

@@ -16,6 +16,8 @@ CUDA_CHUNK_TOKENS = 8_192
 CROSSOVER_TOKENS = 16_384.0
 #: On a CPU the pool shares memory with everything else, and more tokens than this are rarely decoded there at once.
 CPU_POOL_TOKENS = 131_072
+#: Of the memory that is left, what a pool may take whose size nobody has asked for.
+SPARED = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def plan_capacity(
     num_slots = config.max_running_requests or MAX_SLOTS
     tokens = config.max_total_tokens
     if tokens is None:
-        room = int(_free_bytes(device) * config.memory_fraction) // geometry.page_bytes * config.page_size
+        room = int(free_bytes(device) * config.memory_fraction) // geometry.page_bytes * config.page_size
         tokens = min(room, num_slots * context_length)
         if device == "cpu":
             tokens = min(tokens, max(CPU_POOL_TOKENS, context_length))
@@ -74,7 +76,31 @@ def plan_capacity(
     return Capacity(min(num_slots, num_pages), num_pages, max_queued, None if chunk < 0 else chunk, cut)
 
 
-def _free_bytes(device: str) -> int:
+def num_pages_that_fit(config: NodeConfig, geometry: PageGeometry, num_pages: int, free_bytes: int) -> int:
+    """Pages of a pool in this machine's memory, with the weights in it: as many as planned, or, where nobody has asked
+    for a number, what is left.
+
+    Args:
+        free_bytes: see ``free_bytes``.
+
+    Raises:
+        ConfigError: the pool that the configuration asks for has no room; names the flag.
+    """
+    room = free_bytes // geometry.page_bytes
+    if num_pages <= room:
+        return num_pages
+    if config.max_total_tokens is not None:
+        raise ConfigError(
+            f"--max-total-tokens {config.max_total_tokens} needs {geometry.pool_bytes(num_pages) / 1e9:.2f} GB for KV "
+            f"pages, and {max(free_bytes, 0) / 1e9:.2f} GB of memory are free"
+        )
+    room = int(room * SPARED)
+    if room < 1:
+        raise ConfigError("the model leaves no memory for KV pages: free some, or serve fewer nodes on this machine")
+    return room
+
+
+def free_bytes(device: str) -> int:
     """Bytes that nobody uses: of the GPU, or of this machine (of this container, where one bounds it)."""
     if device != "cpu":
         import torch
@@ -88,7 +114,14 @@ def _free_bytes(device: str) -> int:
                 free_bytes = int(line.split()[1]) * 1024
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            free_bytes = min(free_bytes, int(limit.read()) - int(used.read()))
+            free_bytes = min(free_bytes, int(limit.read()) - int(used.read()) + _cached_bytes())
     except (OSError, ValueError):
         pass  # no such bound
     return free_bytes
+
+
+def _cached_bytes() -> int:
+    """Of this container's memory, what files are kept in and is given back when others need it."""
+    with open("/sys/fs/cgroup/memory.stat") as file:
+        rows = dict(line.split() for line in file)
+    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))

@@ -8,8 +8,9 @@ import logging
 import os
 import platform
 import signal
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -19,7 +20,7 @@ from common.config import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.incarnation import new_incarnation
 from common.messages import Register
-from common.node.capacity import Capacity, plan_capacity
+from common.node.capacity import Capacity, free_bytes, num_pages_that_fit, plan_capacity
 from common.node.engine_thread import EngineThread
 from common.node.frames import VERSION as RECORDING_VERSION
 from common.node.frames import Opening
@@ -34,6 +35,7 @@ from kv_transfer.transports.base import to_message
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
+    from common.engine.kv_pool import KVPool
     from common.engine.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -204,18 +206,38 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
         context_length=model.context_length,
         crossover_tokens=model.crossover_tokens,
     )
+
+    def num_pages() -> int:
+        if device != "cpu":
+            return capacity.num_pages
+        return num_pages_that_fit(config, geometry, capacity.num_pages, free_bytes(device))
+
+    num_pages()  # what can never fit is refused before the weights are read
     executor = load_executor(
         model,
         device=device,
         dtype=config.dtype,
         num_slots=capacity.num_slots,
-        num_pages=capacity.num_pages,
+        num_pages=num_pages,
         page_size=config.page_size,
         attention=config.attention_backend,
         num_threads=config.threads or len(os.sched_getaffinity(0)),
     )
+    _populate(executor.pool)
     executor.warm_up()
+    num_pages_made = executor.pool.num_pages
+    capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
     return model, executor, capacity
+
+
+def _populate(pool: "KVPool") -> None:
+    begun_at = time.monotonic()
+    try:
+        if pool.populate():
+            size, seconds = pool.geometry.pool_bytes(pool.num_pages) / 1e9, time.monotonic() - begun_at
+            log.info("%.2f GB of memory for %d KV pages taken in %.2f s", size, pool.num_pages, seconds)
+    except MemoryError as error:
+        raise ConfigError(f"--max-total-tokens or --memory-fraction asks for too much: {error}") from error
 
 
 def pick_device(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from common.engine.attention.cpu import cpu_attention
 from common.engine.attention.protocol import AttentionBackend, StepAttention
 from common.engine.attention.reference import ReferenceAttention
@@ -9,7 +11,7 @@ from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
 
-__all__ = ["BACKENDS", "AttentionBackend", "StepAttention", "make_attention"]
+__all__ = ["BACKENDS", "AttentionBackend", "StepAttention", "make_attention", "resolve_attention"]
 
 #: name -> made from a pool and the number of query heads
 BACKENDS: dict[str, Callable[[KVPool, int], AttentionBackend]] = {
@@ -19,17 +21,22 @@ BACKENDS: dict[str, Callable[[KVPool, int], AttentionBackend]] = {
 }
 
 
-def make_attention(name: str, pool: KVPool, num_heads: int) -> AttentionBackend:
-    """The backend of that name over ``pool``; ``auto`` is the fastest one for the pool's device.
+def resolve_attention(name: str, device: torch.device) -> str:
+    """The name of a backend for pools on this device; ``auto`` is the fastest.
 
     Raises:
         ConfigError: no such backend, or not for this device.
     """
-    is_cpu = pool.device.type == "cpu"
+    is_cpu = device.type == "cpu"
     if name == "auto":
-        name = "cpu" if is_cpu else "torch"
+        return "cpu" if is_cpu else "torch"
     if name not in BACKENDS:
-        raise ConfigError(f"--attention {name}: not one of auto, {', '.join(BACKENDS)}")
+        raise ConfigError(f"--attention-backend {name}: not one of auto, {', '.join(BACKENDS)}")
     if name == "cpu" and not is_cpu:
-        raise ConfigError(f"--attention cpu: the KV pool is on {pool.device}; give auto, reference or torch")
-    return BACKENDS[name](pool, num_heads)
+        raise ConfigError(f"--attention-backend cpu: the KV pool is on {device}; give auto, reference or torch")
+    return name
+
+
+def make_attention(name: str, pool: KVPool, num_heads: int) -> AttentionBackend:
+    """The backend of that name (see ``resolve_attention``) over ``pool``."""
+    return BACKENDS[resolve_attention(name, pool.device)](pool, num_heads)
