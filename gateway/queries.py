@@ -13,6 +13,7 @@ from aiohttp import web
 from common.clock import Clock
 from common.config import GatewayConfig
 from common.errors import ErrorCode, RequestError
+from common.options import options_of
 from gateway.claims import Claims
 from gateway.control import Control
 from gateway.front import json_response
@@ -171,7 +172,9 @@ class Queries:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
 
     async def _server_info(self, request: web.BaseRequest) -> web.Response:
-        config = {key: value for key, value in dataclasses.asdict(self._config).items() if key != "api_key"}
+        known = options_of(GatewayConfig)
+        values = dataclasses.asdict(self._config)
+        config = {key: value for key, value in values.items() if key not in known or not known[key].is_secret}
         first = self._models.first
         models = {
             model.name: {"is_ready": model.fleet.registry.is_ready, "limits": model.fleet.registry.limits()}

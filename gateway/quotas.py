@@ -99,14 +99,14 @@ class Quotas:
             return None
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = _Account(quota, now)
             self._forget_idle()
+            account = self._accounts[tenant] = _Account(quota, now)
         self._accounts.move_to_end(tenant)
         return account
 
     def _forget_idle(self) -> None:
         """The one whose last request is longest ago, if it has none in flight."""
-        if len(self._accounts) > MAX_IDLE_TENANTS:
+        if len(self._accounts) >= MAX_IDLE_TENANTS:
             oldest = next((name for name, account in self._accounts.items() if not account.in_flight.num_in_flight), "")
             self._accounts.pop(oldest, None)
 

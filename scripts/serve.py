@@ -8,6 +8,7 @@ succeeds. Logs go to standard error; standard output carries the one line ``read
 import asyncio
 import dataclasses
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -62,6 +63,13 @@ def with_ports(config: ServeConfig) -> ServeConfig:
     port = free_port(config.host, config.port, "--port")
     control_port = free_port(config.control_host, config.control_port, "--control-port")
     return dataclasses.replace(config, port=port, control_port=control_port)
+
+
+def with_key(config: ServeConfig) -> ServeConfig:
+    """The configuration with an API key of our own where only tenants have some: serve must ask whether it is ready."""
+    if config.tenant_keys is None or config.api_key:
+        return config
+    return dataclasses.replace(config, api_key=secrets.token_hex(32))
 
 
 def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
@@ -234,7 +242,7 @@ def _on_signals(supervisor: Supervisor, stopping: asyncio.Event) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ServeConfig, argv, command="serve", help=HELP)
     try:
-        config = with_ports(config)
+        config = with_ports(with_key(config))
     except ConfigError as error:
         say(f"serve: {error}")
         return 2

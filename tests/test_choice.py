@@ -183,6 +183,30 @@ def test_tickets_of_two_transports_do_not_collide(store: MemfdStore) -> None:
     assert (first != second, writer.done()) == (True, [second])
 
 
+def test_of_tickets_that_end_with_their_peer_nothing_is_kept_or_heard(store: MemfdStore) -> None:
+    (a, _), writer, _, reader = both(store, "a", "b")
+    for peer in ("peer-1", "peer-2"):
+        writer.attach(peer, connect(reader))
+        a.news = [Attached(peer, 1)]
+        writer.poll()
+    lost, kept = writer.write("peer-1", [(0, 0)]), writer.write("peer-2", [(0, 0)])
+    assert lost != kept
+    assert writer.detach("peer-1")
+    assert len(writer._tickets) == 1
+    a.finished = [1, 2]
+    assert writer.done() == [kept]
+    assert not writer._tickets
+
+
+def test_proof_about_an_offer_that_was_withdrawn_is_not_kept(store: MemfdStore) -> None:
+    _, _, (a, _), reader = both(store, "a", "b")
+    connect(reader)
+    a.news = [Fenced(PREFILL, 1, "left before it had the pool")]
+    assert reader.poll(0.0) == []
+    reader.withdraw(PREFILL)
+    assert not reader._unasked
+
+
 def test_a_peer_is_attached_to_anew_only_when_nothing_of_before_is_under_way(store: MemfdStore) -> None:
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))

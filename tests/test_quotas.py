@@ -117,3 +117,11 @@ def test_what_is_no_quota_is_refused(text):
         parse_quotas([text])
     with pytest.raises(ConfigError, match="gives requests of a twice"):
         parse_quotas(["a:requests=1", "requests=2"])
+
+
+def test_a_newcomer_is_never_forgotten_to_make_room_for_itself(monkeypatch):
+    monkeypatch.setattr("gateway.quotas.MAX_IDLE_TENANTS", 2)
+    quotas = Quotas({"*": Quota(requests=1)})
+    for name in ("a", "b", "c"):  # and nobody's request ends
+        quotas.admit(name, 1, 0, 0.0)
+    assert list(quotas._accounts) == ["a", "b", "c"]

@@ -13,9 +13,11 @@ from service import ROOT, Service, prompt_of, running
 from common.config import NodeConfig
 from common.errors import ConfigError
 from common.messages import Abort, Geometry
+from common.new_token_ratio import constants_from
 from common.node import frames
 from common.node.capacity import Capacity
-from common.node.recorder import RecordedTransport, Recorder, config_from, plain_config
+from common.node.recorder import ENVIRON, RecordedTransport, Recorder, config_from, plain_config
+from common.sharing import sharing_limits_from
 from common.step import PageDelta, Row, StepPlan
 from scripts.sim.main import main
 
@@ -40,6 +42,24 @@ def written(path: Path, *parts: frames.Frame) -> str:
         for part in parts:
             frames.write_frame(file, part)
     return str(path)
+
+
+def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
+    class Environ(dict[str, str]):
+        """Notes what is looked up."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: set[str] = set()
+
+        def get(self, name: str, default: object = None) -> object:  # type: ignore[override]
+            self.asked.add(name)
+            return default
+
+    environ = Environ()
+    constants_from(environ)
+    sharing_limits_from(environ)
+    assert environ.asked == set(ENVIRON)
 
 
 def test_frames_come_back_as_they_went(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from common.config import ServeConfig
 from scripts.cores import Share
-from scripts.serve import children, free_port
+from scripts.serve import children, free_port, with_key
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -210,3 +210,13 @@ def test_without_prefill_nodes_the_gateway_is_told_that_decode_nodes_compute_pro
     found = children(config, [Share(1), Share(1)])
     assert [child.name for child in found] == ["gateway", "decode-0", "decode-1"]
     assert found[0].argv[1:] == ["-m", "gateway", "--also-serve=b=/x", "--local-prefill=always"]
+
+
+def test_serve_has_a_key_of_its_own_where_only_tenants_have_some() -> None:
+    config = with_key(ServeConfig(tenant_keys="/etc/keys"))
+    assert config.api_key is not None and len(config.api_key) == 64
+    (gateway, *_) = children(config, [Share(1), Share(1)])
+    assert gateway.env["BATON_API_KEY"] == config.api_key
+    assert config.api_key not in " ".join(gateway.argv)
+    assert with_key(ServeConfig(tenant_keys="/etc/keys", api_key="mine")).api_key == "mine"
+    assert with_key(ServeConfig()).api_key is None

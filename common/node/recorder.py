@@ -188,11 +188,13 @@ def read_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in ENVIRON}
 
 
-#: See ``common.new_token_ratio.constants_from``.
+#: See ``constants_from`` and ``sharing_limits_from``.
 ENVIRON = (
     "BATON_INIT_NEW_TOKEN_RATIO",
     "BATON_MIN_NEW_TOKEN_RATIO_FACTOR",
     "BATON_NEW_TOKEN_RATIO_DECAY_STEPS",
     "BATON_RETRACT_DECODE_STEPS",
     "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
+    "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )

@@ -131,7 +131,7 @@ class ChoosingWriter:
         self._transports = list(transports)
         self._attempts: dict[str, _Attempt] = {}
         self._draining: dict[str, None] = {}  # peers with writes under way that were detached from
-        self._tickets: dict[tuple[str, int], int] = {}  # a transport's own -> ours
+        self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # a transport's own -> ours, and whose it is
         self._num_tickets = 0
 
     def attach(self, peer: str, connect: Connect) -> None:
@@ -210,17 +210,20 @@ class ChoosingWriter:
         attempt = self._attempts[peer]
         assert attempt.is_attached and attempt.current is not None
         self._num_tickets += 1
-        self._tickets[attempt.current.name, attempt.current.write(peer, pages, piece)] = self._num_tickets
+        ticket = attempt.current.write(peer, pages, piece)
+        self._tickets[attempt.current.name, ticket] = (self._num_tickets, peer)
         return self._num_tickets
 
     def done(self) -> list[int]:
         over = [(t.name, ticket) for t in self._transports for ticket in t.done()]
-        return [self._tickets.pop(ticket) for ticket in over]
+        return [self._tickets.pop(ticket)[0] for ticket in over if ticket in self._tickets]
 
     def detach(self, peer: str) -> bool:
         self._attempts.pop(peer, None)
         is_fenced = self._detach(peer)
-        if not is_fenced:
+        if is_fenced:  # nobody hears of its tickets any more
+            self._tickets = {ticket: known for ticket, known in self._tickets.items() if known[1] != peer}
+        else:
             self._draining[peer] = None
         return is_fenced
 
@@ -258,11 +261,11 @@ class ChoosingReader:
     def offer(self, peer: str, epoch: int) -> str:
         self.withdraw(peer)
         self._offered[peer] = epoch
-        self._unasked = {key: value for key, value in self._unasked.items() if key[0] != peer}
         return json.dumps({transport.name: transport.offer(peer, epoch) for transport in self._transports})
 
     def withdraw(self, peer: str) -> None:
         self._offered.pop(peer, None)
+        self._unasked = {key: value for key, value in self._unasked.items() if key[0] != peer}
         for transport in self._transports:
             transport.withdraw(peer)
 
