@@ -145,6 +145,8 @@ def test_mangled_frames_form_no_group_and_the_next_forms(
 
     @settings(max_examples=25, deadline=None)
     @example(changes=[("repeat", 0, 0), ("lose", 0, 0)])  # nothing
+    @example(changes=[("flip", 0, HEADER.size)])  # a mac, of the address and of the end
+    @example(changes=[("flip", 1, HEADER.size)])
     @given(changes=changes)
     def run(changes: list[Change]) -> None:
         epoch = next(epochs)

@@ -57,12 +57,15 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     assert cluster.books("d0")["aside"] == SOME
     cluster.balanced("d0")
     assert cluster.ask("d0", "counters")["nixl_invalidations"] == 1
-    cluster.serve("b", "p1", "d0", NUM_PAGES)
+    cluster.serve("b", "p1", "d0", NUM_PAGES - 1)
+    cluster.reach("granted", "e", "p1", "d0", 1)  # keeps the decode node at its data connections
     cluster.ends["p0"].signal(ending)
     if ending == signal.SIGCONT:
         cluster.ask("p0", "books")
     time.sleep(0.5)
     cluster.ask("d0", "give_back", rid="b")  # which looks at every byte
+    cluster.go_on("e", "p1", "d0")
+    cluster.ask("d0", "give_back", rid="e")
     if ending == signal.SIGCONT:
         cluster.part("p0", "d0")
         assert cluster.ask("p0", "counters")["stuck_writes"] == 1

@@ -69,6 +69,10 @@ class Cluster:
     def serve(self, rid: str, prefill: str, decode: str, num_pages: int) -> None:
         """A request from its beginning to its end, where decode looks at every byte."""
         self.begin(rid, prefill, decode, num_pages)
+        self.go_on(rid, prefill, decode)
+
+    def go_on(self, rid: str, prefill: str, decode: str) -> None:
+        """To the end of a request that has begun."""
 
         def is_over() -> bool:
             self.ferry(prefill, decode)
