@@ -197,6 +197,16 @@ class RadixCache:
         self.lock(node)
         return leaf.pending
 
+    def extend_pending(self, pending: Pending, tokens: Sequence[int] | TokenKey, pages: Sequence[int]) -> None:
+        """Announce more pages (``Owner.GRANT``) of the same transfer: ``tokens`` are those pending, the whole prefix
+        before them included, and behind them those of the new pages."""
+        assert not pending.is_over, "this transfer was made ready or dropped before"
+        node, key = pending.node, pack(tokens)
+        num_before = sum(len(part.key) for part in node.path())
+        assert not node.children and len(key) - num_before == len(pages) * self._page_bytes, "other tokens than pages"
+        node.key += key[num_before:]
+        node.pages += pages
+
     def make_ready(self, pending: Pending) -> Node:
         """The transfer is complete: its pages pass to the tree, just used. Returns the deepest node, not locked."""
         nodes = self._end(pending)

@@ -278,6 +278,43 @@ def test_nothing_is_announced_upon_what_is_pending_or_missing() -> None:
         pending_over(cache, books, C + D, 1)
 
 
+def test_pending_pages_may_become_more_and_are_found_as_one_prefix() -> None:
+    cache, books = cache_of(8)
+    first = fill(cache, books, A)
+    pending = pending_over(cache, books, A + B, 1)
+    cache.match(A + B + D)
+    cache.extend_pending(pending, A + B + C + D, take(books, 2, Owner.GRANT))
+    cache.check()
+    match = cache.match(A + B + C + D)
+    assert (match.pages, match.pending) == (first, pending.node)
+    assert pending.pages == [1, 2, 3]
+    watch = cache.watch(A + B + C + D)
+    cache.make_ready(pending)
+    assert watch.num_tokens == 16
+    assert cache.match(A + B + C + D).pages == [0, 1, 2, 3]
+    cache.check()
+
+
+def test_more_pending_pages_go_on_below_a_cut_and_are_dropped_with_the_rest() -> None:
+    cache, books = cache_of(8)
+    pending = pending_over(cache, books, A + B, 2)
+    cache.match(A + D)  # cuts it
+    cache.extend_pending(pending, A + B + C, take(books, 1, Owner.GRANT))
+    assert [node.pages for node in pending.nodes] == [[0], [1, 2]]
+    cache.check()
+    assert cache.drop_pending(pending) == [0, 1, 2]
+    assert not cache._roots
+    with pytest.raises(AssertionError, match="before"):
+        cache.extend_pending(pending, A + B + C + D, [3])
+
+
+def test_more_pages_than_tokens_are_not_announced() -> None:
+    cache, books = cache_of(8)
+    pending = pending_over(cache, books, A, 1)
+    with pytest.raises(AssertionError, match="other tokens than pages"):
+        cache.extend_pending(pending, A + B, take(books, 2, Owner.GRANT))
+
+
 def test_a_watch_follows_what_is_inserted_evicted_and_cut() -> None:
     cache, books = cache_of(8)
     watch = cache.watch([*A, *B, *C, 9])
@@ -330,7 +367,8 @@ def test_with_the_cache_off_a_watch_sees_nothing() -> None:
 
 
 PAGE = 2
-PREFIXES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=7)
+PAGES = st.tuples(st.integers(0, 1), st.integers(0, 1))
+PREFIXES = st.lists(PAGES, min_size=1, max_size=7)
 SALTS = st.sampled_from(["", "salt"])
 Key = tuple[str, tuple[tuple[int, int], ...]]
 
@@ -449,6 +487,18 @@ class RadixMachine(RuleBasedStateMachine):
             self.find(keys)
             handle = self.cache.insert_pending(self.tokens(keys[-1]), pages, salt)
             self.pending.append((handle, keys[count:], pages))
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), more=st.lists(PAGES, min_size=1, max_size=2))
+    def announce_more(self, data: st.DataObject, more: list[tuple[int, int]]) -> None:
+        at = data.draw(st.integers(0, len(self.pending) - 1))
+        handle, keys, pages = self.pending[at]
+        found = self.books.alloc(len(more), Owner.GRANT)
+        if found is not None:
+            salt, prefix = keys[-1]
+            longer = self.keys(salt, [*prefix, *more])
+            self.cache.extend_pending(handle, self.tokens(longer[-1]), found)
+            self.pending[at] = (handle, [*keys, *longer[len(prefix) :]], [*pages, *found])
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), is_locked=st.booleans())
