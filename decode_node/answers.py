@@ -77,8 +77,9 @@ class Answers:
 
     def _timings(self, request: Request, now: float) -> dict[str, float]:
         """Of the way to the second token, stage after stage, by this node's clock. ``transfer_s`` is what the pages
-        took once the prefill node had computed all of them and said so."""
+        took once the prefill node had computed all of them and said so, and there was room for all of them here."""
         handed_at, received_at = self._received_at.pop(request.key)
+        handed_at = max(handed_at, request.admitted_at)
         return {
             "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
             "prompt_wait_s": handed_at - request.admitted_at,

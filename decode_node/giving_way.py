@@ -44,10 +44,11 @@ class GivingWay:
             True if somebody was retracted: call ``line.admit`` then.
         """
         places = self._places
-        if not self._order.rules.is_enabled or not (places.waiting or places.retracted):
+        partial = [] if self._line.partial is None else [self._line.partial]
+        if not self._order.rules.is_enabled or not (places.waiting or places.retracted or partial):
             return False
-        holders = [request for request in places.holders() if request.key not in places.receiving]
-        without_pages = [*places.retracted.values(), *places.waiting.values()]
+        holders = places.yielding()
+        without_pages = [*places.retracted.values(), *places.waiting.values(), *partial]
         if not self._order.may_beat(without_pages, holders):
             return False
         first = self._line.sort(now)[0]
@@ -65,6 +66,8 @@ class GivingWay:
 
     def _waits_for_another(self, request: Request) -> bool:
         """Pages are not what it lacks now."""
+        if request is self._line.partial:
+            return False
         if self._line.is_computed_here(request):
             is_new = self._places.states[request.key] is State.WAITING
             return is_new and self._line.sharing().waits_for(request, self._cache) is not None
@@ -101,9 +104,11 @@ class GivingWay:
         self._line.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
 
     def victim(self) -> Request | None:
-        """Least work lost (fewest output tokens, then longest input), or least urgent. Not the last that could run."""
+        """Least work lost (fewest output tokens, then longest input), or least urgent. Not the last that could run, but
+        if a transfer waits for pages with part of them: then that one can go on."""
         places, order = self._places, self._order
-        if len(places.running) + len(places.ready) + len(places.paused) < 2:
+        num_able = len(places.running) + len(places.ready) + len(places.paused)
+        if num_able < 2 and self._line.partial is None:
             return None
         return min(
             [*places.running.values(), *places.paused.values()],

@@ -2,6 +2,13 @@
 
 Retracted requests stand at its front, then the rest by policy, and with priorities on the more urgent before everybody.
 Nobody takes pages that somebody before it in the line is short of, but for the few that skip-ahead lets pass.
+
+The first that is short of pages begins with part of them, so that they fill while it waits for the others: what is left
+when everybody has been tried and running requests have room for all they may still say (or will, as far as that is
+predicted), so that nobody has to give way for what lies idle. From then on it stands before its equals until it has
+all, and gets whatever else is left over, but what those before it in the line still wait for. Only when nothing is left
+on this node that could end does it get its pages before everybody: they are there then (see ``admission``), and nothing
+else would move. Those who can get theirs only after it lend it their urgency.
 """
 
 import math
@@ -16,7 +23,7 @@ from common.order import Order
 from common.request import LOWEST_PRIORITY, Request
 from common.sharing import Sharing, SharingLimits
 from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
-from decode_node.admission import Admission, Refusal, Reservation
+from decode_node.admission import Admission, Others, Refusal, Reservation
 from decode_node.lifecycle import Event, State
 from decode_node.places import Key, Places
 
@@ -58,10 +65,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Pages were reserved for a request's prompt; the transfer can begin."""
+    """Pages were reserved for a request's prompt; the transfer can begin, or go on.
+
+    Attributes:
+        pages: those of ``reservation`` that are new.
+        is_begin: they are the first.
+    """
 
     request: Request
     reservation: Reservation
+    pages: tuple[int, ...]
+    is_begin: bool = True
 
 
 class Line:
@@ -87,8 +101,8 @@ class Line:
     ) -> None:
         self.admission = admission
         self.decisions = Decisions()
-        self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0)
-        self.short: dict[Key, None] = {}
+        self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0, partial_grants=0)
+        self.short: dict[Key, Request] = {}
         self.raised: list[tuple[Key, int]] = []
         self._places = places
         self._order = order
@@ -98,9 +112,16 @@ class Line:
         self._last_try: tuple[int, ...] = ()
 
     def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
-        """Who is next: ``begun``, then retracted requests, then the rest by policy; the more urgent before all."""
+        """Who is next: ``begun``, retracted requests, the one with part of its pages, then the rest by policy; the more
+        urgent before all."""
         retracted = sorted(self._places.retracted.values(), key=lambda request: request.arrived_at)
-        return self._order.merge([*begun, *retracted], list(self._places.waiting.values()), now)
+        partial = [] if self.partial is None else [self.partial]
+        return self._order.merge([*begun, *retracted, *partial], list(self._places.waiting.values()), now)
+
+    @property
+    def partial(self) -> Request | None:
+        """The one that has part of its pages and waits for the others."""
+        return self.admission.partial
 
     def is_computed_here(self, request: Request) -> bool:
         """Rather than received from a prefill node."""
@@ -127,7 +148,8 @@ class Line:
         Called after every event; while nothing has changed since the last time, it does nothing.
         """
         places = self._places
-        if not places.waiting and all(self.is_computed_here(request) for request in places.retracted.values()):
+        is_idle = not places.waiting and self.partial is None
+        if is_idle and all(self.is_computed_here(request) for request in places.retracted.values()):
             return []
         num_outputs = sum(len(request.output) for request in places.running.values())
         state = (self.admission.num_available, places.num_moves, num_outputs)
@@ -140,6 +162,7 @@ class Line:
     def is_full_for(self, request: Request) -> bool:
         """As many transfers no less urgent than this are under way, or waiting for a row, as there are rows."""
         ahead = [*self._places.receiving.values(), *self._places.ready.values()]
+        ahead = [other for other in ahead if other is not self.partial]  # it will be long until it wants a row
         if len(ahead) < self._limits.max_running or not self._order.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
         standing = self._order.standing(request)
@@ -150,35 +173,134 @@ class Line:
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         lent: dict[Key, int] = {}
         ahead: list[Request] = []  # to be computed here, and before whom no later one may take the pages
+        prior: list[Request] = []  # whom the one with part of its pages leaves room
+        partial = self.partial
         self.short.clear()
         for request in self.sort(now):
+            if request is partial:
+                partial = None
+                if more := self._complete(request, prior, now):
+                    self.totals["skipped_ahead"] += skip_ahead.admit(request)
+                    granted.append(more)
+                else:
+                    skip_ahead.refuse(request)
+                continue
             if skip_ahead.is_closed or self.is_full_for(request):
                 break
             if self.is_computed_here(request):
                 ahead.append(request)
+                prior.append(request)
                 continue
-            reservation = self.admission.reserve(request, spare_tokens=self._spare_tokens(request, ahead))
+            reservation = self.admission.reserve(
+                request, spare_tokens=self._spare_tokens(request, ahead), others=self._others(request)
+            )
             if reservation is Refusal.PREFIX_PENDING:
                 self._lend(request, lent)  # others need not wait for it
             elif reservation is Refusal.SHORT_OF_PAGES:
-                self.short[request.key] = None
+                self.short[request.key] = request
                 skip_ahead.refuse(request)
+                if partial is not None:
+                    prior.append(request)
             else:
                 assert isinstance(reservation, Reservation)
                 self.totals["skipped_ahead"] += skip_ahead.admit(request)
-                self._grant(request, reservation, now)
-                granted.append(Granted(request, reservation))
+                granted.append(self._grant(request, reservation, now))
+        granted += self._share_out(prior, now)
+        self._lend_to_partial([*ahead, *self.short.values()], lent)
         self._raise_priorities(lent)
         return granted
 
-    def _grant(self, request: Request, reservation: Reservation, now: float) -> None:
+    def _grant(self, request: Request, reservation: Reservation, now: float) -> Granted:
         if request.output:
             self.totals["resumed_remotely"] += 1
         else:
             request.admitted_at = now
             self._order.admitted(request, num_input=len(request.prompt) - request.num_cached)
         self._places.move(request, Event.GRANT)
-        self.decisions.note(now, request.rid, "grant", "{} of {} pages", len(reservation.pages), reservation.num_pages)
+        if reservation.num_lacking:
+            self.totals["partial_grants"] += 1
+            reason = "{} of {} pages, and {} more when there is room"
+        else:
+            reason = "{} of {} pages"
+        num_pages = (len(reservation.pages), reservation.num_pages, reservation.num_lacking)
+        self.decisions.note(now, request.rid, "grant", reason, *num_pages)
+        return Granted(request, reservation, tuple(reservation.pages))
+
+    # ---- the one that has part of its pages ------------------------------------------------------------------------
+
+    def _complete(self, request: Request, prior: Sequence[Request], now: float) -> Granted | None:
+        """The rest of its pages, if there is room for what everybody is expected to need beside them."""
+        is_last = not self._places.yielding()  # nobody's end will bring it pages, and those that it lacks are here
+        spare_tokens = 0 if is_last else self._expected(self._places.holders()) + self._room_for(prior)
+        pages = self.admission.complete(request, spare_tokens=spare_tokens)
+        if not pages:
+            return None
+        if not request.output:
+            request.admitted_at = now
+        reservation = self.admission.reservations[request.key]
+        self.decisions.note(now, request.rid, "grant", "the last {} of {} pages", len(pages), reservation.num_pages)
+        return Granted(request, reservation, tuple(pages), is_begin=False)
+
+    def _share_out(self, prior: Sequence[Request], now: float) -> list[Granted]:
+        """What is left over goes to the one that has part of its pages, or to the first that is short, as its first.
+
+        Args:
+            prior: those before it in the line, and those computed here that may pass it.
+        """
+        if self.partial is not None:
+            more = self._complete(self.partial, prior, now) or self._extend(self.partial, prior)
+            return [more] if more else []
+        request = next(iter(self.short.values()), None)
+        if request is None or self.is_full_for(request):
+            return []
+        prior = [other for other in prior if other is not request]
+        num_kept = self._num_kept(self._places.holders(), prior)
+        begun = self.admission.reserve_part(request, num_kept=num_kept, others=self._others(request))
+        return [] if begun is None else [self._grant(request, begun, now)]
+
+    def _extend(self, request: Request, prior: Sequence[Request]) -> Granted | None:
+        holders = [holder for holder in self._places.holders() if holder is not request]
+        pages = self.admission.extend(request, num_kept=self._num_kept(holders, prior))
+        reservation = self.admission.reservations[request.key]
+        return Granted(request, reservation, tuple(pages), is_begin=False) if pages else None
+
+    def _others(self, request: Request) -> Others:
+        """Who holds pages beside this one, as admission needs to know it."""
+        receiving = self._places.receiving
+        grown = [*receiving.values(), request] if receiving else []
+        return Others(self._places.yielding(), sum(map(self._num_to_grow, grown)))
+
+    def _must_wait(self, request: Request) -> bool:
+        """It can get its pages only after the one with part of its own has all, whoever else gave way."""
+        return self.admission.must_wait(request, self._others(request))
+
+    def _room_for(self, prior: Sequence[Request]) -> int:
+        """Tokens that others need who can have them before the one with part of its pages has its own."""
+        return sum(self._need_here(request) for request in prior if not self._must_wait(request))
+
+    def _num_kept(self, holders: Sequence[Request], prior: Sequence[Request]) -> int:
+        """Pages that are not left over: those that these may still grow by, and room for the others."""
+        return sum(map(self._num_to_grow, holders)) + -(-self._room_for(prior) // self.admission.page_size)
+
+    def _num_to_grow(self, request: Request) -> int:
+        """Pages that it may need beyond those that it has or lacks now; that it will, where its output is predicted."""
+        num_left = math.ceil(expected_left(request, 1.0, self._limits.clip_tokens))
+        num_had = max(len(request.pages), self.admission.num_pages(request))
+        # The last token of an output never gets KV.
+        return max(0, -(-(request.num_tokens + num_left - 1) // self.admission.page_size) - num_had)
+
+    def _lend_to_partial(self, waiting: Sequence[Request], lent: dict[Key, int]) -> None:
+        """It is as urgent as those who can get their pages only after it."""
+        partial = self.partial
+        if partial is None or not self._order.rules.is_enabled:
+            return
+        for request in waiting:
+            priority = self._order.priority(request)
+            is_more = priority > max(partial.priority, lent.get(partial.key, LOWEST_PRIORITY))
+            if is_more and self._must_wait(request):
+                lent[partial.key] = priority
+
+    # ---- urgency, and room -----------------------------------------------------------------------------------------
 
     def _lend(self, request: Request, lent: dict[Key, int]) -> None:
         """The transfer that brings the prefix this one waits for is as urgent as this one."""
@@ -220,7 +342,9 @@ class Line:
         Args:
             without: asked as if these held none.
         """
-        gone = {other.key for other in without}
+        if request is not self.partial and self._must_wait(request):
+            return True
+        gone = {request.key, *(other.key for other in without)}
         others = [other for other in self._places.holders() if other.key not in gone]
         if not others:
             num_tokens = request.num_tokens + 1

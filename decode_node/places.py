@@ -102,9 +102,11 @@ class Places:
 
     def holders(self) -> list[Request]:
         """Those that hold pages now."""
-        queues: Iterable[dict[Key, Request]] = (
-            self.running, self.paused, self.ready, self.receiving, self.extending
-        )  # fmt: skip
+        return [*self.yielding(), *self.receiving.values()]
+
+    def yielding(self) -> list[Request]:
+        """Those that hold pages which could be taken from them: all but transfers under way."""
+        queues: Iterable[dict[Key, Request]] = (self.running, self.paused, self.ready, self.extending)
         return [request for queue in queues for request in queue.values()]
 
     def check(self) -> None:

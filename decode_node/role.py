@@ -36,10 +36,9 @@ from common.pages import Owner, PageBooks
 from common.radix import RadixCache
 from common.request import Request
 from common.step import StepPlan, StepResult
-from decode_node.admission import Reservation
 from decode_node.answers import Answers
 from decode_node.places import Key
-from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler import DecodeScheduler, Granted
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receiver import Receiver
 
@@ -149,6 +148,8 @@ class DecodeRole:
             for chunk in self._scheduler.chunks(plan):
                 name = "resumed_tokens_computed" if chunk.request.output else "prompt_tokens_computed"
                 self._totals[name] += chunk.num_tokens
+        else:
+            self._settle(now)  # the last that ran may have lost its pages to a transfer that lacks some
         return plan
 
     def commit(self, result: StepResult, now: float) -> None:
@@ -208,22 +209,26 @@ class DecodeRole:
         """Act on the receiver's news, then let waiting requests have the pages that came free."""
         self._take(now)
         for granted in self._scheduler.line.admit(now):
-            self._begin_transfer(granted.request, granted.reservation, now)
+            if granted.is_begin:
+                self._begin_transfer(granted, now)
+            else:
+                self._receiver.extend(self._transfer_of(granted.request.key), granted.pages)
         for key, priority in self._scheduler.line.raised:
             self.outbox.peers.append((self._source[key], Reprioritize(*self._transfer_of(key), priority)))
         self._scheduler.line.raised.clear()
         self._take(now)
 
-    def _begin_transfer(self, request: Request, reservation: Reservation, now: float) -> None:
+    def _begin_transfer(self, granted: Granted, now: float) -> None:
+        request, first = granted.request, granted.reservation.first
         source = self._source[request.key]
-        self._totals["pages_cached"] += reservation.first
+        self._totals["pages_cached"] += first
         if request.output:
             self._ask_again(request, source, now)
         self._receiver.begin(
             self._transfer_of(request.key),
             source,
-            first=reservation.first,
-            pages=reservation.pages,
+            first=first,
+            pages=granted.pages,
             num_tokens=request.num_decodable,
         )
 

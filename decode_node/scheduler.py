@@ -255,6 +255,8 @@ class DecodeScheduler:
                 num_begun -= 1
                 if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                     break
+            elif state is State.RECEIVING:
+                skip_ahead.refuse(request)  # it has part of its pages
             elif skip_ahead.is_closed or not self.giving_way.can_have_row(request):
                 if not num_begun:
                     break
@@ -358,3 +360,4 @@ class DecodeScheduler:
         """Every request is in exactly the place its state says, and what is reserved is being received."""
         self.places.check()
         assert self.line.admission.reservations.keys() == self.places.receiving.keys()
+        self.line.admission.check(self.places.yielding())

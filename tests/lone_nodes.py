@@ -120,7 +120,9 @@ class DecodeNode:
         return request
 
     def grant(self) -> list[str]:
-        rids = [granted.request.rid for granted in self.scheduler.line.admit(self.now)]
+        """Who has all of its pages now."""
+        granted = self.scheduler.line.admit(self.now)
+        rids = [each.request.rid for each in granted if not each.reservation.num_lacking]
         self.granted += rids
         return rids
 
@@ -149,7 +151,8 @@ class DecodeNode:
         """To the end, with transfers that take no time."""
         for _ in range(1_000):
             self.grant()
-            self.receive(*[key[0] for key in self.places.receiving])
+            partial = self.scheduler.line.partial
+            self.receive(*[rid for (rid, _), request in self.places.receiving.items() if request is not partial])
             if not self.step() and not self.places.requests:
                 return self.done
         raise AssertionError(f"never ends: {self.places.states}")

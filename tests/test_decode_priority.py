@@ -205,7 +205,7 @@ def test_a_prompt_computed_here_does_not_pass_one_that_is_short_of_pages_for_eve
         node.submit(f"local{number}", 3, new=1, is_local=True)
     node.grant()
     node.step()
-    assert {key[0] for key in node.places.waiting} == {"large", "local1", "local2"}
+    assert {key[0] for key in node.places.waiting} == {"local1", "local2"}
     assert node.run()[-3:] == ["large", "local1", "local2"]
 
 
