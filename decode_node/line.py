@@ -254,8 +254,11 @@ class Line:
         if request is None or self.is_full_for(request):
             return []
         prior = [other for other in prior if other is not request]
+        others = self._others(request)
+        room = -(-self._room_for(prior) // self.admission.page_size)  # or they would have to wait for it
+        others = Others(others.yielding, others.num_grown + room)
         num_kept = self._num_kept(self._places.holders(), prior)
-        begun = self.admission.reserve_part(request, num_kept=num_kept, others=self._others(request))
+        begun = self.admission.reserve_part(request, num_kept=num_kept, others=others)
         return [] if begun is None else [self._grant(request, begun, now)]
 
     def _extend(self, request: Request, prior: Sequence[Request]) -> Granted | None:

@@ -172,6 +172,16 @@ def test_smaller_ones_pass_it_with_pages_that_come_free_but_only_so_many() -> No
     assert node.scheduler.line.totals["skipped_ahead"] == 2
 
 
+@pytest.mark.parametrize(("length", "may_begin"), [(36, True), (40, False)])
+def test_it_does_not_begin_if_one_before_it_would_have_to_wait_until_it_ends(length: int, may_begin: bool) -> None:
+    """Of sixteen pages eleven are free and five can be taken. The one before it, computed here, needs seven."""
+    node = node_with_holder(16, new=40, predicted=4)
+    node.submit("local", 20, new=4, is_local=True)
+    large = node.submit("large", length)
+    node.grant()
+    assert (share(node, large) if large.pages else None) == ((4, 5) if may_begin else None)
+
+
 @pytest.mark.parametrize(("length", "is_let_in"), [(4, True), (9, True), (10, False)])
 def test_a_more_urgent_one_comes_first_if_both_can_have_their_pages(length: int, is_let_in: bool) -> None:
     """Three pages are free, since the holder was going to need them, and five could be taken from it. The large one
