@@ -226,7 +226,7 @@ class RoughCluster(LocalCluster):
             and all(member.plan is None for member in self.members)
             and not self.wire.num_in_flight
             and not self._unnoticed
-            and all(until <= self.wire.num_ticks for until in self._stands_still.values())
+            and all(until <= self.wire.num_ticks - 3 for until in self._stands_still.values())
         )
 
     def finish(self, *, may_wait: bool, max_rounds: int = 1_500) -> None:

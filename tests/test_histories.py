@@ -211,6 +211,8 @@ class History:
             if answer.error.code is ErrorCode.DEADLINE_EXCEEDED:  # the clock leaps while leases run out
                 assert rid in self.in_haste, rid
                 continue
+            if len(prompt) > self.num_tokens[0] and answer.error.code is ErrorCode.TRANSFER_FAILED:
+                continue  # the prefill node says both that it is too long and that the grant is
             assert answer.error.code in self.may_fail, (rid, answer.error)
             longest = len(prompt) + max_new
             if answer.error.code is ErrorCode.OUT_OF_PAGES:
