@@ -81,10 +81,10 @@ class Registered(Message, frozen=True, tag="registered"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """gateway -> node, or prefill -> decode: you cannot join, and why. Final for this start, or epoch."""
+    """gateway -> node, or prefill -> decode: you cannot join, or stay, and why. Final for this start, or epoch."""
 
     reason: Text
-    epoch: Count = 0  # prefill -> decode: of the Connect that is refused
+    epoch: Count = 0  # prefill -> decode: of the Connect that is refused, or that held until now
 
 
 class Unknown(Message, frozen=True, tag="unknown"):

@@ -24,13 +24,14 @@ RESUME_LEASE_S = 60.0
 class Link:
     """Attributes:
     name: of the prefill node, for people.
-    is_connected: it has attached, and pages can be granted under ``epoch``.
+    is_connected: it has attached under ``epoch``.
     parts: in which each of our pages comes.
     transport, why: by which, and why by that one.
     refusal: why it will never be connected.
     num_tries: to connect anew since the last page came.
     retry_at: when to try next.
-    until: how long the answer to a try may take.
+    until: how long the answer to a try may take, or the proof that nothing is written any more.
+    broken: the prefill node's word for why it has let go; it cannot vouch for the writes that were under way.
     """
 
     epoch: int
@@ -43,11 +44,17 @@ class Link:
     num_tries: int = 0
     retry_at: float | None = None
     until: float | None = None
+    broken: str = ""
 
     @property
     def is_awaited(self) -> bool:
         """Is an answer to the offer of this epoch awaited? Not of one that broke before its answer came."""
         return not self.is_connected and self.retry_at is None
+
+    @property
+    def is_open(self) -> bool:
+        """Can pages be granted?"""
+        return self.is_connected and not self.broken
 
     @property
     def is_resuming(self) -> bool:
@@ -56,12 +63,16 @@ class Link:
 
     def broke(self, now: float) -> bool:
         """Nothing comes by it any more. False: it has been tried again often enough."""
-        self.is_connected, self.until = False, None
+        self.is_connected, self.until, self.broken = False, None, ""
         if self.num_tries >= MAX_TRIES:
             return False
         self.retry_at = now + BACKOFF_S * 2**self.num_tries
         self.num_tries += 1
         return True
+
+    def let_go(self, why: str, now: float) -> None:
+        """The prefill node uses it no more, but for writes that cannot be called back."""
+        self.until, self.broken = now + ANSWER_S, why
 
     def try_again(self, epoch: int, now: float) -> None:
         """The pool is offered anew under this epoch."""
@@ -119,7 +130,7 @@ class Links:
         return offers
 
     def unanswered(self, now: float) -> list[tuple[str, Link]]:
-        """Those that have been offered the pool again and have not answered in time."""
+        """Those that have not answered in time, to another offer or with a proof."""
         return [(peer, link) for peer, link in self.by_peer.items() if link.until is not None and link.until <= now]
 
     def drop(self, peer: str) -> None:

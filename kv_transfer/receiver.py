@@ -102,7 +102,7 @@ class Receiver:
         if link is not None and link.refusal:
             failure = TransferFailed(key, ErrorCode.TRANSFER_FAILED, link.refusal)
             self._incoming.give_up(session, ReceiveEvent.CLOSE, failure)
-        elif link is not None and link.is_connected:
+        elif link is not None and link.is_open:
             self._grant(session)
 
     def extend(self, key: Key, pages: Sequence[int]) -> None:
@@ -147,13 +147,15 @@ class Receiver:
                 self._on_broken(fenced.peer, link, fenced.reason, now)
             self._fence(fenced.peer, fenced.epoch, fenced.reason)
             if is_now and fenced.is_dead:
-                self.peer_lost(fenced.peer)
-                self._incoming.events.append(PairLost(fenced.peer, fenced.reason))
+                self._lose(fenced.peer, fenced.reason)
         offers = self._links.offer_again(now)
         self._totals["reconnects"] += len(offers)
         self._messages += offers
         for peer, link in self._links.unanswered(now):
-            self._on_broken(peer, link, "it did not answer", now)
+            if link.broken:
+                self._lose(peer, f"{link.broken}; some of its writes may still be under way")
+            else:
+                self._on_broken(peer, link, "it did not answer", now)
 
     def _on_broken(self, peer: str, link: Link, reason: str, now: float) -> None:
         """Nothing can be written under the link's epoch any more. Its transfers wait for another, if there is hope."""
@@ -171,6 +173,9 @@ class Receiver:
             if session.state is Receiving.RESERVED:
                 failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)
                 self._incoming.give_up(session, ReceiveEvent.LOSE, failure)
+        self._lose(peer, why)
+
+    def _lose(self, peer: str, why: str) -> None:
         self.peer_lost(peer)
         self._incoming.events.append(PairLost(peer, why))
 
@@ -213,11 +218,19 @@ class Receiver:
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
         link = self._links.awaited(peer, message.epoch)
         if link is None:
-            return False
+            return self._on_let_go(peer, message, now)
         if link.is_resuming:
             self._on_broken(peer, link, message.reason, now)
             return True
         self._refuse(peer, link, message.reason or "the prefill node refuses to work with this decode node")
+        return True
+
+    def _on_let_go(self, peer: str, message: Refused, now: float) -> bool:
+        """The transport will prove that nothing more is written; if it cannot do that soon, nobody waits for it."""
+        link = self._links.get(peer)
+        if link is None or link.epoch != message.epoch or not link.is_open:
+            return False
+        link.let_go(message.reason, now)
         return True
 
     def _refuse(self, peer: str, link: Link, why: str) -> None:
@@ -332,7 +345,7 @@ class Receiver:
 
     def is_connected(self, peer: str) -> bool:
         link = self._links.get(peer)
-        return link is not None and link.is_connected
+        return link is not None and link.is_open
 
     @property
     def num_quarantined(self) -> int:
@@ -364,7 +377,7 @@ class Receiver:
 
     def pairs(self) -> list[tuple[str, str, str]]:
         """Prefill nodes that pages can come from: (incarnation, transport, why by that one)."""
-        return [(peer, link.transport, link.why) for peer, link in self._links.by_peer.items() if link.is_connected]
+        return [(peer, link.transport, link.why) for peer, link in self._links.by_peer.items() if link.is_open]
 
     def peers(self) -> Sequence[str]:
         """Prefill nodes that this node has offered its pool to."""
@@ -384,4 +397,4 @@ class Receiver:
             if session.state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED):
                 assert link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair"
             if session.state is Receiving.RESERVED:
-                assert link is None or not (link.is_connected or link.refusal), "pages are reserved and never granted"
+                assert link is None or not (link.is_open or link.refusal), "pages are reserved and never granted"

@@ -15,17 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock, MonotonicClock
-from common.messages import (
-    Cancel,
-    Closed,
-    Connect,
-    Grant,
-    Handoff,
-    Message,
-    PairState,
-    Received,
-    Resend,
-)
+from common.messages import Cancel, Closed, Connect, Grant, Handoff, Message, PairState, Received, Refused, Resend
 from kv_transfer.lifecycle import SendEvent, Sending
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.pairs import Pairs
@@ -107,17 +97,19 @@ class Sender:
         for peer, why in broken:
             self._totals["broken_pairs"] += 1
             log.warning("%s", why)
-            self._sever(peer, why, is_all=False, is_resumed=True)
+            pair = self._pairs.by_peer.get(peer)
+            if not self._sever(peer, why, is_all=False, is_resumed=True) and pair is not None:
+                self._messages.append((peer, Refused(why, pair.epoch)))  # it may hear of the break from nobody else
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone, or as good as: its transfers end, and its pool is out of reach from here on."""
         self._sever(peer, "the decode node was lost", is_all=True)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
 
-    def _sever(self, peer: str, why: str, *, is_all: bool, is_resumed: bool = False) -> None:
+    def _sever(self, peer: str, why: str, *, is_all: bool, is_resumed: bool = False) -> bool:
         """Let go of a peer's pool. Transfers to it end without a word, but for those with writes that cannot be called
         back, which end after them; if not ``is_all``, ungranted ones go on. If ``is_resumed``, granted ones wait until
-        they are granted anew."""
+        they are granted anew. Returns whether nothing is under way any more."""
         is_fenced = self._pairs.drop(peer)
         for session in [s for s in self._outgoing.to(peer) if is_all or s.is_granted]:
             end = self._outgoing.ends.get(session.key, End("failed", why))
@@ -132,6 +124,7 @@ class Sender:
                 session.sever()
                 self._forget(session, end, is_ok=False)
         self._outgoing.sever_early(peer, End("failed", why), self._now, is_resumed=is_resumed)
+        return is_fenced
 
     # ---- what the role says -------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class SendSession:
         if not self.is_suspended:
             self._is_short = self.state is not Sending.HANDED or not self.is_all_written
         self.is_suspended = True
-        for table in (self.targets, self._early, self._in_flight):
+        for table in (self.targets, self._early, self._in_flight, self._num_resends):
             table.clear()
         self._due.clear()
 
@@ -275,6 +275,7 @@ class ReceiveSession:
         """The writer cannot write any more; pages that have not wholly arrived are to be granted anew."""
         self.apply(ReceiveEvent.SUSPEND)
         self.epoch = 0
+        self._num_corrupt.clear()  # what was asked for again may not have been heard
         whole = {index for index, parts in self._arrived.items() if len(parts) == self._num_parts(index)}
         self._arrived = {index: parts for index, parts in self._arrived.items() if index in whole}
 

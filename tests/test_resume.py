@@ -1,10 +1,10 @@
 """A data connection that breaks while the control connection holds: mended a few times, and what it costs."""
 
 import pytest
-from kv_fakes import DECODE, PREFILL, Couple, content
+from kv_fakes import DECODE, PREFILL, Couple, content, owner_of
 
 from common.errors import ErrorCode
-from common.messages import Connect, Grant, Handoff, Received, Refused
+from common.messages import Connect, Grant, Handoff, Received, Refused, Resend
 from common.pages import Owner
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.links import ANSWER_S, BACKOFF_S, MAX_TRIES, RESUME_LEASE_S, Link
@@ -352,3 +352,81 @@ def test_writes_that_cannot_be_called_back_end_their_transfer_and_others_go_on()
     couple.run()
     assert isinstance(couple.events[other], Completed)
     assert set(couple.target.read(couple.grants[other][0])) == {content(other, 0)}
+
+
+def test_a_break_before_a_damaged_page_is_asked_for_again_loses_no_count_of_it() -> None:
+    """The decode node waited for the second writing of a page that the prefill node was to write for the first time."""
+    couple = Couple(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
+    couple.connect()
+    couple.open(KEY, 2)
+    couple.begin(KEY, 2)
+    couple.hear_decode()
+    couple.finish(KEY)
+    couple.pump()
+    while couple.to_decode:
+        couple.hear_prefill()
+    assert [type(message) for message in couple.to_prefill] == [Resend]
+    snap(couple)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def turns(couple: Couple) -> None:
+    """A few of both nodes, whatever is under way for ever."""
+    for _ in range(5):
+        couple.poll()
+        couple.pump()
+        while couple.to_prefill:
+            couple.hear_decode()
+        while couple.to_decode:
+            couple.hear_prefill()
+
+
+def test_a_break_that_nobody_can_prove_to_be_over_ends_the_transfers_soon_and_keeps_the_pages_aside() -> None:
+    """As when NIXL breaks between two hosts: the decode node does not see it, and granted on for ever."""
+    couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 10**6)}, can_recall=False))
+    couple.connect()
+    other, later = ("s", 0), ("t", 0)
+    for key in (KEY, other):
+        couple.open(key, 1)
+        couple.begin(key, 1)
+        couple.hear_decode()
+        couple.finish(key)
+    couple.pump()  # the first write breaks the connection, the second is under way by then
+    turns(couple)
+    couple.open(later, 1)
+    couple.begin(later, 1)
+    couple.now = ANSWER_S - 0.1
+    turns(couple)
+    assert couple.events.keys() == {KEY}, "its write is over"
+    couple.now = ANSWER_S
+    turns(couple)
+    assert couple.pairs_lost == 1
+    assert [couple.events[key].code for key in (other, later)] == [ErrorCode.NODE_LOST] * 2
+    assert couple.books.count(Owner.QUARANTINE) == 1, "something may still write this"
+    assert owner_of(couple.books, couple.grants[other][0], Owner.QUARANTINE) is Owner.QUARANTINE
+
+
+def test_a_break_that_is_proven_to_be_over_in_time_is_mended() -> None:
+    couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 3)}, can_recall=False))
+    couple.connect()
+    other, later = ("s", 0), ("t", 0)
+    for key in (KEY, other):
+        couple.open(key, 1)
+        couple.begin(key, 1)
+        couple.hear_decode()
+        couple.finish(key)
+    couple.pump()
+    couple.run()
+    couple.open(later, 1)
+    couple.begin(later, 1)
+    couple.finish(later)
+    for _ in range(4):
+        couple.tick()
+    couple.pump()
+    couple.sender._transport.detach(DECODE)  # as the choice of transports does, until it is let go
+    couple.run()
+    couple.now += BACKOFF_S
+    couple.run()
+    assert isinstance(couple.events[later], Completed)
+    assert couple.books.count(Owner.QUARANTINE) == 0
