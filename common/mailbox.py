@@ -71,10 +71,14 @@ class Mailbox:
         self._configure(self._socket, incarnation, is_bound=self._is_bound)
         events = zmq.EVENT_DISCONNECTED | (0 if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._monitor = self._socket.get_monitor_socket(events)
-        if bind:
-            self._socket.bind(bind)
-        else:
-            self._socket.connect(connect)
+        try:
+            if bind:
+                self._socket.bind(bind)
+            else:
+                self._socket.connect(connect)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     @staticmethod
     def _configure(socket: zmq.Socket[bytes], incarnation: str, *, is_bound: bool) -> None:
@@ -209,6 +213,9 @@ class Mailbox:
         return self._num_probes_left > 0
 
     def close(self) -> None:
+        """Idempotent."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()

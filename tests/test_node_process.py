@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 import threading
 
 import pytest
@@ -15,7 +16,7 @@ from common.geometry import PageGeometry
 from common.messages import Ping
 from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, num_pages_that_fit, plan_capacity
 from common.node.engine_thread import EngineThread
-from common.node.loop import Node
+from common.node.loop import Node, listen_mailbox
 from common.node.outbox import Outbox
 from common.node.role import Load
 from common.sampling import SamplingParams
@@ -67,6 +68,17 @@ def test_a_pool_that_nobody_asked_for_takes_most_of_what_the_weights_leave() -> 
     for num_bytes in (page, 0, -page):
         with pytest.raises(ConfigError, match="no memory for KV pages"):
             num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
+
+
+def test_a_port_that_is_taken_is_refused_by_flag_and_leaves_no_socket() -> None:
+    context = zmq.Context()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"^--data-port {port} on --advertise-host 127.0.0.1 cannot be listened on"
+        ):
+            listen_mailbox(context, "i" * 32, "127.0.0.1", port)
+    context.term()  # would wait for any socket that is left
 
 
 class Engine:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from common.clock import Clock
+from common.errors import ConfigError
 from common.mailbox import PROBE_EVERY_S, Mailbox
 from common.messages import (
     FromDecode,
@@ -290,5 +291,15 @@ class Node:
 
 
 def listen_mailbox(context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int) -> Mailbox:
-    """The socket on which decode nodes reach a prefill node; port 0 takes any free one."""
-    return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{host}:{port}")
+    """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
+
+    Raises:
+        ConfigError: it cannot be had; names the flags.
+    """
+    where = f"[{host}]" if ":" in host else host
+    try:
+        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{where}:{port}")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"--data-port {port} on --advertise-host {host} cannot be listened on: {error.strerror or error}"
+        ) from error

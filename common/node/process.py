@@ -19,6 +19,7 @@ from common.clock import Clock, MonotonicClock
 from common.config import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.incarnation import new_incarnation
+from common.mailbox import Mailbox
 from common.messages import Register
 from common.node.capacity import Capacity, free_bytes, num_pages_that_fit, plan_capacity
 from common.node.engine_thread import EngineThread
@@ -89,8 +90,70 @@ def _serve(
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning("--schedule-policy %s is fcfs now, since --disable-radix-cache is set", config.schedule_policy)
     load_policy(config.schedule_policy)  # what cannot be imported is refused before the model is loaded
+    incarnation = new_incarnation()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listen = None
+    try:
+        if config.role == "prefill":  # a port that is taken is told of before the model is loaded, too
+            listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
+        return _serve_model(config, name, open_transport, build_role, Door(context, incarnation, listen))
+    finally:
+        if listen is not None:
+            listen.close()
+        context.term()
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a start of a process is reached: its ZMQ context, who it is, and what a prefill node listens on."""
+
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    incarnation: str
+    listen: Mailbox | None
+
+
+def _serve_model(
+    config: NodeConfig,
+    name: str,
+    open_transport: Callable[[Parts], Any],
+    build_role: Callable[[Parts, Any], Role],
+    door: Door,
+) -> int:
     model, executor, capacity = _load(config)
-    clock = MonotonicClock()
+    parts = _parts(config, model, executor, capacity, door.incarnation)
+    transport = open_transport(parts)
+    recorder = start_recording(parts, transport) if config.record else None
+    role = build_role(parts, transport if recorder is None else RecordedTransport(transport, recorder))
+    if recorder is not None:
+        role = RecordedRole(role, recorder)
+    address = "" if door.listen is None else door.listen.port
+    engine = EngineThread(executor)
+    node = Node(
+        role,
+        engine,
+        register=lambda: _register(config, name, model, capacity, role, address=address),
+        gateway=config.gateway,
+        context=door.context,
+        incarnation=door.incarnation,
+        listen=door.listen,
+        clock=parts.clock,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.stop())
+    gc.collect()
+    gc.freeze()  # weights and modules are for ever; do not walk them again
+    log.info("%s node ready: %d pages of %d tokens", config.role, capacity.num_pages, config.page_size)
+    try:
+        return _until_stopped(node)
+    finally:
+        engine.close()
+        if recorder is not None:
+            recorder.close()
+
+
+def _parts(
+    config: NodeConfig, model: "ModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
+) -> Parts:
     books = PageBooks(capacity.num_pages)
     cache = RadixCache(
         books,
@@ -98,44 +161,22 @@ def _serve(
         is_enabled=not config.disable_radix_cache,
         eviction=config.radix_eviction_policy,
     )
-    incarnation = new_incarnation()
-    parts = Parts(
+    return Parts(
         config=config,
         capacity=capacity,
         pool=executor.pool,
         books=books,
         cache=cache,
-        clock=clock,
+        clock=MonotonicClock(),
         digest=model.digest,
         incarnation=incarnation,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
-    transport = open_transport(parts)
-    recorder = start_recording(parts, transport) if config.record else None
-    role = build_role(parts, transport if recorder is None else RecordedTransport(transport, recorder))
-    if recorder is not None:
-        role = RecordedRole(role, recorder)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    listen = None
-    if config.role == "prefill":
-        listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
-    engine = EngineThread(executor)
-    node = Node(
-        role,
-        engine,
-        register=lambda: _register(config, name, model, capacity, role, address="" if listen is None else listen.port),
-        gateway=config.gateway,
-        context=context,
-        incarnation=incarnation,
-        listen=listen,
-        clock=clock,
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.stop())
-    gc.collect()
-    gc.freeze()  # weights and modules are for ever; do not walk them again
-    log.info("%s node ready: %d pages of %d tokens", config.role, capacity.num_pages, config.page_size)
+
+
+def _until_stopped(node: Node) -> int:
+    """Returns the exit status. Everybody has his answer then, and every socket is closed."""
     status, reason = 0, "the node is stopping"
     try:
         node.run()
@@ -150,10 +191,6 @@ def _serve(
         status, reason = 1, "the node failed"
     finally:
         node.close(reason)
-        engine.close()
-        context.term()
-        if recorder is not None:
-            recorder.close()
     return status
 
 
