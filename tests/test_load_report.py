@@ -208,6 +208,19 @@ def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
     assert (clear.holds, clear.is_sure, len(clear.reports)) == (False, True, 1)
 
 
+def test_what_arrived_of_a_rate_is_told_beside_it() -> None:
+    """Ninety requests drawn at 10/s may well come at 9."""
+
+    def run(rate: float, number: int) -> Report:
+        report = counted(9, 10)
+        report.rate = (9.0, 10.0, 9.5)[number]
+        return report
+
+    point = measure(run, 10.0, 0.9)
+    assert (point.rate, point.to_dict()["arrived"]) == (10.0, 9.5)
+    assert measure(lambda *_: counted(50, 100), 1.0, 0.9).arrived is None, "a trace that has no rate"
+
+
 def test_a_rate_that_the_client_could_not_send_does_not_count_as_held() -> None:
     def run(rate: float, number: int) -> Report:
         report = counted(100, 100)

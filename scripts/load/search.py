@@ -46,10 +46,17 @@ class Point:
     def attainment(self) -> float:
         return self.good / self.count if self.count else 0.0
 
+    @property
+    def arrived(self) -> float | None:
+        """Requests per second that really were to come: drawn instants are not quite as many as their mean."""
+        rates = [report.rate for report in self.reports if report.rate]
+        return sum(rates) / len(rates) if rates else None
+
     def to_dict(self) -> Figures:
         low, high = stats.proportion_interval(self.good, self.count)
         own = {"rate": self.rate, "good": self.good, "count": self.count, "attainment": self.attainment}
         return own | {
+            "arrived": self.arrived,
             "attainment_ci": [low, high],
             "holds": self.holds,
             "is_sure": self.is_sure,
@@ -138,7 +145,9 @@ def _verdict(config: LoadtestConfig, shown: list[Report], points: list[Point], b
     """Say what was found; the exit status."""
     if best is not None:
         limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
-        print(f"\nhighest rate with {percent(config.slo_attainment)} of requests within {limits}: {best:.4g}/s")
+        arrived = next((point.arrived for point in points if point.rate == best and point.holds), None)
+        drawn = f"; as drawn, its requests came at {arrived:.4g}/s" if arrived else ""
+        print(f"\nhighest rate with {percent(config.slo_attainment)} of requests within {limits}: {best:.4g}/s{drawn}")
         unsure = [point.rate for point in points if not point.is_sure and point.is_valid]
         if unsure:
             print(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
