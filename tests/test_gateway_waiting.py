@@ -118,6 +118,7 @@ async def test_a_newcomer_does_not_pass_those_who_wait_though_there_is_room(fold
         second = await stack.node("decode", "second", max_running=1)
         second.on_generate = silent
         await stack.nodes[0].until(lambda: "a" in stack.nodes[0].generates)  # it went out as soon as there was a row
+        await second.until(lambda: second.generates)
         assert order_at(second) == ["a"]
         last = await sent(stack, "b")
         assert order_at(stack.nodes[0]) == ["first", "a"]
