@@ -174,6 +174,7 @@ class Line:
         lent: dict[Key, int] = {}
         ahead: list[Request] = []  # to be computed here, and before whom no later one may take the pages
         prior: list[Request] = []  # whom the one with part of its pages leaves room
+        num_before = 0  # of ``ahead``, those before the first that is short
         partial = self.partial
         self.short.clear()
         for request in self.sort(now):
@@ -197,6 +198,7 @@ class Line:
             if reservation is Refusal.PREFIX_PENDING:
                 self._lend(request, lent)  # others need not wait for it
             elif reservation is Refusal.SHORT_OF_PAGES:
+                num_before = num_before if self.short else len(ahead)
                 self.short[request.key] = request
                 skip_ahead.refuse(request)
                 if partial is not None:
@@ -205,7 +207,7 @@ class Line:
                 assert isinstance(reservation, Reservation)
                 self.totals["skipped_ahead"] += skip_ahead.admit(request)
                 granted.append(self._grant(request, reservation, now))
-        granted += self._share_out(prior, now)
+        granted += self._share_out(prior, ahead[:num_before], now)
         self._lend_to_partial([*ahead, *self.short.values()], lent)
         self._raise_priorities(lent)
         return granted
@@ -241,11 +243,12 @@ class Line:
         self.decisions.note(now, request.rid, "grant", "the last {} of {} pages", len(pages), reservation.num_pages)
         return Granted(request, reservation, tuple(pages), is_begin=False)
 
-    def _share_out(self, prior: Sequence[Request], now: float) -> list[Granted]:
+    def _share_out(self, prior: Sequence[Request], before: Sequence[Request], now: float) -> list[Granted]:
         """What is left over goes to the one that has part of its pages, or to the first that is short, as its first.
 
         Args:
             prior: those before it in the line, and those computed here that may pass it.
+            before: those computed here before the first that is short.
         """
         if self.partial is not None:
             more = self._complete(self.partial, prior, now) or self._extend(self.partial, prior)
@@ -255,7 +258,7 @@ class Line:
             return []
         prior = [other for other in prior if other is not request]
         others = self._others(request)
-        room = -(-self._room_for(prior) // self.admission.page_size)  # or they would have to wait for it
+        room = -(-self._room_for(before) // self.admission.page_size)  # or they would have to wait for it
         others = Others(others.yielding, others.num_grown + room)
         num_kept = self._num_kept(self._places.holders(), prior)
         begun = self.admission.reserve_part(request, num_kept=num_kept, others=others)
