@@ -105,6 +105,42 @@ def test_all_but_one_page_at_most_come_before_there_is_room_for_what_it_will_say
     assert node.grant() == ["large"]
 
 
+def test_its_last_page_comes_only_with_room_for_what_it_will_say_while_others_run() -> None:
+    node = node_with_holder(new=40, predicted=12)
+    large = node.submit("large", 26, new=40)
+    large.expected_output = 3
+    node.grant()
+    assert share(node, large) == (5, 2)
+    node.places.running["holder", 0].expected_output = 4
+    node.scheduler.line.changed()
+    large.expected_output = 12  # two in its last page, and three pages: there are two
+    node.grant()
+    assert share(node, large) == (6, 1)
+
+
+def test_with_nobody_left_who_runs_it_need_not_have_room_for_what_it_will_say() -> None:
+    node = node_with_holder(11)
+    large = node.submit("large", 43, new=40)  # all pages, with room for one token more
+    large.expected_output = 4
+    node.grant()
+    assert share(node, large) == (6, 5)
+    node.step()
+    assert node.grant() == ["large"]
+
+
+def test_it_takes_no_place_among_the_transfers_that_there_are_rows_for() -> None:
+    node = Node(num_pages=12, slots=1, rules=OFF)
+    holder = node.run_in("holder", 16, new=40)
+    holder.expected_output = 12
+    large = node.submit("large", 40)
+    node.grant()
+    assert share(node, large) == (5, 5)
+    small = node.submit("small", 3, new=2)
+    holder.expected_output = 4
+    node.grant()
+    assert small.pages
+
+
 def test_what_it_has_is_pending_so_that_its_prefix_comes_once() -> None:
     node = node_with_holder()
     large = node.submit("large", 44, first=500)
@@ -194,6 +230,7 @@ def test_a_more_urgent_one_comes_first_if_both_can_have_their_pages(length: int,
     urgent = node.submit("urgent", length, 9)
     node.grant()
     assert bool(urgent.pages) == is_let_in
+    assert is_let_in or share(node, large) == (7, 1), "who can have its pages only later keeps nothing back"
     assert (large.inherited_priority == 9) == (not is_let_in)
 
 
