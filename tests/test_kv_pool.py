@@ -66,10 +66,22 @@ def test_a_pool_that_is_populated_has_all_of_its_memory_and_keeps_what_is_in_it(
     pool = KVPool(GEOMETRY, 5)
     pool.tensor[4].fill_(2.0)
     assert os.fstat(pool.fd).st_blocks * 512 < 5 * GEOMETRY.page_bytes
-    if not pool.populate():
+    if not (taken := pool.populate()):
         pytest.skip("this kernel cannot populate memory")
-    assert os.fstat(pool.fd).st_blocks * 512 >= 5 * GEOMETRY.page_bytes
+    assert taken == 5 * GEOMETRY.page_bytes <= os.fstat(pool.fd).st_blocks * 512
     assert pool.tensor[:4].count_nonzero() == 0 and (pool.tensor[4] == 2.0).all()
+    pool.close()
+
+
+def test_a_pool_is_populated_from_its_first_page_on_for_as_long_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = PageGeometry(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")  # 1 KiB a page
+    monkeypatch.setattr("common.engine.kv_pool._POPULATE_AT_ONCE", 64 << 10)
+    pool = KVPool(geometry, 1024)
+    assert pool.populate(0.0) == 0
+    instants = iter([0.0, 0.0, 1.0, 2.0])  # begun, and before each piece
+    monkeypatch.setattr("common.engine.kv_pool.time.monotonic", lambda: next(instants))
+    assert pool.populate(2.0) in (0, 128 << 10)  # 0: this kernel cannot
+    assert os.fstat(pool.fd).st_blocks * 512 in (0, 128 << 10)
     pool.close()
 
 

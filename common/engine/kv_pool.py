@@ -6,8 +6,10 @@ the same size, touched only where pages land, takes what others write until ``la
 """
 
 import errno
+import math
 import mmap
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +18,7 @@ from common.engine.dtypes import TORCH_DTYPES
 from common.geometry import PageGeometry
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
-_POPULATE_AT_ONCE = 256 << 20  # bytes; between two of these a signal is heard
+_POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these a signal is heard, and the time looked at
 
 
 class KVPool:
@@ -67,24 +69,26 @@ class KVPool:
         """Keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
 
-    def populate(self) -> bool:
-        """Take all of the memory now, since its first use costs more than a copy. False: left to first use, as on
-        devices and on kernels that cannot.
+    def populate(self, most_s: float = math.inf) -> int:
+        """Take the memory now, from the first page on, since its first use costs more than a copy. Returns the bytes
+        that were taken within that time; the rest is left to first use, as all is on devices and kernels that cannot.
 
         Raises:
             MemoryError: there is not enough.
         """
         if not self.is_mapped:
-            return False
-        num_bytes = len(self.memory)
+            return 0
+        num_bytes, until, start = len(self.memory), time.monotonic() + most_s, 0
         try:
-            for start in range(0, num_bytes, _POPULATE_AT_ONCE):
-                self.memory.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_AT_ONCE, num_bytes - start))
+            while start < num_bytes and time.monotonic() < until:
+                length = min(_POPULATE_AT_ONCE, num_bytes - start)
+                self.memory.madvise(_MADV_POPULATE_WRITE, start, length)
+                start += length
         except OSError as error:
             if error.errno == errno.EINVAL:
-                return False
+                return 0
             raise MemoryError(f"{num_bytes} bytes for KV pages are not to be had") from error
-        return True
+        return start
 
     def export_page(self, page: int, into: memoryview) -> None:
         """Copy one page's bytes out; ``into`` is writable, ``geometry.page_bytes`` long."""

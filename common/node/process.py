@@ -46,6 +46,11 @@ log = logging.getLogger(__name__)
 REMEMBERED_SHAPES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 
+#: How long a start may take longer so that KV pages need not wait for the kernel at their first use. Those with low
+#: numbers are used first, and again and again.
+POPULATE_S = 3.0
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the process hands to a role.
@@ -270,9 +275,9 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
 def _populate(pool: "KVPool") -> None:
     begun_at = time.monotonic()
     try:
-        if pool.populate():
-            size, seconds = pool.geometry.pool_bytes(pool.num_pages) / 1e9, time.monotonic() - begun_at
-            log.info("%.2f GB of memory for %d KV pages taken in %.2f s", size, pool.num_pages, seconds)
+        if taken := pool.populate(POPULATE_S):
+            whole, seconds = pool.geometry.pool_bytes(pool.num_pages), time.monotonic() - begun_at
+            log.info("%.2f of %.2f GB of memory for KV pages taken in %.2f s", taken / 1e9, whole / 1e9, seconds)
     except MemoryError as error:
         raise ConfigError(f"--max-total-tokens or --memory-fraction asks for too much: {error}") from error
 
