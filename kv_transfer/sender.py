@@ -219,6 +219,9 @@ class Sender:
             return
         if session.state is Sending.CLOSING:
             return  # answered when its last write is over
+        if session.is_repeated(grant.epoch, grant.first, grant.pages):
+            self._totals["stale_messages"] += 1
+            return
         problem = pair.problem(session, grant, self._transport.store.num_pages)
         if problem:
             self._refuse(session, problem)

@@ -75,6 +75,11 @@ class SendSession:
     def open(self) -> None:
         self.apply(SendEvent.OPEN)
 
+    def is_repeated(self, epoch: int, first: int, pages: Sequence[int]) -> bool:
+        """Is this, word for word, what has been granted before? Then hearing it again asks for nothing."""
+        is_known = bool(pages) and self.epoch == epoch and not self.is_suspended
+        return is_known and all(self.targets.get(index) == page for index, page in enumerate(pages, first))
+
     def grant(self, epoch: int, first: int, pages: Sequence[int], units: Units) -> None:
         """Destination pages of indices ``first`` and on; the caller has validated them."""
         self.apply(SendEvent.GRANT)

@@ -58,6 +58,27 @@ def test_a_grant_that_cannot_be_meant_ends_the_transfer(
     assert not couple.writer.written
 
 
+def test_a_grant_that_comes_twice_is_counted_and_asks_for_nothing(couple: Couple) -> None:
+    """At any time before the end: early, when some of it is written, and beside what was granted later."""
+    pages = couple.begin(KEY, 3)
+    [grant] = [message for message in couple.to_prefill if isinstance(message, Grant)]
+    for _ in range(2):
+        couple.sender.on_message(DECODE, grant, 0.0)
+    couple.open(KEY, 3)
+    couple.compute(KEY, 1)
+    couple.pump()
+    couple.hear_decode()
+    couple.sender.on_message(DECODE, Grant("r", 0, 1, 1, grant.pages[1:]), 0.0)
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+    assert sorted(couple.writer.written) == sorted(pages), "each once"
+    counters = couple.sender.counters()
+    assert (counters["stale_messages"], counters["refused_grants"]) == (3, 0)
+    couple.give_back(KEY)
+    couple.assert_nothing_is_held()
+
+
 def test_an_early_grant_that_cannot_be_meant_is_refused_too(couple: Couple) -> None:
     couple.sender.on_message(DECODE, Grant("r", 0, 1, 0, (99,)), 0.0)
     couple.settle()
