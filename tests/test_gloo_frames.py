@@ -73,7 +73,7 @@ class Relay:
         self.meant, self.said = entry + made, b"".join(mangled([entry, made], changes))
         with contextlib.suppress(OSError):
             line.connection.sendall(self.said)
-            if self.said != self.meant:
+            if len(self.said) < len(self.meant):  # else it hears enough to judge
                 line.connection.shutdown(socket.SHUT_WR)
 
     def _form(self, rank: int) -> None:
