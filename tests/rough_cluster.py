@@ -102,6 +102,7 @@ class RoughCluster(LocalCluster):
                     moved = True
 
     def _arrive(self, sender: str, to: str, message: Message | Lost) -> None:
+        self._num_events += 1
         member = next((member for member in self.members if member.name == to), None)
         now = self.clock.now()
         if to == GATEWAY:
