@@ -75,6 +75,9 @@ class Order:
         if self._choice != before:
             decisions.note(now, "", "adapt", "from {} to {}: {}", before, self._choice, self.policy.reason)
 
+    def are_of_one_class(self, one: Request, other: Request) -> bool:
+        return self._class_of(one) == self._class_of(other)
+
     def _class_of(self, request: Request) -> str:
         return request.priority_class or self.rules.default_class
 
@@ -155,7 +158,7 @@ class Order:
         enough to come first keeps what it then got; and two never take each other's place in turn, since the difference
         between their standings stays what it is.
         """
-        if not self.rules.is_enabled or self._class_of(waiting) != self._class_of(running):
+        if not self.rules.is_enabled or not self.are_of_one_class(waiting, running):
             return False
         difference = self.priority(waiting) - self.priority(running)
         return difference > self.rules.preemption_threshold and self.standing(waiting) > self.standing(running)

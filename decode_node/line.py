@@ -296,14 +296,15 @@ class Line:
         return max(0, -(-(request.num_tokens + num_left - 1) // self.admission.page_size) - num_had)
 
     def _lend_to_partial(self, waiting: Sequence[Request], lent: dict[Key, int]) -> None:
-        """It is as urgent as those who can get their pages only after it."""
+        """It is as urgent as those of its class who can get their pages only after it. Others do not come before all
+        whom it would take pages from, and these would take them back as soon as it has all."""
         partial = self.partial
         if partial is None or not self._order.rules.is_enabled:
             return
         for request in waiting:
             priority = self._order.priority(request)
             is_more = priority > max(partial.priority, lent.get(partial.key, LOWEST_PRIORITY))
-            if is_more and self._must_wait(request):
+            if is_more and self._order.are_of_one_class(request, partial) and self._must_wait(request):
                 lent[partial.key] = priority
 
     # ---- urgency, and room -----------------------------------------------------------------------------------------
@@ -311,6 +312,9 @@ class Line:
     def _lend(self, request: Request, lent: dict[Key, int]) -> None:
         """The transfer that brings the prefix this one waits for is as urgent as this one."""
         key = self.admission.pending_for(request)
+        partial = self.partial
+        if partial is not None and partial.key == key and not self._order.are_of_one_class(request, partial):
+            return  # see _lend_to_partial
         if key is not None:
             lent[key] = max(lent.get(key, LOWEST_PRIORITY), self._order.priority(request))
 

@@ -2,12 +2,14 @@
 each other. Pages of four tokens, of which the last token of an output takes none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from common.errors import ErrorCode
 from common.pages import Owner
-from common.request import Request
+from common.request import LOWEST_PRIORITY, Request
+from common.sampling import SamplingParams
 from common.scheduling import PriorityRules
 from decode_node.admission import Reservation
 from decode_node.lifecycle import State
@@ -287,6 +289,26 @@ def test_one_that_is_not_urgent_is_completed_at_others_cost_for_one_that_waits_f
     assert len(node.places.retracted) == 1
     node.receive("large")
     assert node.run()[0] == "urgent"
+
+
+def test_nobody_gives_way_to_it_for_the_sake_of_another_class() -> None:
+    """Once it had all of its pages it was as little urgent as before, and those who had given way took them back: for
+    ever, where it was begun again at once."""
+    node = Node(num_pages=16, rules=replace(ON, class_weights={"high": 4.0, "low": 1.0}, default_class="low"))
+    for rid in ("a", "b"):
+        node.run_in(rid, 12, 0, new=30).expected_output = 5
+    large = node.submit("large", 44, 0)
+    node.grant()
+    assert share(node, large) == (8, 3)
+    new = SamplingParams(max_new_tokens=4)
+    urgent = Request("urgent", 0, tuple(range(9000, 9036)), new, priority=9, priority_class="high")
+    node.scheduler.submit(urgent)
+    node.grant()
+    assert large.inherited_priority == LOWEST_PRIORITY
+    node.step()
+    node.grant()
+    assert share(node, large) == (8, 3)
+    assert not node.places.retracted
 
 
 # ---- nobody waits for each other ------------------------------------------------------------------------------------
