@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import ErrorCode
+from common.messages import Grant
 from common.pages import Owner
 from common.request import LOWEST_PRIORITY, Request
 from common.sampling import SamplingParams
@@ -398,6 +399,23 @@ def test_pages_are_shipped_before_there_is_room_for_all_of_them() -> None:
         assert cluster.answers[rid].output == expected_output(prompt, new)
     assert cluster.counters(decode)["pages_received"] == 7 + 12, "a page came twice"
     assert_all_pages_are_back(cluster)
+
+
+def test_pages_that_the_last_one_loses_are_granted_at_once_although_nothing_is_computed() -> None:
+    cluster = LocalCluster(page_size=4, chunk_tokens=8, decode_pages=24, max_running=4)
+    node = cluster.decode[0]
+    cluster.submit("busy", prompt_of(28, 1), sampling(60))
+    cluster.settle(12)
+    busy = node.role._scheduler.places.running["busy", 0]
+    busy.expected_output = len(busy.output) + 3
+    cluster.submit("large", prompt_of(77, 2), sampling(6))
+    cluster.settle(1)
+    assert node.role._scheduler.line.partial is not None
+    while (plan := node.role.plan(cluster.clock.now())) is not None:
+        node.role.commit(node.executor.run(plan), cluster.clock.now())
+        node.role.outbox.peers.clear()
+    assert cluster.counters(node)["retractions"] == 1
+    assert [type(message) for _, message in node.role.outbox.peers] == [Grant]
 
 
 def test_times_of_its_way_add_up() -> None:
