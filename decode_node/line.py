@@ -258,8 +258,9 @@ class Line:
             return []
         prior = [other for other in prior if other is not request]
         others = self._others(request)
-        room = -(-self._room_for(before) // self.admission.page_size)  # or they would have to wait for it
-        others = Others(others.yielding, others.num_grown + room)
+        if before:  # they must have room beside all of it, or they would take its pages back
+            room = self._room_for(before) + self._expected([request])
+            others = Others(others.yielding, others.num_grown + -(-room // self.admission.page_size))
         num_kept = self._num_kept(self._places.holders(), prior)
         begun = self.admission.reserve_part(request, num_kept=num_kept, others=others)
         return [] if begun is None else [self._grant(request, begun, now)]
@@ -290,7 +291,7 @@ class Line:
 
     def _num_to_grow(self, request: Request) -> int:
         """Pages that it may need beyond those that it has or lacks now; that it will, where its output is predicted."""
-        num_left = math.ceil(expected_left(request, 1.0, self._limits.clip_tokens))
+        num_left = self._left_of(request)
         num_had = max(len(request.pages), self.admission.num_pages(request))
         # The last token of an output never gets KV.
         return max(0, -(-(request.num_tokens + num_left - 1) // self.admission.page_size) - num_had)
@@ -344,7 +345,12 @@ class Line:
         """Tokens that must be available, cached ones included, for ``PrefillAdder`` to admit this one."""
         page_size = self.admission.page_size
         num_tokens = -(-request.num_tokens // page_size) * page_size
-        return num_tokens + math.ceil(expected_left(request, 1.0, self._limits.clip_tokens)) + 1
+        return num_tokens + self._left_of(request) + 1
+
+    def _left_of(self, request: Request) -> int:
+        """Output tokens that are expected of it at most, by whichever bound allows more."""
+        clip = max(self._limits.clip_tokens, self._limits.reserved_tokens or 0)
+        return math.ceil(expected_left(request, 1.0, clip))
 
     def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Would it be refused now for want of pages?

@@ -216,6 +216,16 @@ def test_it_does_not_begin_if_one_before_it_would_have_to_wait_until_it_ends(len
     assert (share(node, large) if large.pages else None) == ((4, 5) if may_begin else None)
 
 
+def test_it_does_not_begin_where_what_it_will_say_leaves_one_before_it_no_room() -> None:
+    """Of fourteen pages large needs three, with eight tokens in reserve; local eight, with nine tokens."""
+    node = Node(num_pages=14, rules=ON, reserved_tokens=8, clip_tokens=2)
+    node.submit("local", 29, 9, new=20, is_local=True)
+    large = node.submit("large", 12, new=20)
+    node.grant()
+    assert not large.pages, "it would lose them to the one before it, and begin again, for ever"
+    assert node.run() == ["local", "large"]
+
+
 @pytest.mark.parametrize(("length", "is_let_in"), [(4, True), (9, True), (10, False)])
 def test_a_more_urgent_one_comes_first_if_both_can_have_their_pages(length: int, is_let_in: bool) -> None:
     """Three pages are free, since the holder was going to need them, and five could be taken from it. The large one
