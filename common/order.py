@@ -13,12 +13,13 @@ With ``--priority-classes`` all that holds inside a class. The classes take turn
 (``common/fair.py``), so that while several have requests waiting each is served in proportion to its weight.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 from common.decisions import Decisions
 from common.fair import TokenCounters, cost_of, weighted
 from common.policies import Policy
-from common.request import Request
+from common.request import LOWEST_PRIORITY, Request
 from common.scheduling import PriorityRules
 
 
@@ -146,6 +147,18 @@ class Order:
         if not self.rules.is_enabled:
             return 0
         return max(request.priority, request.inherited_priority)
+
+    def loan(self, waiting: Request, holder: Request) -> int:
+        """The priority that one which others wait for has of one of these.
+
+        It may not come to stand before the one that waits, or what is lent to one that has aged would be worth more
+        than it is to the lender, and two borrowers could take each other's place in turn.
+        """
+        priority = self.priority(waiting)
+        if not self.rules.is_enabled or holder.arrived_at >= waiting.arrived_at:
+            return priority
+        age_s = waiting.arrived_at - holder.arrived_at
+        return max(LOWEST_PRIORITY, priority - math.ceil(self.rules.aging_per_s * age_s))
 
     def standing(self, request: Request) -> float:
         """What requests are sorted by, highest first; two of them keep their order for ever."""

@@ -303,7 +303,7 @@ class Line:
         if partial is None or not self._order.rules.is_enabled:
             return
         for request in waiting:
-            priority = self._order.priority(request)
+            priority = self._order.loan(request, partial)
             is_more = priority > max(partial.priority, lent.get(partial.key, LOWEST_PRIORITY))
             if is_more and self._order.are_of_one_class(request, partial) and self._must_wait(request):
                 lent[partial.key] = priority
@@ -317,7 +317,8 @@ class Line:
         if partial is not None and partial.key == key and not self._order.are_of_one_class(request, partial):
             return  # see _lend_to_partial
         if key is not None:
-            lent[key] = max(lent.get(key, LOWEST_PRIORITY), self._order.priority(request))
+            loan = self._order.loan(request, self._places.receiving[key])
+            lent[key] = max(lent.get(key, LOWEST_PRIORITY), loan)
 
     def _raise_priorities(self, lent: dict[Key, int]) -> None:
         for key, request in self._places.receiving.items():

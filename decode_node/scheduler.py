@@ -264,7 +264,7 @@ class DecodeScheduler:
                 if request.key in self.line.short and places.has_holders:
                     skip_ahead.refuse(request)  # else it is short because of one of these, and need not be waited for
             elif state is State.WAITING and (holder := sharing.waits_for(request, self._cache)):
-                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.priority(request))
+                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.loan(request, holder))
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
             elif result is AddResult.OTHER:

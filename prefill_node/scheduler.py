@@ -249,7 +249,7 @@ class PrefillScheduler:
                 if not num_begun and not may_pass:
                     break
             elif holder := sharing.waits_for(request, self._cache):
-                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.priority(request))
+                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.loan(request, holder))
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
                 if request is urgent:
