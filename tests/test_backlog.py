@@ -134,7 +134,7 @@ RULES = [
 def test_who_is_next_is_who_stands_first_when_all_are_sorted(
     rules: PriorityRules, steps: list[tuple[str, int, int, str]]
 ) -> None:
-    """What is kept sorted tells the same as sorting all of them anew, after whatever has happened."""
+    """What is kept sorted tells the same as sorting all anew who can go, after whatever has happened."""
     waiting = Backlog(Order(FirstComeFirstServed(), rules), patience_s=10.0)
     there: dict[int, Request] = {}
     stranded: set[int] = set()
@@ -153,7 +153,7 @@ def test_who_is_next_is_who_stands_first_when_all_are_sorted(
         elif what == "come":
             stranded.clear()
             waiting.nodes_came()
-        line = [one for one in waiting.order.sort(waiting.requests(), 0.0) if int(one.rid) not in stranded]
+        line = waiting.order.sort([one for one in waiting.requests() if int(one.rid) not in stranded], 0.0)
         for count in (1, 3, 99):
             assert rids(waiting.first(count, 0.0)) == rids(line[:count])
         newcomer = request("new", priority, float(at), priority_class=name)
