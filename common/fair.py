@@ -143,3 +143,7 @@ class Fair(Policy):
 
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
         self.counters.charge(request.tenant, weighted(num_input, num_output))
+
+    def decoded(self, requests: Sequence[Request]) -> None:
+        for tenant, count in Counter(map(attrgetter("tenant"), requests)).items():
+            self.counters.charge(tenant, weighted(0, count))

@@ -14,6 +14,7 @@ With ``--priority-classes`` all that holds inside a class. The classes take turn
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.decisions import Decisions
@@ -64,11 +65,13 @@ class Order:
             if self._classes is not None:
                 self._classes.charge(self._class_of(request), weighted(num_input, num_output))
 
-    def decoded(self, requests: Iterable[Request]) -> None:
+    def decoded(self, requests: Sequence[Request]) -> None:
         """Each of these produced one output token. Costs nothing unless somebody counts."""
         if self.is_charging:
-            for request in requests:
-                self.served(request, num_output=1)
+            self.policy.decoded(requests)
+            if self._classes is not None:
+                for name, count in Counter(map(self._class_of, requests)).items():
+                    self._classes.charge(name, weighted(0, count))
 
     def explain(self, decisions: Decisions, now: float) -> None:
         """Note it if the policy follows another one than before."""

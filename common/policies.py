@@ -52,6 +52,11 @@ class Policy(Protocol):
         """So many prompt tokens are computed for a request, or so many output tokens were."""
         return
 
+    def decoded(self, requests: Sequence[Request]) -> None:
+        """Each of these produced one output token, which is ``served`` of each, if there is no quicker way."""
+        for request in requests:
+            self.served(request, num_output=1)
+
     def totals(self) -> dict[str, float]:
         """Monotonic totals, for metrics."""
         return {}

@@ -340,7 +340,7 @@ class DecodeScheduler:
                 self.places.move(request, Event.SAMPLED)
                 effects.append(self._sampled(request, *found.sampled))
         self._books.end_step(result.step)
-        self._order.decoded(effect.request for effect in effects)
+        self._order.decoded([effect.request for effect in effects])
         return effects
 
     def _sampled(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Sampled:

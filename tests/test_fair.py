@@ -173,6 +173,22 @@ def test_what_a_class_was_served_is_charged_to_it_under_every_policy() -> None:
     assert rids(queue) == ["high", "low"]
 
 
+def test_a_step_is_charged_like_each_of_its_tokens() -> None:
+    """Three of a's requests and one of b's, of which two are of the high class."""
+    rows = [request(f"r{i}", tenant=tenant, klass=klass) for i, (tenant, klass) in enumerate(
+        [("a", "high"), ("a", "low"), ("b", "high"), ("a", "low")]
+    )]  # fmt: skip
+    at_once, one_by_one = Fair({"a": 2.0}), Fair({"a": 2.0})
+    order = Order(at_once, CLASSES)
+    order.decoded(rows)
+    for row in rows:
+        one_by_one.served(row, num_output=1)
+    assert at_once.counters.value("a") == one_by_one.counters.value("a") == 3.0
+    assert at_once.counters.value("b") == one_by_one.counters.value("b") == 2.0
+    assert order.claim_to_stay(rows[0])[0] == -4.0 / CLASSES.class_weights["high"]
+    assert order.claim_to_stay(rows[1])[0] == -4.0 / CLASSES.class_weights["low"]
+
+
 def test_without_fair_or_classes_nobody_counts() -> None:
     order = make_order(SchedulingOptions())
     assert not order.is_charging
