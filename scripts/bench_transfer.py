@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +33,7 @@ from common.mailbox import Mailbox
 from common.messages import Connect, Delivered, FromDecode, FromPrefill, Grant
 from kv_transfer.transports.base import to_message
 from kv_transfer.transports.choice import Settings, open_reader, open_writer
+from kv_transfer.transports.nixl_writer import SMALL_BYTES
 from kv_transfer.transports.tcp_wire import tune
 from scripts import bare_gloo
 
@@ -211,11 +213,20 @@ def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
 
 
 def bare_nixl(subject: Subject) -> Callable[[int], float]:
-    """The subject's own agent and descriptor lists, while its thread has nothing to do."""
+    """The subject's own agent and descriptor lists, while its thread has nothing to do.
+
+    Small ones from this thread, others from one of its own, as the writer does it: a core that has just made the copy
+    before finds its source in the caches, which is worth more than all that is to be seen here.
+    """
     writer: Any = subject.writer._transports[0]
     agent, route = writer._agent, writer._routes[READER]
+    thread = ThreadPoolExecutor(1)
 
     def run(count: int) -> float:
+        is_small = count * subject.pool.geometry.page_bytes <= SMALL_BYTES
+        return write(count) if is_small else thread.submit(write, count).result()
+
+    def write(count: int) -> float:
         subject.child.ask("allow", count=count)
         begun_at = time.perf_counter()
         with agent.lock:
