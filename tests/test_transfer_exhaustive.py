@@ -82,6 +82,6 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
     ],
 )
 def test_larger_scopes(scope: Scope, num_states: int) -> None:
-    """Of the second, "three faults", it is known since connections are mended that there are more: so many of its states
-    were walked through. "Concurrent" takes nine minutes."""
+    """Of "three faults" it is known since connections are mended that there are more: so many of its states were walked
+    through. "Concurrent" takes nine minutes."""
     walk(scope, num_states)
