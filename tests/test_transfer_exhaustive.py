@@ -64,7 +64,7 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
     ("scope", "num_states"),
     [
         (Scope(sizes=(2, 1), num_faults=1), 281_000),
-        (Scope(sizes=(2,), num_faults=3), 111_000),
+        (Scope(sizes=(2,), num_faults=3), 141_000),
         (Scope(sizes=(2, 2), first=1, num_pages=2, num_faults=1), 30_000),
         (Scope(sizes=(3,), num_faults=1, is_piecemeal=True), 24_000),
         (Scope(sizes=(2,), num_faults=2, can_recall=False), 20_900),
@@ -82,6 +82,5 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
     ],
 )
 def test_larger_scopes(scope: Scope, num_states: int) -> None:
-    """Of "three faults" it is known since connections are mended that there are more: so many of its states were walked
-    through. "Concurrent" takes nine minutes."""
+    """The first takes nine minutes of a core, the second three and a half."""
     walk(scope, num_states)
