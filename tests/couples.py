@@ -1,7 +1,7 @@
-"""A sender and a receiver that are connected, as most tests of transfers begin; and one whose wire is slow."""
+"""A sender and a receiver that are connected, as most tests of transfers begin; a slow wire, and one that breaks."""
 
 import pytest
-from kv_fakes import Couple
+from kv_fakes import DECODE, Couple
 
 from kv_transfer.events import TransferFailed
 from kv_transfer.session import Key
@@ -28,3 +28,24 @@ def failure(couple: Couple, key: Key = KEY) -> TransferFailed:
     event = couple.events[key]
     assert isinstance(event, TransferFailed)
     return event
+
+
+def snap(couple: Couple) -> None:
+    """The data connection breaks; both ends notice."""
+    couple.writer.lose(DECODE, "a snap")
+    couple.pump()
+    couple.poll()
+
+
+def halfway(couple: Couple) -> list[int]:
+    """A transfer of four pages, of which one has arrived and a second is on its way."""
+    couple.open(KEY, 4)
+    pages = couple.begin(KEY, 4)
+    couple.hear_decode()
+    for num_pages in (1, 2):
+        couple.compute(KEY, num_pages)
+        couple.pump()
+    couple.tick()
+    couple.pump()
+    assert couple.wire.num_in_flight == 1
+    return pages

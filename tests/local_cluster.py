@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fake_engine import VOCAB_SIZE, FakeExecutor
+
 from common.clock import ManualClock
 from common.errors import ErrorCode
 from common.messages import Abort, Failed, Generate, Message, Peer, Tokens
@@ -29,7 +31,6 @@ from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
 from prefill_node import scheduler as prefill
 from prefill_node.role import PrefillRole
-from tests.fake_engine import VOCAB_SIZE, FakeExecutor
 
 
 @dataclass(slots=True)
@@ -357,3 +358,21 @@ class LocalCluster:
         for member in [*self.prefill, *self.decode]:
             member.transport.close()
             member.executor.close()
+
+
+def sampling(max_new: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new, temperature=0.0, **others)
+
+
+def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
+    return tuple((first + 3 * i) % 101 for i in range(length))
+
+
+def assert_all_pages_are_back(cluster: LocalCluster) -> None:
+    for member in cluster.members:
+        load = member.role.load()
+        assert load.num_running == 0
+        assert load.num_waiting == 0
+        assert load.num_quarantined_pages == 0
+        num_pages = member.executor.pool.num_pages
+        assert load.num_free_pages + load.num_cached_pages == num_pages, "a page is lost"

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+from local_cluster import Answer, LocalCluster, Member
 
 from common.errors import ErrorCode
 from common.messages import (
@@ -24,7 +25,6 @@ from common.messages import (
     Message,
     Tokens,
 )
-from tests.local_cluster import Answer, LocalCluster, Member
 
 GATEWAY = "gateway"
 

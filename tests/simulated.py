@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fake_engine import VOCAB_SIZE, FakeExecutor, expected_output
+
 from common.config import GatewayConfig, NodeConfig
 from common.errors import RequestError
 from common.node.capacity import Capacity
@@ -14,7 +16,6 @@ from scripts.sim.cluster import Cluster
 from scripts.sim.costs import Costs
 from scripts.sim.gateway import Answer
 from scripts.sim.node import MODEL, Engine, Make
-from tests.fake_engine import VOCAB_SIZE, FakeExecutor, expected_output
 
 #: A step takes 10 ms, and 1 ms for each prompt token or row; a message 1 ms; pages of 32 bytes 1 ms each.
 COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)

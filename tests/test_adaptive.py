@@ -3,13 +3,13 @@
 import itertools
 
 import pytest
+from local_cluster import LocalCluster
 
 from common.adaptive import CHOICES, MIN_STAY_S, Adaptive
 from common.policy import make_policy
 from common.request import Request
 from common.sampling import SamplingParams
 from common.watch import Watch
-from tests.local_cluster import LocalCluster
 
 NUMBERS = itertools.count()
 

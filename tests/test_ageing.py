@@ -5,6 +5,7 @@ priority 10 if it came more than 5 s earlier.
 """
 
 import pytest
+from lone_nodes import DecodeNode, PrefillNode
 
 from common.order import Order
 from common.policies import FirstComeFirstServed
@@ -12,7 +13,6 @@ from common.request import Request
 from common.sampling import SamplingParams
 from common.scheduling import PriorityRules
 from decode_node.lifecycle import State
-from tests.lone_nodes import DecodeNode, PrefillNode
 
 AGING = PriorityRules(is_enabled=True, preemption_threshold=2, aging_per_s=2.0)
 

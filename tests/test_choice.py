@@ -1,16 +1,14 @@
-"""Which transport carries a pair, what proof of a fence counts then, and writes that cannot be called back."""
+"""Which transport carries a pair, and what proof of a fence counts then."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from choice_fakes import FakeReader, FakeWriter
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
-from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff, Refused
+from common.messages import Closed, Connect, Connected, Delivered, Handoff, Refused
 from common.pages import Owner, PageBooks
 from kv_transfer.events import PairLost
-from kv_transfer.links import RESUME_LEASE_S
-from kv_transfer.pieces import Box, Piece
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
@@ -19,99 +17,8 @@ from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
 NUM_PAGES = 8
 
 
-class FakeWriter:
-    """Attaches, fails, and lets go when a test says so."""
-
-    def __init__(self, name: str, store: MemfdStore, refuses: str = "") -> None:
-        self.name = name
-        self.names: Sequence[str] = (name,)
-        self.store = store
-        self.refuses = refuses
-        self.attached: list[tuple[str, str]] = []
-        self.news: list[Attached] = []
-        self.finished: list[int] = []
-        self.is_draining = False
-        self.num_detached = 0
-        self.voided_by: list[tuple[str, str]] = []
-        self._ticket = 0
-
-    def attach(self, peer: str, connect: Connect) -> None:
-        if self.refuses:
-            raise AttachError(self.refuses)
-        self.attached.append((peer, connect.endpoint))
-
-    def poll(self) -> list[Attached]:
-        news, self.news = self.news, []
-        return news
-
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
-        self._ticket += 1
-        return self._ticket
-
-    def done(self) -> list[int]:
-        finished, self.finished = self.finished, []
-        return finished
-
-    def voided(self, peer: str, endpoint: str) -> None:
-        self.voided_by.append((peer, endpoint))
-
-    def detach(self, peer: str) -> bool:
-        self.num_detached += 1
-        return not self.is_draining
-
-    def files(self) -> Sequence[int]:
-        return ()
-
-    def counters(self) -> dict[str, float]:
-        return {f"bytes_by_{self.name}": 1.0, "all": 1.0}
-
-    def close(self) -> None:
-        pass
-
-
-class FakeReader:
-    def __init__(self, name: str, store: MemfdStore) -> None:
-        self.name = name
-        self.names: Sequence[str] = (name,)
-        self.store = store
-        self.news: list[Fenced] = []
-        self.calls: list[Any] = []
-        self.is_over = False
-
-    def offer(self, peer: str, epoch: int) -> str:
-        return f"{self.name}-{epoch}"
-
-    def withdraw(self, peer: str) -> None:
-        self.calls.append("withdraw")
-
-    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
-        return not self.is_over
-
-    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
-        self.calls.append(("allow", *pages))
-
-    def reclaim(self, peer: str, epoch: int) -> None:
-        self.calls.append(("reclaim", epoch))
-
-    def forbid(self, pages: Sequence[int]) -> None:
-        self.calls.append(("forbid", *pages))
-
-    def poll(self, now: float) -> list[Fenced]:
-        news, self.news = self.news, []
-        return news
-
-    def files(self) -> Sequence[int]:
-        return ()
-
-    def counters(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
-def store() -> Any:
+def store() -> Iterator[MemfdStore]:
     store = MemfdStore(NUM_PAGES)
     yield store
     store.close()
@@ -233,6 +140,13 @@ def test_a_new_offer_may_say_that_what_is_under_way_harms_nobody(store: MemfdSto
     assert (a.voided_by, b.voided_by) == ([(DECODE, "a-2")], [(DECODE, "b-2")])
 
 
+def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore) -> None:
+    sender = Sender(FakeWriter("slow", store), digest="model")
+    sender.on_message(DECODE, Connect("d", "model", 1, to_message(GEOMETRY), NUM_PAGES, "fast", "e"), 0.0)
+    why = "the decode node transfers by 'fast', this prefill node by 'slow'"
+    assert sender.take()[0] == [(DECODE, Refused(why, 1))]
+
+
 # ---- proof ------------------------------------------------------------------------------------------------------
 
 
@@ -306,114 +220,6 @@ def test_a_receiver_gives_leave_with_each_grant_and_takes_it_before_pages_change
             receiver.on_message(PREFILL, end)
             receiver.on_message(PREFILL, Delivered(rid, 0, 1, (0, 1)))
         assert reader.calls == [("allow", *pages), ("forbid", *pages)]
-
-
-# ---- a sender whose writes cannot be called back ----------------------------------------------------------------
-
-
-def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:
-    """A sender with one write of one page under way, to a peer that it cannot be fenced from."""
-    writer = FakeWriter("slow", store)
-    sender = Sender(writer, digest="model")
-    sender.on_message(DECODE, Connect("d", "model", 1, to_message(GEOMETRY), NUM_PAGES, "slow", "e"), 0.0)
-    writer.news = [Attached(DECODE, 1)]
-    sender.pump(0.0)
-    sender.open(("r", 0), DECODE)
-    sender.on_message(DECODE, Grant("r", 0, 1, 0, (5, 6)), 0.0)
-    sender.computed(("r", 0), [2])
-    sender.pump(0.0)
-    sender.check()
-    writer.is_draining = True
-    assert sender.take() == ([(DECODE, Connected(1, "slow"))], [])
-    return writer, sender
-
-
-def test_source_pages_stay_until_a_write_that_cannot_be_called_back_is_over(store: MemfdStore) -> None:
-    writer, sender = granted(store)
-    sender.peer_lost(DECODE)
-    sender.check()
-    assert sender.take() == ([], [])
-    writer.finished, writer.is_draining = [1], False
-    sender.pump(0.0)
-    sender.check()
-    messages, released = sender.take()
-    assert messages == [(DECODE, Closed("r", 0, "failed", "the decode node was lost"))]
-    assert [(release.key, release.ok) for release in released] == [(("r", 0), False)]
-
-
-def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdStore) -> None:
-    writer, sender = granted(store)
-    sender.on_message(DECODE, Connect("d", "model", 2, to_message(GEOMETRY), NUM_PAGES, "slow", "e"), 0.0)
-    sender.on_message(DECODE, Cancel("r", 0), 0.0)
-    sender.check()
-    assert sender.take() == ([], [])
-    writer.news = [Attached(DECODE, 2)]
-    sender.pump(0.0)
-    sender.open(("s", 0), DECODE)
-    sender.on_message(DECODE, Grant("s", 0, 2, 0, (5,)), 0.0)
-    sender.check()
-    writer.finished = [1]
-    sender.pump(0.0)
-    sender.check()
-    assert [type(message) for _, message in sender.take()[0]] == [Connected, Closed]
-    assert sender.is_granted(("s", 0))
-
-
-def broken(store: MemfdStore) -> tuple[FakeWriter, Sender]:
-    writer, sender = granted(store)
-    writer.is_draining = False
-    writer.news = [Attached(DECODE, 1, "the slow connection to decode node d broke")]
-    sender.pump(0.0)
-    sender.check()
-    assert sender.counters()["broken_pairs"] == 1
-    assert sender.take() == ([], [])
-    return writer, sender
-
-
-@pytest.mark.parametrize("resumes", [True, False])
-def test_a_pair_that_breaks_can_form_again_and_only_then_its_transfers_go_on(store: MemfdStore, resumes: bool) -> None:
-    writer, sender = broken(store)
-    offer = Connect("d", "model", 2, to_message(GEOMETRY), NUM_PAGES, "slow", "e", resumes=resumes)
-    sender.on_message(DECODE, offer, 0.0)
-    writer.news = [Attached(DECODE, 2)]
-    sender.pump(0.0)
-    messages, released = sender.take()
-    assert messages == [(DECODE, Connected(2, "slow"))]
-    if not resumes:
-        [release] = released
-        assert (release.ok, release.reason) == (False, "the decode node has connected anew")
-        return
-    assert released == []
-    sender.on_message(DECODE, Grant("r", 0, 1, 0, (5,)), 0.0)
-    assert sender.counters()["stale_messages"] == 1
-    sender.on_message(DECODE, Grant("r", 0, 2, 0, (6, 5)), 0.0)
-    sender.finish(("r", 0), Handoff("r", 0, 7, 9), [2, 3])
-    sender.pump(0.0)
-    writer.finished = [1, 2]  # the first is of the connection that broke
-    sender.pump(0.0)
-    sender.check()
-    assert [m for _, m in sender.take()[0]] == [Handoff("r", 0, 7, 9), Delivered("r", 0, 2, (0, 1))]
-
-
-def test_a_pair_that_breaks_for_good_ends_its_transfers_with_what_broke(store: MemfdStore) -> None:
-    _, sender = broken(store)
-    sender.pump(RESUME_LEASE_S - 0.1)
-    assert sender.take() == ([], [])
-    assert list(sender.peers()) == [DECODE]
-    sender.pump(RESUME_LEASE_S)
-    sender.check()
-    why = "the slow connection to decode node d broke; no new connection within 60 s"
-    messages, released = sender.take()
-    assert messages == [(DECODE, Closed("r", 0, "failed", why))]
-    assert [(release.ok, release.reason) for release in released] == [(False, why)]
-    assert list(sender.peers()) == []
-
-
-def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore) -> None:
-    sender = Sender(FakeWriter("slow", store), digest="model")
-    sender.on_message(DECODE, Connect("d", "model", 1, to_message(GEOMETRY), NUM_PAGES, "fast", "e"), 0.0)
-    why = "the decode node transfers by 'fast', this prefill node by 'slow'"
-    assert sender.take()[0] == [(DECODE, Refused(why, 1))]
 
 
 def test_what_broke_before_the_peer_said_that_it_works_is_heard_of_all_the_same(store: MemfdStore) -> None:

@@ -1,12 +1,12 @@
 """A request's class can be changed wherever it is: its turn comes by the new one, and the new one pays from then on."""
 
 import pytest
+from lone_nodes import DecodeNode, PrefillNode
 
 from common.decisions import Decisions
 from common.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 from common.scheduling import PriorityRules
 from decode_node.lifecycle import Event
-from tests.lone_nodes import DecodeNode, PrefillNode
 
 CLASSES = PriorityRules(class_weights={"high": 8.0, "low": 1.0}, default_class="low")
 

@@ -6,12 +6,12 @@ test runs with high values first and with low ones, turned round by the gateway'
 """
 
 import pytest
+from lone_nodes import DecodeNode, PrefillNode
+from simulated import Limits, Service
 
 from common.scheduling import SchedulingOptions
 from decode_node.lifecycle import Event
 from gateway.claims import Claims
-from tests.lone_nodes import DecodeNode, PrefillNode
-from tests.simulated import Limits, Service
 
 Both = tuple[int, int]
 

@@ -1,13 +1,13 @@
 """Priorities on a decode node: for pages, for rows, inside a batch, in retraction; what room is kept for outputs."""
 
 import pytest
+from lone_nodes import ON, result_of
+from lone_nodes import DecodeNode as Node
 
 from common.pages import Owner
 from common.request import LOWEST_PRIORITY
 from common.scheduling import PriorityRules
 from decode_node.lifecycle import State
-from tests.lone_nodes import ON, result_of
-from tests.lone_nodes import DecodeNode as Node
 
 
 @pytest.mark.parametrize("is_local", [False, True])

@@ -1,12 +1,12 @@
 """How requests that a decode node has retracted come back: from its cache, computed here, or by a prefill node."""
 
 import pytest
+from lone_nodes import PAGE
+from lone_nodes import DecodeNode as Node
 
 from common.pages import Owner
 from common.request import Request
 from decode_node.lifecycle import State
-from tests.lone_nodes import PAGE
-from tests.lone_nodes import DecodeNode as Node
 
 
 def lose_all(node: Node, rid: str) -> Request:

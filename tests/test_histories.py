@@ -9,6 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from fake_engine import VOCAB_SIZE, expected_output
+from local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sampling
+from rough_cluster import RoughCluster, end_by_client
 
 from common.chunking import Cut
 from common.errors import ErrorCode
@@ -16,10 +19,6 @@ from common.messages import Closed, Explain, Flush, Grant, Reprioritize, Resume
 from common.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.sharing import SharingLimits
 from kv_transfer.transports.inprocess import Fault, Wire
-from tests.fake_engine import VOCAB_SIZE, expected_output
-from tests.local_cluster import LocalCluster
-from tests.rough_cluster import RoughCluster, end_by_client
-from tests.test_roles import assert_all_pages_are_back, prompt_of, sampling
 
 ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 5)))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service import ROOT, SMALL_MODEL, flags, spawn
+from processes import ROOT, flags, spawn
+from service import SMALL_MODEL
 
 from common.address import host_and_port
 from common.config import GatewayConfig, NodeConfig

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from local_cluster import LocalCluster
+from reference_models import FAMILIES, draw_prompts, load_reference, make_model
 
 from common.sampling import SamplingParams
-from tests.local_cluster import LocalCluster
-from tests.reference_models import FAMILIES, draw_prompts, load_reference, make_model
 
 MAX_NEW = 12
 Case = tuple[tuple[int, ...], tuple[int, ...]]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from local_cluster import Answer, LocalCluster
+from reference_models import draw_prompts, load_reference, make_model, prompt_logprobs
 
 from common.sampling import SamplingParams, TokenLogprobs
-from tests.local_cluster import Answer, LocalCluster
-from tests.reference_models import draw_prompts, load_reference, make_model, prompt_logprobs
 
 MAX_NEW = 12
 LENGTHS = [1, 2, 15, 16, 17, 64, 65, 130, 300]

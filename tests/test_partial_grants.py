@@ -4,6 +4,8 @@ each other. Pages of four tokens, of which the last token of an output takes non
 from dataclasses import replace
 
 import pytest
+from lone_nodes import ON
+from lone_nodes import DecodeNode as Node
 
 from common.pages import Owner
 from common.request import LOWEST_PRIORITY, Request
@@ -11,8 +13,6 @@ from common.sampling import SamplingParams
 from common.scheduling import PriorityRules
 from decode_node.admission import Reservation
 from decode_node.lifecycle import State
-from tests.lone_nodes import ON
-from tests.lone_nodes import DecodeNode as Node
 
 OFF = PriorityRules()
 

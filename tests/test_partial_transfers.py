@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+from fake_engine import expected_output
+from local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sampling
 
 from common.errors import ErrorCode
 from common.messages import Grant
-from tests.local_cluster import LocalCluster
-from tests.test_roles import assert_all_pages_are_back, expected_output, prompt_of, sampling
 
 
 def crowded(latency: int = 0) -> LocalCluster:

@@ -1,11 +1,11 @@
 """Priorities on a prefill node: in the queue, between chunks, for slots and for pages, and who inherits them."""
 
 import pytest
+from lone_nodes import PrefillNode as Node
 
 from common.request import LOWEST_PRIORITY
 from common.scheduling import PriorityRules
 from common.skip_ahead import SkipAhead
-from tests.lone_nodes import PrefillNode as Node
 
 
 @pytest.mark.parametrize(("first", "second", "order"), [(1, 5, "ba"), (5, 1, "ab"), (3, 3, "ab")])

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from service import ROOT, Service, prompt_of, running
+from processes import ROOT
+from service import Service, running
+from service_client import prompt_of
 
 from common.config import NodeConfig
 from common.errors import ConfigError

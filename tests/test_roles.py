@@ -4,13 +4,14 @@ from random import Random
 from typing import Any
 
 import pytest
+from fake_engine import expected_output
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from local_cluster import Answer, LocalCluster, assert_all_pages_are_back, prompt_of, sampling
 
 from common.errors import ErrorCode
 from common.messages import Reprioritize
-from common.sampling import SamplingParams
 from common.scheduling import PriorityRules
 from decode_node.lifecycle import TABLE as DECODE_TABLE
 from decode_node.lifecycle import Event as DecodeEvent
@@ -18,26 +19,6 @@ from decode_node.lifecycle import State as DecodeState
 from prefill_node.lifecycle import TABLE as PREFILL_TABLE
 from prefill_node.lifecycle import Event as PrefillEvent
 from prefill_node.lifecycle import State as PrefillState
-from tests.fake_engine import expected_output
-from tests.local_cluster import Answer, LocalCluster
-
-
-def sampling(max_new: int, **others: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new, temperature=0.0, **others)
-
-
-def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
-    return tuple((first + 3 * i) % 101 for i in range(length))
-
-
-def assert_all_pages_are_back(cluster: LocalCluster) -> None:
-    for member in cluster.members:
-        load = member.role.load()
-        assert load.num_running == 0
-        assert load.num_waiting == 0
-        assert load.num_quarantined_pages == 0
-        num_pages = member.executor.pool.num_pages
-        assert load.num_free_pages + load.num_cached_pages == num_pages, "a page is lost"
 
 
 def test_a_prompt_computed_here_is_continued_there() -> None:
@@ -372,3 +353,12 @@ TestCluster = Cluster.TestCase
 TestCluster.settings = SETTINGS
 TestUrgentCluster = UrgentCluster.TestCase
 TestUrgentCluster.settings = SETTINGS
+
+
+def test_tokens_may_travel_several_to_a_message() -> None:
+    for interval, num_messages in ((1, 10), (4, 4), (100, 2)):
+        cluster = LocalCluster(stream_interval=interval)
+        answer = cluster.submit("a", (1, 2, 3), sampling(10))
+        cluster.run()
+        assert answer.output == expected_output((1, 2, 3), 10)
+        assert answer.num_messages == num_messages  # the first token alone, then 9 by fours: 4, 4, 1

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service import SMALL_MODEL, Client, Service, prompt_of, running
+from service import SMALL_MODEL, Service, running
+from service_client import Client, prompt_of
 
 MODES = {"pair": "never", "short": "auto", "alone": "always"}
 THRESHOLD = 40

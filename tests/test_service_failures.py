@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from service import Client, Exchange, Service, prompt_of, running
+from service import Service, running
+from service_client import Client, Exchange, prompt_of
 
 AT_ONCE_S = 2.0  # with every core busy
 OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 4, "max_total_tokens": 16384}

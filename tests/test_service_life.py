@@ -13,7 +13,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from service import ROOT, Client, Service, Traces, cpu_seconds, descendants, flags, free_port, prompt_of, spawn
+from processes import ROOT, Traces, cpu_seconds, descendants, flags, free_port, spawn
+from service import Service
+from service_client import Client, prompt_of
 
 IDLE_SHARE = 0.02  # of a core
 WATCHED_S = 4.0

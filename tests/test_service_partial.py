@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
-from tests.service import Client, prompt_of, running
+from service import running
+from service_client import Client, prompt_of
 
 
 async def received(client: Client) -> tuple[float, float]:

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.service import ROOT, environment, running
+from processes import ROOT, environment
+from service import running
 
 MODULE = """
 from common.policies import Policy

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from service import Client, Service, prompt_of, running
+from service import Service, running
+from service_client import Client, prompt_of
 
 from common.incarnation import new_incarnation
 from common.messages import PROTOCOL_VERSION, Abort, Grant, Header, Heartbeat, Message, Ping, Tokens

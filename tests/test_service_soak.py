@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import num_descriptors, resident_bytes
 from reference_models import draw_prompts, generate, load_reference, make_model
-from service import SMALL_MODEL, Client, Service, num_descriptors, prompt_of, resident_bytes, running
+from service import SMALL_MODEL, Service, running
+from service_client import Client, prompt_of
 
 MAX_NEW = 24
 Case = tuple[tuple[int, ...], tuple[int, ...]]

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from service import Client, Exchange, Service, prompt_of, running
+from service import Service, running
+from service_client import Client, Exchange, prompt_of
 
 OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 8, "max_total_tokens": 16384}
 VERSE = "ROMEO:\n"

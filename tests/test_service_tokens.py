@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from reference_models import LLAMA3_ROPE, draw_prompts, load_reference, make_model
-from service import SMALL_MODEL, Client, Service, running
+from service import SMALL_MODEL, Service, running
+from service_client import Client
 
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": {"rope_parameters": LLAMA3_ROPE}}
 LENGTHS = [1, 15, 16, 17, 64, 65, 130, 600]

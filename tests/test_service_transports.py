@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from reference_models import draw_prompts, load_reference
-from service import SMALL_MODEL, Client, Service, running
+from service import SMALL_MODEL, Service, running
+from service_client import Client
 
 NUM_NEW = 12
 

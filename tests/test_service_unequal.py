@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from service import Service, prompt_of
+from service import Service
+from service_client import prompt_of
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 100, 260)
 Answers = list[list[int]]

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from service import Client, Exchange, Service, prompt_of, running, until
+from service import Service, running
+from service_client import Client, Exchange, prompt_of, until
 
 OPTIONS = {"enable_priority_scheduling": True, "schedule_policy": "fair"}
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from simulated import Limits, Service
 
 from scripts.sim.costs import Costs
-from tests.simulated import Limits, Service
 
 PAGE, CHUNK = 4, 32
 STEP_S, TOKEN_S, MESSAGE_S = 0.01, 0.001, 0.001

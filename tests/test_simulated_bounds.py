@@ -7,15 +7,15 @@
 from collections import Counter
 from random import Random
 
+from fake_engine import FakeExecutor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from simulated import Limits, Service
 
 from common.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 from common.node.capacity import Capacity
 from common.step import StepPlan, StepResult
 from scripts.sim.costs import Costs
-from tests.fake_engine import FakeExecutor
-from tests.simulated import Limits, Service
 
 PAGE, CHUNK = 4, 32
 STEP_S, TOKEN_S, MESSAGE_S = 0.01, 0.001, 0.001

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from simulated import Limits, Service, prompt_of
 
 from common.config import Role
 from common.errors import ErrorCode
 from common.scheduling import POLICIES
-from tests.simulated import Limits, Service, prompt_of
 
 
 def test_a_lone_requests_times_are_those_of_its_parts() -> None:

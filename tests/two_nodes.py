@@ -9,9 +9,10 @@ anything, or it has found a leak.
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from two_nodes_parts import FAULTS, GEOMETRY, JUNK, PAGE_FAULTS, Decode, Link, Prefill, Scope, Store, WatchedWriter
+from explore import Action
+from two_nodes_actions import actions_of
+from two_nodes_parts import FAULTS, GEOMETRY, JUNK, Decode, Link, Prefill, Scope, Store, WatchedWriter
 from two_nodes_state import Freezer, state_of
 
 from common.messages import Handoff, Message
@@ -63,101 +64,12 @@ class TwoNodes:
     def content(self, key: Key, index: int) -> int:
         return 16 * (self.keys.index(key) + 1) + index
 
-    # ---- what can happen ----------------------------------------------------------------------------------------
+    # ---- what happens -------------------------------------------------------------------------------------------
 
-    def actions(self) -> Iterator[tuple[Any, ...]]:
-        free = [*self._of_prefill(), *self._of_decode(), *self._of_links()]
-        yield from free
-        if self.num_faults < self.scope.num_faults:
-            yield from (action for action in self._faults() if action[0] in self.scope.faults)
-        if not free:
-            yield from self._of_time()
+    def actions(self) -> Iterator[Action]:
+        return actions_of(self)
 
-    def _of_prefill(self) -> Iterator[tuple[Any, ...]]:
-        node = self.prefill
-        for key in self.keys:
-            if self.routes.get(key, (node.name, ""))[0] != node.name:
-                continue
-            if key not in node.pages and key not in node.released:
-                if self.sizes[key] <= node.books.num_free:
-                    yield ("open", key)
-            elif key in node.pages and key not in node.finished:
-                yield ("compute", key)
-        if (
-            node.sender._writes.has_due
-            or node.writer.finished
-            or node.writer._news
-            or getattr(node.transport, "_draining", None)
-        ):
-            yield ("pump",)
-        yield from (("arrive", number) for number in self.wire.in_flight)
-
-    def _of_decode(self) -> Iterator[tuple[Any, ...]]:
-        node = self.decode
-        for key in self.keys:
-            if self.routes.get(key, ("", node.name))[1] != node.name or key in node.ended:
-                continue
-            num_lacking = self.sizes[key] - node.begun.get(key, self.scope.first)
-            if self.scope.is_piecemeal:
-                if num_lacking and node.books.num_free:
-                    yield ("extend" if key in node.begun else "begin", key, 1)
-            elif key not in node.begun and num_lacking <= node.books.num_free:
-                yield ("begin", key, num_lacking)
-        if node.reader._news or getattr(node.transport, "_news", None):
-            yield ("poll",)
-        if any(link.retry_at is not None for link in node.receiver._links.by_peer.values()):
-            yield ("retry",)
-
-    def _of_links(self) -> Iterator[tuple[Any, ...]]:
-        for number, link in enumerate(self.links):
-            if link.to_prefill:
-                yield ("prefill hears", number, 0)
-            if link.to_decode:
-                yield ("decode hears", number, 0)
-            if link.is_torn and link.is_open_at_prefill:
-                yield ("prefill notices", number)
-            if link.is_torn and link.is_open_at_decode:
-                yield ("decode notices", number)
-
-    def _faults(self) -> Iterator[tuple[Any, ...]]:
-        for number, link in enumerate(self.links):
-            for queue, messages in (("to_prefill", link.to_prefill), ("to_decode", link.to_decode)):
-                yield from (("overtake", number, queue, at) for at in range(1, len(messages)))
-                yield from (("lose", number, queue, at) for at in range(len(messages)))
-                if messages:
-                    yield ("repeat", number, queue)
-            if not link.is_torn:
-                yield ("tear", number)
-        for page in self.wire.in_flight:
-            yield from ((kind, page) for kind in PAGE_FAULTS)
-        if not self.prefill.writer.is_refused:
-            yield ("refuse",)
-        yield ("kill prefill",)
-        yield ("kill decode",)
-        for key in self.prefill.pages:
-            yield ("abort", key)
-            if key not in self.prefill.finished:
-                yield ("finish early", key)
-            if not self.prefill.sender.is_granted(key):
-                yield ("retract", key)
-        yield from (("cancel", key) for key in self._expected())
-        if self.prefill.sender._outgoing.early:
-            yield ("lease",)
-        if len(self.prefill.sender._outgoing.tombs) and not any(link.to_prefill for link in self.links):
-            yield ("tombs",)  # a tombstone stands for longer than any message is on its way
-
-    def _expected(self) -> list[Key]:
-        return [key for key in self.decode.begun if key not in self.decode.ended]
-
-    def _of_time(self) -> Iterator[tuple[Any, ...]]:
-        """Nothing else can happen: deadlines run out, then leases."""
-        late = [("deadline at prefill", key) for key in self.prefill.pages]
-        late += [("deadline at decode", key) for key in self._expected()]
-        yield from late
-        if not late and self.prefill.sender._outgoing.early:
-            yield ("last lease",)
-
-    def do(self, action: tuple[Any, ...]) -> None:
+    def do(self, action: Action) -> None:
         name, *words = action
         if name in (*FAULTS, "corrupt"):
             self.num_faults += 1
