@@ -163,6 +163,10 @@ class Order:
         age_s = waiting.arrived_at - holder.arrived_at
         return max(LOWEST_PRIORITY, priority - math.ceil(self.rules.aging_per_s * age_s))
 
+    def lend(self, waiting: Request, holder: Request, lent: dict[tuple[str, int], int]) -> None:
+        """Note in ``lent``, by borrower, what one of these lends the other, if nobody lends it more."""
+        lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self.loan(waiting, holder))
+
     def standing(self, request: Request) -> float:
         """What requests are sorted by, highest first; two of them keep their order for ever."""
         return self.priority(request) - self.rules.aging_per_s * request.arrived_at

@@ -35,6 +35,7 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
         cut=capacity.cut,
+        max_requests=config.prefill_max_requests,
         is_mixed=config.enable_mixed_chunk,
         sharing=sharing,
         clip_tokens=constants.clip,

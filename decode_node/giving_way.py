@@ -104,8 +104,8 @@ class GivingWay:
         self._line.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
 
     def victim(self) -> Request | None:
-        """Least work lost (fewest output tokens, then longest input), or least urgent. Not the last that could run, but
-        if a transfer waits for pages with part of them: then that one can go on."""
+        """Least work lost (fewest output tokens, then longest input, then the newest), or least urgent. Not the last
+        that could run, but if a transfer waits for pages with part of them: then that one can go on."""
         places, order = self._places, self._order
         num_able = len(places.running) + len(places.ready) + len(places.paused)
         if num_able < 2 and self._line.partial is None:
@@ -116,6 +116,7 @@ class GivingWay:
                 order.claim_to_stay(r) if self._is_by_priority else (0.0, 0.0),
                 len(r.output),
                 -len(r.prompt),
+                -r.arrived_at,
             ),
             default=None,
         )

@@ -38,6 +38,7 @@ class Limits:
         max_prefill_tokens: tokens computed again in one step.
         chunk_tokens: tokens of one step after which a request that is computed again is cut.
         cut: where prompts are cut.
+        max_requests: prompts of one step.
         is_mixed: chunks ride in the same steps as decode rows; otherwise both take turns.
         sharing: which local prompts wait for a prefix that is just being computed.
         clip_tokens: a request is expected to need at most so many further tokens.
@@ -54,6 +55,7 @@ class Limits:
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
     cut: Cut = field(default_factory=Cut)
+    max_requests: int | None = None
     is_mixed: bool = True
     sharing: SharingLimits = field(default_factory=SharingLimits)
     clip_tokens: int = 4_096
@@ -317,8 +319,7 @@ class Line:
         if partial is not None and partial.key == key and not self._order.are_of_one_class(request, partial):
             return  # see _lend_to_partial
         if key is not None:
-            loan = self._order.loan(request, self._places.receiving[key])
-            lent[key] = max(lent.get(key, LOWEST_PRIORITY), loan)
+            self._order.lend(request, self._places.receiving[key], lent)
 
     def _raise_priorities(self, lent: dict[Key, int]) -> None:
         for key, request in self._places.receiving.items():

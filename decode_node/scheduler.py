@@ -21,6 +21,7 @@ from common.radix import RadixCache
 from common.request import LOWEST_PRIORITY, Request
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
+from common.sharing import Sharing
 from common.skip_ahead import SkipAhead
 from common.step import PageDelta, Row, StepPlan, StepResult
 from common.waiting import WaitingQueue
@@ -157,7 +158,9 @@ class DecodeScheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed now."""
         self._take_up(now)
+        num_retractions = self.totals["retractions"]
         grown = self._grow(now)
+        has_run_short = self.totals["retractions"] > num_retractions
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
         chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]
@@ -172,7 +175,7 @@ class DecodeScheduler:
         self._books.begin_step(self._num_steps)
         self.totals["budget_rows"] += self._limits.max_running
         self.totals["budget_rows_used"] += len(rows)
-        if rows:
+        if rows and not has_run_short:
             self._ratio.decoded()
         joining = [request for key, request in self._joining.items() if self.places.running.get(key) is request]
         self._joining.clear()
@@ -260,11 +263,12 @@ class DecodeScheduler:
             elif skip_ahead.is_closed or not self.giving_way.can_have_row(request):
                 if not num_begun:
                     break
+                self._lend(request, sharing, lent)
             elif not self.line.is_computed_here(request):
                 if request.key in self.line.short and places.has_holders:
                     skip_ahead.refuse(request)  # else it is short because of one of these, and need not be waited for
-            elif state is State.WAITING and (holder := sharing.waits_for(request, self._cache)):
-                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.loan(request, holder))
+            elif self._lend(request, sharing, lent):
+                pass
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
             elif result is AddResult.OTHER:
@@ -278,6 +282,15 @@ class DecodeScheduler:
         for request in places.extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
+
+    def _lend(self, request: Request, sharing: Sharing, lent: dict[Key, int]) -> bool:
+        """Whether it waits for a prefix that is computed here now; whoever computes that is as urgent as it then."""
+        if self.places.states[request.key] is not State.WAITING or not self.line.is_computed_here(request):
+            return False
+        holder = sharing.waits_for(request, self._cache)
+        if holder is not None:
+            self._order.lend(request, holder, lent)
+        return holder is not None
 
     def _begin(self, request: Request, now: float) -> None:
         num_new = request.num_tokens - request.num_computed
@@ -304,6 +317,7 @@ class DecodeScheduler:
             self._books,
             page_size,
             budgets,
+            max_requests=self._limits.max_requests,
             clip=clip,
             reserve_output=bool(holders),
             running=holders,

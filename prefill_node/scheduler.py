@@ -248,8 +248,10 @@ class PrefillScheduler:
                 may_pass.discard(request.key)
                 if not num_begun and not may_pass:
                     break
+                if self.has_priorities and (holder := sharing.waits_for(request, self._cache)):
+                    self._order.lend(request, holder, lent)
             elif holder := sharing.waits_for(request, self._cache):
-                lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self._order.loan(request, holder))
+                self._order.lend(request, holder, lent)
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
                 if request is urgent:
@@ -310,13 +312,17 @@ class PrefillScheduler:
         return sharing.waits_for(request, self._cache) is not None
 
     def _preempt(self, first: Request, weaker: list[Request], now: float) -> None:
-        """The first in line takes the place of less urgent ones, short of a slot or short of pages."""
+        """The first in line takes the place of less urgent ones, short of a slot, of pages, or of both."""
         extending = [victim for victim in weaker if self.states[victim.key] is State.EXTENDING]
+        if not self._slots and not extending:
+            return
         num_retracted = len(self.retracted)
-        if not self._slots and extending and self._fits(first):
-            self._retract(extending[0], now, "its slot goes to the more urgent {}", first)
-        elif self._slots and not self._fits(first):
+        if not self._fits(first):
+            if not self._slots:  # one of those in a slot in any case
+                weaker = [extending[0], *(victim for victim in weaker if victim is not extending[0])]
             self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
+        elif not self._slots:
+            self._retract(extending[0], now, "its slot goes to the more urgent {}", first)
         self.totals["preemptions"] += len(self.retracted) - num_retracted
 
     def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> None:

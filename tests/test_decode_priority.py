@@ -4,6 +4,7 @@ import pytest
 from lone_nodes import ON, result_of
 from lone_nodes import DecodeNode as Node
 
+from common.new_token_ratio import NewTokenRatio, RatioConstants
 from common.pages import Owner
 from common.request import LOWEST_PRIORITY
 from common.scheduling import PriorityRules
@@ -137,6 +138,36 @@ def test_who_gives_way_when_pages_run_short(rules: PriorityRules, victim: str) -
     assert [key[0] for key in node.places.retracted] == [victim]
 
 
+def test_of_those_that_are_alike_the_newest_gives_way_when_pages_run_short() -> None:
+    for rules, rows in ((ON, ("old", "new")), (PriorityRules(), ("new", "old")), (PriorityRules(), ("old", "new"))):
+        node = Node(num_pages=6, rules=rules)
+        for rid in ("old", "new"):
+            node.submit(rid, 8, new=30)
+            node.now += 1.0
+        node.grant()
+        node.receive(*rows)
+        while not node.places.retracted:
+            node.step()
+        assert [key[0] for key in node.places.retracted] == ["new"]
+
+
+def test_the_ratio_that_a_retraction_has_set_stays_for_that_step_and_falls_again_in_the_next() -> None:
+    node = Node(num_pages=6, rules=PriorityRules())
+    node.scheduler._ratio = ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
+    for rid in ("a", "b"):
+        node.submit(rid, 8, new=100).expected_output = 1
+    node.grant()
+    node.receive("a", "b")
+    while not node.places.retracted:
+        before = ratio.value
+        node.step()
+    [stays] = node.places.running.values()
+    assert ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before  # its token of this step came after
+    before = ratio.value
+    node.step()
+    assert ratio.value == pytest.approx(before - 0.005)
+
+
 def test_tokens_of_a_step_come_in_order_of_urgency() -> None:
     node = Node()
     for rid, priority in (("a", 1), ("b", 3), ("c", 2)):
@@ -160,6 +191,29 @@ def test_a_transfer_inherits_the_priority_of_who_waits_for_its_prefix() -> None:
     assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
     node.receive("urgent")
     assert node.run()
+
+
+def test_who_computes_a_prefix_here_inherits_also_while_no_row_is_free_for_the_one_that_waits() -> None:
+    node = Node(slots=2)
+    low = node.submit("low", 40, 0, new=1, first=5000, is_local=True)
+    node.step()
+    node.submit("middle", 64, 1, new=1, is_local=True)
+    urgent = node.submit("urgent", 44, 2, new=1, first=5000, is_local=True)
+    node.step()
+    for num_computed in (16, 24):
+        assert low.inherited_priority == urgent.priority
+        node.step()
+        assert low.num_computed == num_computed
+
+
+def test_no_more_prompts_are_computed_here_in_one_step_than_allowed() -> None:
+    for most, num_begun in ((None, 2), (1, 1)):
+        node = Node(rules=PriorityRules(), max_requests=most)
+        for rid in "ab":
+            node.submit(rid, 2, is_local=True)
+        plan = node.scheduler.plan(node.now)
+        assert plan is not None
+        assert len(plan.rows) == num_begun
 
 
 def test_transfers_that_wait_for_a_row_do_not_keep_a_more_urgent_one_from_beginning() -> None:

@@ -77,6 +77,31 @@ def test_pages_are_taken_from_the_least_urgent_and_of_these_the_newest() -> None
     assert node.run() == ["low", "middle", "lower", "urgent", "lower"]
 
 
+@pytest.mark.parametrize(("length", "is_taken"), [(40, True), (44, False)])
+def test_who_is_short_of_a_slot_and_of_pages_takes_both_or_nothing(length: int, is_taken: bool) -> None:
+    node = Node(num_pages=14, slots=1)
+    node.granted.add(node.submit("granted", 16).key)
+    for _ in range(2):
+        node.step(is_sent=False)  # its four pages stay
+    node.submit("low", 32)
+    node.step()
+    node.submit("urgent", length, 50)  # ten pages; without low there are ten
+    assert node.step() == [("urgent" if is_taken else "low", 8)]
+    assert node.scheduler.totals["preemptions"] == is_taken
+
+
+def test_short_of_both_it_takes_the_slot_first_and_touches_nobody_whose_pages_it_does_not_need() -> None:
+    node = Node(num_pages=12, slots=1)
+    node.submit("weak", 16)
+    for _ in range(2):
+        node.step(is_sent=False)  # four pages, and no slot any more
+    node.submit("slow", 24, 1)
+    node.step()
+    node.submit("urgent", 32, 50)
+    assert node.step() == [("urgent", 8)]
+    assert {key[0] for key in node.scheduler.waiting} == {"slow"}
+
+
 def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
     node = Node(num_pages=12, chunk=None)
     granted = node.submit("granted", 24, 0)
@@ -109,13 +134,26 @@ def test_whoever_computes_a_prefix_that_an_urgent_prompt_waits_for_inherits_its_
     node.submit("middle", 16, 5)
     urgent = node.submit("urgent", 72, 9, first=shared)
     assert node.step() == [("middle", 8)]  # that urgent waits for low is found out now
-    assert low.inherited_priority == urgent.priority
-    assert node.step() == [("low", 8)]
+    for _ in range(2):
+        assert low.inherited_priority == urgent.priority
+        assert node.step() == [("low", 8)]
     node.scheduler.close(urgent.key)
     node.scheduler.release(urgent.key)
     node.step()
     assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
     assert node.run() == ["middle", "low"]
+
+
+def test_its_priority_is_inherited_also_while_no_slot_is_free_for_the_one_that_waits() -> None:
+    node = Node(slots=2)
+    low = node.submit("low", 40, 0, first=5000)
+    node.step()
+    node.submit("middle", 64, 5)
+    urgent = node.submit("urgent", 44, 9, first=5000)
+    assert node.step() == [("middle", 8)]
+    for _ in range(2):
+        assert low.inherited_priority == urgent.priority
+        assert node.step() == [("low", 8)]
 
 
 def test_a_changed_priority_counts_from_the_next_step_on() -> None:
