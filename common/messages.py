@@ -15,7 +15,7 @@ from common.sampling import SamplingParams, TokenLogprobs
 
 #: Rises with every change of what nodes say to each other; ``tests/test_protocol.py`` notices one. ``Header`` and
 #: ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -335,6 +335,7 @@ class Closed(Message, frozen=True, tag="closed"):
     attempt: Count
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED  # of a failure: both nodes tell the gateway the same
 
 
 FromNode = Register | Heartbeat | Pairs | Leave | Flushed | Decisions | Tokens | Failed | Ping

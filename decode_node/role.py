@@ -162,6 +162,7 @@ class DecodeRole:
                 self._end(sampled.request.key)
         for request in self._scheduler.take_outgrown():
             message = f"the pool of {self._books.num_pages} pages cannot hold {request.num_tokens} tokens and one more"
+            message += " (--max-total-tokens of the decode node)"
             self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
         self._settle(now)
 

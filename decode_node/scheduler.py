@@ -92,7 +92,8 @@ class DecodeScheduler:
         if len(request.prompt) + 1 > self._capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens, a decode node's pool {self._capacity} with the output",
+                f"the prompt has {len(request.prompt)} tokens, the decode node's pool holds {self._capacity}, output"
+                " included (--max-total-tokens)",
                 param="prompt",
             )
         bound = self._limits.max_queued

@@ -99,8 +99,9 @@ def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int, param: 
         raise too_long(str(count), limits.context_length, param)
     room = min(limits.prompt_tokens, limits.total_tokens - 1)
     if count > room:
-        message = f"the prompt has {count} tokens, the nodes' page pools hold {room}"
-        raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
+        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
+        message = f"the prompt has {count} tokens, the page pool of the largest {which} holds {room}"
+        raise refuse(f"{message} (--max-total-tokens there)", param, ErrorCode.POOL_TOO_SMALL)
     smallest, largest = min(prompt), max(prompt)
     if smallest < 0 or largest >= limits.vocab_size:
         wrong = smallest if smallest < 0 else largest
@@ -127,6 +128,7 @@ def max_tokens(given: int | None, num_prompt: int, limits: Limits, default: int,
         raise refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
     if num_prompt + given > limits.total_tokens:
         message = f"{given} tokens behind a prompt of {num_prompt} exceed the page pool of {limits.total_tokens}"
+        message += " (--max-total-tokens of the decode nodes)"
         raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
     return given
 

@@ -38,12 +38,17 @@ class Pair:
     why: str = ""
     granted: set[int] = field(default_factory=set)
 
+    def can_be_computed(self, grant: Grant, num_source_pages: int) -> bool:
+        """Whether a prompt of which so much is granted fits into our own pool."""
+        return grant.first + len(grant.pages) <= self.fit.most_granted(None, num_source_pages)
+
     def problem(self, session: SendSession, grant: Grant, num_source_pages: int) -> str:
         """Why this grant cannot be meant, as a sentence; empty if it can."""
         end = grant.first + len(grant.pages)
         most = self.fit.most_granted(session.num_tokens, num_source_pages)
         if grant.first < 0 or end > most:
-            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
+            bound = "" if session.num_tokens else ", the prefill node's whole pool (--max-total-tokens)"
+            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}{bound}"
         if any(not 0 <= page < self.num_pages for page in grant.pages):
             return f"a page is granted that a pool of {self.num_pages} pages does not have"
         if len(set(grant.pages)) < len(grant.pages) or not self.granted.isdisjoint(grant.pages):

@@ -302,7 +302,7 @@ class Receiver:
                 event = Finished(session.key)
             else:
                 why = message.message or f"the prefill node has closed the transfer: {message.reason}"
-                event = TransferFailed(session.key, CODES.get(message.reason, ErrorCode.TRANSFER_FAILED), why)
+                event = TransferFailed(session.key, CODES.get(message.reason, message.code), why)
         self._incoming.give_up(session, ReceiveEvent.CLOSE, event)
         return True
 

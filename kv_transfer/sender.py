@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock, MonotonicClock
+from common.errors import ErrorCode
 from common.messages import Cancel, Closed, Connect, Grant, Handoff, Message, PairState, Received, Refused, Resend
 from kv_transfer.lifecycle import SendEvent, Sending
 from kv_transfer.outgoing import Outgoing
@@ -35,11 +36,15 @@ class Released:
     Attributes:
         ok: the decode node has everything, or the request ended with its first token.
         reason: a sentence for people.
+        code: of the failure, if not ``ok``.
+        is_told: the decode node ended it, and tells the gateway why.
     """
 
     key: Key
     ok: bool
     reason: str
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    is_told: bool = False
 
 
 class Sender:
@@ -85,7 +90,8 @@ class Sender:
         if self._pairs.is_stale(peer, connect):
             self._totals["stale_messages"] += 1
             return
-        self._sever(peer, "the decode node has connected anew", is_all=False, is_resumed=connect.resumes)
+        end = End("failed", "the decode node has connected anew")
+        self._sever(peer, end, is_all=False, is_resumed=connect.resumes)
         refused = self._pairs.offer(peer, connect)
         if refused is not None:
             self._messages.append((peer, refused))
@@ -98,32 +104,32 @@ class Sender:
             self._totals["broken_pairs"] += 1
             log.warning("%s", why)
             pair = self._pairs.by_peer.get(peer)
-            if not self._sever(peer, why, is_all=False, is_resumed=True) and pair is not None:
+            if not self._sever(peer, End("failed", why), is_all=False, is_resumed=True) and pair is not None:
                 self._messages.append((peer, Refused(why, pair.epoch)))  # it may hear of the break from nobody else
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone, or as good as: its transfers end, and its pool is out of reach from here on."""
-        self._sever(peer, "the decode node was lost", is_all=True)
+        self._sever(peer, End("failed", "the decode node was lost", ErrorCode.NODE_LOST), is_all=True)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
 
-    def _sever(self, peer: str, why: str, *, is_all: bool, is_resumed: bool = False) -> bool:
+    def _sever(self, peer: str, why: End, *, is_all: bool, is_resumed: bool = False) -> bool:
         """Let go of a peer's pool. Transfers to it end without a word, but for those with writes that cannot be called
         back, which end after them; if not ``is_all``, ungranted ones go on. If ``is_resumed``, granted ones wait until
         they are granted anew. Returns whether nothing is under way any more."""
         is_fenced = self._pairs.drop(peer)
         for session in [s for s in self._outgoing.to(peer) if is_all or s.is_granted]:
-            end = self._outgoing.ends.get(session.key, End("failed", why))
+            end = self._outgoing.ends.get(session.key, why)
             if session.num_in_flight and not is_fenced:
                 self._end(session, end)
                 continue
             self._writes.lose(session)
             if is_resumed and session.accepts(SendEvent.SUSPEND):
-                self._outgoing.suspend(session, why, self._now)
+                self._outgoing.suspend(session, why.message, self._now)
                 self._writes.stop(session)
             else:
                 session.sever()
                 self._forget(session, end, is_ok=False)
-        self._outgoing.sever_early(peer, End("failed", why), self._now, is_resumed=is_resumed)
+        self._outgoing.sever_early(peer, why, self._now, is_resumed=is_resumed)
         return is_fenced
 
     # ---- what the role says -------------------------------------------------------------------------------------
@@ -132,15 +138,15 @@ class Sender:
         """The request is known now and will be computed for this decode node (by incarnation), connected or not."""
         opened = self._outgoing.open(key, peer, self._now)
         if isinstance(opened, End):
-            self._released.append(Released(key, False, opened.message or f"the transfer is {opened.reason}"))
+            self._release(key, opened, is_ok=False)
 
-    def reject(self, key: Key, peer: str, message: str) -> None:
+    def reject(self, key: Key, peer: str, message: str, code: ErrorCode) -> None:
         """The request will not be computed for this decode node, which is told; so is a grant that follows."""
         session = self._outgoing.of_peer(peer, key)
         if session is not None:
-            self._end(session, End("failed", message))
+            self._end(session, End("failed", message, code))
         else:
-            self._bury_and_answer(peer, key, End("failed", message))
+            self._bury_and_answer(peer, key, End("failed", message, code))
 
     def computed(self, key: Key, pages: Sequence[int]) -> None:
         """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. Grows; a closed key is ignored."""
@@ -178,11 +184,11 @@ class Sender:
         session.retract()
         self._outgoing.handoffs.pop(key, None)
 
-    def abort(self, key: Key, reason: Reason, message: str = "") -> None:
+    def abort(self, key: Key, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> None:
         """No page leaves any more. ``Closed`` and ``Released`` follow when nothing is under way; idempotent."""
         session = self._outgoing.live(key)
         if session is not None:
-            self._end(session, End(reason, message))
+            self._end(session, End(reason, message, code))
 
     # ---- what a decode node says --------------------------------------------------------------------------------
 
@@ -222,9 +228,11 @@ class Sender:
         if session.is_repeated(grant.epoch, grant.first, grant.pages):
             self._totals["stale_messages"] += 1
             return
-        problem = pair.problem(session, grant, self._transport.store.num_pages)
+        num_pages = self._transport.store.num_pages
+        problem = pair.problem(session, grant, num_pages)
         if problem:
-            self._refuse(session, problem)
+            is_large = session.num_tokens is None and not pair.can_be_computed(grant, num_pages)
+            self._refuse(session, problem, ErrorCode.POOL_TOO_SMALL if is_large else ErrorCode.TRANSFER_FAILED)
             return
         session.grant(grant.epoch, grant.first, grant.pages, pair.fit.units)
         pair.granted.update(grant.pages)
@@ -274,13 +282,13 @@ class Sender:
             self._end(session, End("cancelled", "the decode node does not want it any more"))
             return
         tomb = self._outgoing.tombs.get(peer, key)
-        self._bury_and_answer(peer, key, tomb or End("unknown", "cancelled before the request was known"))
+        self._bury_and_answer(peer, key, tomb or End("cancelled", "cancelled before the request was known"))
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def _refuse(self, session: SendSession, problem: str) -> None:
+    def _refuse(self, session: SendSession, problem: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> None:
         self._totals["refused_grants"] += 1
-        self._end(session, End("failed", f"the decode node's grant is refused: {problem}"))
+        self._end(session, End("failed", f"the decode node's grant is refused: {problem}", code))
 
     def _end(self, session: SendSession, end: End) -> None:
         """No write starts any more; close now, or when the last one under way is over."""
@@ -307,15 +315,18 @@ class Sender:
             pair.granted.difference_update(session.targets.values())
         self._writes.forget(session)
         if self._outgoing.forget(session, end, self._now):
-            reason = end.message or ("the decode node has it" if is_ok else f"the transfer was {end.reason}")
-            self._released.append(Released(key, is_ok, reason))
+            self._release(key, end, is_ok=is_ok)
+
+    def _release(self, key: Key, end: End, *, is_ok: bool) -> None:
+        reason = end.message or ("the decode node has it" if is_ok else f"the transfer was {end.reason}")
+        self._released.append(Released(key, is_ok, reason, end.code, is_told=end.reason == "cancelled"))
 
     def _bury_and_answer(self, peer: str, key: Key, end: End) -> None:
         self._outgoing.tombs.bury(peer, key, end, now=self._now)
         self._answer_closed(peer, key, end)
 
     def _answer_closed(self, peer: str, key: Key, end: End) -> None:
-        self._messages.append((peer, Closed(*key, end.reason, end.message)))
+        self._messages.append((peer, Closed(*key, end.reason, end.message, end.code)))
 
     # ---- writing ------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ waiting for grants. Bounded in number and in time, since those who make them are
 from dataclasses import dataclass
 from typing import Literal
 
+from common.errors import ErrorCode
 from kv_transfer.session import Key
 
 Reason = Literal["finished", "cancelled", "aborted", "failed", "unknown"]
@@ -17,10 +18,11 @@ MAX_TOMBS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a transfer ended; ``message`` is a sentence or empty."""
+    """Why a transfer ended; ``message`` is a sentence or empty, ``code`` is what the client hears of a failure."""
 
     reason: Reason
     message: str
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED
 
 
 class Tombs:

@@ -156,6 +156,7 @@ class PrefillRole:
             check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
         except RequestError as error:
+            self._sender.reject(request.key, message.decode.incarnation, error.message, error.code)
             self._answer_failure(request, error.code, error.message)
         else:
             self._decode[request.key] = message.decode.incarnation
@@ -170,7 +171,7 @@ class PrefillRole:
             check_tokens(message.prompt, self._vocab_size)
             self._scheduler.submit(request)
         except RequestError as error:
-            self._sender.reject(request.key, peer, error.message)
+            self._sender.reject(request.key, peer, error.message, error.code)
             return
         self._totals["resumes"] += 1
         self._resumed[request.key] = self._answered[request.key] = None
@@ -203,14 +204,14 @@ class PrefillRole:
         self._totals["prompt_tokens_cached"] += request.num_cached
         self.outbox.gateway.append(first_tokens(request, first.token, first.logprobs, first.finish, now))
 
-    def _close(self, key: Key, reason: Reason, message: str) -> bool:
+    def _close(self, key: Key, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> bool:
         if not self._scheduler.close(key):
             return False
-        self._sender.abort(key, reason, message)
+        self._sender.abort(key, reason, message, code)
         return True
 
     def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
-        if self._close(request.key, "failed", message) and request.key not in self._resumed:
+        if self._close(request.key, "failed", message, code) and request.key not in self._resumed:
             self._answer_failure(request, code, message)
 
     def _answer_failure(self, request: Request, code: ErrorCode, message: str) -> None:
@@ -228,9 +229,9 @@ class PrefillRole:
             self._answered.pop(release.key, None)
             self._decode.pop(release.key, None)
             is_resumed = self._resumed.pop(release.key, release) is None
-            if release.ok or was_closing or is_resumed:
+            if release.ok or was_closing or is_resumed or release.is_told:
                 continue
-            self._answer_failure(request, ErrorCode.TRANSFER_FAILED, release.reason)
+            self._answer_failure(request, release.code, release.reason)
 
     # ---- what others may know ---------------------------------------------------------------------------------------
 

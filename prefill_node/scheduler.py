@@ -119,7 +119,8 @@ class PrefillScheduler:
         if len(request.prompt) > capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}",
+                f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}"
+                " (--max-total-tokens)",
                 param="prompt",
             )
         bound = self._limits.max_queued

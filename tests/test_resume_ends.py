@@ -9,6 +9,7 @@ from common.messages import Connect, Refused, Resend
 from common.pages import Owner
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.links import ANSWER_S, BACKOFF_S, MAX_TRIES, RESUME_LEASE_S
+from kv_transfer.tombs import End
 from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.inprocess import Fault, Wire
 
@@ -138,7 +139,7 @@ def test_writes_that_cannot_be_called_back_end_their_transfer_and_others_go_on()
         couple.hear_decode()
     couple.compute(KEY, 1)
     couple.pump()
-    couple.sender._sever(DECODE, "a snap", is_all=False, is_resumed=True)
+    couple.sender._sever(DECODE, End("failed", "a snap"), is_all=False, is_resumed=True)
     couple.settle()
     assert KEY not in couple.released, "its page is still being read"
     assert other not in couple.released

@@ -226,14 +226,14 @@ def test_a_cancel_takes_back_an_event_that_nobody_has_seen(couple: Couple) -> No
 def test_a_cancel_before_the_request_is_known_keeps_it_from_ever_being_written(couple: Couple) -> None:
     couple.to_prefill.append(Cancel("r", 0))
     couple.hear_decode()
-    assert couple.to_decode.pop() == Closed("r", 0, "unknown", "cancelled before the request was known")
+    assert couple.to_decode.pop() == Closed("r", 0, "cancelled", "cancelled before the request was known")
     couple.open(KEY, 2)
     assert not couple.released[KEY].ok
     couple.compute(KEY, 1)
     couple.finish(KEY)
     couple.begin(KEY, 2)
     couple.run()
-    assert failure(couple).code is ErrorCode.TRANSFER_FAILED
+    assert failure(couple).code is ErrorCode.ABORTED
     assert not couple.writer.written
 
 
