@@ -1,8 +1,8 @@
 """``adaptive``: picks among the other policies from what it measures, and says why. Pure.
 
 Three things are measured: how long the queue is, how much of the prompts that leave it was cached, and how many of
-those that leave it had missed their deadlines. The first rule that holds decides; the rule in force is held to a lower
-bound than one that is not, and a choice stands for a while, so that it does not flutter.
+those that leave it miss their deadlines, then or later. The first rule that holds decides; the rule in force is held
+to a lower bound than one that is not, and a choice stands for a while, so that it does not flutter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,11 @@ _SENTENCES = {
 
 class Adaptive(Policy):
     """Args:
-    policies: those of ``CHOICES``, by name.
+        policies: those of ``CHOICES``, by name.
+
+    Attributes:
+        why: what decided: the measure of the rule in force, or ``nothing``.
+        measured: every measure, as it is now.
     """
 
     name = "adaptive"
@@ -56,11 +60,11 @@ class Adaptive(Policy):
     def __init__(self, policies: Mapping[str, Policy]) -> None:
         self.choice = OTHERWISE
         self.reason = "nothing has been measured yet"
+        self.why = "nothing"
         self.num_switches = 0
         self._num_orders = dict.fromkeys(CHOICES, 0)
         self._policies = policies
-        self._measured = dict.fromkeys(_SENTENCES, 0.0)
-        self._now = 0.0
+        self.measured = dict.fromkeys(_SENTENCES, 0.0)
         self._chosen_at = float("-inf")
 
     @property
@@ -68,16 +72,18 @@ class Adaptive(Policy):
         return self._policies[self.choice].overtakes
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        self._now = now
-        self._measured["waiting"] = len(waiting)
+        self.measured["waiting"] = len(waiting)
         if now - self._chosen_at >= MIN_STAY_S:
             self._choose(now)
         self._num_orders[self.choice] += 1
         return self._policies[self.choice].order(waiting, now)
 
     def left(self, request: Request) -> None:
-        self._average("misses", float(request.deadline_at <= self._now))
+        self._average("misses", 0.0)
         self._average("hits", 1 - request.num_uncached / max(request.num_tokens, 1))
+
+    def missed(self, request: Request) -> None:
+        self.measured["misses"] = min(1.0, self.measured["misses"] + ALPHA)  # its leaving has counted as 0
 
     def totals(self) -> dict[str, float]:
         """How often the choice changed, and for how many orders each was in force."""
@@ -85,18 +91,18 @@ class Adaptive(Policy):
         return {"adaptive_switches": float(self.num_switches), **orders}
 
     def _average(self, measure: str, latest: float) -> None:
-        self._measured[measure] += ALPHA * (latest - self._measured[measure])
+        self.measured[measure] += ALPHA * (latest - self.measured[measure])
 
     def _choose(self, now: float) -> None:
-        choice, self.reason = self._wanted()
+        choice, self.why, self.reason = self._wanted()
         if choice != self.choice:
             self.choice = choice
             self.num_switches += 1
             self._chosen_at = now
 
-    def _wanted(self) -> tuple[str, str]:
+    def _wanted(self) -> tuple[str, str, str]:
         for rule in RULES:
             bound = rule.leaves if rule.policy == self.choice else rule.enters
-            if self._measured[rule.measure] >= bound:
-                return rule.policy, _SENTENCES[rule.measure].format(self._measured[rule.measure])
-        return OTHERWISE, "few requests wait, little of them is cached, and deadlines are met"
+            if self.measured[rule.measure] >= bound:
+                return rule.policy, rule.measure, _SENTENCES[rule.measure].format(self.measured[rule.measure])
+        return OTHERWISE, "nothing", "few requests wait, little of them is cached, and deadlines are met"

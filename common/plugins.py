@@ -126,6 +126,10 @@ class OwnPolicy(Policy):
     def left(self, request: Request) -> None:
         self._tell(self._policy.left, request)
 
+    def missed(self, request: Request) -> None:
+        if hasattr(self._policy, "missed"):
+            self._tell(self._policy.missed, request)
+
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
         self._tell(self._policy.served, request, num_input=num_input, num_output=num_output)
 

@@ -48,6 +48,10 @@ class Policy(Protocol):
         """It waits no longer, whatever became of it."""
         return
 
+    def missed(self, request: Request) -> None:
+        """The deadline of a request that has waited here passed before its end."""
+        return
+
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
         """So many prompt tokens are computed for a request, or so many output tokens were."""
         return

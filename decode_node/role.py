@@ -31,6 +31,7 @@ from common.node.role import (
     explained,
     prove_pages,
     request_from,
+    tell_if_missed,
 )
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
@@ -102,7 +103,10 @@ class DecodeRole:
         if isinstance(message, Generate):
             self._generate(message, now)
         elif isinstance(message, Abort):
-            self._end((message.rid, message.attempt))
+            key = (message.rid, message.attempt)
+            request = self._scheduler.places.requests.get(key)
+            self._end(key)
+            tell_if_missed(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
@@ -169,6 +173,7 @@ class DecodeRole:
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node", now)
+            tell_if_missed(self._scheduler.policy, request, now)
         for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
             self.peer_lost(peer, now)
         self._receiver.poll(now)

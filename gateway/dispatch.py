@@ -21,8 +21,6 @@ from gateway.registry import Node
 from gateway.relay import Relay
 from gateway.router import Pair
 
-#: Seconds by which the nodes' own timeout is later than the gateway's, which is the one that the client sees.
-NODE_TIMEOUT_MARGIN_S = 5.0
 #: How a decision to send is told, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
 
@@ -215,7 +213,7 @@ class Dispatch:
             sampling=ask.sampling,
             prefill=None if pair.prefill is None else _peer(nodes[0]),
             decode=_peer(nodes[-1]),
-            timeout_s=max(ask.timeout_s - waited_s, 0.001) + NODE_TIMEOUT_MARGIN_S,
+            timeout_s=max(ask.timeout_s - waited_s, 0.001),
             cache_salt=ask.salt,
             priority=ask.priority,
             priority_class=ask.priority_class,
@@ -286,8 +284,11 @@ class Dispatch:
         self._fail(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _on_deadline(self, rid: str) -> None:
-        message = f"the request's deadline of {self._legs[rid].relay.ask.timeout_s:g} s has passed"
+        leg = self._legs[rid]
+        message = f"the request's deadline of {leg.relay.ask.timeout_s:g} s has passed"
         self._fail(rid, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+        if leg.request is not None:
+            leg.fleet.backlog.order.policy.missed(leg.request)
 
     def _fail(self, rid: str, error: RequestError) -> bool:
         leg = self._legs.get(rid)

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from common.adaptive import Adaptive
 from gateway.fleet import Fleet
 from gateway.relay import Relay
 
@@ -58,15 +59,27 @@ class Waits:
         yield starved
         waiting = GaugeMetricFamily("baton_requests_waiting", "Outputs that wait in the gateway.", labels=labels)
         policy = GaugeMetricFamily(
-            "baton_schedule_policy", "1 for the policy that orders the gateway's queue now.", labels=["model", "policy"]
+            "baton_schedule_policy",
+            "1 for the policy that orders the gateway's queue now, and what has decided that.",
+            labels=["model", "policy", "why"],
+        )
+        measured = GaugeMetricFamily(
+            "baton_adaptive_measured",
+            "What adaptive goes by: requests in the queue, and shares of them.",
+            labels=["model", "measure"],
         )
         for fleet in self._fleets:
             now = Totals(request.priority_class for request in fleet.backlog.requests())
             for name in _classes(fleet):
                 waiting.add_metric([fleet.model, name], now[name])
-            policy.add_metric([fleet.model, fleet.backlog.policy], 1)
+            chosen = fleet.backlog.order.policy
+            why = chosen.why if isinstance(chosen, Adaptive) else "configured"
+            policy.add_metric([fleet.model, fleet.backlog.policy, why], 1)
+            for name, value in chosen.measured.items() if isinstance(chosen, Adaptive) else ():
+                measured.add_metric([fleet.model, name], value)
         yield waiting
         yield policy
+        yield measured
 
 
 def _classes(fleet: Fleet) -> list[str]:

@@ -34,6 +34,7 @@ from common.node.role import (
     prove_pages,
     request_from,
     resumed_request,
+    tell_if_missed,
 )
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
@@ -86,7 +87,10 @@ class PrefillRole:
         if isinstance(message, Generate):
             self._generate(message, now)
         elif isinstance(message, Abort):
-            self._close((message.rid, message.attempt), "aborted", "the gateway ended it")
+            key = (message.rid, message.attempt)
+            request = self._scheduler.requests.get(key)
+            self._close(key, "aborted", "the gateway ended it")
+            tell_if_missed(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
@@ -136,6 +140,7 @@ class PrefillRole:
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
+            tell_if_missed(self._scheduler.policy, request, now)
         more = self._sender.pump(now)
         self._settle()
         return more

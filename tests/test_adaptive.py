@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 from local_cluster import LocalCluster
+from simulated import Limits, Service
 
 from common.adaptive import CHOICES, MIN_STAY_S, Adaptive
 from common.policy import make_policy
@@ -81,10 +82,15 @@ def test_cached_prompts_make_it_lpm() -> None:
 
 def test_missed_deadlines_make_it_edf_whatever_else_holds() -> None:
     policy = adaptive()
+    late = requests(4, cached=90)
+    serve(policy, late)
     policy.order([], 100.0)
-    serve(policy, requests(4, deadline_at=99.0, cached=90))
+    assert policy.choice == "fcfs"
+    for request in late:
+        policy.missed(request)
     policy.order(requests(64), 103.0)
-    assert (policy.choice, policy.reason) == ("edf", "6.1% of the requests missed their deadlines")
+    assert (policy.choice, policy.reason) == ("edf", "6.2% of the requests missed their deadlines")
+    assert policy.why == "misses"
     assert policy.overtakes
     late, early = requests(1, deadline_at=300.0)[0], requests(1, deadline_at=200.0)[0]
     assert list(policy.order([late, early], 103.0)) == [early, late]
@@ -112,6 +118,22 @@ def test_a_node_tells_what_was_chosen_and_why() -> None:
     told = prefill.role._scheduler.decisions.last(1_000, 0.0)
     adapted = [decided for decided in told if decided.action == "adapt"]
     assert adapted[0].reason == "from fcfs to hrrn: 70 requests wait"
+
+
+@pytest.mark.parametrize("lookahead", [0, 1_000])
+def test_deadlines_that_pass_are_noticed_where_the_requests_waited(lookahead: int) -> None:
+    """Every second request has too little time, in the gateway's queue or on the nodes."""
+    service = Service(limits=Limits(max_running=2), schedule_policy="adaptive", gateway_lookahead=lookahead)
+    for number in range(60):
+        timeout_s = 0.3 if number % 2 else 20.0
+        service.ask(f"r{number}", range(7 * number, 7 * number + 20), 6, at=0.02 * number, timeout_s=timeout_s)
+    service.run(is_checked=False)
+    missed = sum(answer.error is not None for answer in service.ended.values())
+    assert missed >= 10
+    decode = service.cluster.nodes["decode-1........"]
+    assert decode.role.counters()["adaptive_orders_edf"] > 10
+    in_gateway = service.cluster.gateway.fleet.backlog.order.policy
+    assert (in_gateway.totals()["adaptive_orders_edf"] > 10) == (lookahead == 0)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])

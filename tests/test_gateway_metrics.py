@@ -104,7 +104,7 @@ async def test_waiting_is_told_by_class_how_long_how_many_and_who_starved(folder
         before = await scrape(stack)
         assert before['baton_requests_waiting{class="high",model="tiny"}'] == 1
         assert before['baton_requests_waiting{class="low",model="tiny"}'] == 1
-        assert before['baton_schedule_policy{model="tiny",policy="fcfs"}'] == 1
+        assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="configured"}'] == 1
         await asyncio.sleep(0.35)
         for node in stack.nodes:
             node.on_generate = echo
@@ -131,6 +131,29 @@ async def test_one_that_waits_in_vain_has_waited_all_its_time(folder):
         after = await scrape(stack)
         assert after['baton_starved_total{class="",model="tiny"}'] == 2
         assert after['baton_waiting_seconds_sum{class="",model="tiny"}'] >= 0.39
+
+
+async def test_adaptives_choice_is_told_with_what_was_measured_and_what_of_it_decided(folder):
+    async with running(folder, schedule_policy="adaptive", gateway_lookahead=0) as stack:
+        await stack.pair(max_running=1)
+        for node in stack.nodes:
+            node.on_generate = silent
+        before = await scrape(stack)
+        assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="nothing"}'] == 1
+        bodies = [{"prompt": "a", "deadline_ms": 100}] * 8  # the first goes out at once, and then nobody
+        answers = await asyncio.gather(*(stack.post("/v1/completions", body) for body in bodies))
+        assert {status for status, _ in answers} == {504}
+        calls = [asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": rid})) for rid in ("x", "y")]
+        while (series := await scrape(stack))['baton_requests_waiting{class="",model="tiny"}'] != 1:
+            await asyncio.sleep(0.002)
+        share = 1 - (63 / 64) ** 7
+        assert series['baton_adaptive_measured{measure="misses",model="tiny"}'] == pytest.approx(share)
+        for rid in ("x", "y"):  # y is ordered when x ends
+            await stack.post("/abort_request", {"rid": rid})
+        await asyncio.gather(*calls)
+        after = await scrape(stack)
+        assert after['baton_schedule_policy{model="tiny",policy="edf",why="misses"}'] == 1
+        assert after['baton_adaptive_measured{measure="waiting",model="tiny"}'] == 1
 
 
 async def test_refusals_are_counted_by_reason_and_failures_of_nodes_are_not_among_them(folder):
@@ -262,7 +285,7 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_output_tokens_total", "baton_local_prefills_total", "baton_time_to_first_token_seconds",
         "baton_inter_token_seconds", "baton_time_per_output_token_seconds", "baton_request_seconds",
         "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total", "baton_waiting_seconds",
-        "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy",
+        "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy", "baton_adaptive_measured",
     }  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from common.policies import Policy
 
 class Backwards(Policy):
     """Last come, first served, with what it inherits."""
+    late = []
+    def missed(self, request): self.late.append(request.rid)
     def order(self, waiting, now):
         return list(waiting)[::-1]
 
@@ -89,6 +91,17 @@ def test_ours_are_not_loaded() -> None:
 
 def test_a_policy_of_ones_own_orders_the_queue() -> None:
     assert rids(queue_of("users_own:Backwards")) == ["a", "c"]
+
+
+def test_a_policy_is_told_of_missed_deadlines_if_it_wants_to_know() -> None:
+    import users_own  # type: ignore[import-not-found]
+
+    for spec in ("users_own:Backwards", "users_own:Whole"):
+        policy = load_policy(spec)
+        assert policy is not None
+        policy.missed(Request("late", 0, (1, 2), SamplingParams()))
+        assert policy.totals() == {"own_policy_failures": 0}
+    assert users_own.Backwards.late == ["late"]
 
 
 def test_a_policy_need_not_inherit_and_is_told_of_everything() -> None:

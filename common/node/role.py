@@ -10,6 +10,7 @@ from common.finish import Finish
 from common.messages import Decision, Decisions, Explain, Generate, Message, PairState, Resume, Tokens
 from common.node.outbox import Outbox
 from common.pages import Owner, PageBooks
+from common.policies import Policy
 from common.radix import RadixCache
 from common.request import Request
 from common.sampling import SamplingParams, TokenLogprobs
@@ -17,6 +18,9 @@ from common.step import StepPlan, StepResult
 
 #: The gateway ends a request at its deadline; a node that has not heard of it by then does so itself, a little later.
 DEADLINE_GRACE_S = 5.0
+#: Whoever the gateway ends so shortly before a deadline has missed it: the message may have been quicker than the one
+#: that brought the request.
+MISSED_S = 0.1
 
 
 def check_generate(message: Generate, vocab_size: int) -> None:
@@ -94,6 +98,12 @@ def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, f
             "prefill_s": now - request.admitted_at,
         },
     )
+
+
+def tell_if_missed(policy: Policy, request: Request | None, now: float) -> None:
+    """A request is being ended before it is done. If that is its deadline's doing, the policy learns of it."""
+    if request is not None and request.deadline_at <= now + MISSED_S:
+        policy.missed(request)
 
 
 def explained(decisions: Ring, message: Explain, now: float) -> Decisions:
