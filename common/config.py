@@ -2,8 +2,8 @@
 
 Resolved once, at start, into one of the frozen classes at the end of this file (``GatewayConfig``, ``NodeConfig``,
 ``ServeConfig``) and never written again; a measured fact makes a new object with ``dataclasses.replace``. Where values
-come from is told in ``common/options.py``; the command line itself is ``common/cli.py``. Options of the design that do
-not work yet are listed here too, to be refused by name.
+come from is told in ``common/options.py``; the command line itself is ``common/cli.py``. Options that users may know
+from elsewhere and that do not work yet are listed here too, to be refused by name.
 """
 
 import re
@@ -26,11 +26,8 @@ LocalPrefill = Literal["never", "auto", "always"]
 SMALL_MODEL = str(Path(__file__).resolve().parents[1] / "scripts" / "small_model")
 SMALL_MODEL_NAME = "baton-small"
 
-#: Read elsewhere: by scripts/setup.sh, by ``common.cli``, by ``common.new_token_ratio`` and ``common.sharing``.
-OTHER_VARIABLES = (
-    "BATON_VENV",
-    "BATON_TORCH_INDEX",
-    "BATON_CONFIG",
+#: Constants of scheduling, read by ``common.new_token_ratio`` and ``common.sharing``.
+SCHEDULING_VARIABLES = (
     "BATON_INIT_NEW_TOKEN_RATIO",
     "BATON_MIN_NEW_TOKEN_RATIO_FACTOR",
     "BATON_NEW_TOKEN_RATIO_DECAY_STEPS",
@@ -39,8 +36,10 @@ OTHER_VARIABLES = (
     "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
     "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )
+#: Those that are no options: two of scripts/setup.sh, one of ``common.cli``, and the constants.
+OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", *SCHEDULING_VARIABLES)
 
-#: Flags that users know from elsewhere or from the design, and what to say about them as long as they have no effect.
+#: Flags that users may know from elsewhere, and what to say about them as long as they have no effect.
 NOT_YET: dict[str, str] = {
     "--tensor-parallel-size": "a node is one process on one device",
     "--tp-size": "a node is one process on one device",
@@ -48,7 +47,6 @@ NOT_YET: dict[str, str] = {
     "--speculative-algorithm": "every token is computed by the model itself",
     "--enable-lora": "only plain checkpoints are served",
 }
-
 
 #: Why a node cannot have ``--transport inprocess``.
 IN_PROCESS = "joins nodes of one process, as tests and the simulator have them; nodes here are processes of their own"

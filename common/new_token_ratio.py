@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from common.request import Request
 
+#: Output tokens expected of one request at most. SGLang's CLIP_MAX_NEW_TOKENS.
+CLIP_TOKENS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class RatioConstants:
@@ -29,7 +32,7 @@ class RatioConstants:
     lowest_factor: float = 0.14
     decay_steps: int = 600
     retract_steps: int = 20
-    clip: int = 4096
+    clip: int = CLIP_TOKENS
 
 
 def constants_from(environ: Mapping[str, str]) -> RatioConstants:

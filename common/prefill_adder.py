@@ -18,16 +18,13 @@ from enum import Enum, auto
 
 from common.chunking import Cut, most_tokens, work
 from common.growth import Growth, fits, is_extending, num_private_pages
-from common.new_token_ratio import expected_left
+from common.new_token_ratio import CLIP_TOKENS, expected_left
 from common.pages import Owner, PageBooks
 from common.radix import Match, RadixCache
 from common.request import Request
 from common.request_pages import packed_tokens
 from common.sampling import TokenLogprobs
 from common.step import Admit, Row, StepResult
-
-#: Output tokens that are reserved for one request at most. SGLang's CLIP_MAX_NEW_TOKENS.
-CLIP_MAX_NEW_TOKENS = 4096
 
 
 class AddResult(Enum):
@@ -131,26 +128,24 @@ class PrefillAdder:
         self,
         cache: RadixCache,
         books: PageBooks,
-        page_size: int,
         budgets: Budgets,
         *,
         max_requests: int | None = None,
-        clip: int = CLIP_MAX_NEW_TOKENS,
+        clip: int = CLIP_TOKENS,
         reserve_output: bool,
         running: Sequence[Request] = (),
         ratio: float = 1.0,
     ) -> None:
-        assert page_size == cache.page_size
         self.chunks: list[Chunk] = []
         self.total_left = budgets.total_tokens
         self.input_left = budgets.input_tokens
-        self._unit = budgets.cut.unit(page_size)
+        self._unit = budgets.cut.unit(cache.page_size)
         self.chunk_left = None if budgets.chunk_tokens is None else max(budgets.chunk_tokens, self._unit)
         self._crossover = None if self.chunk_left is None else budgets.cut.crossover_tokens
         self._work_left = work(self._crossover or 0.0, 0, self.chunk_left or 0)
         self._cache = cache
         self._books = books
-        self._page_size = page_size
+        self._page_size = cache.page_size
         self._max_requests = max_requests
         self._clip = clip
         self._reserve_output = reserve_output

@@ -17,7 +17,7 @@ def packed_tokens(request: Request, num_tokens: int) -> TokenKey:
     return request.packed[: num_tokens * TOKEN_BYTES]
 
 
-def cache_computed(cache: RadixCache, books: PageBooks, request: Request) -> int:
+def cache_computed(cache: RadixCache, request: Request) -> int:
     """Offer the whole pages computed so far to the cache, and lock what it took. Returns how many pages it took.
 
     Call it after a chunk, or whenever ``num_computed`` has grown. If the cache meanwhile got part of them from somebody

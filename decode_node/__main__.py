@@ -4,31 +4,26 @@ import sys
 
 from common.cli import resolve
 from common.config import NodeConfig
-from common.new_token_ratio import NewTokenRatio, constants_from
-from common.node.process import Parts, run
-from common.plugins import load_policy
-from common.policy import make_order
-from common.sharing import sharing_limits_from
+from common.new_token_ratio import NewTokenRatio
+from common.node.parts import Parts
+from common.node.process import run
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
-from kv_transfer.transports.choice import Settings, open_reader
+from kv_transfer.transports.choice import open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
 def open_transport(parts: Parts) -> ReaderTransport:
     """The transport that the configuration names, over the process's pool."""
-    config = parts.config
-    key = (config.cluster_key or "").encode()
-    return open_reader(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
+    return open_reader(parts.pool, parts.transport_settings())
 
 
 def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
     """The role and its transfer endpoint, over the process's pool and books."""
     config, capacity = parts.config, parts.capacity
-    constants, sharing = constants_from(parts.environ), sharing_limits_from(parts.environ)
     limits = Limits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
@@ -37,8 +32,8 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         cut=capacity.cut,
         max_requests=config.prefill_max_requests,
         is_mixed=config.enable_mixed_chunk,
-        sharing=sharing,
-        clip_tokens=constants.clip,
+        sharing=parts.sharing,
+        clip_tokens=parts.constants.clip,
         max_skip_ahead=config.max_skip_ahead,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
@@ -48,10 +43,8 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         parts.cache,
         parts.books,
         limits=limits,
-        order=make_order(
-            config, parts.cache, own_policy=load_policy(config.schedule_policy), sharing=sharing, constants=constants
-        ),
-        ratio=NewTokenRatio(constants, config.schedule_conservativeness),
+        order=parts.order(),
+        ratio=NewTokenRatio(parts.constants, config.schedule_conservativeness),
         eos_token_ids=parts.eos_token_ids,
     )
     receiver = Receiver(

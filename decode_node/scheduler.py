@@ -316,7 +316,6 @@ class DecodeScheduler:
         return PrefillAdder(
             self._cache,
             self._books,
-            page_size,
             budgets,
             max_requests=self._limits.max_requests,
             clip=clip,
@@ -349,7 +348,7 @@ class DecodeScheduler:
                 continue
             request.num_computed = chunk.start + chunk.num_tokens
             request.prompt_logprobs += found.prompt_logprobs
-            cache_computed(self._cache, self._books, request)
+            cache_computed(self._cache, request)
             if found.sampled is not None:
                 request.inherited_priority = LOWEST_PRIORITY
                 self.places.move(request, Event.SAMPLED)

@@ -120,7 +120,7 @@ class Asker:
         text = self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
         await self._check_text(text, terms.limits, "messages")
         ids = await self.tokenize(text, add_special_tokens=False, param="messages")
-        check_prompt(ids, terms.limits, self._text.vocab_size, "messages")
+        check_prompt(ids, terms.limits, "messages")
         return samples(self._openai_ask(body, request_id, request_id, ids, terms, None, logprobs), body.n or 1)
 
     async def native(self, body: Native, request_id: str, terms: Terms) -> tuple[list[Ask], bool]:
@@ -208,7 +208,7 @@ class Asker:
                     raise refuse("must not be empty", param)
                 await self._check_text(prompt, limits, param)
                 prompt = await self.tokenize(prompt, add_special_tokens=True, param=param)
-            check_prompt(prompt, limits, limits.vocab_size, param)
+            check_prompt(prompt, limits, param)
             ids.append(prompt)
         return ids
 

@@ -90,7 +90,7 @@ def split_prompts(given: Any, param: str = "prompt") -> list[Prompt]:
     return list(given)
 
 
-def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int, param: str) -> None:
+def check_prompt(prompt: Sequence[int], limits: Limits, param: str) -> None:
     """Raises RequestError for a prompt that no node can take."""
     count = len(prompt)
     if not count:

@@ -4,14 +4,11 @@ import sys
 
 from common.cli import resolve
 from common.config import NodeConfig
-from common.new_token_ratio import constants_from
-from common.node.process import Parts, run
-from common.plugins import load_policy
-from common.policy import make_order
-from common.sharing import sharing_limits_from
+from common.node.parts import Parts
+from common.node.process import run
 from kv_transfer.sender import Sender
 from kv_transfer.transports.base import WriterTransport
-from kv_transfer.transports.choice import Settings, open_writer
+from kv_transfer.transports.choice import open_writer
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import Limits, PrefillScheduler
 
@@ -20,15 +17,12 @@ HELP = "Compute prompts and hand their KV pages to decode nodes."
 
 def open_transport(parts: Parts) -> WriterTransport:
     """The transport that the configuration names, over the process's pool."""
-    config = parts.config
-    key = (config.cluster_key or "").encode()
-    return open_writer(parts.pool, Settings(config.transport, parts.incarnation, config.data_host, key))
+    return open_writer(parts.pool, parts.transport_settings())
 
 
 def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
     """The role and its transfer endpoint, over the process's pool and books."""
     config, capacity = parts.config, parts.capacity
-    constants, sharing = constants_from(parts.environ), sharing_limits_from(parts.environ)
     limits = Limits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
@@ -36,7 +30,7 @@ def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
         chunk_tokens=capacity.chunk_tokens,
         cut=capacity.cut,
         max_requests=config.prefill_max_requests,
-        sharing=sharing,
+        sharing=parts.sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
     sender = Sender(transport, digest=parts.digest, wants_checksums=config.kv_checksum, clock=parts.clock)
@@ -44,9 +38,7 @@ def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
         parts.cache,
         parts.books,
         limits=limits,
-        order=make_order(
-            config, parts.cache, own_policy=load_policy(config.schedule_policy), sharing=sharing, constants=constants
-        ),
+        order=parts.order(),
         eos_token_ids=parts.eos_token_ids,
         is_granted=sender.is_granted,
     )

@@ -19,10 +19,10 @@ from common.lifecycle import advance
 from common.order import Order
 from common.pages import PageBooks
 from common.prefill_adder import AddResult, Budgets, Chunk, ChunkResult, PrefillAdder, admit_row, chunk_results
-from common.radix import RadixCache
+from common.radix import Node, RadixCache
 from common.request import LOWEST_PRIORITY, Request
 from common.request_pages import cache_computed, packed_tokens, release
-from common.room import victims_for
+from common.room import has_room, victims_for
 from common.sampling import TokenLogprobs
 from common.sharing import Sharing, SharingLimits
 from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
@@ -196,7 +196,6 @@ class PrefillScheduler:
         adder = PrefillAdder(
             self._cache,
             self._books,
-            self._cache.page_size,
             Budgets(
                 total_tokens=(self._books.num_free + self._cache.num_evictable_pages) * self._cache.page_size + 1,
                 input_tokens=self._limits.max_prefill_tokens,
@@ -327,21 +326,19 @@ class PrefillScheduler:
         self.totals["preemptions"] += len(self.retracted) - num_retracted
 
     def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> None:
-        match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
-        num_pages = -(-request.num_tokens // self._cache.page_size) - len(match.pages)
-        for victim in victims_for(
-            self._cache, self._books, num_pages=num_pages, keep=match.node, candidates=candidates
-        ):
+        num_pages, prefix = self._needs(request)
+        for victim in victims_for(self._cache, self._books, num_pages=num_pages, keep=prefix, candidates=candidates):
             self._retract(victim, now, reason, request)
 
     def _fits(self, request: Request) -> bool:
-        """Whether there are pages for it now. Those of its cached prefix are not counted twice."""
+        """Whether there are pages for it now."""
+        num_pages, prefix = self._needs(request)
+        return has_room(self._cache, self._books, num_pages=num_pages, keep=prefix)
+
+    def _needs(self, request: Request) -> tuple[int, Node]:
+        """Pages that a request needs beside those of its cached prefix, and the node at which that ends."""
         match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
-        num_needed = -(-request.num_tokens // self._cache.page_size) - len(match.pages)
-        self._cache.lock(match.node)
-        num_available = self._books.num_free + self._cache.num_evictable_pages
-        self._cache.unlock(match.node)
-        return num_needed <= num_available
+        return -(-request.num_tokens // self._cache.page_size) - len(match.pages), match.node
 
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back; their KV stays in the cache as long as there is room. It is next in line again."""
@@ -368,7 +365,7 @@ class PrefillScheduler:
         request = chunk.request
         request.num_computed = chunk.start + chunk.num_tokens
         request.prompt_logprobs += result.prompt_logprobs
-        cache_computed(self._cache, self._books, request)
+        cache_computed(self._cache, request)
         if result.sampled is None:
             return Computed(request, chunk.num_tokens, request.num_computed // self._cache.page_size)
         token, logprobs = result.sampled

@@ -33,7 +33,7 @@ class Pool:
     ) -> PrefillAdder:
         budgets = Budgets(self.num_tokens if total is None else total, inputs, chunk)
         rest.setdefault("reserve_output", False)
-        return PrefillAdder(self.cache, self.books, self.page_size, budgets, **rest)
+        return PrefillAdder(self.cache, self.books, budgets, **rest)
 
     def cached(self, *tokens: int) -> None:
         """Put these tokens into the cache."""
@@ -62,5 +62,5 @@ def compute(pool: Pool, adder: PrefillAdder) -> None:
     """What a role does after the step: count the chunks as computed and cache them."""
     for chunk in adder.chunks:
         chunk.request.num_computed += chunk.num_tokens
-        cache_computed(pool.cache, pool.books, chunk.request)
+        cache_computed(pool.cache, chunk.request)
     pool.check()

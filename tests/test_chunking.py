@@ -29,12 +29,12 @@ class Pool:
         self.budgets = Budgets(16_001, 1 << 30, chunk_tokens, cut)
 
     def adder(self) -> PrefillAdder:
-        return PrefillAdder(self.cache, self.books, PAGE, self.budgets, reserve_output=False)
+        return PrefillAdder(self.cache, self.books, self.budgets, reserve_output=False)
 
     def commit(self, adder: PrefillAdder) -> None:
         for chunk in adder.chunks:
             chunk.request.num_computed = chunk.start + chunk.num_tokens
-            cache_computed(self.cache, self.books, chunk.request)
+            cache_computed(self.cache, chunk.request)
 
     def chunks_of(self, length: int) -> list[tuple[int, int]]:
         """(start, tokens) of the steps in which a prompt of this length is computed alone."""

@@ -12,13 +12,13 @@ from processes import ROOT
 from service import Service, running
 from service_client import prompt_of
 
-from common.config import NodeConfig
+from common.config import SCHEDULING_VARIABLES, NodeConfig
 from common.errors import ConfigError
 from common.messages import Abort, Geometry
 from common.new_token_ratio import constants_from
 from common.node import frames
 from common.node.capacity import Capacity
-from common.node.recorder import ENVIRON, RecordedTransport, Recorder, config_from, plain_config
+from common.node.recorder import RecordedTransport, Recorder, config_from, plain_config
 from common.sharing import sharing_limits_from
 from common.step import PageDelta, Row, StepPlan
 from scripts.sim.main import main
@@ -61,7 +61,7 @@ def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
     environ = Environ()
     constants_from(environ)
     sharing_limits_from(environ)
-    assert environ.asked == set(ENVIRON)
+    assert environ.asked == set(SCHEDULING_VARIABLES)
 
 
 def test_frames_come_back_as_they_went(tmp_path: Path) -> None:

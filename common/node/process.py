@@ -9,13 +9,13 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from common.clock import Clock, MonotonicClock
+from common.clock import MonotonicClock
 from common.config import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.incarnation import new_incarnation
@@ -26,12 +26,12 @@ from common.node.engine_thread import EngineThread
 from common.node.frames import VERSION as RECORDING_VERSION
 from common.node.frames import Opening
 from common.node.loop import Node, listen_mailbox
+from common.node.parts import Parts, cache_for
 from common.node.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
 from common.node.role import Role
 from common.pages import PageBooks
 from common.plugins import load_policy
 from common.policy import NEED_CACHE
-from common.radix import RadixCache
 from kv_transfer.transports.base import to_message
 
 if TYPE_CHECKING:
@@ -49,31 +49,6 @@ REMEMBERED_SHAPES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACI
 #: How long a start may take longer so that KV pages need not wait for the kernel at their first use. Those with low
 #: numbers are used first, and again and again.
 POPULATE_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the process hands to a role.
-
-    Attributes:
-        pool: the KV pool, which is also the ``PageStore`` of the transfer plane.
-        capacity: slots, pages and chunk size that the configuration and this machine come to.
-        digest: of the model; nodes that differ in it cannot share KV.
-        incarnation: of this start of this process.
-        environ: variables that are read beside the configuration.
-    """
-
-    config: NodeConfig
-    capacity: Capacity
-    pool: Any
-    books: PageBooks
-    cache: RadixCache
-    clock: Clock
-    digest: str
-    incarnation: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
 
 def run(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
@@ -131,12 +106,11 @@ def _serve_model(
     role = build_role(parts, transport if recorder is None else RecordedTransport(transport, recorder))
     if recorder is not None:
         role = RecordedRole(role, recorder)
-    address = "" if door.listen is None else door.listen.port
     engine = EngineThread(executor)
     node = Node(
         role,
         engine,
-        register=lambda: _register(config, name, model, capacity, role, address=address),
+        register=lambda: _register(config, name, model, capacity, role, listen=door.listen),
         gateway=config.gateway,
         context=door.context,
         incarnation=door.incarnation,
@@ -160,18 +134,12 @@ def _parts(
     config: NodeConfig, model: "ModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
 ) -> Parts:
     books = PageBooks(capacity.num_pages)
-    cache = RadixCache(
-        books,
-        config.page_size,
-        is_enabled=not config.disable_radix_cache,
-        eviction=config.radix_eviction_policy,
-    )
     return Parts(
         config=config,
         capacity=capacity,
         pool=executor.pool,
         books=books,
-        cache=cache,
+        cache=cache_for(config, books),
         clock=MonotonicClock(),
         digest=model.digest,
         incarnation=incarnation,
@@ -292,7 +260,7 @@ def pick_device(name: str) -> str:
 
 
 def _register(
-    config: NodeConfig, name: str, model: "ModelConfig", capacity: Capacity, role: Role, *, address: str | int
+    config: NodeConfig, name: str, model: "ModelConfig", capacity: Capacity, role: Role, *, listen: Mailbox | None
 ) -> Register:
     geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
     host = f"[{config.advertise_host}]" if ":" in config.advertise_host else config.advertise_host
@@ -310,7 +278,7 @@ def _register(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
         transports=tuple(role.transports()),
-        address="" if address == "" else f"{host}:{address}",
+        address="" if listen is None else f"{host}:{listen.port}",
         pid=os.getpid(),
         device=pick_device(config.device),
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from common.config import NodeConfig
+from common.config import SCHEDULING_VARIABLES, NodeConfig
 from common.errors import BatonError
 from common.messages import Message
 from common.node import frames
@@ -185,16 +185,4 @@ class RecordedRole:
 
 def read_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that are read beside the configuration."""
-    return {name: value for name, value in environ.items() if name in ENVIRON}
-
-
-#: See ``constants_from`` and ``sharing_limits_from``.
-ENVIRON = (
-    "BATON_INIT_NEW_TOKEN_RATIO",
-    "BATON_MIN_NEW_TOKEN_RATIO_FACTOR",
-    "BATON_NEW_TOKEN_RATIO_DECAY_STEPS",
-    "BATON_RETRACT_DECODE_STEPS",
-    "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION",
-    "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
-    "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
-)
+    return {name: value for name, value in environ.items() if name in SCHEDULING_VARIABLES}

@@ -136,7 +136,7 @@ class Role(Protocol):
     outbox: Outbox
 
     def on_gateway(self, message: Message, now: float) -> None:
-        """A ``Generate`` or an ``Abort``."""
+        """``Generate``, ``Abort`` or ``Reprioritize`` of a request; ``Flush`` or ``Explain`` of the node."""
         ...
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:

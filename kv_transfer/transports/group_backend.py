@@ -194,7 +194,7 @@ def open_group(backend: str, store: HashStore, *, rank: int, host: str, pages: P
         ConnectionError: it could not be formed.
     """
     with _named_errors():
-        return (_open_gloo if backend == "gloo" else _open_nccl)(store, rank, host, pages)
+        return _open_gloo(store, rank, host, pages) if backend == "gloo" else _open_nccl(store, rank, pages)
 
 
 def _open_gloo(store: HashStore, rank: int, host: str, pages: Pages) -> Group:
@@ -214,7 +214,7 @@ def _open_gloo(store: HashStore, rank: int, host: str, pages: Pages) -> Group:
     return Group(1 - rank, pages, formed, wires)
 
 
-def _open_nccl(store: HashStore, rank: int, host: str, pages: Pages) -> Group:
+def _open_nccl(store: HashStore, rank: int, pages: Pages) -> Group:
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=STALL_S)
     return Group(1 - rank, pages, torch.distributed.ProcessGroupNCCL(store, rank, 2, options))

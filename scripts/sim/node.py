@@ -13,9 +13,8 @@ from common.config import NodeConfig, Role
 from common.messages import Geometry, Message, Peer, Register
 from common.node.capacity import Capacity
 from common.node.loop import LONGEST_WAIT_S
-from common.node.process import Parts
+from common.node.parts import Parts, cache_for
 from common.pages import PageBooks
-from common.radix import RadixCache
 from common.step import StepPlan, StepResult
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import to_message
@@ -89,13 +88,7 @@ class Node:
         self._has_timer = False
         self._used = (0, 0.0)  # pages that somebody needs, since when
         self.books = PageBooks(self.capacity.num_pages)
-        page_size = make.config.page_size
-        self.cache = RadixCache(
-            self.books,
-            page_size,
-            is_enabled=not make.config.disable_radix_cache,
-            eviction=make.config.radix_eviction_policy,
-        )
+        self.cache = cache_for(make.config, self.books)
         self.transport: InProcessReader | TimedWriter
         parts = self._parts(replace(make.config, role=role, name=incarnation))
         if role == "prefill":

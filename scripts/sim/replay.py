@@ -15,10 +15,9 @@ import msgspec
 from common.clock import ManualClock
 from common.node import frames
 from common.node.frames import RecordingError, read_frames
-from common.node.process import Parts
+from common.node.parts import Parts, cache_for
 from common.node.recorder import USUAL, config_from
 from common.pages import PageBooks
-from common.radix import RadixCache
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
 from prefill_node.__main__ import build as build_prefill
@@ -123,18 +122,12 @@ def _build(opening: frames.Opening, transport: RecalledTransport) -> Any:
     except TypeError as error:
         raise RecordingError(f"its configuration is of another version: {error}") from error
     books = PageBooks(opening.capacity.num_pages)
-    cache = RadixCache(
-        books,
-        config.page_size,
-        is_enabled=not config.disable_radix_cache,
-        eviction=config.radix_eviction_policy,
-    )
     parts = Parts(
         config=config,
         capacity=opening.capacity,
         pool=transport.store,
         books=books,
-        cache=cache,
+        cache=cache_for(config, books),
         clock=ManualClock(),
         digest=opening.digest,
         incarnation=opening.incarnation,

@@ -1,0 +1,76 @@
+"""What the node process hands to a role, and what both roles make of it alike."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.clock import Clock
+from common.config import NodeConfig
+from common.new_token_ratio import RatioConstants, constants_from
+from common.node.capacity import Capacity
+from common.order import Order
+from common.pages import PageBooks
+from common.plugins import load_policy
+from common.policy import make_order
+from common.radix import RadixCache
+from common.sharing import SharingLimits, sharing_limits_from
+from kv_transfer.transports.choice import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a role is built of.
+
+    Attributes:
+        pool: the KV pool, which is also the ``PageStore`` of the transfer plane.
+        capacity: slots, pages and chunk size that the configuration and this machine come to.
+        digest: of the model; nodes that differ in it cannot share KV.
+        incarnation: of this start of this process.
+        environ: variables that are read beside the configuration.
+    """
+
+    config: NodeConfig
+    capacity: Capacity
+    pool: Any
+    books: PageBooks
+    cache: RadixCache
+    clock: Clock
+    digest: str
+    incarnation: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @property
+    def constants(self) -> RatioConstants:
+        """Raises ConfigError: a variable is no such number."""
+        return constants_from(self.environ)
+
+    @property
+    def sharing(self) -> SharingLimits:
+        """Raises ConfigError: a variable is no such number."""
+        return sharing_limits_from(self.environ)
+
+    def order(self) -> Order:
+        """The order of the role's queue. Raises ConfigError: a policy of the user's own cannot be made."""
+        own_policy = load_policy(self.config.schedule_policy)
+        return make_order(
+            self.config, self.cache, own_policy=own_policy, sharing=self.sharing, constants=self.constants
+        )
+
+    def transport_settings(self) -> Settings:
+        """What transports over the pool need to know of this node."""
+        config = self.config
+        key = (config.cluster_key or "").encode()
+        return Settings(config.transport, self.incarnation, config.data_host, key)
+
+
+def cache_for(config: NodeConfig, books: PageBooks) -> RadixCache:
+    """The radix cache over these books, as the configuration wants it."""
+    return RadixCache(
+        books,
+        config.page_size,
+        is_enabled=not config.disable_radix_cache,
+        eviction=config.radix_eviction_policy,
+    )
