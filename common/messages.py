@@ -255,7 +255,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """decode -> prefill: write page ``first + i`` of the prompt into my ``pages[i]``. Never granted is not needed."""
+    """decode -> prefill: write page ``first + i`` of the prompt into my ``pages[i]``. What I never grant I need not."""
 
     rid: Id
     attempt: Count

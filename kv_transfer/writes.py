@@ -28,9 +28,7 @@ class Writes:
 
     def __init__(self, transport: WriterTransport, clock: Clock, pairs: Pairs) -> None:
         self.clock = clock
-        self.rank: Callable[[Key], float] | None = (
-            None  # whose pages go first: the lowest; None: first come first served
-        )
+        self.rank: Callable[[Key], float] | None = None  # the lowest goes first; None: first come, first served
         self.first_delivered_at: dict[Key, float] = {}  # of transfers that are not over
         self._transport = transport
         self._pairs = pairs
@@ -63,9 +61,9 @@ class Writes:
     def _start(self, session: SendSession, limit: int) -> int:
         """One write for each piece that the units are of."""
         units = session.start(limit)
-        pieces = self._pairs.by_peer[session.peer].fit.pieces
-        for number, piece in enumerate(pieces):
-            some = [unit for unit in units if unit % len(pieces) == number]
+        fit = self._pairs.by_peer[session.peer].fit
+        for number, piece in enumerate(fit.pieces):
+            some = [unit for unit in units if fit.number_of(unit) == number]
             if some:
                 self._write(session, some, piece)
         if not session.num_due:
