@@ -61,7 +61,7 @@ COUNTERS = (
 CONNECT_TIMEOUT_S = 10.0
 
 #: A request whose pages are sent again is known to both nodes by an attempt that is higher by this, each time.
-RESUMED = 1 << 16
+RESUMED = 1 << 32
 
 
 class DecodeRole:

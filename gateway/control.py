@@ -6,6 +6,7 @@ One bound mailbox for the nodes of all models, read from the event loop. What is
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,8 @@ class Control:
         self.fleets = fleets
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self.requests = Dispatch(fleets, self, clock, on_start=on_start, on_end=on_end)
+        first = secrets.randbits(31)
+        self.requests = Dispatch(fleets, self, clock, on_start=on_start, on_end=on_end, first_attempt=first)
         self._questions = Questions(self.send)
         self._fds = [int(socket.get(zmq.FD)) for socket in self.mailbox.sockets]
         self._is_drain_due = False
@@ -197,19 +199,19 @@ class Control:
         if self._is_closed:
             return
         known_in = self.fleets.of(sender)
-        was_known = known_in is not None
+        if known_in is not None:  # it was cut off for a moment, and has ended everything
+            self._forget(known_in, sender, message.name)
         answer = self.fleets.register(sender, message, self._clock.now())
         if not self.send(answer, sender):
             self.lose(sender)
         elif isinstance(answer, Registered):
-            if not was_known:
+            if known_in is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
                 self.requests.nodes_came(self.fleets[message.model])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_in is not None:
                 known_in.registry.remove(sender)
-                self._forget(known_in, sender, message.name)
 
     def _on_leave(self, sender: str, message: Leave) -> None:
         fleet = self.fleets.of(sender)

@@ -6,6 +6,7 @@ way, ``ended``: at its last token, a stop string, a node's failure or loss, its 
 gone. Whichever it is, the nodes that may still work on it are told at once.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -48,11 +49,13 @@ class Dispatch:
         fleets: the pure parts of each model.
         post: how nodes are reached.
         on_start, on_end: told of every output that is sent out, with its pair, and of its end.
+        first_attempt: outputs are numbered from here on as they are sent out. Clients may use an id again, and nodes
+            remember for a while what has ended: the number, random at the start of a gateway, keeps them apart.
     """
 
     def __init__(
         self, fleets: Fleets, post: Post, clock: Clock,
-        *, on_start: Callable[[Relay, Pair], None], on_end: Callable[[Relay], None],
+        *, on_start: Callable[[Relay, Pair], None], on_end: Callable[[Relay], None], first_attempt: int = 0,
     ) -> None:  # fmt: skip
         self._fleets = fleets
         self._post = post
@@ -63,6 +66,7 @@ class Dispatch:
         self._legs: dict[str, Leg] = {}
         self._is_shut = False
         self._is_pump_due = False
+        self._attempts = itertools.count(first_attempt)
 
     @property
     def num_in_flight(self) -> int:
@@ -200,6 +204,7 @@ class Dispatch:
             fleet.backlog.order.admitted(leg.request, num_input=num_input)
         leg.siblings[ask.prompt_number] = leg.pair = pair
         leg.nodes = pair.nodes
+        leg.attempt = next(self._attempts)
         leg.is_prefill_counted = True
         relay.sent_at = now
         waited_s = max(now - relay.started_at, 0.0)
@@ -208,7 +213,7 @@ class Dispatch:
         self._on_start(relay, pair)
         generate = Generate(
             rid=ask.rid,
-            attempt=0,
+            attempt=leg.attempt,
             prompt=ask.prompt,
             sampling=ask.sampling,
             prefill=None if pair.prefill is None else _peer(nodes[0]),
@@ -247,7 +252,7 @@ class Dispatch:
             if leg.request is not None:
                 leg.fleet.backlog.change(leg.request, priority_now, class_now)
             for incarnation in leg.nodes:
-                self._post.send(Reprioritize(ask.rid, 0, priority_now, priority_class), incarnation)
+                self._post.send(Reprioritize(ask.rid, leg.attempt, priority_now, priority_class), incarnation)
         return len(legs)
 
     # ---- the end --------------------------------------------------------------------------------------------------
@@ -316,7 +321,7 @@ class Dispatch:
         if leg.is_prefill_counted:
             leg.fleet.router.prefill_done(pair)
         leg.fleet.router.decode_done(pair)
-        abort = Abort(leg.relay.ask.rid, 0)
+        abort = Abort(leg.relay.ask.rid, leg.attempt)
         for incarnation in leg.still_working(pair):
             self._post.send(abort, incarnation)
 
@@ -324,7 +329,7 @@ class Dispatch:
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
         leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != 0 or sender not in leg.nodes:
+        if leg is None or message.attempt != leg.attempt or sender not in leg.nodes:
             # Ended here, or sent out by an earlier gateway: the node should not go on with it.
             self._post.send(Abort(message.rid, message.attempt), sender)
             return
@@ -337,7 +342,7 @@ class Dispatch:
 
     def on_failed(self, sender: str, message: Failed) -> None:
         leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != 0 or sender not in leg.nodes:
+        if leg is None or message.attempt != leg.attempt or sender not in leg.nodes:
             return
         retry_after_s: float | None = None
         if message.code is ErrorCode.QUEUE_FULL:

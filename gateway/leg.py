@@ -22,6 +22,7 @@ class Leg:
     siblings: pairs of the outputs of its HTTP request that have been sent out, by the number of their prompt.
     request: as the backlog knows it; None if it never waited and nobody counts what it is served.
     pair, nodes: None and empty while it waits.
+    attempt: its number among all that were sent out; nodes know it by this and its id.
     is_evicted: it gave way to a more urgent one.
     failed_at: the node that ended it, which need not be told.
     """
@@ -33,6 +34,7 @@ class Leg:
     request: Request | None = None
     pair: Pair | None = None
     nodes: tuple[str, ...] = ()
+    attempt: int = 0
     is_prefill_counted: bool = False
     is_evicted: bool = False
     failed_at: str = ""

@@ -195,7 +195,7 @@ class Bench:
             connection.post("/v1/completions", body)
 
         self._nodes[0].on_generate = lambda node, generate: node.send(
-            Tokens(generate.rid, 0, 0, generate.prompt[:1], finish="length")
+            Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length")
         )
         self._nodes[1].on_generate = ignore
         connections = await self._connect(num_connections, on_data)
@@ -216,7 +216,7 @@ class Bench:
         def on_generate(node: BenchNode, generate: Generate) -> None:
             rids[waiting.pop(0)] = generate.rid
             streams[generate.rid] = 1
-            node.send(Tokens(generate.rid, 0, 0, self._letters[:1]))
+            node.send(Tokens(generate.rid, generate.attempt, 0, self._letters[:1]))
 
         def on_data(connection: Connection, data: bytes) -> None:
             nonlocal num_chunks

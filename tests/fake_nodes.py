@@ -147,10 +147,14 @@ class FakeNode:
         self.mailbox.send(message)
 
     def tokens(self, rid: str, index: int, tokens: tuple[int, ...], **fields: Any) -> None:
-        self.send(Tokens(rid, 0, index, tokens, **fields))
+        self.send(Tokens(rid, self.attempt(rid), index, tokens, **fields))
 
     def fail(self, rid: str, code: ErrorCode, message: str = "as the test wants", retry_after_s: float = 0.0) -> None:
-        self.send(Failed(rid, 0, code, message, retry_after_s))
+        self.send(Failed(rid, self.attempt(rid), code, message, retry_after_s))
+
+    def attempt(self, rid: str) -> int:
+        """As the gateway counts it; 0 for one that this node has not heard of."""
+        return self.generates[rid].attempt if rid in self.generates else 0
 
     def leave(self) -> None:
         self.send(Leave())

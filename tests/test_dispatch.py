@@ -4,7 +4,7 @@ from fake_nodes import make_register
 
 from common.clock import ManualClock
 from common.config import GatewayConfig
-from common.messages import Generate, Tokens
+from common.messages import Abort, Generate, Tokens
 from common.sampling import SamplingParams
 from gateway.dispatch import Dispatch
 from gateway.fleet import Fleets, make_fleet
@@ -41,8 +41,11 @@ class Post:
         for act in due:
             act()
 
+    def at(self, node):
+        return [message for message, to in self.sent if isinstance(message, Generate) and to == node]
+
     def at_decode(self):
-        return [message.rid for message, node in self.sent if isinstance(message, Generate) and node == DECODE]
+        return [message.rid for message in self.at(DECODE)]
 
 
 class Silent:
@@ -77,7 +80,13 @@ class Table:
         self.requests.dispatch(relays)
 
     def end(self, rid):
-        self.requests.on_tokens(PREFILL, Tokens(rid, 0, 0, (5,), finish="length"))
+        self.say(PREFILL, rid, self.sent(rid)[-1].attempt)
+
+    def say(self, node, rid, attempt):
+        self.requests.on_tokens(node, Tokens(rid, attempt, 0, (5,), finish="length"))
+
+    def sent(self, rid):
+        return [message for message in self.post.at(DECODE) if message.rid == rid]
 
 
 def test_one_that_comes_just_as_a_row_is_free_passes_nobody_who_waits_for_it():
@@ -113,6 +122,20 @@ def test_many_that_end_at_once_are_made_up_for_at_once():
     table.post.turn()
     assert table.post.at_decode() == ["a", "c"]
     assert table.requests.num_in_flight == 1
+
+
+def test_an_id_that_is_used_again_is_another_attempt_and_what_is_said_of_the_first_does_not_count():
+    table = Table()
+    table.come("mine")
+    table.end("mine")
+    table.come("mine")
+    first, second = (generate.attempt for generate in table.sent("mine"))
+    assert first != second
+    table.say(PREFILL, "mine", first)
+    assert (Abort("mine", first), PREFILL) in table.post.sent
+    assert table.requests.num_in_flight == 1
+    table.say(PREFILL, "mine", second)
+    assert table.requests.num_in_flight == 0
 
 
 def test_samples_of_a_prompt_go_to_one_pair_and_prompts_to_the_emptiest():

@@ -228,7 +228,7 @@ async def test_every_field_reaches_both_nodes(stack):
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.logprobs) == ((5,), True, 3)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.2, -0.5, 2.0)
     assert (sampling.logit_bias, sampling.prompt_logprobs_from) == (((7, 100.0), (3, -1.5)), None)
-    assert (generate.priority, generate.cache_salt, generate.attempt) == (4, "me", 0)
+    assert (generate.priority, generate.cache_salt) == (4, "me")
     assert 2.0 < generate.timeout_s <= 2.5
     assert generate.prefill.address == "127.0.0.1:9"
 

@@ -217,6 +217,17 @@ async def test_a_node_that_falls_silent_is_lost_and_may_come_back(stack):
     assert await serves(stack)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_node_that_was_cut_off_for_a_moment_has_ended_its_requests_and_the_gateway_knows(stack, which):
+    """It is back before anybody missed it, and says so by registering again."""
+    call, rid = await under_way(stack)
+    node, sibling = stack.nodes[which], stack.nodes[1 - which]
+    node.send(node.register)
+    assert await error_of(call) == (502, "node_lost")
+    await sibling.until(lambda: rid in sibling.aborts)
+    assert await serves(stack)
+
+
 async def test_a_node_that_leaves_gets_nothing_new_and_finishes_what_it_has(stack):
     prefill, decode = stack.nodes
     call, rid = await under_way(stack)

@@ -223,7 +223,7 @@ async def test_of_one_that_is_under_way_both_nodes_are_told(folder):
     async with queued(folder, schedule_low_priority_values_first=True) as stack:
         assert await stack.post("/v1/requests/first/priority", {"priority": 5}) == (200, {"changed": 1})
         for node in stack.nodes:
-            await node.until(lambda node=node: Reprioritize("first", 0, -5) in node.heard)
+            await node.until(lambda node=node: Reprioritize("first", node.attempt("first"), -5) in node.heard)
 
 
 async def test_a_class_can_be_changed_wherever_it_is(folder):
@@ -231,7 +231,7 @@ async def test_a_class_can_be_changed_wherever_it_is(folder):
         assert await stack.post("/v1/requests/c/priority", {"priority_class": "high"}) == (200, {"changed": 1})
         assert await stack.post("/v1/requests/first/priority", {"priority_class": "high"}) == (200, {"changed": 1})
         for node in stack.nodes:
-            told = Reprioritize("first", 0, LOWEST_PRIORITY, "high")
+            told = Reprioritize("first", node.attempt("first"), LOWEST_PRIORITY, "high")
             await node.until(lambda node=node, told=told: told in node.heard)
         _, answer = await stack.get("/v1/workers/gateway/decisions")
         assert "from the class low to high" in answer["decisions"][-1]["reason"]

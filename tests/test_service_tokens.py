@@ -140,7 +140,7 @@ async def test_the_small_model_is_served_exactly_and_its_pages_leave_while_later
         async with service.client() as client:
             await client.generate([WARM_UP], 2)
             for case in cases:
-                await native(client, case)
+                await native(client, case, rid="mine")  # an id that has ended may be used again
             totals = await client.settled()
     assert totals["prefill-0"]["chunked_requests"] == 2
     assert totals["prefill-0"]["overlapped_transfers"] == 2, "a first page landed only after the last chunk had begun"
