@@ -1,4 +1,4 @@
-"""What becomes of transfers to a decode node, as its role is told."""
+"""What becomes of transfers, as the roles at both ends are told."""
 
 from dataclasses import dataclass, field
 
@@ -42,6 +42,24 @@ class PairLost:
 
     peer: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """To the prefill node: the transfer has no more need of its source pages.
+
+    Attributes:
+        ok: the decode node has everything, or the request ended with its first token.
+        reason: a sentence for people.
+        code: of the failure, if not ``ok``.
+        is_told: the decode node ended it, and tells the gateway why.
+    """
+
+    key: Key
+    ok: bool
+    reason: str
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    is_told: bool = False
 
 
 Event = Completed | Finished | TransferFailed | PairLost

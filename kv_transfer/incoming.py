@@ -72,11 +72,12 @@ class Incoming:
             self._totals["transfers_failed"] += isinstance(tell, TransferFailed)
             self.events.append(tell)
 
-    def overdue(self, now: float) -> list[ReceiveSession]:
-        """Those that have been in quarantine for so long that their writer may never say a word again."""
+    def overdue(self, now: float) -> list[tuple[str, int]]:
+        """(peer, epoch) of what has been in quarantine for so long that its writer may never say a word again."""
         since = {key: now if at is None else at for key, at in self._aside_since.items()}
         self._aside_since.update(since)
-        return [self.sessions[key] for key, at in since.items() if at <= now - RECLAIM_S]
+        late = [self.sessions[key] for key, at in since.items() if at <= now - RECLAIM_S]
+        return [(session.peer, session.epoch) for session in late]
 
     def untell(self, key: Key) -> None:
         """The role wants to hear nothing more of this key: what it has not been told goes, pages and all."""

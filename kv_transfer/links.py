@@ -11,10 +11,12 @@ from common.messages import Connect
 from kv_transfer.pieces import Box
 from kv_transfer.transports.base import ReaderTransport, to_message
 
-#: Tries without a page in between, the pause before the first (which doubles), and how long an answer may take.
+#: Tries without a page in between, the pause before the first (which doubles), and how long an answer may take: to the
+#: first offer longer, since several transports may be tried, and since it may wait for what is left of an earlier one.
 MAX_TRIES = 4
 BACKOFF_S = 0.1
 ANSWER_S = 10.0
+FIRST_ANSWER_S = 30.0
 
 #: Longer than all of it: a prefill node that has heard nothing by then ends what waits for a new connection.
 RESUME_LEASE_S = 60.0
@@ -74,6 +76,9 @@ class Link:
         """The prefill node uses it no more, but for writes that cannot be called back."""
         self.until, self.broken = now + ANSWER_S, why
 
+    def refused(self, why: str) -> None:
+        self.refusal, self.until = why, None
+
     def try_again(self, epoch: int, now: float) -> None:
         """The pool is offered anew under this epoch."""
         self.epoch, self.retry_at, self.until = epoch, None, now + ANSWER_S
@@ -130,8 +135,15 @@ class Links:
         return offers
 
     def unanswered(self, now: float) -> list[tuple[str, Link]]:
-        """Those that have not answered in time, to another offer or with a proof."""
+        """Those that have not answered in time, to an offer or with a proof."""
+        for link in self.by_peer.values():
+            if link.is_awaited and link.until is None and not link.refusal:
+                link.until = now + FIRST_ANSWER_S
         return [(peer, link) for peer, link in self.by_peer.items() if link.until is not None and link.until <= now]
+
+    def in_doubt(self) -> list[tuple[str, int]]:
+        """(peer, epoch) of those that have let go with writes under way."""
+        return [(peer, link.epoch) for peer, link in self.by_peer.items() if link.broken]
 
     def drop(self, peer: str) -> None:
         """Nothing is agreed with this one any more, and nothing that was offered holds."""

@@ -2,6 +2,8 @@
 
 A transfer begins with the role's word or with a decode node's grant, whichever comes first. A grant for a request that
 nobody here has heard of yet is kept under a lease; so is, after its connection broke, what is to be granted anew.
+
+A transfer may be over for the role before the last of its writes is: see ``Sender``. Until then it lingers.
 """
 
 from common.messages import Handoff
@@ -20,6 +22,7 @@ class Outgoing:
     early: granted before the role has heard of the request, by (peer, key), with the end of the lease.
     ends: of sessions that are closing, what their peers and the role will be told.
     handoffs: of prompts that are computed, as long as nothing is granted, or not since a break.
+    lingering: over for the role, but not their writes; and what their peers will be told after those.
     tombs: of transfers that are over.
     """
 
@@ -28,6 +31,7 @@ class Outgoing:
         self.early: dict[tuple[str, Key], tuple[SendSession, float]] = {}
         self.ends: dict[Key, End] = {}
         self.handoffs: dict[Key, Handoff] = {}
+        self.lingering: list[tuple[SendSession, End]] = []
         self.tombs = Tombs()
         self._suspended: dict[Key, tuple[float, str]] = {}  # end of the lease, and why
 
@@ -85,9 +89,9 @@ class Outgoing:
                 del self.early[owner, key]
                 self.tombs.bury(peer, key, end, now=now)
 
-    def suspend(self, session: SendSession, why: str, now: float) -> None:
+    def suspend(self, session: SendSession, why: str, now: float, *, is_fenced: bool) -> None:
         """The decode node will connect and grant anew; the lease says until when."""
-        session.suspend()
+        session.suspend(is_fenced=is_fenced)
         self._suspended.setdefault(session.key, (now + RESUME_LEASE_S, why))
 
     def resume(self, session: SendSession) -> None:
@@ -123,20 +127,31 @@ class Outgoing:
         del self.sessions[key]
         return True
 
+    def is_lingering(self, peer: str, key: Key) -> bool:
+        """Is a transfer by that key over but for writes to this peer?"""
+        return any((session.peer, session.key) == (peer, key) for session, _ in self.lingering)
+
+    def unlinger(self, session: SendSession) -> End:
+        """No write of it is under way any more."""
+        (at,) = [at for at, (known, _) in enumerate(self.lingering) if known is session]
+        return self.lingering.pop(at)[1]
+
     def peers(self) -> list[str]:
         """Decode nodes that are expected to connect anew."""
         return [self.sessions[key].peer for key in self._suspended]
 
     def all(self) -> list[SendSession]:
-        """Every transfer that is not over."""
-        return [*self.sessions.values(), *(session for session, _ in self.early.values())]
+        """Every transfer that is not over, or lingers."""
+        early, lingering = self.early.values(), self.lingering
+        return [*self.sessions.values(), *(session for session, _ in (*early, *lingering))]
 
     def check(self) -> None:
         """Prove the books; raises ``AssertionError``."""
         for session in self.all():
             session.check()
             assert session.state is not Sending.CLOSED, "a closed transfer is still in the books"
-            assert (session.state is Sending.CLOSING) == (session.key in self.ends)
+            is_ending = session.key in self.ends or self.is_lingering(session.peer, session.key)
+            assert (session.state is Sending.CLOSING) == is_ending
             has_lease = session.state is Sending.EARLY or session.key in self._suspended
             assert has_lease or not session.is_suspended or session.state is Sending.CLOSING, "it would wait for ever"
             assert session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"

@@ -138,8 +138,8 @@ class Receiver:
 
     def poll(self, now: float) -> None:
         """Let writers attach, and take note of those that can write no more; have those fenced that nobody hears of."""
-        for session in self._incoming.overdue(now):
-            self._transport.reclaim(session.peer, session.epoch)
+        for peer, epoch in (*self._incoming.overdue(now), *self._links.in_doubt()):
+            self._transport.reclaim(peer, epoch)
         for fenced in self._transport.poll(now):
             link = self._links.get(fenced.peer)
             is_now = link is not None and link.epoch <= fenced.epoch
@@ -234,7 +234,7 @@ class Receiver:
         return True
 
     def _refuse(self, peer: str, link: Link, why: str) -> None:
-        link.refusal = why
+        link.refused(why)
         for session in self._incoming.of(peer):
             if session.state is Receiving.RESERVED:
                 failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)

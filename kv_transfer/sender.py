@@ -7,16 +7,21 @@ Source pages are the role's; it keeps them until it gets ``Released``, which com
 A transfer ends for the peer with one ``Closed`` or with its own ``Received``. ``Closed`` is the writer's fence: it is
 sent when nothing is under way any more, and it leaves a tombstone, so that neither a late grant nor a late request
 revives the key. Whatever a peer sends is checked before it counts; what cannot be true is refused and counted.
+
+Where a pair is let go of and its writes cannot be called back, nobody may ever say that they are over: their decode
+node can have died far away. Their source pages are released all the same. What such writes still read goes to pages
+that the decode node has in no request's use until it hears from us that they are over, or has made sure of that itself;
+and that these pages have come is said of none of them. So only ``Closed``, and the connection's successor, wait.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from common.clock import Clock, MonotonicClock
 from common.errors import ErrorCode
 from common.messages import Cancel, Closed, Connect, Grant, Handoff, Message, PairState, Received, Refused, Resend
+from kv_transfer.events import Released
 from kv_transfer.lifecycle import SendEvent, Sending
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.pairs import Pairs
@@ -27,24 +32,6 @@ from kv_transfer.transports.base import WriterTransport
 from kv_transfer.writes import Writes, delivered
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """Nothing reads this transfer's source pages any more.
-
-    Attributes:
-        ok: the decode node has everything, or the request ended with its first token.
-        reason: a sentence for people.
-        code: of the failure, if not ``ok``.
-        is_told: the decode node ended it, and tells the gateway why.
-    """
-
-    key: Key
-    ok: bool
-    reason: str
-    code: ErrorCode = ErrorCode.TRANSFER_FAILED
-    is_told: bool = False
 
 
 class Sender:
@@ -99,6 +86,8 @@ class Sender:
 
     def _settle_pairs(self) -> None:
         answers, broken = self._pairs.settle()
+        if answers:
+            self._settle_writes()  # who is connected anew may grant anew, and nothing of before is under way
         self._messages += answers
         for peer, why in broken:
             self._totals["broken_pairs"] += 1
@@ -114,21 +103,23 @@ class Sender:
 
     def _sever(self, peer: str, why: End, *, is_all: bool, is_resumed: bool = False) -> bool:
         """Let go of a peer's pool. Transfers to it end without a word, but for those with writes that cannot be called
-        back, which end after them; if not ``is_all``, ungranted ones go on. If ``is_resumed``, granted ones wait until
-        they are granted anew. Returns whether nothing is under way any more."""
+        back, which linger; if not ``is_all``, ungranted ones go on. If ``is_resumed``, granted ones wait until they are
+        granted anew. Returns whether nothing is under way any more."""
         is_fenced = self._pairs.drop(peer)
         for session in [s for s in self._outgoing.to(peer) if is_all or s.is_granted]:
-            end = self._outgoing.ends.get(session.key, why)
-            if session.num_in_flight and not is_fenced:
-                self._end(session, end)
-                continue
-            self._writes.lose(session)
+            if is_fenced:
+                self._writes.lose(session)
             if is_resumed and session.accepts(SendEvent.SUSPEND):
-                self._outgoing.suspend(session, why.message, self._now)
+                self._outgoing.suspend(session, why.message, self._now, is_fenced=is_fenced)
                 self._writes.stop(session)
+            elif session.num_in_flight and not is_fenced:
+                self._end(session, why)
             else:
                 session.sever()
-                self._forget(session, end, is_ok=False)
+                self._forget(session, self._outgoing.ends.get(session.key, why), is_ok=False)
+        for session in [s for s, _ in self._outgoing.lingering if s.peer == peer and is_fenced]:
+            self._writes.lose(session)
+            self._outgoing.unlinger(session)
         self._outgoing.sever_early(peer, why, self._now, is_resumed=is_resumed)
         return is_fenced
 
@@ -292,20 +283,25 @@ class Sender:
 
     def _end(self, session: SendSession, end: End) -> None:
         """No write starts any more; close now, or when the last one under way is over."""
-        if not session.accepts(SendEvent.END):
-            return
-        session.end()
-        self._writes.stop(session)
-        self._outgoing.ends[session.key] = end
+        if session.accepts(SendEvent.END):
+            session.end()
+            self._writes.stop(session)
+            self._outgoing.ends[session.key] = end
         self._close_if_still(session)
 
     def _close_if_still(self, session: SendSession) -> None:
-        if session.num_in_flight or session.state is not Sending.CLOSING:
+        """The role need not wait for writes to a peer that was let go of; the peer's answer does."""
+        if session.state is not Sending.CLOSING:
             return
-        session.fence()
-        end = self._outgoing.ends[session.key]
-        self._answer_closed(session.peer, session.key, end)
-        self._forget(session, end, is_ok=end.reason == "finished")
+        is_still = not session.num_in_flight
+        end = self._outgoing.ends.get(session.key)
+        if end is not None and (is_still or self._pairs.attached(session.peer, session.epoch or 0) is None):
+            self._forget(session, end, is_ok=end.reason == "finished")
+            self._outgoing.lingering.append((session, end))
+        if is_still:
+            session.fence()
+            self._writes.forget(session)
+            self._answer_closed(session.peer, session.key, self._outgoing.unlinger(session))
 
     def _forget(self, session: SendSession, end: End, *, is_ok: bool) -> None:
         """The one place where a transfer leaves the books; source pages go back to the role, if it opened the key."""
@@ -326,7 +322,8 @@ class Sender:
         self._answer_closed(peer, key, end)
 
     def _answer_closed(self, peer: str, key: Key, end: End) -> None:
-        self._messages.append((peer, Closed(*key, end.reason, end.message, end.code)))
+        if not self._outgoing.is_lingering(peer, key):  # else it is told after the last write
+            self._messages.append((peer, Closed(*key, end.reason, end.message, end.code)))
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
@@ -341,12 +338,15 @@ class Sender:
         for late, end in self._outgoing.late(now):
             self._end(late, end)
         self._writes.start(max_pages)
-        for session, units, sums in self._writes.settle(now):
+        self._settle_writes()
+        return self._writes.has_due
+
+    def _settle_writes(self) -> None:
+        for session, units, sums in self._writes.settle():
             if session.state is Sending.CLOSING:
                 self._close_if_still(session)
-            else:
+            elif not session.is_suspended:  # else they failed or not, with their connection
                 self._messages += [(session.peer, message) for message in delivered(session, units, sums)]
-        return self._writes.has_due
 
     # ---- results ------------------------------------------------------------------------------------------------
 
@@ -358,11 +358,7 @@ class Sender:
 
     def has_delivered(self, key: Key) -> bool:
         """Has a page of this open transfer been written already?"""
-        return key in self._writes.first_delivered_at
-
-    def first_delivered_at(self, key: Key) -> float | None:
-        """When, in seconds of the ``now`` handed in; None before, and after the transfer's end."""
-        return self._writes.first_delivered_at.get(key)
+        return key in self._writes.begun
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals: pages, bytes, seconds, messages."""

@@ -83,7 +83,7 @@ class SendSession:
     def grant(self, epoch: int, first: int, pages: Sequence[int], units: Units) -> None:
         """Destination pages of indices ``first`` and on; the caller has validated them."""
         self.apply(SendEvent.GRANT)
-        assert self.epoch in (None, epoch) or self.is_suspended
+        assert self.epoch in (None, epoch) or (self.is_suspended and not self._in_flight)
         self.epoch = epoch
         self.units = units
         self.is_suspended = self._is_short = False
@@ -126,15 +126,17 @@ class SendSession:
             return self.units.count(self.num_tokens)
         return len(self.sources) * self.units.per_source
 
-    def suspend(self) -> None:
-        """Nothing of what was granted can be written any more, nor is anything under way. The peer grants anew what it
-        has not received; if it has everything, it need not."""
+    def suspend(self, *, is_fenced: bool = True) -> None:
+        """Nothing of what was granted can be written any more; where that is not known (``is_fenced``), what is under
+        way may come or not. The peer grants anew what it has not received; if it has everything, it need not."""
         self.apply(SendEvent.SUSPEND)
         if not self.is_suspended:
             self._is_short = self.state is not Sending.HANDED or not self.is_all_written
         self.is_suspended = True
-        for table in (self.targets, self._early, self._in_flight, self._num_resends):
+        for table in (self.targets, self._early, self._num_resends):
             table.clear()
+        if is_fenced:
+            self._in_flight.clear()
         self._due.clear()
 
     def retract(self) -> None:
@@ -212,7 +214,8 @@ class SendSession:
         assert not due & self._early.keys() and not due & self._in_flight.keys()
         assert self.num_tokens is not None or all(unit >= num_computed for unit in self._early)
         num_granted = len(self.targets) * self.units.per_target
-        assert len(due) + len(self._early) + self.num_in_flight <= num_granted, "more is on its way than granted"
+        num_in_flight = 0 if self.is_suspended else self.num_in_flight
+        assert len(due) + len(self._early) + num_in_flight <= num_granted, "more is on its way than granted"
         assert self.state not in (Sending.CLOSING, Sending.CLOSED) or not due, "an ended transfer would still write"
         assert self.state is not Sending.HANDED or not self._early, "a page is granted that the prompt does not have"
         assert not self.is_suspended or not self.targets, "pages are granted of a connection that broke"

@@ -29,7 +29,7 @@ class Writes:
     def __init__(self, transport: WriterTransport, clock: Clock, pairs: Pairs) -> None:
         self.clock = clock
         self.rank: Callable[[Key], float] | None = None  # the lowest goes first; None: first come, first served
-        self.first_delivered_at: dict[Key, float] = {}  # of transfers that are not over
+        self.begun: dict[Key, None] = {}  # transfers that are not over, with a page that is written
         self._transport = transport
         self._pairs = pairs
         self._checksums = Checksums(transport.store)
@@ -79,7 +79,7 @@ class Writes:
             sums = {unit: self._checksums.of_source(session.way_of(unit)[0], piece) for unit in units}
         self._tickets[ticket] = (session, units, sums)
 
-    def settle(self, now: float) -> list[tuple[SendSession, list[int], Sums]]:
+    def settle(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
         delivered: dict[Key, tuple[SendSession, list[int], Sums]] = {}
         for ticket in self._transport.done():
@@ -91,15 +91,16 @@ class Writes:
             known[1].extend(units)
             known[2].update(sums)
         for session, units, _ in delivered.values():
-            self._count(session, len(units), now)
+            if not session.is_suspended:
+                self._count(session, len(units))
         return list(delivered.values())
 
-    def _count(self, session: SendSession, num_units: int, now: float) -> None:
+    def _count(self, session: SendSession, num_units: int) -> None:
         self._totals["pages_sent"] += num_units
         page_bytes = self._transport.store.geometry.page_bytes
         self._totals["bytes_sent"] += num_units * page_bytes // session.units.per_source
         self._totals["pages_overlapped"] += num_units if session.state is Sending.OPEN else 0
-        self.first_delivered_at.setdefault(session.key, now)
+        self.begun[session.key] = None
 
     def stop(self, session: SendSession) -> None:
         """Nothing of this session starts any more."""
@@ -113,7 +114,7 @@ class Writes:
     def forget(self, session: SendSession) -> None:
         """The session is over."""
         self.stop(session)
-        self.first_delivered_at.pop(session.key, None)
+        self.begun.pop(session.key, None)
 
     def counters(self) -> dict[str, float]:
         names = ("pages_sent", "bytes_sent", "pages_overlapped")
@@ -131,7 +132,7 @@ class Writes:
             is_due = bool(session.num_due) and session.state is not Sending.EARLY
             assert is_due == (self._due.get(session.key) is session), "pages are due and nobody knows"
         assert not in_flight, "a write is under way for nobody"
-        left = [key for table in (self._due, self.first_delivered_at) for key in table if key not in keys]
+        left = [key for table in (self._due, self.begun) for key in table if key not in keys]
         assert not left, f"something is left of ended transfers: {left}"
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from common.geometry import PageGeometry
 from common.messages import Handoff, Message
 from common.pages import Owner, PageBooks
-from kv_transfer.events import Completed, Event, PairLost
+from kv_transfer.events import Completed, Event, PairLost, Released
 from kv_transfer.pieces import Piece
 from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Released, Sender
+from kv_transfer.sender import Sender
 from kv_transfer.session import Key
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter, Wire
 
@@ -73,7 +73,8 @@ def owner_of(books: PageBooks, page: int, *candidates: Owner) -> Owner:
 
 
 class WatchedWriter(InProcessWriter):
-    """Sees to it, page by page, that what is read is still held and what is written belongs to no one else."""
+    """Sees to it, page by page, that what is read is still held and what is written belongs to no one else. What goes
+    to a peer that was let go of may read what it likes."""
 
     def __init__(self, wire: Wire, store: MemfdStore, source_books: PageBooks, target_books: PageBooks) -> None:
         super().__init__(wire, store)
@@ -83,7 +84,8 @@ class WatchedWriter(InProcessWriter):
         self._target_books = target_books
 
     def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
-        owner_of(self._source_books, source, Owner.REQUEST)
+        if peer not in self._leaving:
+            owner_of(self._source_books, source, Owner.REQUEST)
         owner = owner_of(self._target_books, target, Owner.GRANT, Owner.QUARANTINE)
         self.num_in_quarantine += owner is Owner.QUARANTINE
         self.written.append(target)

@@ -16,7 +16,7 @@ import pytest
 from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Connect
-from kv_transfer.transports import nixl_attach, nixl_writer
+from kv_transfer.transports import nixl_attach, nixl_reader, nixl_writer
 from kv_transfer.transports.base import to_message
 from kv_transfer.transports.nixl_attach import knock
 from kv_transfer.transports.nixl_reader import NixlReader
@@ -239,6 +239,22 @@ def test_an_agent_that_is_not_quite_gone_is_no_fence(reader: NixlReader, monkeyp
     reader.reclaim("far", 2)
     time.sleep(0.1)
     assert (reader.poll(0.0), reader._old) == ([], None), "the next one would call void what this one lets in"
+
+
+def test_a_pair_that_fails_again_and_again_does_not_have_the_pool_registered_anew_each_time(
+    reader: NixlReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That breaks every other pair, too."""
+    for epoch in (1, 2):
+        offer(reader, "far", epoch)
+        assert reader.chosen("far", epoch, "nixl")
+        reader.reclaim("far", epoch)
+        if epoch == 1:
+            assert wait_for(lambda: reader.poll(0.0))
+    time.sleep(0.1)
+    assert (reader.poll(0.0), reader._old) == ([], None)
+    monkeypatch.setattr(nixl_reader, "RENEWAL_S", 0.0)
+    assert [news.epoch for news in wait_for(lambda: reader.poll(0.0))] == [2]
 
 
 def test_what_nobody_here_was_granted_is_not_reclaimed(reader: NixlReader) -> None:

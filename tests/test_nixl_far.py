@@ -13,7 +13,7 @@ import pytest
 from nursery import Nursery
 from test_transfer_faults import SOME, Cluster
 from test_transports import until
-from transport_node import NUM_PAGES
+from transport_node import GEOMETRY, NUM_PAGES
 
 FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
 
@@ -69,9 +69,7 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     if ending == signal.SIGCONT:
         cluster.part("p0", "d0")
         assert cluster.ask("p0", "counters")["stuck_writes"] == 1
-        assert cluster.books("p0")["free"] == NUM_PAGES - SOME, (
-            "only a new offer says that nothing reads these any more"
-        )
+        assert cluster.books("p0")["free"] == NUM_PAGES
         cluster.serve("c", "p0", "d0", SOME)
         cluster.ask("d0", "give_back", rid="c")
         cluster.balanced("p0")
@@ -81,25 +79,51 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     cluster.balanced("d0")
 
 
-def test_a_pair_that_breaks_by_it_in_mid_write_is_mended(cluster: Cluster) -> None:
-    """Its writes failed, and nothing but the new offer says that they are over; their source pages wait for that."""
+def test_what_a_pair_that_breaks_by_it_was_writing_is_written_anew(cluster: Cluster) -> None:
+    """Its writes failed, and nothing but the new offer says that they are over."""
     stop_in_mid_write(cluster, {"p0": "a", "p1": "b"})
     cluster.part("d0", "p0")
     cluster.ends["p0"].signal(signal.SIGKILL)
     until(lambda: cluster.ask("d0", "counters")["nixl_invalidations"])
     cluster.ends["p1"].signal(signal.SIGCONT)
-    cluster.begin("c", "p1", "d0", SOME)
-
-    def is_over() -> bool:
-        cluster.ferry("p1", "d0")
-        cluster.ask("p1", "pump", max_pages=4)
-        ends = cluster.books("d0")["ends"]
-        return "b" in ends and "c" in ends
-
-    until(is_over)
-    assert cluster.books("d0")["ends"]["c"] == "Completed"
-    for rid in [rid for rid in "bc" if cluster.books("d0")["ends"][rid] == "Completed"]:
+    cluster.go_on("b", "p1", "d0")
+    assert cluster.ask("p1", "counters")["stuck_writes"] == 1
+    cluster.serve("c", "p1", "d0", SOME)
+    for rid in "bc":
         cluster.ask("d0", "give_back", rid=rid)
-    cluster.ferry("p1", "d0")
-    cluster.balanced("d0")
-    cluster.balanced("p1")
+    for name in ("d0", "p1"):
+        cluster.balanced(name)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
+def test_a_lost_decode_node_holds_no_pages_of_the_prefill_node(cluster: Cluster, ending: signal.Signals) -> None:
+    """Other requests use them while the write still reads them. If the decode node wakes, all of it goes where nobody
+    looks, and the two work together again."""
+    cluster.start("d1", **FAR)
+    cluster.reach("granted", "a", "p0", "d0", SOME)
+    cluster.ends["d0"].signal(signal.SIGSTOP)
+    cluster.ask("p0", "pump", max_pages=SOME)
+    time.sleep(0.3)
+    assert cluster.ask("p0", "counters")["bytes_by_nixl"] == 0, "the write is over"
+    assert cluster.books("p0")["free"] == NUM_PAGES - SOME
+    if ending == signal.SIGKILL:
+        cluster.ends["d0"].kill()
+        until(lambda: cluster.ask("p0", "counters")["stuck_writes"] == 1)
+        assert cluster.books("p0")["free"] == NUM_PAGES - SOME, "it may yet be written anew"
+    cluster.part("p0", "d0")
+    assert cluster.books("p0") == {"free": NUM_PAGES, "aside": 0, "ends": {"a": False}}
+    cluster.serve("b", "p0", "d1", NUM_PAGES)
+    if ending == signal.SIGCONT:
+        cluster.ends["d0"].signal(ending)
+        until(lambda: cluster.ask("p0", "counters")["bytes_by_nixl"] > NUM_PAGES * GEOMETRY.page_bytes)
+        assert cluster.books("d0")["free"] == NUM_PAGES - SOME, "and none of these is touched"
+        cluster.part("d0", "p0")
+        assert cluster.books("d0")["aside"] == SOME
+        cluster.serve("c", "p0", "d0", SOME)
+        cluster.ask("d0", "give_back", rid="c")
+        cluster.balanced("d0")
+        cluster.serve("d", "p0", "d0", NUM_PAGES)
+        cluster.balanced("p0")
+    cluster.ask("d1", "give_back", rid="b")
+    cluster.serve("e", "p0", "d1", NUM_PAGES)
+    cluster.balanced("p0")

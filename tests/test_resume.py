@@ -4,10 +4,10 @@ import pytest
 from couples import KEY, halfway, slow, snap
 from kv_fakes import DECODE, PREFILL, Couple
 
-from common.messages import Connect, Grant, Handoff, Received
+from common.messages import Connect, Grant, Handoff, Received, Refused
 from common.pages import Owner
 from kv_transfer.events import Completed
-from kv_transfer.links import ANSWER_S, BACKOFF_S, MAX_TRIES, RESUME_LEASE_S, Link
+from kv_transfer.links import ANSWER_S, BACKOFF_S, FIRST_ANSWER_S, MAX_TRIES, RESUME_LEASE_S, Link
 from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.inprocess import Fault, Wire
 
@@ -49,6 +49,24 @@ def test_nothing_is_tried_before_its_time(couple: Couple) -> None:
     assert (connect.epoch, connect.resumes) == (2, True)
     couple.poll()
     assert len(couple.to_prefill) == 1
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_first_offer_that_nobody_answers_is_made_again(is_refused: bool) -> None:
+    """The prefill node may wait for the end of writes that only a newer offer declares over."""
+    couple = Couple()
+    couple.receiver.connect(PREFILL)
+    couple.poll()
+    if is_refused:
+        couple.receiver.on_message(PREFILL, Refused("no", 1))
+    couple.now = FIRST_ANSWER_S - 0.1
+    couple.poll()
+    couple.now = 2 * FIRST_ANSWER_S
+    couple.poll()
+    assert not couple.to_prefill
+    couple.run()
+    assert couple.receiver.is_connected(PREFILL) is not is_refused
+    assert couple.receiver.counters()["reconnects"] == (not is_refused)
 
 
 # ---- transfers go on ------------------------------------------------------------------------------------------------

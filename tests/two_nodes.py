@@ -292,18 +292,29 @@ class TwoNodes:
                 link.to_decode.clear()
         self.decode = self._start_decode()
 
-    def watch(self, writer: WatchedWriter, reader: InProcessReader, source: int, target: int) -> None:
-        """A page is about to be written: it must be a request's own at both ends."""
+    def watch(self, writer: WatchedWriter, peer: str, source: int, target: int) -> None:
+        """A page is about to be written: it must be a request's own at both ends. Where the writer has let go of the
+        peer, it may read what it likes, as long as nobody there believes that it has come, or ever will."""
         assert writer is self.prefill.writer, "a dead node writes"
+        is_in_sight = writer._readers[peer] is self.decode.reader  # else into the memory of a dead process
+        if peer in writer._leaving:
+            assert not is_in_sight or self._is_awaited(target), f"page {target} is written late, and has another use"
+            return
         found = [(key, pages.index(source)) for key, pages in self.prefill.pages.items() if source in pages]
         assert found, f"source page {source} is read and was given away"
         key, index = found[0]
         assert set(self.prefill.store.read(source)) == {self.content(key, index)}, "a page leaves that is not computed"
-        if reader is not self.decode.reader:
-            return  # into the memory of a dead process
+        if not is_in_sight:
+            return
         session = self.decode.receiver._incoming.sessions.get(key)
         assert session is not None, f"page {target} is written for {key}, which is over"
         assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
+
+    def _is_awaited(self, page: int) -> bool:
+        """Is this page of the decode node set aside, in whatever state, for what has not come?"""
+        sessions = self.decode.receiver._incoming.sessions.values()
+        found = [(s, s.first + s.pages.index(page)) for s in sessions if page in s.pages]
+        return bool(found) and found[0][1] not in found[0][0]._arrived
 
     # ---- after each ---------------------------------------------------------------------------------------------
 

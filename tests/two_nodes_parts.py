@@ -76,7 +76,7 @@ class Store:
 
 
 class Watching(Protocol):
-    def watch(self, writer: "WatchedWriter", reader: InProcessReader, source: int, target: int) -> None: ...
+    def watch(self, writer: "WatchedWriter", peer: str, source: int, target: int) -> None: ...
 
 
 class WatchedWriter(InProcessWriter):
@@ -92,7 +92,7 @@ class WatchedWriter(InProcessWriter):
             self._news[-1] = Attached(peer, connect.epoch, "it was not to be")
 
     def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
-        self.world.watch(self, self._readers[peer], source, target)
+        self.world.watch(self, peer, source, target)
         return super().put(peer, source, target, piece)
 
 

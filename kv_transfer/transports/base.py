@@ -137,8 +137,8 @@ class WriterTransport(Protocol):
         Returns:
             True: nothing is under way either, and of tickets of that peer, ``done`` may yet return those that were
             over before, and no others. False: writes that cannot be called back still read our pages and may reach
-            the peer's; ``done`` returns every ticket of that peer when it is over, one that failed before included,
-            and attaching to this peer waits for that.
+            the peer's; ``done`` returns every ticket of that peer when it is over, if ever, one that failed before
+            included, and attaching to this peer waits for that. Our pages may meanwhile change: see ``Sender``.
         """
         ...
 
@@ -195,8 +195,9 @@ class ReaderTransport(Protocol):
         ...
 
     def reclaim(self, peer: str, epoch: int) -> None:
-        """Pages that this peer was granted under this epoch have been in quarantine for long. Fence it from this side
-        if that can be done, though it may break other pairs; ``poll`` tells. May be said again and again."""
+        """Pages that this peer was granted under this epoch have been in quarantine for long, or it has let go of them
+        with writes under way. Fence it from this side if that can be done, though it may break other pairs; ``poll``
+        tells. May be said again and again."""
         ...
 
     def poll(self, now: float) -> list[Fenced]:

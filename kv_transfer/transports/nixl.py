@@ -19,6 +19,9 @@ need no agent (UCX copies from process to process), so one that cannot be watche
 watched nothing is invalidated. Every pair that used the old agent breaks and is mended under a new epoch; the new offer
 tells their writers that what failed or hangs on their side cannot reach us any more, which is all that they wait for.
 
+Of a reader on another host that dies in mid-write nobody will ever say so. Its writes count as under way for good,
+which costs the writer a handle each and no page: see ``Sender``.
+
 NIXL authenticates nobody: who knows the metadata, which only ``Connect`` carries, may write. Keep it to an interface
 that is trusted (``UCX_NET_DEVICES``). ``UCX_TLS`` and the like are UCX's own and are left alone.
 """

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 OFFER_S = 15.0
 CLOSING_S = 1.0  # UCX needs to be called for so long to close what a writer has let go
 PAUSE_S = 200e-6
+RENEWAL_S = 5.0  # between two invalidations: one bad pair must not keep all others from their work
 INVALIDATED = "the pool was registered with NIXL anew"
 
 
@@ -73,7 +74,7 @@ class NixlReader:
         self._lock = threading.Lock()  # of the agent that is offered, and of the epochs that it is offered under
         self._newest_epoch = self._last_of_old = self._voided = 0
         self._num_invalidations = 0
-        self._closing_until = 0.0
+        self._closing_until = self._renewed_at = 0.0
         self._is_wanted_back = self._has_failed = False
         self._is_open = True
         self._is_awake = threading.Event()
@@ -160,7 +161,8 @@ class NixlReader:
     def _invalidate(self) -> None:
         """A step on the way to a new agent, of the thread's. The old one goes when nobody is attaching to it."""
         if self._old is None:
-            self._replace()
+            if self._renewed_at + RENEWAL_S <= time.monotonic():
+                self._replace()
             return
         everybody = [(peer, offer) for peer, offers in list(self._offers.items()) for offer in offers]
         others = [(peer, offer) for peer, offer in everybody if offer.agent is self._old]
@@ -190,7 +192,7 @@ class NixlReader:
             return
         with self._lock:
             self._old, self._agent, self._last_of_old = self._agent, agent, self._newest_epoch
-            self._is_wanted_back = False
+            self._is_wanted_back, self._renewed_at = False, time.monotonic()
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 

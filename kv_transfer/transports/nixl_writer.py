@@ -33,6 +33,7 @@ ATTACH_TIMEOUT_S = 10.0
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # what has taken that long is looked at more rarely
+STUCK_PAUSE_S = 1.0  # and what has failed as well, for the death of its reader
 SMALL_BYTES = 8 << 20  # between processes of one host, UCX copies so many in about a millisecond
 
 
@@ -199,9 +200,13 @@ class NixlWriter:
 
     def _pause(self, attaching: list[Route], writes: list[Write]) -> float | None:
         """How long to wait for a job: not long while something is about to happen."""
-        if attaching or any(not write.is_failed and write.begun_at + LONG_S > time.monotonic() for write in writes):
+        now = time.monotonic()
+        new = [write for write in writes if write.begun_at + LONG_S > now]
+        if attaching or any(not write.is_failed for write in new):
             return 0.0 if self._is_copying else PAUSE_S
-        return LONG_PAUSE_S if writes or self._attaching.closing_until > time.monotonic() else None
+        if new or self._attaching.closing_until > now or any(not write.is_failed for write in writes):
+            return LONG_PAUSE_S
+        return STUCK_PAUSE_S if writes else None
 
     def _say(self) -> None:
         with contextlib.suppress(OSError):
