@@ -1,5 +1,6 @@
 """The few files of a checkpoint that the gateway reads: tokenizer, chat template, configuration; never weights."""
 
+import os
 from pathlib import Path
 
 from common.config import GatewayConfig, also_served
@@ -13,7 +14,7 @@ def model_folders(config: GatewayConfig) -> dict[str, Path]:
     folders = {config.served_name: model_folder(config.model, config.revision)}
     for name, place in also_served(config).items():
         plain, _, revision = place.rpartition("@")
-        is_revised = bool(plain) and not Path(place).is_dir()
+        is_revised = bool(plain) and not Path(os.path.expanduser(place)).is_dir()
         flag = f"--also-serve {name}="
         folders[name] = model_folder(*((plain, revision) if is_revised else (place, None)), flag=flag)
     return folders
@@ -21,8 +22,9 @@ def model_folders(config: GatewayConfig) -> dict[str, Path]:
 
 def model_folder(model: str, revision: str | None = None, *, flag: str = "--model ") -> Path:
     """The folder itself, or where the hub's files were put. Raises ConfigError naming the flag."""
-    if Path(model).is_dir():
-        return Path(model)
+    folder = Path(os.path.expanduser(model))
+    if folder.is_dir():
+        return folder
     if model.startswith((".", "/", "~")):
         raise ConfigError(f"{flag}{model}: there is no such folder")
     import huggingface_hub  # only for hub ids: it takes a while to load

@@ -129,6 +129,18 @@ def test_without_a_compiler_torch_does_the_work_and_the_log_says_so_once(
     assert "no-such-compiler" in caplog.text
 
 
+def test_without_a_home_torch_does_the_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a container whose user nobody has heard of."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    load_kernels.cache_clear()
+    try:
+        assert load_kernels() is None
+    finally:
+        load_kernels.cache_clear()
+    assert "home directory" in caplog.text
+
+
 def test_a_library_compiled_once_is_found_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: Kernels
 ) -> None:

@@ -201,7 +201,34 @@ def test_numbers_that_cannot_be_are_named(folder: Path, changes: dict[str, Any],
         load(folder)
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", ""])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": "<end>"},
+        {"eos_token_id": [[1]]},
+        {"quantization_config": "int4"},
+        {"rope_scaling": "linear"},
+        {"layer_types": 3},
+        {"architectures": 3},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_values_of_another_kind_are_a_sentence(folder: Path, changes: dict[str, Any]) -> None:
+    rewrite(folder, **changes)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load(folder)
+
+
+def test_a_checkpoint_of_no_tensors_or_of_an_odd_index_is_a_sentence(folder: Path) -> None:
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="no tensors"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+    with pytest.raises(ConfigError, match="weight_map"):
+        load(folder)
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", "", "~/nothing", "~nobody-here/model"])
 def test_a_path_that_does_not_exist_is_said_to_be_one(path: str) -> None:
     with pytest.raises(ConfigError, match=r"--model.*no such folder"):
         ModelConfig.load(path)
@@ -276,6 +303,7 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, change: str, words: str
     [
         ({"dtype": "int8"}, "--dtype int8.*bfloat16"),
         ({"device": "tpu"}, "--device tpu"),
+        ({"device": "cuda:31"}, "--device cuda:31"),
         ({"attention": "flash"}, "--attention-backend flash.*reference"),
     ],
 )
@@ -284,6 +312,16 @@ def test_options_that_cannot_be_are_refused_with_the_flags_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load_executor(load(folder), num_slots=1, num_pages=2, page_size=16, **options)
+
+
+@pytest.mark.parametrize("where", ["load_weights", "KVPool"])
+def test_a_device_that_is_too_small_is_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(f"common.engine.executor.{where}", full)
+    with pytest.raises(ConfigError, match=r"--device cpu.*Tried to allocate"):
+        executor(folder)
 
 
 def test_reading_a_configuration_needs_no_torch() -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 
 import pytest
+import torch
 import zmq
 
 from common.clock import MonotonicClock
@@ -14,6 +15,7 @@ from common.errors import ConfigError
 from common.finish import finish_reason
 from common.geometry import PageGeometry
 from common.messages import Ping
+from common.node import process
 from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, num_pages_that_fit, plan_capacity
 from common.node.engine_thread import EngineThread
 from common.node.loop import Node, listen_mailbox
@@ -68,6 +70,21 @@ def test_a_pool_that_nobody_asked_for_takes_most_of_what_the_weights_leave() -> 
     for num_bytes in (page, 0, -page):
         with pytest.raises(ConfigError, match="no memory for KV pages"):
             num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
+
+
+def test_the_pool_of_a_gpu_is_cut_to_what_the_weights_leave_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = 2 * 8 * 16 * 4
+    free = iter([1000 * page, 100 * page])  # before the weights are read, and after
+    monkeypatch.setattr(process, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
+    num_pages = process.pages_of(NodeConfig(), TINY, 600, "cuda:0")
+    assert num_pages() == 600
+    assert num_pages() == 80
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_refused_by_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--device cuda:3: torch finds no CUDA device"):
+        process.pick_device("cuda:3")
 
 
 def test_a_port_that_is_taken_is_refused_by_flag_and_leaves_no_socket() -> None:

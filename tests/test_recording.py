@@ -138,6 +138,20 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     recorder.note(OPENING)
 
 
+def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr(frames, "write_frame", fail)
+    recorder = Recorder(str(tmp_path / "f"))
+    recorder.note(OPENING)
+    recorder.close()
+    assert caplog.text.count("recording ends here") == 1
+    assert "nobody thought of this" in caplog.text
+
+
 def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
     class Transport:
         name = "t"

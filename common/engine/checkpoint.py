@@ -5,6 +5,7 @@ its cache, with or without a network. Only JSON and safetensors are ever read: n
 """
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ def locate(path_or_hub_id: str, revision: str | None = None) -> Path:
     """
     if not path_or_hub_id:
         raise ConfigError("--model is empty: no such folder; give a folder or a hub id")
-    path = Path(path_or_hub_id).expanduser()
+    path = Path(os.path.expanduser(path_or_hub_id))
     if path.is_dir():
         return path
     if path.exists():
@@ -82,8 +83,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
+        weight_map = read_json(index).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(f"{index}: weight_map should give the name of a file for each tensor")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:

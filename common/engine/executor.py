@@ -238,23 +238,32 @@ def load_executor(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    place = _device(device)
+    place = check_device(device)
     dtype = config.resolve_dtype(dtype)
     attention = resolve_attention(attention, place)
-    weights = load_weights(config, folder or config.folder, dtype, place)
-    weights.pack()
-    pool = KVPool(config.geometry(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
+    try:
+        weights = load_weights(config, folder or config.folder, dtype, place)
+        weights.pack()
+        pool = KVPool(config.geometry(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--device {device} has not the memory for the model and its KV pages: lower --memory-fraction or "
+            f"--max-total-tokens ({str(error).splitlines()[0]})"
+        ) from error
     backend = make_attention(attention, pool, config.num_heads)
     return TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots)
 
 
-def _device(name: str) -> torch.device:
+def check_device(name: str) -> torch.device:
+    """The device of that name. Raises ConfigError: there is none, or it is not served."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"--device {name}: not a device; give cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {name}: torch finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: torch finds only {torch.cuda.device_count()} CUDA devices here")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name}: not served; give cpu, cuda or cuda:N")
     return device

@@ -142,7 +142,7 @@ def load_kernels() -> Kernels | None:
     """The kernels of this machine, compiled now if they never were; None where they cannot be."""
     try:
         return Kernels(ctypes.CDLL(str(_built())))
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError) as error:  # the last: there is no home
         reason = getattr(error, "stderr", None) or error
         log.warning("no compiled CPU kernels, torch's own are used (slower): %s", str(reason).strip()[:500])
         return None

@@ -97,7 +97,11 @@ class ModelConfig:
         folder = locate(path_or_hub_id, revision)
         config = read_json(folder / "config.json")
         generation = read_json(folder / "generation_config.json", required=False)
-        return parse_config(config, generation, stored_tensors(folder), folder)
+        tensors = stored_tensors(folder)
+        try:
+            return parse_config(config, generation, tensors, folder)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{folder}/config.json or generation_config.json: not understood ({error})") from error
 
     def geometry(self, page_size: int, dtype: str) -> PageGeometry:
         """Pages of this model, ``page_size`` tokens each, in ``float32``, ``bfloat16`` or ``float16``."""
@@ -194,6 +198,8 @@ def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> Non
 def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
     """The type that most tensors are stored in; any type outside the known three means a foreign checkpoint."""
     counts: dict[str, int] = {}
+    if not tensors:
+        raise ConfigError(f"{folder}: no tensors in its *.safetensors files")
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORED_DTYPES:
             known = ", ".join(_STORED_DTYPES)

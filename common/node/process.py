@@ -18,6 +18,7 @@ import zmq
 from common.clock import MonotonicClock
 from common.config import NodeConfig
 from common.errors import BatonError, ConfigError
+from common.geometry import PageGeometry
 from common.incarnation import new_incarnation
 from common.mailbox import Mailbox
 from common.messages import Register
@@ -217,11 +218,7 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
         crossover_tokens=model.crossover_tokens,
     )
 
-    def num_pages() -> int:
-        if device != "cpu":
-            return capacity.num_pages
-        return num_pages_that_fit(config, geometry, capacity.num_pages, free_bytes(device))
-
+    num_pages = pages_of(config, geometry, capacity.num_pages, device)
     num_pages()  # what can never fit is refused before the weights are read
     executor = load_executor(
         model,
@@ -240,6 +237,11 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     return model, executor, capacity
 
 
+def pages_of(config: NodeConfig, geometry: PageGeometry, planned: int, device: str) -> Callable[[], int]:
+    """How many pages the pool can have, asked when the weights are in memory; see ``num_pages_that_fit``."""
+    return lambda: num_pages_that_fit(config, geometry, planned, free_bytes(device))
+
+
 def _populate(pool: "KVPool") -> None:
     begun_at = time.monotonic()
     try:
@@ -251,12 +253,17 @@ def _populate(pool: "KVPool") -> None:
 
 
 def pick_device(name: str) -> str:
-    """``auto`` becomes ``cuda`` where torch finds a GPU, else ``cpu``."""
-    if name != "auto":
+    """``auto`` becomes ``cuda`` where torch finds a GPU, else ``cpu``. Raises ConfigError: it is not there."""
+    if name == "cpu":
         return name
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    from common.engine.executor import check_device
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(name)
+    return name
 
 
 def _register(

@@ -99,9 +99,10 @@ class Recorder:
                     frames.write_frame(self._file, frame)
                     if self._waiting.empty():
                         self._file.flush()
-                except (OSError, BatonError, msgspec.EncodeError) as error:
+                except Exception as error:
                     self._is_over = True
-                    log.error("recording ends here: %s", error)
+                    is_foreseen = isinstance(error, OSError | BatonError | msgspec.EncodeError)
+                    log.error("recording ends here: %s", error, exc_info=not is_foreseen)
                     return
 
 
