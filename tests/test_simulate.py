@@ -161,6 +161,13 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsy
     assert "--json /nowhere/report.json: there is no such folder" in capsys.readouterr().err
 
 
+def test_figures_are_shown_even_if_they_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--num-requests=5", "--rate=50", "--json=/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert "5 sent, 5 answered" in said.out
+    assert said.err == "simulate: --json /dev/full cannot be written: No space left on device\n"
+
+
 def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:
     words = [sys.executable, "-m", "scripts.cli", "simulate", "--num-requests=100000", "--rate=10"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,6 +1,6 @@
 """``simulate``: the command.
 
-Exit status: 0 fine, 1 a replay differs or cannot be made, 2 wrong options, 130 stopped.
+Exit status: 0 fine, 1 a replay differs or cannot be made, or the report cannot be written, 2 wrong options, 130 stopped.
 """
 
 import gc
@@ -193,12 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    if config.json:
-        Path(config.json).write_text(json.dumps({"notes": notes, **found}, indent=2) + "\n")
     try:
-        print("\n".join([*notes, "", *table(found)] if notes else table(found)))
+        print("\n".join([*notes, "", *table(found)] if notes else table(found)), flush=True)
     except BrokenPipeError:
         sys.stdout = None
+    if config.json:
+        try:
+            Path(config.json).write_text(json.dumps({"notes": notes, **found}, indent=2) + "\n")
+        except OSError as error:
+            print(f"simulate: --json {config.json} cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
     return 0 if found["is_whole"] else 130
 
 
