@@ -27,6 +27,7 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
     limits = Limits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
+        context_length=capacity.context_length,
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
         cut=capacity.cut,

@@ -35,6 +35,7 @@ class Limits:
     Attributes:
         max_running: slots, that is rows of the largest batch.
         max_queued: requests waiting for pages; one more is refused.
+        context_length: of the model; prompt and output together may have so many tokens.
         max_prefill_tokens: tokens computed again in one step.
         chunk_tokens: tokens of one step after which a request that is computed again is cut.
         cut: where prompts are cut.
@@ -52,6 +53,7 @@ class Limits:
 
     max_running: int
     max_queued: int | None = None
+    context_length: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
     cut: Cut = field(default_factory=Cut)

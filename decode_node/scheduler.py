@@ -87,8 +87,12 @@ class DecodeScheduler:
         Args:
             is_local: its prompt is computed here, not received.
         Raises:
-            RequestError: the queue is full, or the prompt is larger than the pool.
+            RequestError: the queue is full, or the request is beyond the context or the pool.
         """
+        context, most = self._limits.context_length, len(request.prompt) + request.sampling.max_new_tokens
+        if context is not None and most > context:
+            message = f"prompt and output may have {most} tokens together, the context is {context}"
+            raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
         if len(request.prompt) + 1 > self._capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,

@@ -40,6 +40,7 @@ class Limits:
     Attributes:
         max_running: slots, that is requests being extended at once.
         max_queued: requests waiting; one more is refused.
+        context_length: of the model; a prompt must be shorter.
         max_prefill_tokens: input tokens of one step.
         chunk_tokens: tokens of one step after which a prompt is cut; None leaves prompts whole.
         cut: where prompts are cut.
@@ -50,6 +51,7 @@ class Limits:
 
     max_running: int
     max_queued: int | None = None
+    context_length: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
     cut: Cut = field(default_factory=Cut)
@@ -114,7 +116,11 @@ class PrefillScheduler:
     # ---- requests come and go ----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Take a request into the queue, or raise ``RequestError`` (queue full, prompt larger than the pool)."""
+        """Take a request into the queue, or raise ``RequestError``: the queue is full, the prompt too long."""
+        context = self._limits.context_length
+        if context is not None and len(request.prompt) >= context:
+            message = f"the prompt has {len(request.prompt)} tokens, the context is {context}, output included"
+            raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
         capacity = self._books.num_pages * self._cache.page_size
         if len(request.prompt) > capacity:
             raise RequestError(

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from local_cluster import Answer, LocalCluster, assert_all_pages_are_back, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.messages import Reprioritize
+from common.messages import Closed, Reprioritize, Resume
+from common.sampling import SamplingParams
 from common.scheduling import PriorityRules
 from decode_node.lifecycle import TABLE as DECODE_TABLE
 from decode_node.lifecycle import Event as DecodeEvent
@@ -104,6 +105,52 @@ def test_a_prompt_larger_than_a_pool_is_refused_by_name() -> None:
     cluster.run()
     assert answer.error is not None
     assert answer.error.code is ErrorCode.POOL_TOO_SMALL
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (None, 0)])
+@pytest.mark.parametrize(("length", "max_new", "is_taken"), [(40, 8, True), (40, 9, False), (48, 1, False)])
+def test_what_exceeds_the_context_is_refused_whatever_the_pool_holds(
+    pair: tuple[int | None, int], length: int, max_new: int, is_taken: bool
+) -> None:
+    cluster = LocalCluster(limits={"context_length": 48})
+    answer = cluster.submit("a", prompt_of(length), sampling(max_new), pair=pair)
+    cluster.run()
+    assert (answer.error is None) == is_taken
+    assert answer.error is None or answer.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_strangers_resume_beyond_the_context_is_refused() -> None:
+    """It broke a step, and with it the node."""
+    cluster = LocalCluster(limits={"context_length": 48})
+    [member], stranger = cluster.prefill, "s" * 32
+    member.role.on_peer(stranger, Resume("a", 0, prompt_of(48), timeout_s=9.0), 0.0)
+    [(to, closed)] = member.role.outbox.peers
+    assert to == stranger
+    assert isinstance(closed, Closed) and closed.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert member.role.plan(0.0) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": -1},
+        {"seed": 2**64},
+        {"temperature": float("nan")},
+        {"top_p": -0.5},
+        {"repetition_penalty": float("inf")},
+        {"prompt_logprobs_from": 0, "logprobs": 1},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_node_takes_no_number_that_would_break_a_step(fields: dict[str, Any]) -> None:
+    cluster = LocalCluster()
+    answer = cluster.submit("a", prompt_of(8), SamplingParams(max_new_tokens=2, **fields))
+    cluster.run()
+    assert answer.error is not None and answer.error.code is ErrorCode.INVALID_REQUEST
     cluster.settle()
     assert_all_pages_are_back(cluster)
 

@@ -28,6 +28,7 @@ class Capacity:
     max_queued: requests that may wait.
     chunk_tokens: of one step; None computes prompts whole.
     cut: where prompts are cut.
+    context_length: tokens of one request, prompt and output together; None: as many as the pool holds.
     """
 
     num_slots: int
@@ -35,6 +36,7 @@ class Capacity:
     max_queued: int
     chunk_tokens: int | None
     cut: Cut = field(default_factory=Cut)
+    context_length: int | None = None
 
 
 def plan_capacity(
@@ -73,7 +75,8 @@ def plan_capacity(
         raise ConfigError(
             f"--truncation-align-size {cut.align_tokens} is more than a chunk (--chunked-prefill-size {chunk})"
         )
-    return Capacity(min(num_slots, num_pages), num_pages, max_queued, None if chunk < 0 else chunk, cut)
+    chunk_tokens = None if chunk < 0 else chunk
+    return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, cut, context_length)
 
 
 def num_pages_that_fit(config: NodeConfig, geometry: PageGeometry, num_pages: int, free_bytes: int) -> int:

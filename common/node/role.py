@@ -1,5 +1,6 @@
 """What the node process asks of a role. Roles are pure but for the transfer endpoint that is handed to them."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,11 +28,16 @@ def check_generate(message: Generate, vocab_size: int) -> None:
     """Refuse what would break a step: the gateway never sends it, but a node does not take its word for that.
 
     Raises:
-        RequestError: no prompt, or a token id outside of the vocabulary.
+        RequestError: no prompt, a token id outside of the vocabulary, or a number that cannot be.
     """
     sampling = message.sampling
     if sampling.max_new_tokens < 1:
         raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs room for one output token")
+    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+    if not 0 <= sampling.seed < 2**64 or not all(0 <= number < math.inf for number in numbers):
+        raise RequestError(ErrorCode.INVALID_REQUEST, "a sampling parameter is out of bounds")
+    if sampling.prompt_logprobs_from is not None and sampling.prompt_logprobs_from < 1:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "the first token of a prompt follows none")
     others = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
     check_tokens((*message.prompt, *others) if message.prompt else (), vocab_size)
 

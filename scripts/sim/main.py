@@ -1,6 +1,7 @@
 """``simulate``: the command.
 
-Exit status: 0 fine, 1 a replay differs or cannot be made, or the report cannot be written, 2 wrong options, 130 stopped.
+Exit status: 0 fine, 1 a replay differs or cannot be made, or the report cannot be written, 2 wrong options, 130
+stopped.
 """
 
 import gc
