@@ -39,7 +39,7 @@ class Change:
 
 ARRIVALS = st.builds(
     Arrival,
-    length=st.one_of(st.integers(1, 8), st.integers(20, 44)),
+    length=st.one_of(st.integers(1, 8), st.integers(20, 46)),
     new=st.integers(2, 16),
     predicted=st.sampled_from([0, 1, 4, 8]),
     priority=st.sampled_from([0, 0, 5, 9]),
@@ -161,7 +161,7 @@ class History:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     holders=HOLDERS,
-    large=st.integers(24, 48),
+    large=st.integers(36, 58),
     events=st.lists(st.one_of(ARRIVALS, CHANGES), max_size=40),
     rules=st.sampled_from(RULES),
     slots=st.integers(2, 4),
