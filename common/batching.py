@@ -32,9 +32,9 @@ class Batching:
         minimum=-1,
     )
     enable_mixed_chunk: bool = option(
-        True,
-        "Decode nodes: chunks of prompts that are computed there ride in the same steps as the decode rows; with "
-        "--no-enable-mixed-chunk the two take turns.",
+        False,
+        "Decode nodes: chunks of prompts that are computed there ride in the same steps as the decode rows; otherwise "
+        "the two take turns.",
     )
     enable_dynamic_chunking: bool = option(
         False, "Chunks shrink as a prompt's prefix grows, so that every step takes about as long as the first."

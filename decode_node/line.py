@@ -58,7 +58,7 @@ class Limits:
     chunk_tokens: int | None = None
     cut: Cut = field(default_factory=Cut)
     max_requests: int | None = None
-    is_mixed: bool = True
+    is_mixed: bool = False
     sharing: SharingLimits = field(default_factory=SharingLimits)
     clip_tokens: int = 4_096
     max_skip_ahead: int = MAX_SKIP_AHEAD

@@ -43,9 +43,15 @@ MODELS = ("qwen3-0.6b", "small")
 
 FLAGS = {
     "split": ["--prefill=1", "--decode=1"],
-    "colocated": ["--prefill=0", "--decode=2", "--local-prefill=always"],
-    "colocated-128": ["--prefill=0", "--decode=2", "--local-prefill=always", "--chunked-prefill-size=128"],
-    "one": ["--prefill=0", "--decode=1", "--local-prefill=always"],
+    "colocated": ["--prefill=0", "--decode=2", "--local-prefill=always", "--enable-mixed-chunk"],
+    "colocated-128": [
+        "--prefill=0",
+        "--decode=2",
+        "--local-prefill=always",
+        "--enable-mixed-chunk",
+        "--chunked-prefill-size=128",
+    ],
+    "one": ["--prefill=0", "--decode=1", "--local-prefill=always", "--enable-mixed-chunk"],
 }
 
 

@@ -204,6 +204,38 @@ def test_help_shows_defaults_and_variables(capsys):
     assert "Tokens per KV page, the unit of caching and shipping. [default: 16; env: BATON_PAGE_SIZE]" in shown
 
 
+KNOWN_DEFAULTS = {
+    "schedule_policy": "fcfs",
+    "lpm_degrade_threshold": 128,
+    "enable_priority_scheduling": False,
+    "default_priority_value": None,
+    "schedule_low_priority_values_first": False,
+    "priority_scheduling_preemption_threshold": 10,
+    "abort_on_priority_when_disabled": False,
+    "max_queued_requests": None,
+    "max_running_requests": None,
+    "max_total_tokens": None,
+    "max_prefill_tokens": 16_384,
+    "prefill_max_requests": None,
+    "chunked_prefill_size": None,  # by device
+    "enable_dynamic_chunking": False,
+    "enable_mixed_chunk": False,
+    "page_size": 16,
+    "disable_radix_cache": False,
+    "stream_interval": 1,
+    "truncation_align_size": None,
+    "num_reserved_decode_tokens": None,  # predicted
+    "is_retracted_by_priority": False,  # --retraction-policy shortest-output
+    "radix_eviction_policy": "lru",
+    "schedule_conservativeness": 1.0,
+}
+
+
+def test_defaults_of_scheduling_are_those_that_users_know():
+    config = NodeConfig()
+    assert {name: getattr(config, name) for name in KNOWN_DEFAULTS} == KNOWN_DEFAULTS
+
+
 def test_a_mistake_ends_the_process_with_a_sentence_and_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
         resolve(GatewayConfig, ["--port", "x"], command="gateway")
