@@ -69,6 +69,15 @@ class RadixCache:
             pages += part.pages
         return Match(pages, offset // TOKEN_BYTES, node, pending)
 
+    def num_pending(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> int:
+        """Whole pages of ``tokens`` that are on their way."""
+        key, node, offset, num_pending = pack(tokens), self._roots.get(salt), 0, 0
+        while node is not None and (child := node.children.get(key[offset : offset + self._page_bytes])):
+            node = self._part_shared(child, key, offset)
+            offset += len(node.key)
+            num_pending += len(node.pages) if node.is_pending else 0
+        return num_pending
+
     def _walk(self, root: Node, key: TokenKey) -> tuple[Node, int, Node | None]:
         """Down along ``key``, cutting the node in which it ends: deepest ready node, bytes matched, pending next."""
         self._time += 1

@@ -16,6 +16,7 @@ class SkipAhead:
     def __init__(self, limit: int = MAX_SKIP_AHEAD) -> None:
         self._limit = limit
         self._refused: list[Request] = []
+        self._waiting: list[Request] = []
         self._is_closed = False
 
     @property
@@ -32,13 +33,22 @@ class SkipAhead:
         """Nobody may pass, whatever the limit."""
         self._is_closed = True
 
+    @property
+    def patient(self) -> list[Request]:
+        """Those that wait for something else and were passed often enough: now only by who leaves them room."""
+        return [request for request in self._waiting if request.num_passed >= self._limit]
+
     def refuse(self, request: Request) -> None:
         """This one does not fit."""
         self._refused.append(request)
 
+    def wait(self, request: Request) -> None:
+        """What this one waits for is on its way: all may pass it, and they are counted."""
+        self._waiting.append(request)
+
     def admit(self, request: Request) -> bool:
         """This one did fit, and has passed those before it that did not. True if there were any."""
         request.num_passed = 0
-        for passed in self._refused:
+        for passed in self._refused + self._waiting:
             passed.num_passed += 1
         return bool(self._refused)

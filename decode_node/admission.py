@@ -115,6 +115,10 @@ class Admission:
         """Of all that it takes to decode its next token."""
         return -(-request.num_decodable // self.page_size)
 
+    def num_pending(self, request: Request) -> int:
+        """Those of them that are being received for another."""
+        return self._cache.num_pending(packed_tokens(request, request.num_decodable), request.salt)
+
     def _leaves_room(self, num_pages: int, others: Others) -> bool:
         """Whether so many can be given away, and the one that has part of its pages can still get the rest."""
         if self.partial is None:

@@ -1,7 +1,8 @@
 """Who gets pages next on a decode node: one line of all that lack them, wherever their prompts are computed. Pure.
 
 Retracted requests stand at its front, then the rest by policy, and with priorities on the more urgent before everybody.
-Nobody takes pages that somebody before it in the line is short of, but for the few that skip-ahead lets pass.
+Nobody takes pages that somebody before it in the line is short of, but for the few that skip-ahead lets pass. Who waits
+for a prefix that is on its way is passed by as many; then only by those that leave it room.
 
 The first that is short of pages begins with part of them, so that they fill while it waits for the others: what is left
 when everybody has been tried and running requests have room for all they may still say (or will, as far as that is
@@ -184,7 +185,7 @@ class Line:
         for request in self.sort(now):
             if request is partial:
                 partial = None
-                if more := self._complete(request, prior, now):
+                if more := self._complete(request, [*prior, *self._patient(skip_ahead)], now):
                     self.totals["skipped_ahead"] += skip_ahead.admit(request)
                     granted.append(more)
                 else:
@@ -196,11 +197,11 @@ class Line:
                 ahead.append(request)
                 prior.append(request)
                 continue
-            reservation = self.admission.reserve(
-                request, spare_tokens=self._spare_tokens(request, ahead), others=self._others(request)
-            )
+            spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.patient])
+            reservation = self.admission.reserve(request, spare_tokens=spare_tokens, others=self._others(request))
             if reservation is Refusal.PREFIX_PENDING:
-                self._lend(request, lent)  # others need not wait for it
+                self._lend(request, lent)
+                skip_ahead.wait(request)
             elif reservation is Refusal.SHORT_OF_PAGES:
                 num_before = num_before if self.short else len(ahead)
                 self.short[request.key] = request
@@ -211,10 +212,17 @@ class Line:
                 assert isinstance(reservation, Reservation)
                 self.totals["skipped_ahead"] += skip_ahead.admit(request)
                 granted.append(self._grant(request, reservation, now))
-        granted += self._share_out(prior, ahead[:num_before], now)
-        self._lend_to_partial([*ahead, *self.short.values()], lent)
+        patient = self._patient(skip_ahead)
+        granted += self._share_out([*prior, *patient], [*ahead[:num_before], *patient], now)
+        self._lend_to_partial([*ahead, *patient, *self.short.values()], lent)
         self._raise_priorities(lent)
         return granted
+
+    def _patient(self, skip_ahead: SkipAhead) -> list[Request]:
+        """Those whose prefix is on its way and whom nobody passes for want of room; not if it is the partial one's."""
+        partial = self.partial
+        patient = skip_ahead.patient
+        return [other for other in patient if partial is None or self.admission.pending_for(other) != partial.key]
 
     def _grant(self, request: Request, reservation: Reservation, now: float) -> Granted:
         if request.output:
@@ -346,9 +354,12 @@ class Line:
         return room
 
     def _need_here(self, request: Request) -> int:
-        """Tokens that must be available, cached ones included, for ``PrefillAdder`` to admit this one."""
+        """Tokens that must be available, cached ones included, for ``PrefillAdder`` to admit this one, or for it to be
+        received as soon as the prefix is here that it waits for."""
         page_size = self.admission.page_size
         num_tokens = -(-request.num_tokens // page_size) * page_size
+        if not self.is_computed_here(request):
+            num_tokens -= self.admission.num_pending(request) * page_size
         return num_tokens + self._left_of(request) + 1
 
     def _left_of(self, request: Request) -> int:
