@@ -78,8 +78,9 @@ def explore(start: World, max_states: int) -> Explored:
     while frontier:
         number, frozen = frontier.popleft()
         here: World = pickle.loads(frozen)
-        for action in list(here.actions()):
-            world: World = pickle.loads(frozen)
+        actions = list(here.actions())
+        for place, action in enumerate(actions, 1):
+            world: World = here if place == len(actions) else pickle.loads(frozen)  # a copy less for each state
             try:
                 world.do(action)
                 name = fingerprint(world.state())
@@ -101,7 +102,7 @@ def explore(start: World, max_states: int) -> Explored:
         if not found.after[number]:
             found.num_ends += 1
             try:
-                here.check_end()
+                pickle.loads(frozen).check_end()
             except AssertionError as error:
                 raise AssertionError(f"{error}\n{_told(ways, number)}") from error
     found.num_states = len(ways)

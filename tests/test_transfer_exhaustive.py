@@ -31,12 +31,7 @@ def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Explored:
 
 
 def test_two_requests_on_a_pool_of_three_pages_with_any_single_fault() -> None:
-    """Two pages each, so that pages of the one are granted again to the other.
-
-    The count is the code's, not a law: 30,894 before broken connections were mended, 45,415 from then on (that resends
-    are counted changed none of it: without checksums nothing is shipped again), and 43,961 since a grant that comes
-    twice no longer ends its transfer.
-    """
+    """Two pages each, so that pages of the one are granted again to the other. The count is the code's, not a law."""
     walk(Scope(sizes=(2, 2), num_faults=1), 44_000)
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ from two_nodes_parts import GEOMETRY, Scope
 
 from common.geometry import PageGeometry
 from common.pages import Owner, PageBooks
+from kv_transfer.fit import Units
 from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
 
 if TYPE_CHECKING:
@@ -19,10 +21,11 @@ class Freezer(pickle.Pickler):
     """Fast where much is copied often; counters, which nothing depends on, stay behind."""
 
     dispatch_table = {  # noqa: RUF012
-        Counter: lambda counter: (Counter, ()),
+        Counter: lambda counter: (_counter, ()),
         PageGeometry: lambda geometry: (_geometry, ()),
         PageBooks: lambda books: (_books, (books.num_pages, books._owner.tobytes(), bytes(books._stack))),
         Scope: lambda scope: (_scope, (_number_of(scope),)),
+        Units: lambda units: (Units, (units.tokens, units.per_source, units.per_target)),
     }
 
 
@@ -43,12 +46,24 @@ def _geometry() -> PageGeometry:
     return GEOMETRY
 
 
+def _counter() -> Counter[str]:
+    return Counter.__new__(Counter)
+
+
 def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
-    """Books without holds and steps: transfers know of neither."""
+    """Books without holds and steps: transfers know of neither, so what keeps them is one for all copies."""
+    books = PageBooks.__new__(PageBooks)
+    vars(books).update(vars(_fresh_books(num_pages)))
+    books._owner = np.frombuffer(bytearray(owners), np.int8)
+    books._stack = list(free)
+    books._counts = [owners.count(owner) for owner in range(len(Owner))]
+    return books
+
+
+@cache
+def _fresh_books(num_pages: int) -> PageBooks:
     books = PageBooks(num_pages)
-    books._owner[:] = np.frombuffer(owners, np.int8)
-    books._stack[:] = free
-    books._counts = [owners.count(owner) for owner in Owner]
+    books._holds.flags.writeable = books._freed_in.flags.writeable = False
     return books
 
 
