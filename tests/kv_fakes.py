@@ -206,6 +206,16 @@ class Couple:
         self.sender.on_message(DECODE, self.to_prefill.popleft(), self.now)
         self.settle()
 
+    def drain_to_decode(self) -> None:
+        """The decode node gets every message that is on its way, and those that follow from them."""
+        while self.to_decode:
+            self.hear_prefill()
+
+    def drain_to_prefill(self) -> None:
+        """The prefill node gets every message that is on its way, and those that follow from them."""
+        while self.to_prefill:
+            self.hear_decode()
+
     def disconnect(self) -> None:
         """The control connection breaks: what is under way is lost, and both sides notice."""
         self.to_decode.clear()
@@ -229,10 +239,8 @@ class Couple:
             is_more = is_more or self.reader._news or self.writer._news
             if not is_more and not any(link.retry_at for link in self.receiver._links.by_peer.values()):
                 return
-            while self.to_decode:
-                self.hear_prefill()
-            while self.to_prefill:
-                self.hear_decode()
+            self.drain_to_decode()
+            self.drain_to_prefill()
         raise AssertionError("it never ends")
 
     def settle(self) -> None:

@@ -100,23 +100,22 @@ def test_transfers_that_stand_lower_do_not_keep_who_stands_first_from_beginning(
     assert node.grant() == ["old"]
 
 
-@pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
-def test_a_prefill_slot_is_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
-    node = PrefillNode(slots=1, rules=AGING)
-    node.submit("old", 64, 0)
+def is_taken_from_old(node: PrefillNode, comes_at: float, *, old: int, urgent: int) -> bool:
+    """Whether a prompt that comes amid another, which is less urgent and older, takes its place and ends first."""
+    node.submit("old", old, 0)
     node.step()
     node.now = comes_at
-    node.submit("urgent", 32, 10)
-    assert node.run() == (["urgent", "old"] if is_taken else ["old", "urgent"])
-    assert node.scheduler.totals["preemptions"] == is_taken
+    node.submit("urgent", urgent, 10)
+    is_first = node.run() == ["urgent", "old"]
+    assert node.scheduler.totals["preemptions"] == is_first
+    return is_first
+
+
+@pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
+def test_a_prefill_slot_is_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
+    assert is_taken_from_old(PrefillNode(slots=1, rules=AGING), comes_at, old=64, urgent=32) == is_taken
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
 def test_pages_of_a_prefill_node_are_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
-    node = PrefillNode(num_pages=8, rules=AGING)
-    node.submit("old", 24, 0)
-    node.step()
-    node.now = comes_at
-    node.submit("urgent", 16, 10)
-    assert node.run() == (["urgent", "old"] if is_taken else ["old", "urgent"])
-    assert node.scheduler.totals["preemptions"] == is_taken
+    assert is_taken_from_old(PrefillNode(num_pages=8, rules=AGING), comes_at, old=24, urgent=16) == is_taken

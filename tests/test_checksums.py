@@ -177,10 +177,8 @@ def test_a_page_without_the_checksum_that_was_asked_for_counts_as_damaged() -> N
         couple.to_decode = type(couple.to_decode)(
             msgspec.structs.replace(m, checksums=()) if isinstance(m, Delivered) else m for m in couple.to_decode
         )
-        while couple.to_decode:
-            couple.hear_prefill()
-        while couple.to_prefill:
-            couple.hear_decode()
+        couple.drain_to_decode()
+        couple.drain_to_prefill()
     assert isinstance(couple.events[KEY], TransferFailed)
     couple.assert_nothing_is_held()
 

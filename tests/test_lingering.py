@@ -111,8 +111,7 @@ def test_what_a_new_offer_declares_over_is_over_before_anything_is_granted_under
     couple.poll()
     couple.reader.writers[couple.writer] = (PREFILL, 1)  # it has not heard of that
     couple.hear_decode()
-    while couple.to_decode:
-        couple.hear_prefill()
+    couple.drain_to_decode()
     assert [type(message) for message in couple.to_prefill] == [Grant]
     couple.hear_decode()  # with no turn of the prefill node in between
     couple.run()

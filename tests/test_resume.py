@@ -112,10 +112,8 @@ def test_the_handoff_is_said_once_whenever_the_connection_breaks(couple: Couple,
     num_said = 0
     for _ in range(60):
         num_said += sum(isinstance(message, Handoff) for message in couple.to_decode)
-        while couple.to_decode:
-            couple.hear_prefill()
-        while couple.to_prefill:
-            couple.hear_decode()
+        couple.drain_to_decode()
+        couple.drain_to_prefill()
         couple.now += 0.01
         couple.tick()
         couple.poll()
@@ -132,8 +130,7 @@ def test_a_handoff_that_comes_after_the_decode_node_noticed_is_kept(couple: Coup
     couple.reader._news.append(Fenced(PREFILL, 1, "a snap"))
     couple.poll()
     assert couple.sender.counters()["broken_pairs"] == 0
-    while couple.to_decode:
-        couple.hear_prefill()
+    couple.drain_to_decode()
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
 
@@ -156,8 +153,7 @@ def test_a_transfer_that_was_complete_when_the_connection_broke_needs_no_other()
     couple.hear_decode()
     couple.finish(KEY)
     couple.pump()
-    while couple.to_decode:
-        couple.hear_prefill()
+    couple.drain_to_decode()
     assert list(couple.to_prefill) == [Received("r", 0)]
     snap(couple)
     couple.hear_decode()
@@ -196,11 +192,9 @@ def test_a_page_in_between_lets_the_count_begin_anew() -> None:
     couple.begin(KEY, 18)
     couple.finish(KEY)
     for _ in range(40):
-        while couple.to_prefill:
-            couple.hear_decode()
+        couple.drain_to_prefill()
         couple.pump(max_pages=1)
-        while couple.to_decode:
-            couple.hear_prefill()
+        couple.drain_to_decode()
         couple.now += 0.1
         couple.poll()
     couple.run()

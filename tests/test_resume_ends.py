@@ -137,8 +137,7 @@ def test_a_break_before_a_damaged_page_is_asked_for_again_loses_no_count_of_it()
     couple.hear_decode()
     couple.finish(KEY)
     couple.pump()
-    while couple.to_decode:
-        couple.hear_prefill()
+    couple.drain_to_decode()
     assert [type(message) for message in couple.to_prefill] == [Resend]
     snap(couple)
     couple.run()
@@ -150,10 +149,8 @@ def turns(couple: Couple) -> None:
     for _ in range(5):
         couple.poll()
         couple.pump()
-        while couple.to_prefill:
-            couple.hear_decode()
-        while couple.to_decode:
-            couple.hear_prefill()
+        couple.drain_to_prefill()
+        couple.drain_to_decode()
 
 
 def test_a_break_that_nobody_can_prove_to_be_over_ends_the_transfers_soon_and_keeps_the_pages_aside() -> None:

@@ -148,7 +148,7 @@ async def test_nothing_outlives_a_serve_that_is_killed_under_load(serve: Serve) 
 
 
 async def test_nodes_wait_cheaply_for_a_gateway_that_is_not_there_yet_or_no_more(tmp_path: Path) -> None:
-    service = Service(tmp_path / "logs")
+    service = Service(tmp_path / "logs", is_forked=False)
     pids = {}
     try:
         service.start("decode-0", "prefill-0")
@@ -186,7 +186,7 @@ async def check(client: Client) -> None:
 
 
 def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    service = Service(tmp_path / "logs", only={"decode-0": {"page_size": 24}})
+    service = Service(tmp_path / "logs", is_forked=False, only={"decode-0": {"page_size": 24}})
     try:
         service.start("gateway", "prefill-0")
         service.wait_until_ready()
@@ -198,7 +198,7 @@ def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path
 
 
 def test_a_gateway_whose_port_is_taken_says_so(tmp_path: Path) -> None:
-    service = Service(tmp_path / "logs")
+    service = Service(tmp_path / "logs", is_forked=False)
     try:
         service.start("gateway")
         service.wait_until_ready()

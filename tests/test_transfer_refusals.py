@@ -210,8 +210,7 @@ def test_the_same_message_twice_changes_nothing(couple: Couple) -> None:
     couple.pump()
     for message in list(couple.to_decode):
         couple.to_decode.append(message)
-    while couple.to_decode:
-        couple.hear_prefill()
+    couple.drain_to_decode()
     received = couple.to_prefill[0]
     couple.to_prefill.append(received)
     couple.run()
