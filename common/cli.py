@@ -85,7 +85,7 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
 
 
 def _param(found: Option) -> click.Option:
-    shown = "set by environment" if found.is_secret else _shown(found.default)
+    shown = _shown(found.default)
     text = f"{found.help}  [default: {shown}; env: {found.env}]" if shown else f"{found.help}  [env: {found.env}]"
     if found.kind is bool:
         return click.Option([f"{found.flag}/--no-{found.flag[2:]}", found.name], default=None, help=text)

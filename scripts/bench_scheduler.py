@@ -1,5 +1,7 @@
-"""What scheduling costs: the radix cache on a tree of a million tokens, ``plan`` + ``commit`` of 256 decode rows, and
-``plan`` of a prefill node over 1,000 and 10,000 waiting requests under every policy.
+"""What scheduling costs: the radix cache on a million tokens, a step of 256 decode rows, plans over 10,000 prompts.
+
+The cache is measured on its tree, ``plan`` + ``commit`` on a full batch, and ``plan`` of a prefill node over 1,000 and
+10,000 waiting requests under every policy (``scripts/bench_policies.py``).
 
 Each figure is the median (and 99th percentile) of many repetitions on one core, in microseconds, beside the published
 figures of SGLang 0.5.23's Python and Rust trees on the same tree: 1,000 sequences of 50 shared prefixes of 256 tokens,
