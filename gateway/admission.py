@@ -1,9 +1,11 @@
 """How many requests may be in flight, and when one that was turned away should come again. Pure.
 
 The bound is what the decode nodes run at once and a queue on top. Whoever is over it is told at once, with the time
-after which, at the rate seen lately, enough requests will have ended.
+after which, at the rate seen lately, enough requests will have ended: for it, and for all who were told an earlier time
+and are still to come back.
 """
 
+import heapq
 import math
 from collections import deque
 
@@ -25,6 +27,8 @@ class Admission:
         self._ended: deque[float] = deque(maxlen=1_024)  # in busy time, which stands still while nothing is in flight
         self._busy_before = 0.0
         self._busy_since = 0.0
+        self._promised: list[tuple[float, int]] = []  # a heap: when how many were told to come back
+        self._num_promised = 0
         self.num_in_flight = 0
 
     def limit(self, max_running: int) -> int:
@@ -62,13 +66,26 @@ class Admission:
         return self._busy_before + (now - self._busy_since if self.num_in_flight else 0.0)
 
     def retry_after(self, count: int, now: float) -> float:
-        """Seconds until so many requests will have ended, at the rate of the last busy half minute; 1 to 60, whole."""
+        """When to come back with a request that is this many too many, in seconds; 1 to 60, whole.
+
+        As many requests and those that will have come back by then will have ended, at the rate of the last busy half
+        minute. What is told here is remembered until then.
+        """
+        while self._promised and self._promised[0][0] <= now:
+            self._num_promised -= heapq.heappop(self._promised)[1]
+        seconds = min(self._seconds(count, now), MAX_RETRY_AFTER_S)
+        if self._ended and seconds < MAX_RETRY_AFTER_S:
+            heapq.heappush(self._promised, (now + seconds, count))
+            self._num_promised += count
+        return seconds
+
+    def _seconds(self, count: int, now: float) -> float:
         busy = self._busy(now)
         while self._ended and self._ended[0] < busy - WINDOW_S:
             self._ended.popleft()
         if self._ended:
             since = self._ended[0] if len(self._ended) == self._ended.maxlen else max(0.0, busy - WINDOW_S)
-            seconds = count * (busy - since) / len(self._ended)
+            seconds = (count + self._num_promised) * (busy - since) / len(self._ended)
         else:
             seconds = busy  # nothing has ended for so long: it may well take as long again
-        return float(min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S))
+        return float(max(math.ceil(seconds), 1))

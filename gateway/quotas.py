@@ -15,6 +15,8 @@ from gateway.admission import Admission
 
 #: Tenants without anything in flight that are remembered; names may come from clients.
 MAX_IDLE_TENANTS = 10_000
+#: Of credit; a hair less, since the time after which it is there was rounded.
+ONE_TOKEN = 1.0 - 1e-6
 
 
 class _Account:
@@ -74,7 +76,7 @@ class Quotas:
                 message = f"the tenant {tenant} has {account.in_flight.num_in_flight} requests in flight"
                 message += f", its quota is {quota.requests}"
                 raise _too_much(message, account.in_flight.retry_after(excess, now))
-        if quota.tokens_per_minute is not None and account.balance(now) < 1.0:
+        if quota.tokens_per_minute is not None and account.balance(now) < ONE_TOKEN:
             message = f"the tenant {tenant} has used its quota of {quota.tokens_per_minute} tokens per minute"
             raise _too_much(message, account.payable_in_s(now))
         account.in_flight.admit(count, max_running=1 << 31, now=now)

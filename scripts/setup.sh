@@ -14,6 +14,10 @@ baton_extra=${baton_extra:-}
 baton_venv=${BATON_VENV:-$baton_root/.venv}
 baton_lock=$baton_root/scripts/setup.sh # this file is what is locked while installing
 
+# Also where only this shell is told to stop: it would go on once the program that runs now has ended.
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
 baton_fail() {
     printf 'baton: %s\n' "$*" >&2
     exit 1

@@ -1,5 +1,7 @@
 """Bounded requests in flight, and a Retry-After that comes true."""
 
+import heapq
+
 import pytest
 
 from common.errors import ErrorCode, RequestError
@@ -43,7 +45,33 @@ def test_retry_after_is_the_time_at_the_rate_seen_lately():
         admission.release(2.0 * (i + 1))
     admission.admit(4, max_running=2, now=8.0)
     assert refused(admission, 1, now=8.0).retry_after_s == 2.0
-    assert refused(admission, 3, now=8.0).retry_after_s == 6.0
+    assert refused(admission, 3, now=8.0).retry_after_s == 8.0  # the one before comes back sooner
+    assert refused(admission, 1, now=10.5).retry_after_s == 11.0  # its time has come; three come before: 4 x 10.5 / 4
+
+
+def test_who_comes_back_when_told_finds_room():
+    """200 come at once to a service that ends ten a second and has room for fifty."""
+    admission = Admission(max_queued=42)
+    comings = [(0.1 * number, 1, number) for number in range(80)]  # as many as it serves: it is known what it can do
+    comings += [(8.0, 1, number) for number in range(80, 280)]
+    times_refused = dict.fromkeys(range(280), 0)
+    while comings:
+        now, is_client, number = heapq.heappop(comings)
+        if not is_client:
+            admission.release(now)
+        else:
+            try:
+                admission.admit(1, max_running=8, now=now)
+            except RequestError as error:
+                times_refused[number] += 1
+                heapq.heappush(comings, (now + error.retry_after_s, 1, number))
+                continue
+        if admission.num_in_flight == 1 or (not is_client and admission.num_in_flight):
+            heapq.heappush(comings, (now + 0.1, 0, 0))
+    refused_once_or_more = [count for count in times_refused.values() if count]
+    assert len(refused_once_or_more) >= 150
+    assert max(refused_once_or_more) <= 2
+    assert sum(count == 1 for count in refused_once_or_more) > 0.8 * len(refused_once_or_more)
 
 
 def test_idle_time_does_not_make_the_rate_look_low():
