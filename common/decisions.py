@@ -4,11 +4,13 @@ Noting one is cheap enough for every request: a template and its arguments are k
 sentence only when somebody asks.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from itertools import islice
 from typing import Any, NamedTuple
 
 MAX_REASON = 4_000
+#: Requests of which it is remembered why they wait.
+MAX_WAITS = 10_000
 
 
 class Decided(NamedTuple):
@@ -36,6 +38,7 @@ class Decisions:
 
     def __init__(self, maxlen: int = 1_024) -> None:
         self._ring: deque[tuple[float, str, str, str, tuple[Any, ...]]] = deque(maxlen=maxlen)
+        self._waits: OrderedDict[str, tuple[Any, ...]] = OrderedDict()  # why each waits of whom that was told last
         self.num_noted = 0
 
     def note(self, now: float, rid: str, action: str, reason: str, *args: Any) -> None:
@@ -47,7 +50,18 @@ class Decisions:
                 asks must not be handed in.
         """
         self.num_noted += 1
+        if rid in self._waits:
+            del self._waits[rid]
         self._ring.append((now, rid, action, reason, args))
+
+    def note_wait(self, now: float, rid: str, reason: str, *args: Any) -> None:
+        """Remembers that a request is passed over, and why; once, as long as that is what there is to tell of it."""
+        why = (reason, *args)
+        if self._waits.get(rid) != why:
+            self.note(now, rid, "wait", reason, *args)
+            self._waits[rid] = why
+            if len(self._waits) > MAX_WAITS:
+                self._waits.popitem(last=False)
 
     def note_change(self, now: float, rid: str, before: tuple[int, str], after: tuple[int, str | None]) -> None:
         """Remembers that a request counts otherwise from now on: its priority and class, before and after.

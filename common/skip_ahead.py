@@ -2,6 +2,8 @@
 
 from common.request import Request
 
+#: What is told of one that has passed others.
+PASSING = ", passing who does not fit"
 #: How many may pass one that does not fit, and how many that do not fit are looked past in one step.
 MAX_SKIP_AHEAD = 8
 

@@ -23,7 +23,7 @@ from common.new_token_ratio import expected_left
 from common.order import Order
 from common.request import LOWEST_PRIORITY, Request
 from common.sharing import Sharing, SharingLimits
-from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
+from common.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
 from decode_node.admission import Admission, Others, Refusal, Reservation
 from decode_node.lifecycle import Event, State
 from decode_node.places import Key, Places
@@ -200,18 +200,18 @@ class Line:
             spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.patient])
             reservation = self.admission.reserve(request, spare_tokens=spare_tokens, others=self._others(request))
             if reservation is Refusal.PREFIX_PENDING:
-                self._lend(request, lent)
+                self._lend(request, lent, now)
                 skip_ahead.wait(request)
             elif reservation is Refusal.SHORT_OF_PAGES:
                 num_before = num_before if self.short else len(ahead)
                 self.short[request.key] = request
                 skip_ahead.refuse(request)
+                self.decisions.note_wait(now, request.rid, "for {} pages", self.admission.num_pages(request))
                 if partial is not None:
                     prior.append(request)
             else:
                 assert isinstance(reservation, Reservation)
-                self.totals["skipped_ahead"] += skip_ahead.admit(request)
-                granted.append(self._grant(request, reservation, now))
+                granted.append(self._grant(request, reservation, now, PASSING if skip_ahead.admit(request) else ""))
         patient = self._patient(skip_ahead)
         granted += self._share_out([*prior, *patient], [*ahead[:num_before], *patient], now)
         self._lend_to_partial([*ahead, *patient, *self.short.values()], lent)
@@ -224,7 +224,7 @@ class Line:
         patient = skip_ahead.patient
         return [other for other in patient if partial is None or self.admission.pending_for(other) != partial.key]
 
-    def _grant(self, request: Request, reservation: Reservation, now: float) -> Granted:
+    def _grant(self, request: Request, reservation: Reservation, now: float, passing: str = "") -> Granted:
         if request.output:
             self.totals["resumed_remotely"] += 1
         else:
@@ -235,7 +235,8 @@ class Line:
             self.totals["partial_grants"] += 1
             reason = "{} of {} pages, and {} more when there is room"
         else:
-            reason = "{} of {} pages"
+            reason = "{} of {} pages" + passing
+        self.totals["skipped_ahead"] += bool(passing)
         num_pages = (len(reservation.pages), reservation.num_pages, reservation.num_lacking)
         self.decisions.note(now, request.rid, "grant", reason, *num_pages)
         return Granted(request, reservation, tuple(reservation.pages))
@@ -322,10 +323,11 @@ class Line:
 
     # ---- urgency, and room -----------------------------------------------------------------------------------------
 
-    def _lend(self, request: Request, lent: dict[Key, int]) -> None:
+    def _lend(self, request: Request, lent: dict[Key, int], now: float) -> None:
         """The transfer that brings the prefix this one waits for is as urgent as this one."""
         key = self.admission.pending_for(request)
         partial = self.partial
+        self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", key and key[0])
         if partial is not None and partial.key == key and not self._order.are_of_one_class(request, partial):
             return  # see _lend_to_partial
         if key is not None:

@@ -22,7 +22,7 @@ from common.request import LOWEST_PRIORITY, Request
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
 from common.sharing import Sharing
-from common.skip_ahead import SkipAhead
+from common.skip_ahead import PASSING, SkipAhead
 from common.step import PageDelta, Row, StepPlan, StepResult
 from common.waiting import WaitingQueue
 from decode_node.admission import Admission
@@ -217,6 +217,8 @@ class DecodeScheduler:
             if not self.giving_way.can_have_row(request):
                 break
             self.giving_way.free_row(request, now)
+            if self.places.states[request.key] is State.PAUSED:
+                self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
             self.places.move(request, Event.TAKE_UP, with_slot=True)
             self._joining[request.key] = request
 
@@ -268,43 +270,47 @@ class DecodeScheduler:
             elif skip_ahead.is_closed or not self.giving_way.can_have_row(request):
                 if not num_begun:
                     break
-                self._lend(request, sharing, lent)
+                self._lend(request, sharing, lent, now)
             elif not self.line.is_computed_here(request):
                 if request.key in self.line.short and places.has_holders:
                     skip_ahead.refuse(request)  # else it is short because of one of these, and need not be waited for
-            elif self._lend(request, sharing, lent):
+            elif self._lend(request, sharing, lent, now):
                 pass
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
+                self.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)
             elif result is AddResult.OTHER:
                 break
             else:
-                self.line.totals["skipped_ahead"] += skip_ahead.admit(request)
+                has_passed = skip_ahead.admit(request)
+                self.line.totals["skipped_ahead"] += has_passed
                 self.giving_way.free_row(request, now)
-                self._begin(request, now)
+                self._begin(request, now, PASSING if has_passed else "")
                 sharing.add(request)
                 begun.append(request)
         for request in places.extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
 
-    def _lend(self, request: Request, sharing: Sharing, lent: dict[Key, int]) -> bool:
+    def _lend(self, request: Request, sharing: Sharing, lent: dict[Key, int], now: float) -> bool:
         """Whether it waits for a prefix that is computed here now; whoever computes that is as urgent as it then."""
         if self.places.states[request.key] is not State.WAITING or not self.line.is_computed_here(request):
             return False
         holder = sharing.waits_for(request, self._cache)
         if holder is not None:
             self._order.lend(request, holder, lent)
+            self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
         return holder is not None
 
-    def _begin(self, request: Request, now: float) -> None:
+    def _begin(self, request: Request, now: float, passing: str) -> None:
         num_new = request.num_tokens - request.num_computed
-        if self.places.states[request.key] is State.WAITING:
+        is_new = self.places.states[request.key] is State.WAITING
+        if is_new:
             request.admitted_at = now
             self._order.admitted(request, num_input=num_new)
-            self.decisions.note(now, request.rid, "admit", "computes {} of {} tokens", num_new, request.num_tokens)
-        else:
-            self.decisions.note(now, request.rid, "resume", "computes {} of {} tokens", num_new, request.num_tokens)
+        action = "admit" if is_new else "resume"
+        reason = "computes {} of {} tokens" + passing
+        self.decisions.note(now, request.rid, action, reason, num_new, request.num_tokens)
         self.places.move(request, Event.EXTEND, with_slot=True)
 
     def _adder(self) -> PrefillAdder:

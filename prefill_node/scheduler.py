@@ -25,7 +25,7 @@ from common.request_pages import cache_computed, packed_tokens, release
 from common.room import has_room, victims_for
 from common.sampling import TokenLogprobs
 from common.sharing import Sharing, SharingLimits
-from common.skip_ahead import MAX_SKIP_AHEAD, SkipAhead
+from common.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
 from common.step import PageDelta, StepPlan, StepResult
 from common.waiting import WaitingQueue
 from prefill_node.lifecycle import TABLE, Event, State
@@ -165,11 +165,7 @@ class PrefillScheduler:
         return math.inf if request is None else -self._order.standing(request)
 
     def reprioritize(self, key: Key, priority: int, now: float, *, priority_class: str | None = None) -> None:
-        """From now on this request is so urgent, wherever it stands. An unknown one is ignored.
-
-        Args:
-            priority_class: which it belongs to from now on, and on whose account it is; None: as before.
-        """
+        """From now on this request, if it is here, is so urgent and on this class's account (None: as before)."""
         request = self.requests.get(key)
         if request is not None:
             before = (request.priority, request.priority_class)
@@ -258,29 +254,32 @@ class PrefillScheduler:
                     self._order.lend(request, holder, lent)
             elif holder := sharing.waits_for(request, self._cache):
                 self._order.lend(request, holder, lent)
+                self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
+                self.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)
                 if request is urgent:
                     skip_ahead.close()
             elif result is AddResult.OTHER:
                 break
             else:
-                self._admit(request, now)
-                self.totals["skipped_ahead"] += skip_ahead.admit(request)
+                self._admit(request, now, PASSING if skip_ahead.admit(request) else "")
                 sharing.add(request)
                 admitted.append(request)
         for request in self.extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return admitted
 
-    def _admit(self, request: Request, now: float) -> None:
+    def _admit(self, request: Request, now: float, passing: str) -> None:
         del self.waiting[request.key]
         self.extending[request.key] = request
         request.slot = self._slots.pop()
         request.admitted_at = now
         self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
-        self.decisions.note(now, request.rid, "admit", "computes {} of {} tokens", *_to_compute(request))
+        self.totals["skipped_ahead"] += bool(passing)
+        num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
+        self.decisions.note(now, request.rid, "admit", reason, num_tokens - request.num_cached, num_tokens)
 
     # ---- who gives way ----------------------------------------------------------------------------------------------
 
@@ -397,7 +396,3 @@ class PrefillScheduler:
         assert self.states.keys() == self.requests.keys()
         slots = sorted(self._slots + [request.slot for request in self.extending.values()])
         assert slots == list(range(self._limits.max_running)), "a slot is lost or taken twice"
-
-
-def _to_compute(request: Request) -> tuple[int, int]:
-    return request.num_tokens - request.num_cached, request.num_tokens

@@ -39,15 +39,15 @@ class Change:
 
 ARRIVALS = st.builds(
     Arrival,
-    length=st.one_of(st.integers(1, 8), st.integers(20, 46)),
+    length=st.one_of(st.integers(1, 8), st.integers(12, 24), st.integers(20, 46)),
     new=st.integers(2, 16),
     predicted=st.sampled_from([0, 1, 4, 8]),
-    priority=st.sampled_from([0, 0, 5, 9]),
+    priority=st.sampled_from([0, 5, 9, 9]),
     is_local=st.sampled_from([False, False, False, True]),
     first=st.sampled_from([None, None, None, 100_000]),
 )
 #: Those that run when it begins: tokens of the prompt, of the output, and expected of it.
-HOLDERS = st.lists(st.tuples(st.integers(4, 16), st.integers(4, 16), st.integers(1, 8)), min_size=1, max_size=3)
+HOLDERS = st.lists(st.tuples(st.integers(4, 28), st.integers(4, 16), st.integers(1, 8)), min_size=1, max_size=3)
 CHANGES = st.builds(
     Change,
     what=st.sampled_from(["step", "step", "receive", "end", "retract", "raise", "flush"]),

@@ -73,7 +73,7 @@ def test_pages_are_taken_from_the_least_urgent_and_of_these_the_newest() -> None
     node.submit("urgent", 16, 50)
     node.step()
     assert {key[0] for key in node.scheduler.waiting} == {"lower"}
-    assert [decided.action for decided in node.scheduler.decisions.last(2, node.now)] == ["retract", "admit"]
+    assert [decided.action for decided in node.scheduler.decisions.last(3, node.now)] == ["retract", "admit", "wait"]
     assert node.run() == ["low", "middle", "lower", "urgent", "lower"]
 
 
