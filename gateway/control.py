@@ -152,6 +152,7 @@ class Control:
             self.requests.fail_internal(getattr(letter.message, "rid", ""))
 
     def _look_for_lost(self) -> None:
+        self._drain()  # what somebody has said before he went counts
         self._drain_soon()
         for incarnation in self.mailbox.lost([node.incarnation for node in self.fleets.nodes()]):
             self.lose(incarnation)
@@ -166,8 +167,7 @@ class Control:
 
     def _tick(self) -> None:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
-        self._drain()  # what has arrived counts, however late the loop is
-        self._look_for_lost()
+        self._look_for_lost()  # hears what has arrived first, however late the loop is
         for fleet in self.fleets:
             for incarnation in fleet.registry.silent(self._clock.now()):
                 self.lose(incarnation)

@@ -214,15 +214,16 @@ class FakeNode:
             self._changed.set()
         return letters
 
-    async def kill(self) -> None:
-        """Gone without a word."""
+    async def kill(self, last_words: Callable[[], None] = lambda: None) -> None:
+        """Gone, without a word or with these, of which nobody hears before it is gone."""
         if self._work.done():
             return
         self._work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._work
+        last_words()
         self.mailbox.close()
-        self._context.destroy(linger=0)
+        self._context.term()
 
 
 def echo(node: FakeNode, generate: Generate) -> None:

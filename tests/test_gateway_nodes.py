@@ -185,6 +185,24 @@ async def test_a_node_that_dies_ends_its_requests_at_once_and_its_sibling_is_tol
     assert await serves(stack)
 
 
+async def test_what_a_node_has_said_before_it_goes_counts(stack):
+    """A node that stops says so of every request and closes its connection at once."""
+    calls = []
+    for _ in range(8):
+        calls.append(await under_way(stack))
+    decode = stack.nodes[1]
+
+    def last_words():
+        for _, rid in calls:
+            decode.fail(rid, ErrorCode.SHUTTING_DOWN)
+        decode.leave()
+
+    await decode.kill(last_words)
+    time.sleep(0.1)  # both the words and the end have come
+    stack.gateway._control._look_for_lost()
+    assert {await error_of(call) for call, _ in calls} == {(503, "shutting_down")}
+
+
 async def test_a_prefill_node_that_dies_takes_no_request_along_that_decode_has_taken_up(stack):
     prefill, decode = stack.nodes
     taken, taken_rid = await under_way(stack)
