@@ -338,3 +338,22 @@ async def running(folder: Path, *, options: dict[str, Any] | None = None, **conf
             await gateway.stop()
             for node in stack.nodes:
                 await node.kill()
+
+
+BODY = {"prompt": "a", "max_tokens": 9}
+
+
+async def under_way(stack, body=BODY, path="/v1/completions"):
+    """A request that both nodes have, and its id."""
+    prefill, decode = stack.nodes[:2]
+    known = set(prefill.generates)
+    call = asyncio.ensure_future(stack.client.post(stack.url + path, json=body))
+    await prefill.until(lambda: set(prefill.generates) - known)
+    (rid,) = set(prefill.generates) - known
+    await decode.until(lambda: rid in decode.generates)
+    return call, rid
+
+
+async def error_of(call):
+    async with await call as answer:
+        return answer.status, (await answer.json())["error"]["code"]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import zmq
-from fake_nodes import FakeNode, echo, events, make_model_folder, running, silent
+from fake_nodes import BODY, echo, error_of, events, make_model_folder, running, silent, under_way
 
 from common.errors import ErrorCode
 from common.messages import Abort, Registered, Unknown
@@ -28,25 +28,6 @@ async def stack(folder):
             node.on_generate = silent
         yield running_stack
         assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
-
-
-BODY = {"prompt": "a", "max_tokens": 9}
-
-
-async def under_way(stack, body=BODY, path="/v1/completions"):
-    """A request that both nodes have, and its id."""
-    prefill, decode = stack.nodes[:2]
-    known = set(prefill.generates)
-    call = asyncio.ensure_future(stack.client.post(stack.url + path, json=body))
-    await prefill.until(lambda: set(prefill.generates) - known)
-    (rid,) = set(prefill.generates) - known
-    await decode.until(lambda: rid in decode.generates)
-    return call, rid
-
-
-async def error_of(call):
-    async with await call as answer:
-        return answer.status, (await answer.json())["error"]["code"]
 
 
 async def serves(stack):
@@ -163,6 +144,32 @@ async def test_a_client_that_stops_reading_is_cut_off_after_its_deadline(folder,
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+async def test_a_long_prompt_does_not_hold_up_other_streams(folder):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair(context_length=4_000_000, num_pages=300_000)
+        prefill.on_generate = decode.on_generate = silent
+        call, rid = await under_way(stack, {**BODY, "stream": True})
+        prefill.tokens(rid, 0, (65,))
+        async with await call as answer:
+            arriving = events(answer)
+            await anext(arriving)
+            text = "Shall I compare thee to a summer's day? " * 25_000
+            long = asyncio.ensure_future(stack.post("/tokenize", {"prompt": text}))
+            slowest = 0.0
+            started_at = time.monotonic()
+            i = 1
+            while not long.done():
+                sent_at = time.monotonic()
+                decode.tokens(rid, i, (65,))
+                await anext(arriving)
+                slowest = max(slowest, time.monotonic() - sent_at)
+                i += 1
+            assert (await long)[1]["count"] > 100_000
+            assert i > 3
+            assert slowest < 0.5 * (time.monotonic() - started_at)
+            decode.tokens(rid, i, (65,), finish="length")
 
 
 # ---- nodes that go --------------------------------------------------------------------------------------------------
@@ -338,84 +345,3 @@ async def test_requests_spread_over_the_nodes_there_are(folder):
         assert [len(node.generates) for node in nodes] == [2] * 6
         assert await stack.post("/abort_request", {"abort_all": True}) == (200, {"aborted": 6})
         await asyncio.gather(*calls)
-
-
-# ---- start and stop -------------------------------------------------------------------------------------------------
-
-
-async def test_nodes_that_were_there_before_the_gateway_work_once_it_is_back(folder):
-    async with running(folder) as first:
-        port = int(first.gateway.control_address.rpartition(":")[2])
-        nodes = [FakeNode(first.gateway.control_address, role, role) for role in ("prefill", "decode")]
-        for node in nodes:
-            await node.registered()
-    async with running(folder, control_port=port) as second:
-        second.nodes = nodes
-        while (await second.get("/ready"))[0] != 200:
-            await asyncio.sleep(0.02)
-        assert (await second.post("/v1/completions", BODY))[0] == 200
-
-
-async def test_stopping_ends_what_is_under_way_with_an_error_and_tells_the_nodes(folder):
-    async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
-        plain, plain_rid = await under_way(stack)
-        stream, stream_rid = await under_way(stack, {**BODY, "stream": True})
-        prefill.tokens(stream_rid, 0, (65,))
-        answer = await stream
-        arriving = events(answer)
-        await anext(arriving)
-        started_at = time.monotonic()
-        stopping = asyncio.ensure_future(stack.gateway.stop())
-        assert await error_of(plain) == (503, "shutting_down")
-        assert (await anext(arriving))["error"]["code"] == "shutting_down"
-        await stopping
-        assert time.monotonic() - started_at < 4.0
-        await prefill.until(lambda: {plain_rid, stream_rid} <= set(prefill.aborts))
-        stack.gateway.stop = _noop
-        answer.close()
-
-
-async def _noop():
-    """It has stopped already."""
-
-
-async def test_while_stopping_what_can_finish_finishes(folder):
-    async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
-        call, rid = await under_way(stack)
-        stopping = asyncio.ensure_future(stack.gateway.stop())
-        await asyncio.sleep(0.1)
-        prefill.tokens(rid, 0, (65,), finish="length")
-        async with await call as answer:
-            assert answer.status == 200
-        await stopping
-        stack.gateway.stop = _noop
-
-
-async def test_a_long_prompt_does_not_hold_up_other_streams(folder):
-    async with running(folder) as stack:
-        prefill, decode = await stack.pair(context_length=4_000_000, num_pages=300_000)
-        prefill.on_generate = decode.on_generate = silent
-        call, rid = await under_way(stack, {**BODY, "stream": True})
-        prefill.tokens(rid, 0, (65,))
-        async with await call as answer:
-            arriving = events(answer)
-            await anext(arriving)
-            text = "Shall I compare thee to a summer's day? " * 25_000
-            long = asyncio.ensure_future(stack.post("/tokenize", {"prompt": text}))
-            slowest = 0.0
-            started_at = time.monotonic()
-            i = 1
-            while not long.done():
-                sent_at = time.monotonic()
-                decode.tokens(rid, i, (65,))
-                await anext(arriving)
-                slowest = max(slowest, time.monotonic() - sent_at)
-                i += 1
-            assert (await long)[1]["count"] > 100_000
-            assert i > 3
-            assert slowest < 0.5 * (time.monotonic() - started_at)
-            decode.tokens(rid, i, (65,), finish="length")
