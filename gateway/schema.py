@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import ErrorCode, RequestError
+from common.sampling import MAX_TOP_LOGPROBS
 
 MAX_INT = 2**31 - 1
 MAX_STOPS = 16
@@ -30,7 +31,7 @@ Rid = Annotated[str, Meta(min_length=1, max_length=200)]
 Priority = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 PriorityClass = Annotated[str, Meta(min_length=1, max_length=200)]
 DeadlineMs = Annotated[float, Meta(gt=0, le=86_400_000)]
-TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Texts = str | list[str]
 Prompts = str | list[str | int | list[int]]
 

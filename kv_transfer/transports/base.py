@@ -93,8 +93,8 @@ class Fenced:
     is_dead: bool = field(default=False, compare=False)
 
 
-class WriterTransport(Protocol):
-    """The prefill node's side."""
+class Transport(Protocol):
+    """What both sides have in common."""
 
     @property
     def name(self) -> str: ...
@@ -106,6 +106,20 @@ class WriterTransport(Protocol):
 
     @property
     def store(self) -> PageStore: ...
+
+    def files(self) -> Sequence[int]:
+        """File descriptors whose input should wake the loop for ``poll``. Stays the same."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals, by name; among a writer's ``bytes_by_NAME``, the page payload that this transport moved."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WriterTransport(Transport, Protocol):
+    """The prefill node's side."""
 
     def attach(self, peer: str, connect: Connect) -> None:
         """Begin to attach to a peer's pool; never blocks. ``poll`` tells how it ended.
@@ -147,30 +161,9 @@ class WriterTransport(Protocol):
         its pool any more, they are over."""
         ...
 
-    def files(self) -> Sequence[int]:
-        """File descriptors whose input should wake the loop for ``poll``. Stays the same."""
-        ...
 
-    def counters(self) -> dict[str, float]:
-        """Monotonic totals, by name; among them ``bytes_by_NAME``, the page payload that this transport moved."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class ReaderTransport(Protocol):
+class ReaderTransport(Transport, Protocol):
     """The decode node's side."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Transports that may carry pages, best first; one that carries them itself names itself."""
-        ...
-
-    @property
-    def store(self) -> PageStore: ...
 
     def offer(self, peer: str, epoch: int) -> str:
         """The endpoint through which this peer alone may attach under this epoch, once. Ends earlier offers to it."""
@@ -203,16 +196,6 @@ class ReaderTransport(Protocol):
     def poll(self, now: float) -> list[Fenced]:
         """Let waiting writers in; report those that can write no more. ``now`` in seconds."""
         ...
-
-    def files(self) -> Sequence[int]:
-        """File descriptors whose input should wake the loop for ``poll``. Stays the same."""
-        ...
-
-    def counters(self) -> dict[str, float]:
-        """Monotonic totals, by name."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def to_message(geometry: PageGeometry) -> Geometry:

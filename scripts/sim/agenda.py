@@ -37,10 +37,6 @@ class Agenda:
     def now(self) -> float:
         return self._now
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._heap
-
     def at(self, when: float, do: Callable[..., None], *arguments: Any) -> None:
         """Call ``do(*arguments)`` at that instant, in seconds; what is past happens now."""
         self.num_events += 1

@@ -160,11 +160,6 @@ class Node:
             self.role.peer_lost(peer, self._agenda.now())
             self.turn()
 
-    def lose_gateway(self) -> None:
-        if self.is_alive:
-            self.role.gateway_lost(self._agenda.now())
-            self.turn()
-
     def die(self) -> None:
         """As kill -9."""
         self.is_alive = False
