@@ -201,7 +201,7 @@ async def serve(config: ServeConfig) -> int:
         await asyncio.wait({running, ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not ready.exception():
             supervisor.has_been_ready = True
-            print(f"ready {_url(config)}", flush=True)
+            tell_ready(_url(config))
             await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
         return _status(running, ready)
     finally:
@@ -209,6 +209,15 @@ async def serve(config: ServeConfig) -> int:
         await supervisor.stop()
         running.cancel()
         await asyncio.gather(running, ready, return_exceptions=True)
+
+
+def tell_ready(url: str) -> None:
+    """The one line on standard output; where nobody reads that, or its disk is full, service goes on all the same."""
+    try:
+        print(f"ready {url}", flush=True)
+    except OSError as error:
+        sys.stdout = None  # or the interpreter would fail on it once more at its end
+        say(f"serve: ready {url}, which standard output does not take: {error.strerror}")
 
 
 def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]") -> int:

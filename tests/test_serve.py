@@ -1,5 +1,6 @@
 """One command runs a whole service, keeps it running, and leaves nothing behind."""
 
+import contextlib
 import json
 import re
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from common.config import ServeConfig
 from scripts.cores import Share
-from scripts.serve import children, free_port, with_key
+from scripts.serve import children, free_port, tell_ready, with_key
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -200,3 +201,17 @@ def test_serve_has_a_key_of_its_own_where_only_tenants_have_some() -> None:
     assert config.api_key not in " ".join(gateway.argv)
     assert with_key(ServeConfig(tenant_keys="/etc/keys", api_key="mine")).api_key == "mine"
     assert with_key(ServeConfig()).api_key is None
+
+
+def test_service_goes_on_where_nobody_can_be_told_that_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        tell_ready("http://127.0.0.1:1")
+        assert sys.stdout is None
+        with contextlib.suppress(OSError):
+            full.close()
+    assert (
+        "serve: ready http://127.0.0.1:1, which standard output does not take: No space left" in capsys.readouterr().err
+    )

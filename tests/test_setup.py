@@ -1,8 +1,10 @@
 """Every command sets itself up, quickly, from any folder; and what is declared is what is there."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -104,3 +106,20 @@ def test_an_unknown_command_is_answered_with_those_there_are(monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["baton", *words])
     assert cli.main() == status
     assert "baton COMMAND --help" in "".join(capsys.readouterr())
+
+
+def test_a_command_that_is_stopped_while_it_sets_up_does_not_go_on(tmp_path):
+    slow = tmp_path / "bin" / "python"
+    slow.parent.mkdir()
+    slow.write_text('#!/bin/bash\n: > "$(dirname "$0")/begun"\nsleep 0.5\nexit 1\n')
+    slow.chmod(0o755)
+    environ = {**os.environ, "VIRTUAL_ENV": str(tmp_path), "BATON_VENV": str(tmp_path / "venv")}
+    words = ["bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo went on']
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        (slow.parent / "begun").unlink(missing_ok=True)
+        with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            while not (slow.parent / "begun").exists():
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert process.communicate(timeout=30) == ("", None)
+            assert process.returncode == status
