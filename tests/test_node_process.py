@@ -49,6 +49,17 @@ def test_minus_one_turns_chunking_off() -> None:
     )
 
 
+@pytest.mark.parametrize(("policy", "is_off", "num_said"), [("lpm", True, 1), ("lpm", False, 0), ("lof", True, 0)])
+def test_that_a_policy_has_no_cache_to_go_by_is_said_once(
+    policy: str, is_off: bool, num_said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
+    config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
+    assert process.run(config, lambda parts: None, lambda parts, transport: None) == 0
+    said = f"--schedule-policy {policy} is fcfs now, since --disable-radix-cache is set"
+    assert [record.getMessage() for record in caplog.records] == [said] * num_said
+
+
 def test_a_pool_without_a_single_page_is_refused_by_flag() -> None:
     huge = PageGeometry(num_layers=4096, num_kv_heads=65536, head_dim=65536, page_size=16, dtype="float32")
     with pytest.raises(ConfigError, match="--memory-fraction"):
