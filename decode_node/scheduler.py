@@ -173,7 +173,8 @@ class DecodeScheduler:
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
         rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:
-            self._ratio.reset()
+            if not self.places.requests:
+                self._ratio.reset()
             return None
         self._num_steps += 1
         self._in_flight[self._num_steps] = (rows, chunks)

@@ -169,6 +169,20 @@ def test_the_ratio_that_a_retraction_has_set_stays_for_that_step_and_falls_again
     assert ratio.value == pytest.approx(before - 0.005)
 
 
+def test_the_ratio_begins_anew_once_nobody_is_there_and_not_while_prompts_are_on_their_way() -> None:
+    node = Node(rules=PriorityRules())
+    node.scheduler._ratio = ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
+    node.run_in("a", 8, new=5)
+    node.submit("b", 8, new=5)
+    node.grant()
+    while node.step():
+        pass
+    assert node.done == ["a"]
+    assert ratio.value == pytest.approx(0.5 - 4 * 0.005)
+    assert node.run() == ["a", "b"]
+    assert ratio.value == 0.5
+
+
 def test_tokens_of_a_step_come_in_order_of_urgency() -> None:
     node = Node()
     for rid, priority in (("a", 1), ("b", 3), ("c", 2)):
