@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +43,10 @@ class End:
         return self.answer()
 
     def signal(self, number: signal.Signals) -> None:
+        """Returns when a SIGSTOP has reached every thread: the first to hear of it may have to wait for a core."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            until(lambda: all(state == "T" for state in _states(self.pid)))
 
     def kill(self) -> None:
         self.process.kill()
@@ -53,6 +57,12 @@ class End:
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+def _states(pid: int) -> list[str]:
+    """Of a process's threads."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,7 @@ class WriterTransport(Transport, Protocol):
         """Begin to copy pages (ours, the attached peer's), or this piece of each; None: all of it, to all of it.
 
         Returns:
-            A ticket that ``done`` returns when all of them are in place.
+            A ticket that ``done`` returns when all of them are in place; if they are already, ``files`` may not tell.
         """
         ...
 

@@ -49,21 +49,21 @@ class NixlWriter:
 
     def __init__(self, store: PageStore, incarnation: str = "") -> None:
         self.store = store
+        self._page_bytes, self._is_mapped = store.geometry.page_bytes, store.is_mapped
         self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}")
-        self._sources = self._agent.page_list(
-            "NIXL_INIT_AGENT", self._agent.pool_at, store.num_pages, store.geometry.page_bytes
-        )
+        self._sources = self._agent.page_list("NIXL_INIT_AGENT", self._agent.pool_at, store.num_pages, self._page_bytes)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._routes: dict[str, Route] = {}
         self._leaving: dict[str, Route] = {}  # detached from, with writes under way
         self._jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._news: deque[Attached] = deque()
         self._done: deque[int] = deque()
+        self._spent: deque[Any] = deque()  # handles of writes that are over
         self._lock = threading.Lock()  # of routes' is_detached and num_open
         self._num_tickets = 0
         self._num_bytes = 0
         self._num_stuck = 0
-        self._is_copying = False
+        self._is_copying = self._has_said = False
         self._attaching = Attaching(self._agent, lambda: [route.key for route in list(self._routes.values())])
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
         self._thread.start()
@@ -83,43 +83,58 @@ class NixlWriter:
 
     def poll(self) -> list[Attached]:
         self._calm()
+        self._sweep(is_patient=False)
         news = [self._news.popleft() for _ in range(len(self._news))]
         return [a for a in news if a.peer in self._routes and self._routes[a.peer].connect.epoch == a.epoch]
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         route = self._routes[peer]
-        stage(self.store, [source for source, _ in pages])
+        if not self._is_mapped:
+            stage(self.store, [source for source, _ in pages])
         self._num_tickets += 1
         with self._lock:
             is_alone = not route.num_open and not self._done
             route.num_open += 1
-        is_small = 0 < self._num_bytes_of(pages, piece) <= SMALL_BYTES
-        if not (is_alone and is_small and self._write_here(route, self._num_tickets, pages, piece)):
-            self._jobs.put(("write", route, self._num_tickets, pages, piece))
-        return self._num_tickets
+        num_bytes = len(pages) * (self._page_bytes if piece is None else piece.num_bytes)
+        write = Write(route, self._num_tickets, None, num_bytes)
+        is_small = 0 < num_bytes <= SMALL_BYTES
+        if not (is_alone and is_small and self._write_here(write, pages, piece)):
+            self._jobs.put(("write", write, pages, piece))
+        return write.ticket
 
-    def _write_here(self, route: Route, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None) -> bool:
-        """Begin to write without waking the thread; what is not over at once is its business. False: NIXL is busy."""
+    def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], piece: Piece | None) -> bool:
+        """Begin to write without waking the thread; what is not over at once is its business. False: it shall try. The
+        copy pushes all that Python needs out of the caches, so what follows upon it is kept short."""
         if not self._agent.lock.acquire(blocking=False):
             return False
         try:
-            write = self._post(route, ticket, pages, piece)
-            if write is not None:
-                self._jobs.put(("watch", write))
+            write.handle = self._prepare(write.route, pages, piece)
+            state = self._transfer(write.handle)
+        except Exception:  # nothing was begun; the thread will meet it, too
+            return False
         finally:
             self._agent.lock.release()
+        if state == "DONE":
+            with self._lock:  # who has called this will ask what is done, without being told to
+                self._num_bytes += write.num_bytes
+                self._done.append(write.ticket)
+                write.route.num_open -= 1
+            self._spent.append(write.handle)
+            return True
+        if state == "ERR":
+            self._mark_failed(write)
+        self._jobs.put(("watch", write))
         return True
-
-    def _num_bytes_of(self, pages: Sequence[tuple[int, int]], piece: Piece | None) -> int:
-        return len(pages) * (self.store.geometry.page_bytes if piece is None else piece.num_bytes)
 
     def done(self) -> list[int]:
         self._calm()
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def _calm(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        if self._has_said:
+            self._has_said = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
 
     def detach(self, peer: str) -> bool:
         route = self._routes.pop(peer, None)
@@ -196,6 +211,7 @@ class NixlWriter:
             self._is_copying = bool(writes) and time.monotonic() - looked_at > COPYING_S
             for write in over:
                 writes.remove(write)
+            self._sweep()
         self._shut(writes)
 
     def _pause(self, attaching: list[Route], writes: list[Write]) -> float | None:
@@ -211,6 +227,7 @@ class NixlWriter:
     def _say(self) -> None:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
+        self._has_said = True  # and not before, or it would not be read
 
     def _has_attached(self, route: Route) -> bool:
         """Go on attaching. True: it is over, one way or the other."""
@@ -225,29 +242,26 @@ class NixlWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def _post(self, route: Route, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Write | None:
+    def _post(self, write: Write, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Write | None:
         """Begin to write. None: it is over already; else what has begun is to be looked after."""
+        route = write.route
         if route.is_detached:  # never begun
-            self._count_over(Write(route, ticket, None))
+            self._count_over(write)
             self._leave_if_still(route)
             return None
         if not pages:
-            self._finish(Write(route, ticket, None))
+            self._finish(write)
             return None
         try:
             with self._agent.lock:
-                handle = self._prepare(route, pages, piece)
+                write.handle = self._prepare(route, pages, piece)
         except Exception as error:  # NIXL's own errors have no common root; nothing was begun
             self._fail(route, str(error))
-            self._count_over(Write(route, ticket, None))
+            self._count_over(write)
             self._leave_if_still(route)
             return None
-        write = Write(route, ticket, handle, self._num_bytes_of(pages, piece))
-        try:
-            with self._agent.lock:
-                state = self._agent.nixl.transfer(handle)
-        except Exception:
-            state = "ERR"
+        with self._agent.lock:
+            state = self._transfer(write.handle)
         if state == "DONE":
             self._end(write)
             return None
@@ -255,13 +269,19 @@ class NixlWriter:
             self._mark_failed(write)
         return write
 
+    def _transfer(self, handle: Any) -> str:
+        try:
+            return str(self._agent.nixl.transfer(handle))
+        except Exception:  # NIXL's own errors have no common root; some of it may have begun
+            return "ERR"
+
     def _prepare(self, route: Route, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
         """Whole pages by index from the lists that are prepared; pieces by a list of all of their runs."""
         nixl = self._agent.nixl
         if piece is None:
             sources, targets = [source for source, _ in pages], [target for _, target in pages]
             return nixl.make_prepped_xfer("WRITE", self._sources, sources, route.pages, targets)
-        ours, theirs = self.store.geometry.page_bytes, piece.theirs.page_bytes
+        ours, theirs = self._page_bytes, piece.theirs.page_bytes
         local, remote = [], []
         for source, target in pages:
             source_at = self._agent.pool_at + source * ours
@@ -301,10 +321,17 @@ class NixlWriter:
         return True
 
     def _end(self, write: Write) -> None:
-        """NIXL says that it is done."""
-        with contextlib.suppress(Exception), self._agent.lock:
-            write.handle.release()
+        """NIXL says that it is done. Who waits for that hears of it first."""
         self._finish(write)
+        self._spent.append(write.handle)
+
+    def _sweep(self, *, is_patient: bool = True) -> None:
+        """Give back what handles of writes that are over hold, though not if NIXL is busy and this is not patient."""
+        if self._spent and self._agent.lock.acquire(blocking=is_patient):
+            while self._spent:
+                with contextlib.suppress(Exception):
+                    self._spent.popleft().release()
+            self._agent.lock.release()
 
     def _mark_failed(self, write: Write) -> None:
         write.is_failed = True
@@ -365,6 +392,7 @@ class NixlWriter:
         for write in writes:
             with contextlib.suppress(Exception):
                 write.handle.release()
+        self._sweep()
         self._attaching.forget_all()
         with contextlib.suppress(Exception):
             self._sources.release()
