@@ -99,7 +99,7 @@ def test_attaching_outlasts_a_full_backlog(
     store: MemfdStore, writer: ShmWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = ShmReader(store, DECODE)
-    reader._listener.listen(0)
+    reader._visitors._listener.listen(0)
     endpoint = offer(reader)
     crowd = []
     for _ in range(3):

@@ -24,7 +24,7 @@ from shm_pair import (
 
 from common.errors import ConfigError
 from common.messages import Connect
-from kv_transfer.transports import shm_hello, shm_reader
+from kv_transfer.transports import shm_hello, visitors
 from kv_transfer.transports.base import to_message
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 
@@ -165,18 +165,18 @@ def test_garbage_harms_nobody(reader: ShmReader, writer: ShmWriter, garbage: byt
 
 def test_silent_visitors_are_dropped_in_time_and_in_number(reader: ShmReader, writer: ShmWriter) -> None:
     num_before = open_descriptors()
-    visitors = [_visit(reader) for _ in range(shm_reader.MAX_VISITORS + 5)]
+    crowd = [_visit(reader) for _ in range(visitors.MAX_VISITORS + 5)]
     reader.poll(0.0)
     reader.poll(0.0)
     assert reader.dropped == {"crowd": 5}
-    assert len(reader._visitors) == shm_reader.MAX_VISITORS
+    assert len(reader._visitors) == visitors.MAX_VISITORS
     assert attach(reader, writer, offer(reader)) == ""
     writer.detach(DECODE)
-    reader.poll(shm_reader.PATIENCE_S)
-    assert reader._visitors == {}
-    for visitor in visitors:
+    reader.poll(visitors.PATIENCE_S)
+    assert len(reader._visitors) == 0
+    for visitor in crowd:
         visitor.close()
-    reader.poll(shm_reader.PATIENCE_S)
+    reader.poll(visitors.PATIENCE_S)
     assert open_descriptors() == num_before
 
 

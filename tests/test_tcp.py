@@ -11,7 +11,7 @@ from tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, join,
 
 from common.errors import ConfigError
 from common.messages import Connect
-from kv_transfer.transports import tcp_reader, tcp_writer
+from kv_transfer.transports import tcp_writer, visitors
 from kv_transfer.transports.base import Attached, to_message
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp_wire import (
@@ -72,13 +72,13 @@ def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
 def test_a_silent_visitor_is_dropped_after_a_while(reader: TcpReader) -> None:
     stranger = Stranger(reader)
     until(lambda: reader.poll(100.0) or reader._visitors)
-    reader.poll(100.0 + tcp_reader.PATIENCE_S)
+    reader.poll(100.0 + visitors.PATIENCE_S)
     assert stranger.is_hung_up()
     assert reader.dropped == {"silent": 1}
 
 
 def test_a_crowd_of_visitors_keeps_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
-    crowd = [Stranger(reader) for _ in range(tcp_reader.MAX_VISITORS + 10)]
+    crowd = [Stranger(reader) for _ in range(visitors.MAX_VISITORS + 10)]
     join(writer, reader)
     assert reader.dropped["crowd"] >= 10
     for stranger in crowd:

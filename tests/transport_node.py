@@ -23,7 +23,7 @@ from common.geometry import PageGeometry
 from common.messages import Connect
 from kv_transfer import incoming
 from kv_transfer.fit import Fit
-from kv_transfer.transports import nixl_reader, nixl_writer, shm_reader, tcp_reader, tcp_writer
+from kv_transfer.transports import nixl_reader, nixl_writer, tcp_writer, visitors
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, from_message, to_message
 from kv_transfer.transports.choice import Settings, open_reader, open_writer
 
@@ -124,7 +124,7 @@ def _set_patience() -> None:
     if attach_s is not None:
         tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(attach_s)
     if patience_s is not None:
-        tcp_reader.PATIENCE_S = shm_reader.PATIENCE_S = nixl_reader.OFFER_S = float(patience_s)
+        visitors.PATIENCE_S = nixl_reader.OFFER_S = float(patience_s)
     for name, value_s in (("STALL_S", os.environ.get("TEST_STALL_S", patience_s)), ("FORM_S", patience_s)):
         for module in GROUP_MODULES & sys.modules.keys():
             if value_s is not None and hasattr(sys.modules[module], name):

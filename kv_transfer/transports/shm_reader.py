@@ -18,11 +18,10 @@ from common.errors import ConfigError
 from kv_transfer.pieces import Box
 from kv_transfer.transports.base import Fenced, PageStore
 from kv_transfer.transports.shm_hello import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
+from kv_transfer.transports.visitors import Visitor, Visitors
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0  # a visitor that has not shown a token by then is dropped
-MAX_VISITORS = 64
 _SO_PEERPIDFD = 77  # Linux 6.5: a pidfd of the very process that connected, whatever became of its number
 
 
@@ -50,10 +49,10 @@ def _is_dead(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-@dataclass(slots=True, eq=False)
-class _Visitor:
-    connection: socket.socket
-    since: float
+def _foreign(connection: socket.socket) -> str:
+    """Why whoever is at the other end is turned away unheard; empty: it is a process of our own user."""
+    pid, uid = peer_credentials(connection)
+    return "user" if uid != os.geteuid() or pid <= 0 else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,21 +83,24 @@ class ShmReader:
     def __init__(self, store: PageStore, incarnation: str = "", *, is_shared: bool = True) -> None:
         self.store = store
         self._is_shared = is_shared
-        self.dropped: Counter[str] = Counter()  # visitors turned away, by reason
         self._incarnation = incarnation.encode()
         self._num_bytes = store.geometry.pool_bytes(store.num_pages)
         assert len(self._incarnation) <= 32
         self._check_host()
         self._name = f"baton-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self._name}")
-        self._listener.listen(1_024)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        listener.bind(f"\0{self._name}")
+        listener.listen(1_024)
         self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
+        self._visitors = Visitors(listener, self._epoll, "the pool's socket", make=Visitor, screen=_foreign)
         self._offers: dict[bytes, tuple[str, int]] = {}  # token -> peer, epoch
-        self._visitors: dict[int, _Visitor] = {}  # by descriptor of the connection
         self._writers: dict[int, _Writer] = {}  # by descriptor, of the connection and of the process
         self._news: list[Fenced] = []
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Visitors turned away, by reason."""
+        return self._visitors.dropped
 
     def _check_host(self) -> None:
         size = os.fstat(self.store.fd).st_size
@@ -144,36 +146,17 @@ class ShmReader:
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
-            if descriptor == self._listener.fileno():
-                self._let_in(now)
-            elif descriptor in self._visitors:
-                self._greet(self._visitors[descriptor])
+            if self._visitors.is_listener(descriptor):
+                self._visitors.let_in(now, self._greet)
+            elif visitor := self._visitors.get(descriptor):
+                self._greet(visitor)
             elif descriptor in self._writers:
                 self._hear(descriptor, self._writers[descriptor])
-        for visitor in [v for v in self._visitors.values() if v.since + PATIENCE_S <= now]:
-            self._turn_away(visitor, "silent")
+        self._visitors.look_after(now)
         news, self._news = self._news, []
         return news
 
-    def _let_in(self, now: float) -> None:
-        for _ in range(MAX_VISITORS):
-            try:
-                connection, _address = self._listener.accept()
-            except OSError:  # no more, or no descriptors left
-                return
-            connection.setblocking(False)
-            visitor = _Visitor(connection, now)
-            pid, uid = peer_credentials(connection)
-            if uid != os.geteuid() or pid <= 0:
-                self._turn_away(visitor, "user")
-                continue
-            if len(self._visitors) >= MAX_VISITORS:
-                self._turn_away(next(iter(self._visitors.values())), "crowd")
-            self._visitors[connection.fileno()] = visitor
-            self._epoll.register(connection, select.EPOLLIN)
-            self._greet(visitor)
-
-    def _greet(self, visitor: _Visitor) -> None:
+    def _greet(self, visitor: Visitor) -> None:
         """Let the visitor show its token; hand over the pool if that is an offer's."""
         connection = visitor.connection
         try:
@@ -184,33 +167,26 @@ class ShmReader:
             token = b""
         offer = self._offers.pop(token, None)
         if offer is None:
-            self._turn_away(visitor, "token")
+            self._visitors.turn_away(visitor, "token")
             return
         peer, epoch = offer
         try:
             pidfd = peer_pidfd(connection)
         except OSError as error:
             log.warning("a prefill node on this host cannot be watched, so it gets no pool: %s", error)
-            self._turn_away(visitor, "pidfd")
+            self._visitors.turn_away(visitor, "pidfd")
             return
-        del self._visitors[connection.fileno()]
+        self._visitors.leave(visitor)
         # Known as a writer before it has the descriptor, and until it is fenced, whatever happens to the connection.
         writer = _Writer(peer, epoch, connection, pidfd)
         self._writers[connection.fileno()] = self._writers[pidfd] = writer
-        self._epoll.register(pidfd, select.EPOLLIN)
+        for descriptor in (connection.fileno(), pidfd):
+            self._epoll.register(descriptor, select.EPOLLIN)
         hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation)
         try:
             socket.send_fds(connection, [hello], [self.store.fd] if self._is_shared else [])
         except OSError:
             self._fence(writer, "the prefill node left before it had the pool")
-
-    def _turn_away(self, visitor: _Visitor, reason: str) -> None:
-        self.dropped[reason] += 1
-        if self.dropped[reason] == 1:
-            log.warning("turned a visitor of the pool's socket away (%s); further ones are only counted", reason)
-        if self._visitors.pop(visitor.connection.fileno(), None) is not None:
-            self._epoll.unregister(visitor.connection)
-        visitor.connection.close()
 
     def _hear(self, descriptor: int, writer: _Writer) -> None:
         if descriptor == writer.pidfd:
@@ -248,21 +224,18 @@ class ShmReader:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
-        return {f"turned_away_{reason}": float(count) for reason, count in self.dropped.items()}
+        return self._visitors.counters()
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
 
     def close(self) -> None:
         """Close every descriptor. Writers that have the pool mapped keep it."""
-        for visitor in self._visitors.values():
-            visitor.connection.close()
+        self._visitors.close()
         for descriptor, writer in self._writers.items():
             if descriptor == writer.pidfd:
                 os.close(descriptor)
             elif writer.connection is not None:
                 writer.connection.close()
-        self._visitors.clear()
         self._writers.clear()
-        self._listener.close()
         self._epoll.close()

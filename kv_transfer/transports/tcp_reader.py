@@ -29,20 +29,17 @@ from kv_transfer.transports.tcp_wire import (
     family_of,
     tune,
 )
+from kv_transfer.transports.visitors import Visitor, Visitors
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0  # a visitor that has not proven itself by then is dropped
-MAX_VISITORS = 64
 NUM_CONNECTIONS = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Visitor:
-    """A connection that has not proven anything yet. ``terms``: from its HELLO on."""
+class _Visitor(Visitor):
+    """It has not proven anything yet. ``terms``: from its HELLO on."""
 
-    connection: socket.socket
-    since: float
     inbox: bytearray = field(default_factory=bytearray)
     terms: Terms | None = None
 
@@ -83,22 +80,25 @@ class TcpReader:
         num_connections: int = NUM_CONNECTIONS,
     ) -> None:
         self.store = store
-        self.dropped: Counter[str] = Counter()  # visitors turned away, by reason
         self._key = key
         self._num_connections = num_connections
-        self._listener = _listen(host, port)
+        listener = _listen(host, port)
         self._host = host
-        self._port: int = self._listener.getsockname()[1]
+        self._port: int = listener.getsockname()[1]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
-        for file in (self._listener.fileno(), self._wake):
-            self._epoll.register(file, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._visitors = Visitors(listener, self._epoll, "the data port", make=_Visitor)
         self._offers: dict[str, _Offer] = {}  # by peer
-        self._visitors: dict[int, _Visitor] = {}  # by descriptor
         self._leave = Leave()
         self._ended: deque[Inlet] = deque()  # said by their threads
         self._closing: list[Inlet] = []
         self._news: list[Fenced] = []
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Visitors turned away, by reason."""
+        return self._visitors.dropped
 
     @property
     def port(self) -> int:
@@ -148,36 +148,21 @@ class TcpReader:
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
-            if descriptor == self._listener.fileno():
-                self._let_in(now)
+            if self._visitors.is_listener(descriptor):
+                self._visitors.let_in(now, self._hear)
             elif descriptor == self._wake:
                 os.eventfd_read(self._wake)
-            elif descriptor in self._visitors:
-                self._hear(self._visitors[descriptor])
+            elif visitor := self._visitors.get(descriptor):
+                self._hear(visitor)
         while self._ended:
             inlet = self._ended.popleft()
             offer = self._offers.get(inlet.peer)
             if offer is not None and inlet in offer.inlets:
                 self._shut(offer, f"the {self.name} connection to the prefill node ended: {inlet.why}")
         self._closing = [inlet for inlet in self._closing if not inlet.collect()]
-        for visitor in [v for v in self._visitors.values() if v.since + PATIENCE_S <= now]:
-            self._turn_away(visitor, "silent")
+        self._visitors.look_after(now)
         news, self._news = self._news, []
         return news
-
-    def _let_in(self, now: float) -> None:
-        for _ in range(MAX_VISITORS):
-            try:
-                connection, _address = self._listener.accept()
-            except OSError:  # no more, or no descriptors left
-                return
-            connection.setblocking(False)
-            if len(self._visitors) >= MAX_VISITORS:
-                self._turn_away(next(iter(self._visitors.values())), "crowd")
-            visitor = _Visitor(connection, now)
-            self._visitors[connection.fileno()] = visitor
-            self._epoll.register(connection, select.EPOLLIN)
-            self._hear(visitor)
 
     def _hear(self, visitor: _Visitor) -> None:
         """One more step of the handshake, as soon as its frame is there whole; never reads beyond it."""
@@ -189,7 +174,7 @@ class TcpReader:
         except OSError:
             data = b""
         if not data:
-            self._turn_away(visitor, "left")
+            self._visitors.turn_away(visitor, "left")
             return
         visitor.inbox += data
         if len(visitor.inbox) < size:
@@ -202,13 +187,13 @@ class TcpReader:
             else:
                 self._admit(visitor, visitor.terms, frame)
         except OSError:
-            self._turn_away(visitor, "left")
+            self._visitors.turn_away(visitor, "left")
 
     def _greet(self, visitor: _Visitor, frame: bytes) -> None:
         magic, index, count, token, nonce = HELLO.unpack(frame)
         offer = self._offer_with(token)
         if magic != self.magic or offer is None or count != self._num_connections or index not in offer.awaited:
-            self._turn_away(visitor, "token" if magic == self.magic else "garbage")
+            self._visitors.turn_away(visitor, "token" if magic == self.magic else "garbage")
             return
         visitor.terms = Terms(
             magic=self.magic,
@@ -230,15 +215,14 @@ class TcpReader:
     def _admit(self, visitor: _Visitor, terms: Terms, proof: bytes) -> None:
         offer = self._offer_with(terms.token)
         if not terms.is_proof(self._key, b"writer", proof):
-            self._turn_away(visitor, "key")
+            self._visitors.turn_away(visitor, "key")
             return
         if offer is None or terms.index not in offer.awaited:  # withdrawn, or taken by another in the meantime
-            self._turn_away(visitor, "token")
+            self._visitors.turn_away(visitor, "token")
             return
         visitor.connection.send(terms.proof(self._key, b"let in"))
         del offer.awaited[terms.index]
-        del self._visitors[visitor.connection.fileno()]
-        self._epoll.unregister(visitor.connection)
+        self._visitors.leave(visitor)
         inlet = self._inlet(Line(visitor.connection, terms, self._key), (offer.peer, offer.epoch))
         offer.inlets.append(inlet)
         inlet.start()
@@ -252,21 +236,13 @@ class TcpReader:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    def _turn_away(self, visitor: _Visitor, reason: str) -> None:
-        self.dropped[reason] += 1
-        if self.dropped[reason] == 1:
-            log.warning("turned a visitor of the data port away (%s); further ones are only counted", reason)
-        del self._visitors[visitor.connection.fileno()]
-        self._epoll.unregister(visitor.connection)
-        visitor.connection.close()
-
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
         return {
             f"bytes_by_{self.name}": float(self._leave.num_bytes),
             "refused_pages": float(self._leave.num_refused),
-            **{f"turned_away_{reason}": float(count) for reason, count in self.dropped.items()},
+            **self._visitors.counters(),
         }
 
     def files(self) -> Sequence[int]:
@@ -277,10 +253,7 @@ class TcpReader:
             self.withdraw(peer)
         for inlet in self._closing:
             inlet.join()
-        for visitor in self._visitors.values():
-            visitor.connection.close()
-        self._visitors.clear()
-        self._listener.close()
+        self._visitors.close()
         if not self._epoll.closed:
             self._epoll.close()
             os.close(self._wake)
