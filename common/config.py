@@ -6,6 +6,8 @@ come from is told in ``common/options.py``; the command line itself is ``common/
 from elsewhere and that do not work yet are listed here too, to be refused by name.
 """
 
+import os
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +231,11 @@ class NodeConfig(Batching, _Engine, SchedulingOptions, _Model):
                 raise ConfigError("--data-interface is for decode nodes: KV pages arrive there")
             if not self.cluster_key:
                 check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
+
+    @property
+    def node_name(self) -> str:
+        """``--name``, or one that no other node of the service has now."""
+        return self.name or f"{self.role}-{platform.node()}-{os.getpid()}"
 
     @property
     def data_host(self) -> str:

@@ -51,7 +51,7 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
     receiver = Receiver(
         transport,
         parts.books,
-        name=config.name or "decode",
+        name=config.node_name,
         digest=parts.digest,
         wants_checksums=config.kv_checksum,
     )

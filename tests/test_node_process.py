@@ -1,6 +1,7 @@
 """What stands around a role: how much a node holds, the engine's thread, when an output ends."""
 
 import os
+import platform
 import select
 import socket
 import threading
@@ -8,21 +9,26 @@ import threading
 import pytest
 import torch
 import zmq
+from kv_fakes import MemfdStore
 
 from common.clock import MonotonicClock
 from common.config import NodeConfig
 from common.errors import ConfigError
 from common.finish import finish_reason
 from common.geometry import PageGeometry
-from common.messages import Ping
+from common.messages import Connect, Generate, Peer, Ping
 from common.node import process
-from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, num_pages_that_fit, plan_capacity
+from common.node.capacity import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
 from common.node.engine_thread import EngineThread
 from common.node.loop import Node, listen_mailbox
 from common.node.outbox import Outbox
+from common.node.parts import Parts, cache_for
 from common.node.role import Load
+from common.pages import PageBooks
 from common.sampling import SamplingParams
 from common.step import StepPlan, StepResult
+from decode_node.__main__ import build
+from kv_transfer.transports.inprocess import InProcessReader, Wire
 
 TINY = PageGeometry(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")
 
@@ -225,3 +231,20 @@ def test_an_output_ends_at_its_last_allowed_token_or_at_an_end_token(
 ) -> None:
     sampling = SamplingParams(max_new_tokens=3, **options)  # type: ignore[arg-type]
     assert finish_reason(sampling, (9,), token=token, num_output=num_output) == expected
+
+
+def test_a_node_to_which_nobody_gave_a_name_has_one_for_all() -> None:
+    """The gateway knows it by the same one as prefill nodes, whose errors say between whom pages did not travel."""
+    config, store = NodeConfig(role="decode"), MemfdStore(8)
+    books = PageBooks(8)
+    parts = Parts(
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, books=books, cache=cache_for(config, books),
+        clock=MonotonicClock(), digest="d", incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
+    )  # fmt: skip
+    role = build(parts, InProcessReader(Wire(), store))
+    prefill, me = Peer("prefill-0", "p" * 32, "host:1"), Peer("?", "i" * 32, "")
+    role.on_gateway(Generate("r", 0, (1, 2), SamplingParams(), prefill, me, 60.0), 0.0)
+    [connect] = [message for _, message in role.outbox.peers if isinstance(message, Connect)]
+    assert connect.name == f"decode-{platform.node()}-{os.getpid()}" == config.node_name
+    assert NodeConfig(role="decode", name="d7").node_name == "d7"
+    store.close()

@@ -68,6 +68,14 @@ class Serve:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{self.port}") as session:
             yield session
 
+    @contextlib.asynccontextmanager
+    async def load(self) -> AsyncIterator[list[asyncio.Task[str]]]:
+        """Four long streams, under way."""
+        async with self.client() as session:
+            streams = [asyncio.create_task(self.stream(session)) for _ in range(4)]
+            await asyncio.sleep(0.3)
+            yield streams
+
     async def stream(self, session: aiohttp.ClientSession) -> str:
         """Everything that a long stream says until it ends or breaks."""
         body = {"text": "ROMEO:", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
@@ -109,9 +117,7 @@ async def test_serve_idles_cheaply_and_a_sigterm_under_load_ends_all_of_it_withi
     assert len(traces.tcp) == 4, "HTTP, control, and where each node is reached"
     assert any(name.startswith("@baton-") for name in traces.unix)
     assert not traces.files, "only what has no name dies with its process"
-    async with serve.client() as session:
-        streams = [asyncio.create_task(serve.stream(session)) for _ in range(4)]
-        await asyncio.sleep(0.3)
+    async with serve.load() as streams:
         asked_at = time.monotonic()
         serve.process.send_signal(signal.SIGTERM)
         said = await asyncio.wait_for(asyncio.gather(*streams), 5)
@@ -122,9 +128,7 @@ async def test_serve_idles_cheaply_and_a_sigterm_under_load_ends_all_of_it_withi
 
 async def test_ctrl_c_under_load_ends_all_of_it_within_five_seconds(serve: Serve) -> None:
     traces = Traces.of(list(serve.pids().values()))
-    async with serve.client() as session:
-        streams = [asyncio.create_task(serve.stream(session)) for _ in range(4)]
-        await asyncio.sleep(0.3)
+    async with serve.load() as streams:
         asked_at = time.monotonic()
         os.killpg(serve.process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
         await asyncio.wait_for(asyncio.gather(*streams), 5)
@@ -134,9 +138,7 @@ async def test_ctrl_c_under_load_ends_all_of_it_within_five_seconds(serve: Serve
 
 async def test_nothing_outlives_a_serve_that_is_killed_under_load(serve: Serve) -> None:
     traces = Traces.of(list(serve.pids().values()))
-    async with serve.client() as session:
-        streams = [asyncio.create_task(serve.stream(session)) for _ in range(4)]
-        await asyncio.sleep(0.3)
+    async with serve.load() as streams:
         asked_at = time.monotonic()
         serve.process.kill()
         await asyncio.wait_for(asyncio.gather(*streams), 5)

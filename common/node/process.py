@@ -6,7 +6,6 @@ Nothing heavy is imported before the configuration has been accepted, so that a 
 import gc
 import logging
 import os
-import platform
 import signal
 import time
 from collections.abc import Callable
@@ -54,20 +53,19 @@ POPULATE_S = 3.0
 
 def run(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
     """Serve until a signal or a refusal. Returns the exit status: 0 stopped on purpose, 1 failed, 2 refused."""
-    name = config.name or f"{config.role}-{platform.node()}-{os.getpid()}"
     logging.basicConfig(
-        level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {name} %(message)s", datefmt="%H:%M:%S"
+        level=config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s {config.node_name} %(message)s",
+        datefmt="%H:%M:%S",
     )
     try:
-        return _serve(config, name, open_transport, build_role)
+        return _serve(config, open_transport, build_role)
     except ConfigError as error:
         log.error("%s", error)
         return 2
 
 
-def _serve(
-    config: NodeConfig, name: str, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]
-) -> int:
+def _serve(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning("--schedule-policy %s is fcfs now, since --disable-radix-cache is set", config.schedule_policy)
     load_policy(config.schedule_policy)  # what cannot be imported is refused before the model is loaded
@@ -77,7 +75,7 @@ def _serve(
     try:
         if config.role == "prefill":  # a port that is taken is told of before the model is loaded, too
             listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
-        return _serve_model(config, name, open_transport, build_role, Door(context, incarnation, listen))
+        return _serve_model(config, open_transport, build_role, Door(context, incarnation, listen))
     finally:
         if listen is not None:
             listen.close()
@@ -94,11 +92,7 @@ class Door:
 
 
 def _serve_model(
-    config: NodeConfig,
-    name: str,
-    open_transport: Callable[[Parts], Any],
-    build_role: Callable[[Parts, Any], Role],
-    door: Door,
+    config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role], door: Door
 ) -> int:
     model, executor, capacity = _load(config)
     parts = _parts(config, model, executor, capacity, door.incarnation)
@@ -111,7 +105,7 @@ def _serve_model(
     node = Node(
         role,
         engine,
-        register=lambda: _register(config, name, model, capacity, role, listen=door.listen),
+        register=lambda: _register(config, model, capacity, role, listen=door.listen),
         gateway=config.gateway,
         context=door.context,
         incarnation=door.incarnation,
@@ -267,13 +261,13 @@ def pick_device(name: str) -> str:
 
 
 def _register(
-    config: NodeConfig, name: str, model: "ModelConfig", capacity: Capacity, role: Role, *, listen: Mailbox | None
+    config: NodeConfig, model: "ModelConfig", capacity: Capacity, role: Role, *, listen: Mailbox | None
 ) -> Register:
     geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
     host = f"[{config.advertise_host}]" if ":" in config.advertise_host else config.advertise_host
     return Register(
         role=config.role,
-        name=name,
+        name=config.node_name,
         model=config.served_name,
         digest=model.digest,
         vocab_size=model.vocab_size,
