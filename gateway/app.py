@@ -146,7 +146,8 @@ class Gateway:
 
     def _terms(self, request: web.BaseRequest, body: Completion | Chat | Native, model: Model) -> Terms:
         claim = self._claims.claim(self._front.tenant(request), body.priority, body.priority_class)
-        return Terms(model.fleet.limits(), claim)
+        limits = model.fleet.limits()
+        return Terms(limits, claim, model.fleet.admission.limit(limits.max_running))
 
     async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
         arrived_at = self._clock.now()

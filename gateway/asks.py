@@ -20,6 +20,7 @@ from gateway.registry import Limits
 from gateway.relay import Ask
 from gateway.rules import (
     Prompt,
+    check_count,
     check_prompt,
     check_stream_options,
     judged,
@@ -52,10 +53,12 @@ NATIVE_MAX_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On what terms a request is taken: what the nodes can do, and on whose account and how urgent it is."""
+    """On what terms a request is taken: what the nodes can do, on whose account and how urgent it is, and how many
+    outputs are possible at once."""
 
     limits: Limits
     claim: Claim
+    most: int
 
 
 class Asker:
@@ -77,6 +80,7 @@ class Asker:
         self._predictor = predictor
         self._request_timeout_s = request_timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._num_at_once = 0  # characters that were tokenized while nothing else could run
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -91,6 +95,7 @@ class Asker:
         if body.max_tokens == 0 and not body.echo:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
         prompts = split_prompts(body.prompt)
+        check_count(len(prompts), body.n or 1, terms.most, "prompt")
         ids = await self._tokenize_all(prompts, "prompt", terms.limits)
         rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
         asks: list[Ask] = []
@@ -139,6 +144,7 @@ class Asker:
         num_samples = params[0].n or 1
         if any((other.n or 1) != num_samples for other in params):
             raise refuse("must be the same for all prompts", "sampling_params.n")
+        check_count(count, num_samples, terms.most, param)
         rids = self._rids(body.rid, request_id, count, is_batch)
         ids = await self._tokenize_all(prompts, param, terms.limits)
         asks: list[Ask] = []
@@ -183,8 +189,13 @@ class Asker:
         return self._chat.render(plain, add_generation_prompt=add_generation_prompt is not False, **(kwargs or {}))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text; those of long ones are made on a thread, so that streams go on meanwhile."""
+        """Token ids of a text; those of long ones are made on a thread, so that streams go on meanwhile, and between
+        many short ones."""
         if len(text) <= LONG_CHARACTERS:
+            self._num_at_once += len(text)
+            if self._num_at_once > LONG_CHARACTERS:
+                self._num_at_once = 0
+                await asyncio.sleep(0)
             return self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
 
         def encode() -> list[int]:

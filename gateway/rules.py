@@ -90,6 +90,13 @@ def split_prompts(given: Any, param: str = "prompt") -> list[Prompt]:
     return list(given)
 
 
+def check_count(num_prompts: int, num_samples: int, most: int, param: str) -> None:
+    """Raises RequestError for more outputs than there can be at once, before anything is made of them."""
+    count = num_prompts * num_samples
+    if count > most:
+        raise refuse(f"{count} outputs in one request, {most} are possible at once", param)
+
+
 def check_prompt(prompt: Sequence[int], limits: Limits, param: str) -> None:
     """Raises RequestError for a prompt that no node can take."""
     count = len(prompt)

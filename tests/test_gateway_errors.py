@@ -363,6 +363,42 @@ async def test_an_id_in_use_is_refused_and_free_again_afterwards(folder):
         assert (await again)[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 4096, "n": 128}, "prompt"),
+        ("/generate", {"text": ["a"] * 4096, "sampling_params": {"n": 128}}, "text"),
+        ("/generate", {"input_ids": [[5]] * 4096, "sampling_params": [{"n": 128}] * 4096}, "input_ids"),
+    ],
+)
+async def test_half_a_million_outputs_are_refused_before_anything_is_made_of_them(stack, path, body, param):
+    """40 KB that held up everybody's stream for half a minute."""
+    began = time.monotonic()
+    status, answer = await stack.post(path, body)
+    assert time.monotonic() - began < 3
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "524288 outputs in one request, 520 are possible at once" in answer["error"]["message"]
+
+
+async def test_others_get_their_turn_between_many_texts(stack, monkeypatch):
+    monkeypatch.setattr("gateway.asks.LONG_CHARACTERS", 1000)
+    asker = stack.gateway._models.first.asker
+    turns = []
+
+    async def tokenize():
+        for _ in range(20):
+            await asker.tokenize("a" * 500, add_special_tokens=False, param="text")
+            turns.append("ours")
+
+    async def other():
+        while turns.count("ours") < 20:
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(tokenize(), other())
+    assert turns.count("other") >= 6
+
+
 async def test_too_many_requests_are_told_when_to_come_again(folder):
     async with running(folder, max_queued_requests=1) as stack:
         prefill, decode = await stack.pair(max_running=1)
