@@ -7,6 +7,7 @@ none, the loop's own timers are used.
 import asyncio
 import ctypes
 import os
+import struct
 import time
 from collections.abc import Callable
 
@@ -14,12 +15,7 @@ CLOCK_MONOTONIC = 1
 TFD_NONBLOCK, TFD_CLOEXEC, TFD_TIMER_ABSTIME = os.O_NONBLOCK, getattr(os, "O_CLOEXEC", 0), 1
 
 
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Timer(ctypes.Structure):
-    _fields_ = (("interval", _Time), ("value", _Time))
+TIMER = struct.Struct("4l")  # C's itimerspec: interval and value, each in seconds and nanoseconds
 
 
 class Alarm:
@@ -39,6 +35,8 @@ class Alarm:
         try:
             self._libc = ctypes.CDLL(None, use_errno=True)
             self._fd = self._libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
+            self._set_timer = self._libc.timerfd_settime
+            self._set_timer.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
         except (OSError, AttributeError):
             pass
         if self._fd >= 0:
@@ -55,8 +53,7 @@ class Alarm:
             self._handle = self._loop.call_later(max(0.0, at - time.monotonic()), self._go)
             return
         nanoseconds = max(1, int(at * 1e9))  # 0 would switch it off
-        value = _Timer(_Time(0, 0), _Time(nanoseconds // 10**9, nanoseconds % 10**9))
-        self._libc.timerfd_settime(self._fd, TFD_TIMER_ABSTIME, ctypes.byref(value), None)
+        self._set_timer(self._fd, TFD_TIMER_ABSTIME, TIMER.pack(0, 0, *divmod(nanoseconds, 10**9)), None)
 
     def _on_timer(self) -> None:
         try:

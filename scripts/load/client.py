@@ -19,7 +19,7 @@ from scripts.load.connection import Connection, Exchange
 from scripts.load.wire import Ask, Done, Setup, Tick
 
 MAX_GAPS = 256
-LAG_S = 0.2  # each look wakes a sleeping process up, which costs as much as a token
+LAG_S = 0.5  # each look wakes a sleeping process up, which costs as much as a token
 
 
 class Client:

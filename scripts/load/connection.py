@@ -16,6 +16,7 @@ MAX_HEAD = 65536
 RETURN = 13  # of ``\r\n\r\n``, with which every chunked response ends, the first byte
 LAST_CHUNK = b"0\r\n\r\n"
 END_OF_EVENTS = b"[DONE]\n\n\r\n"
+END_OF_STREAM = END_OF_EVENTS + LAST_CHUNK
 
 
 class Framing(Enum):
@@ -188,8 +189,11 @@ class Connection(asyncio.Protocol):
         exchange = self.exchange
         assert exchange is not None
         pieces = exchange.pieces
-        if pieces[-1] == LAST_CHUNK and len(pieces) > 1 and pieces[-2].endswith(END_OF_EVENTS):
-            self._end(exchange)  # nothing but the end can look like this
+        last = pieces[-1]
+        if last.endswith(END_OF_STREAM) or (
+            last == LAST_CHUNK and len(pieces) > 1 and pieces[-2].endswith(END_OF_EVENTS)
+        ):
+            self._end(exchange)  # nothing else can look like this: no event of JSON has an empty line in it
             return
         whole = b"".join(pieces)
         self._checked, is_over = follow_chunks(whole, self._checked)

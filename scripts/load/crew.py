@@ -39,7 +39,8 @@ READY_TIMEOUT_S = 30.0
 MAX_FEED_BEFORE_START_S = 0.4
 MAX_BYTES_BEFORE_START = 16 << 20
 LOOKAHEAD_S = 5.0
-FEED_EVERY_S = 0.25
+FEED_EVERY_S = 1.0  # of an open loop: a batch of requests at a time, since each time wakes two processes up
+LOOK_EVERY_S = 0.25
 GRACE_S = 5.0
 EXIT_TIMEOUT_S = 2.0
 
@@ -231,13 +232,13 @@ class Crew:
         while self._setup.slots and member.num_open >= self._lead() and not self._is_over():
             self._some_ended.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._some_ended.wait(), FEED_EVERY_S)
+                await asyncio.wait_for(self._some_ended.wait(), LOOK_EVERY_S)
 
     async def _until_near(self, at: float) -> None:
         """Wait until a request is due in a few seconds: making all bodies at once would take the server's cores."""
         if not self._setup.slots:
             while (wait_s := self._outcome.start_at + at - LOOKAHEAD_S - time.monotonic()) > 0:
-                await asyncio.sleep(min(wait_s + FEED_EVERY_S, 0.5))
+                await asyncio.sleep(min(wait_s + FEED_EVERY_S, 2 * FEED_EVERY_S))
                 if self._outcome.was_halted:
                     return
 

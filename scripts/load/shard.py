@@ -33,9 +33,11 @@ from scripts.load.wire import (
 
 TICK_S = 0.25
 SEND_AFTER_S = 0.25
-SEND_AFTER_NUM = 32
+SEND_AFTER_UNWATCHED_S = 2.0
+SEND_AFTER_BYTES = 1 << 20
 NICENESS = -10
 MAX_BYTES_WAITING = 64 << 20
+RESUME_S = 0.05
 
 
 class Shard:
@@ -49,6 +51,8 @@ class Shard:
         self._writer = FrameWriter()
         self._began_at = self._began_cpu_s = 0.0
         self._dones: list[Done] = []
+        self._num_bytes = 0
+        self._send_after_s = SEND_AFTER_S
         self._sending: asyncio.TimerHandle | None = None
         self._is_paused = self._is_finished = self._has_ticks = False
 
@@ -62,6 +66,8 @@ class Shard:
         if isinstance(frame, Setup):
             self._client = Client(frame, self._on_done, self._finish)
             self._has_ticks = frame.has_ticks
+            if not frame.has_ticks and not frame.slots:  # nobody waits for what has ended
+                self._send_after_s = SEND_AFTER_UNWATCHED_S
             self._send(Ready())
         elif client is None:
             raise AssertionError("Setup comes first")
@@ -70,6 +76,7 @@ class Shard:
             if client.bytes_waiting > MAX_BYTES_WAITING and not self._is_paused:
                 self._is_paused = True
                 self._reader.transport.pause_reading()
+                self._loop.call_later(RESUME_S, self._resume)
         elif isinstance(frame, EndOfAsks):
             client.end_of_asks()
         elif isinstance(frame, Go):
@@ -84,10 +91,11 @@ class Shard:
     def _on_done(self, done: Done) -> None:
         """Keep it a moment: a frame for each would cost more than the requests themselves."""
         self._dones.append(done)
-        if len(self._dones) >= SEND_AFTER_NUM:
+        self._num_bytes += len(done.raw)
+        if self._num_bytes >= SEND_AFTER_BYTES:
             self._send_dones()
         elif self._sending is None:
-            self._sending = self._loop.call_later(SEND_AFTER_S, self._send_dones)
+            self._sending = self._loop.call_later(self._send_after_s, self._send_dones)
 
     def _send_dones(self) -> None:
         if self._sending:
@@ -95,18 +103,19 @@ class Shard:
             self._sending = None
         if self._dones:
             self._send(Dones(self._dones))
-            self._dones = []
-        self._resume()
+            self._dones, self._num_bytes = [], 0
 
     def _resume(self) -> None:
-        if self._is_paused and self._client and self._client.bytes_waiting < MAX_BYTES_WAITING // 2:
+        """Read on once half of what waited has been sent; nothing else would say when that is."""
+        if self._client and self._client.bytes_waiting < MAX_BYTES_WAITING // 2:
             self._is_paused = False
             self._reader.transport.resume_reading()
+        elif not self._is_finished:
+            self._loop.call_later(RESUME_S, self._resume)
 
     def _tick(self) -> None:
         if self._client and not self._is_finished:
             self._send(self._client.tick())
-            self._resume()
             self._loop.call_later(TICK_S, self._tick)
 
     def _finish(self) -> None:
@@ -118,7 +127,7 @@ class Shard:
         self._send_dones()
         cpu_s, wall_s = time.process_time() - self._began_cpu_s, time.monotonic() - self._began_at
         self._send(Finished(cpu_s, wall_s, list(client.lags), client.num_connections, client.num_unsent))
-        self._writer.transport.close()  # after what is still to be written
+        self._writer.close()
 
     def _send(self, frame: Frame) -> None:
         self._writer.send(frame)

@@ -201,9 +201,14 @@ class FrameReader(asyncio.Protocol):
 
 
 class FrameWriter(asyncio.BaseProtocol):
-    """The writing end of a pipe; ``await drain()`` waits while the other end is behind."""
+    """The writing end of a pipe; ``await drain()`` waits while the other end is behind.
+
+    Frames of one round of the loop leave together: each write wakes the other end up.
+    """
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._frames: list[bytes] = []
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.transport: asyncio.WriteTransport
@@ -221,8 +226,20 @@ class FrameWriter(asyncio.BaseProtocol):
         self._flowing.set()
 
     def send(self, frame: Frame) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(encode(frame))
+        if not self._frames:
+            self._loop.call_soon(self._flush)
+        self._frames.append(encode(frame))
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        if frames and not self.transport.is_closing():
+            self.transport.write(b"".join(frames))
 
     async def drain(self) -> None:
+        self._flush()
         await self._flowing.wait()
+
+    def close(self) -> None:
+        """No more will be sent; what has been goes out first."""
+        self._flush()
+        self.transport.close()
