@@ -7,8 +7,6 @@ V/bin/aiperf``. Without it, only the harness and the mock's truth are compared.
 
 import json
 import os
-import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -18,13 +16,13 @@ from pathlib import Path
 import click
 import numpy as np
 
-from common.config import SMALL_MODEL
 from scripts.load.config import LoadtestConfig
 from scripts.load.report import Report
 from scripts.load.run import run_load
+from scripts.neighbours import Neighbours
+from scripts.other_tools import aiperf_words, cpu_of, keep_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-REVISION = "0" * 40
 FIGURES = ("ttft", "itl", "e2e")
 AIPERF_NAMES = {"ttft": "time_to_first_token", "itl": "inter_chunk_latency", "e2e": "request_latency"}
 OURS = {"ttft": "ttft_sent", "itl": "itl", "e2e": "e2e_sent"}
@@ -80,33 +78,15 @@ def ours(rate: float, count: int, tokens: int, seed: int, folder: Path) -> tuple
 def aiperf(program: str, rate: float, count: int, tokens: int, folder: Path) -> tuple[Row, Row, float]:
     """Figures of a run of aiperf, the mock's truth about it, and CPU seconds."""
     mock = Mock(folder)
-    out = folder / "aiperf"
-    shutil.rmtree(out, ignore_errors=True)
-    words = (
-        f"profile -m mock --endpoint-type chat --streaming --arrival-pattern poisson --isl 64 --osl {tokens}".split()
-    )
-    words += ["--url", mock.url, "--request-rate", f"{rate:g}", "--request-count", str(count), "--ui", "none"]
-    words += ["--tokenizer", "baton/small", "--output-artifact-dir", str(out)]
-    environ = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([program, *words], env=environ, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = cpu_of(aiperf_words(program, mock.url, rate, count, tokens, folder, "chat"), folder)
     truth = mock.stop()
-    content = json.loads((out / "profile_export_aiperf.json").read_text())
+    content = json.loads((folder / "aiperf" / "profile_export_aiperf.json").read_text())
     found = {
         (name, label): float(content[AIPERF_NAMES[name]][key])
         for name in FIGURES
         for label, key in (("p50", "p50"), ("mean", "avg"))
     }
-    return found, truth, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def keep_tokenizer(folder: Path) -> None:
-    """The small model's tokenizer as a hub cache would hold it, so that aiperf needs no network."""
-    cache = folder / "hf" / "hub" / "models--baton--small"
-    shutil.copytree(SMALL_MODEL, cache / "snapshots" / REVISION)
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(REVISION)
+    return found, truth, cpu_s
 
 
 @click.command()
@@ -121,6 +101,7 @@ def main(program: str | None, rate: float, count: int, tokens: int, repeats: int
     truths: list[Row] = []
     theirs: list[Row] = []
     cpu_ms: list[tuple[float, float]] = []
+    neighbours = Neighbours(range(os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keep_tokenizer(folder)
@@ -135,6 +116,7 @@ def main(program: str | None, rate: float, count: int, tokens: int, repeats: int
                 theirs.append(found)
                 cpu_ms.append((own_ms, cpu_s * 1e3 / (count * tokens)))
     _show(mine, truths, theirs)
+    print(f"others kept {neighbours.cores():.2f} cores busy meanwhile")
     if cpu_ms:
         own, other = (statistics.median(side) for side in zip(*cpu_ms, strict=True))
         print(
