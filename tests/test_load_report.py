@@ -67,6 +67,19 @@ def test_a_server_behind_a_key_is_refused_in_a_sentence(
     assert "wrong" not in str(refused.value), "keys are not shown"
 
 
+@pytest.mark.parametrize(
+    "page", [b"\xff", b"[]", b"null", b'{"data":{}}', b'{"data":[7],"limits":[1]}', b'{"data":[{"id":[1],"meta":3}]}',
+             b'{"data":[{"id":"m","meta":{"n_vocab":"many"}}],"limits":{"vocab_size":-4}}'],
+)  # fmt: skip
+def test_a_server_that_says_odd_things_about_itself_is_one_that_says_nothing(
+    page: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.load.probe.get", lambda *_: (200, page))
+    found = probe("http://127.0.0.1:9", api_key=None)
+    assert found.vocab_size is None and found.model in (None, "m")
+    assert found.vocab == (100, 10_000)
+
+
 def test_parquet_has_a_row_per_request_and_says_what_columns_mean(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [record(0.5, 0.6, timings={"prefill_s": 0.1}), record(error="dropped", index=1)]
@@ -273,6 +286,10 @@ def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytes
     assert "nothing answers" in capsys.readouterr().err
     assert main(["--json", str(tmp_path / "no" / "such" / "r.json")]) == WRONG
     assert "no such folder" in capsys.readouterr().err
+    assert main(["--json", str(tmp_path)]) == WRONG
+    assert "is a folder: name a file in it" in capsys.readouterr().err
+    assert main(["--search-steps", "3"]) == WRONG
+    assert "--search-steps needs --find-goodput" in capsys.readouterr().err
     with pytest.raises(SystemExit) as wrong:
         main(["--rate", "much"])
     assert wrong.value.code == WRONG
@@ -292,7 +309,7 @@ def test_ticks_are_round() -> None:
 
 
 def test_prometheus_text_is_read_without_buckets_and_nan() -> None:
-    text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nprocess_x 1\n'
+    text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nd 1.2.3\nprocess_x 1\n'
     assert parse(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}
 
 

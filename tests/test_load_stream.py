@@ -110,6 +110,51 @@ def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
     assert follow_chunks(b"xyz\r\n", 0) == (-1, False)
 
 
+@pytest.mark.parametrize("size", [b"-10", b"+5", b"0x5", b"1_0", b"", b"fffffffff"])
+def test_a_size_that_is_none_is_no_endless_loop(size: bytes) -> None:
+    """Minus sixteen would lead back to where it stands."""
+    line = b"0" * 16 + size + b"\r\n" if size.isdigit() else size + b"\r\nabc\r\n"
+    raw = HEAD + chunk(EVENTS[0]) + line
+    ends, connection, exchange = connected()
+    connection.data_received(raw)
+    if not ends.ended:  # looked at when it could be the end
+        connection.data_received(b"\r\n\r\n")
+    assert ends.ended == [exchange] and exchange.error == "bad_http"
+    assert read_answer(done_of([raw], "bad_http")).error == "bad_http"
+
+
+BODIES = st.one_of(
+    st.binary(max_size=60),
+    st.sampled_from([
+        b'data: {"choices":[{"text":"\xc3"}]}\n\n', b'data: {"choices":[{"text":"\xff"}]}\n\n', b"data: [1]\n\n",
+        b'data: {"error":null,"choices":null}\n\n', b'data: {"choices":[{"delta":{"content":[1]}}]}\n\n',
+        b'data: {"error":["x"]}\n\n', b'data: {"meta_info":{"completion_tokens":-3}}\n\n', b'{"choices":["x"]}',
+        b'data:{"choices":[{"text":"\xc3"\n\n', b'{"choices":[{"message":"x"}]}',
+        b'{"choices":[{"message":{"content":[1]}}]}', b'{"choices":[]}', b"null",
+        b'{"error":{"message":7,"code":[1]}}', b'{"choices":[{"message":{"content":"x"},"text":1}]}', EVENTS[0], LAST,
+        b'data: {"meta_info":{"completion_tokens":2,"finish_reason":{"type":"abort","message":[1]}}}\n\n',
+        b'data: {"timings":{"prompt_ms":"x","cache_n":{}}}\n\n', b'{"choices":[null]}', b'{"choices":{"0":1}}',
+    ]),
+)  # fmt: skip
+
+
+@given(st.lists(BODIES, max_size=4), st.sampled_from([200, 302, 404, 500]), st.booleans(), st.booleans(), st.booleans())
+def test_whatever_a_server_sends_becomes_an_answer_or_a_named_failure(
+    bodies: list[bytes], status: int, is_stream: bool, is_chunked: bool, is_cut: bool
+) -> None:
+    kind = b"text/event-stream" if is_stream else b"application/json"
+    head = b"HTTP/1.1 %d X\r\nContent-Type: %b\r\n" % (status, kind)
+    if is_chunked:
+        raw = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(map(chunk, filter(None, bodies))) + b"0\r\n\r\n"
+    else:
+        raw = head + b"\r\n" + b"".join(bodies)
+    raw = raw[: len(raw) * 2 // 3] if is_cut else raw
+    answer = read_answer(done_of([raw]))
+    assert isinstance(answer.text, str) and all(isinstance(word, str) for word in (answer.error, answer.message))
+    assert answer.error or (answer.stamps and len(answer.stamps) == len(answer.counts))
+    assert status == 200 or answer.error
+
+
 def test_a_length_or_a_closed_connection_can_end_a_response_too() -> None:
     ends, connection, exchange = connected()
     connection.data_received(b"HTTP/1.1 429 X\r\nContent-Length: 5\r\n\r\nab")

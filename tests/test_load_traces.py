@@ -137,6 +137,14 @@ def test_ones_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path) -
     assert [chain[0].at for chain in chains] == [0, 0.5]
     assert (chains[0][0].num_input, chains[0][0].num_output, chains[0][0].priority) == (3, 4, 2)
     assert chains[1][0].class_name == "x" and chains[1][0].extra == {"messages": []}
+    with pytest.raises(ConfigError, match="need a trace with timestamps"):
+        make_plan(LoadtestConfig(trace=path, trace_jitter=True))
+
+
+def test_arrivals_of_a_trace_with_a_clock_are_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", *MOONCAKE)
+    with pytest.raises(ConfigError, match="--arrival would do nothing"):
+        make_plan(LoadtestConfig(trace=path, arrival="burst"))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +157,7 @@ def test_ones_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path) -
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,1,1"], "line 2"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens"], "no request"),
         ([json.dumps({"prompt": "a", "at": 1}), json.dumps({"prompt": "b"})], "some lines have a timestamp"),
+        (["Timestamp,Model,Request tokens,Response tokens", "nan,m,4,4"], "no finite number"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence_with_the_line(tmp_path: Path, lines: list[str], words: str) -> None:

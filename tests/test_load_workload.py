@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,10 @@ def test_a_mix_draws_classes_by_share_with_their_own_lengths_and_fields() -> Non
     assert dict(kinds_of(LoadtestConfig(mix=mix))["chat"].slos) == {"ttft": 0.08}
 
 
-@pytest.mark.parametrize("mix", ["x", ":share=1", "a:share=0", "a:colour=red", "a:input=0", "a:share=1;a:share=2"])
+@pytest.mark.parametrize(
+    "mix",
+    ["x", ":share=1", "a:share=0", "a:colour=red", "a:input=0", "a:share=1;a:share=2", "a:groups=0", "a:prefix=-1"],
+)
 def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
     if mix == "x":  # a class with nothing of its own
         assert list(kinds_of(LoadtestConfig(mix=mix))) == ["x"]
@@ -164,6 +168,20 @@ def test_without_any_limit_sixty_requests_are_sent_and_steps_end_with_their_last
     assert make_plan(LoadtestConfig(concurrency=3, duration="1s")).num_chains is None
 
 
+def test_a_huge_plan_begins_at_once_and_is_the_same_as_one_made_whole() -> None:
+    options = {"num_requests": 300_000, "rate": "1000", "turns": "2"}
+    began_at = time.monotonic()
+    plan = make_plan(LoadtestConfig(**options))
+    made_s = time.monotonic() - began_at
+    first, late = next(iter(plan.chains)), next(itertools.islice(plan.chains, 11_000, None))
+    assert plan.num_chains == 300_000 and plan.seconds == pytest.approx(300, rel=0.01)
+    assert made_s < 3, "all of it takes 15 s and more"
+    whole = chains(11_002, turns="2")
+    assert [one.pieces for one in first] == [one.pieces for one in whole[0]]
+    assert [one.pieces for one in late] == [one.pieces for one in whole[11_001]]
+    assert 10 < late[0].at < 12, "at its instant of the schedule"
+
+
 @pytest.mark.parametrize(("text", "expected"), [("1", 1), ("200ms", 0.2), ("1.5m", 90), ("5us", 5e-6), (".5s", 0.5)])
 def test_durations_have_units(text: str, expected: float) -> None:
     assert seconds(text, "--x") == pytest.approx(expected)
@@ -183,6 +201,17 @@ def test_durations_have_units(text: str, expected: float) -> None:
         (["--trace-window", "5:1", "--trace", "x"], "--trace-window"),
         (["--arrival", "sometimes"], "must be one of"),
         (["--tokenizer", "x"], "--prompt text"),
+        (["--url", "http://x:port"], "--url must be"),
+        (["--scrape", "metrics"], "--scrape"),
+        (["--clients", "4", "--concurrency", "2"], "--clients 4 is more than --concurrency 2"),
+        (["--cv", "3"], "--cv needs --arrival gamma"),
+        (["--burst-size", "3"], "--burst-size needs --arrival burst"),
+        (["--concurrency", "2", "--arrival", "burst"], "--arrival needs an open loop"),
+        (["--prefix-groups", "3"], "--prefix-groups needs --prefix-len"),
+        (["--think", "3s"], "--think needs --turns"),
+        (["--trace-unit", "ms"], "--trace-unit needs --trace"),
+        (["--trace", "x", "--input-len", "9"], "brings its own lengths"),
+        (["--api-key", "a\nHost: b"], "--api-key holds"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: list[str], sentence: str) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -188,9 +189,13 @@ class LoadtestConfig(LoadOptions, _Target):
     def __post_init__(self) -> None:
         check_load(self)
         _check_times(self)
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
+        check_url(self.url, "--url")
+        if self.scrape not in ("auto", "none"):
+            check_url(self.scrape, "--scrape (auto, none or a URL)")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("--api-key holds characters that cannot be in a header, perhaps a line end")
+        if self.clients and self.concurrency and self.clients > self.concurrency:
+            raise ConfigError(f"--clients {self.clients} is more than --concurrency {self.concurrency}: lower it")
         if self.header is not None and (":" not in self.header or "\n" in self.header or "\r" in self.header):
             raise ConfigError("--header must be 'NAME: VALUE'")
         if self.tenant_header is not None and not re.fullmatch(r"[A-Za-z0-9-]+", self.tenant_header):
@@ -240,6 +245,42 @@ class LoadtestConfig(LoadOptions, _Target):
         return fields
 
 
+def check_url(url: str, flag: str) -> None:
+    """Raises ConfigError, naming the flag, for what is no address of a server."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or out of range
+        is_one = False
+    if not is_one:
+        raise ConfigError(f"{flag} must be http://HOST:PORT or https://HOST:PORT, not {url!r}")
+
+
+#: Options that would have no effect without another: field, the other flag, and whether that is there.
+NEEDS: tuple[tuple[str, str, Callable[["LoadtestConfig"], Any]], ...] = (
+    ("search_steps", "--find-goodput", lambda config: config.find_goodput),
+    ("slo_attainment", "--find-goodput", lambda config: config.find_goodput),
+    ("scrape_interval", "--scrape", lambda config: config.scrape != "none"),
+    ("vocab_size", "--prompt ids", lambda config: config.sends_ids),
+)
+LOAD_NEEDS: tuple[tuple[str, str, Callable[["LoadOptions"], Any]], ...] = (
+    ("cv", "--arrival gamma", lambda config: config.arrival == "gamma"),
+    ("burst_size", "--arrival burst", lambda config: config.arrival == "burst"),
+    ("arrival", "an open loop: leave --concurrency out", lambda config: not config.concurrency),
+    ("prefix_groups", "--prefix-len", lambda config: config.prefix_len or "prefix=" in (config.mix or "")),
+    ("think", "--turns", lambda config: config.turns != "1" or "turns=" in (config.mix or "")),
+    ("trace_unit", "--trace", lambda config: config.trace),
+)
+
+
+def check_needs(config: Any, needs: Sequence[tuple[str, str, Callable[[Any], Any]]]) -> None:
+    """Raises ConfigError for an option that was changed and would do nothing."""
+    usual = {field.name: field.default for field in fields(config)}
+    for name, other, is_there in needs:
+        if getattr(config, name) != usual[name] and not is_there(config):
+            raise ConfigError(f"--{name.replace('_', '-')} needs {other}: without, it would do nothing")
+
+
 def _check_times(config: LoadtestConfig) -> None:
     for name in ("timeout", "max_send_lateness"):
         found = seconds(getattr(config, name), "--" + name.replace("_", "-"))
@@ -254,6 +295,7 @@ def check_load(config: LoadOptions) -> None:
         if found == 0 and name == "duration":
             raise ConfigError("--duration must be more than 0")
     _ = config.slos, config.window, config.profile
+    check_needs(config, LOAD_NEEDS)
     for name in ("input_len", "output_len", "turns"):
         parse_lengths(getattr(config, name), "--" + name.replace("_", "-"))
     _check_together(config)
@@ -273,6 +315,10 @@ def _check_together(config: LoadOptions) -> None:
             raise ConfigError("--trace-jitter, --time-scale and --length-scale need --trace")
     elif config.mix or config.turns != "1" or config.prefix_len:
         raise ConfigError("--trace brings its own lengths and sessions: leave --mix, --turns and --prefix-len out")
+    elif (config.input_len, config.output_len) != ("128", "32"):
+        raise ConfigError(
+            "--trace brings its own lengths: --length-scale, --max-input-len and --max-output-len fit them"
+        )
     elif config.rate and config.time_scale != 1:
         raise ConfigError("--rate and --time-scale both set the pace of the trace: choose one")
     elif config.rate and not re.fullmatch(r"[\d.]+", config.rate):

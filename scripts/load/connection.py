@@ -13,6 +13,8 @@ from time import monotonic
 from typing import Protocol, cast
 
 MAX_HEAD = 65536
+MAX_DIGITS = 8  # of a chunk's size
+HEX = b"0123456789abcdefABCDEF"
 RETURN = 13  # of ``\r\n\r\n``, with which every chunked response ends, the first byte
 LAST_CHUNK = b"0\r\n\r\n"
 END_OF_EVENTS = b"[DONE]\n\n\r\n"
@@ -234,6 +236,12 @@ def read_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
     return int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
+def chunk_size(line: bytes) -> int:
+    """What the line before a chunk says; -1 if it is none. Python's ``int`` would take signs and underscores, too."""
+    digits = line.partition(b";")[0].strip()
+    return int(digits, 16) if 0 < len(digits) <= MAX_DIGITS and not digits.strip(HEX) else -1
+
+
 def follow_chunks(data: bytes, at: int) -> tuple[int, bool]:
     """Step over whole chunks from ``at`` on.
 
@@ -245,9 +253,8 @@ def follow_chunks(data: bytes, at: int) -> tuple[int, bool]:
         line_end = data.find(b"\r\n", at)
         if line_end < 0:
             return at, False
-        try:
-            size = int(data[at:line_end].partition(b";")[0], 16)
-        except ValueError:
+        size = chunk_size(data[at:line_end])
+        if size < 0:
             return -1, False
         if size == 0:
             is_over = data.startswith(b"\r\n", line_end + 2) or data.find(b"\r\n\r\n", line_end + 2) >= 0

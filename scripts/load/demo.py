@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.cli import resolve
+from common.errors import ConfigError
 from scripts.load.config import LoadtestConfig
 from scripts.load.main import FAILED, load_command
 from scripts.supervisor import bind_to
@@ -24,6 +25,8 @@ DEFAULTS = (
 def demo_command(words: Sequence[str]) -> int:
     """Further options are those of an ordinary run and win over the demo's."""
     given = {word.split("=")[0] for word in words}
+    if "--url" in given:
+        raise ConfigError("--demo serves a model of its own: leave --url out, or --demo")
     defaults = [word for word in DEFAULTS if word.split("=")[0] not in given]
     if "--concurrency" in given:
         defaults = [word for word in defaults if not word.startswith("--rate")]

@@ -1,6 +1,5 @@
 """How long prompts and outputs are: a fixed number of tokens, a distribution, or a file of numbers."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from common.errors import ConfigError
 
 Ints = NDArray[np.int64]
+MAX_LENGTH = 2**31 - 1
 FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or file:PATH"
 
 
@@ -43,12 +43,16 @@ def parse_lengths(text: str, flag: str) -> Lengths:
     body, _, limit = text.partition(":max=")
     kind, *words = body.split(":")
     try:
-        top = int(limit) if limit else 2**31 - 1
+        top = int(limit) if limit else MAX_LENGTH
+        if not 1 <= top <= MAX_LENGTH:
+            raise ValueError
         if kind == "file":
-            numbers = np.array(Path(":".join(words)).read_text().split(), dtype=np.float64).astype(np.int64)
+            numbers = np.array(Path(":".join(words)).read_text().split(), dtype=np.float64)
+            if not len(numbers) or not (np.isfinite(numbers) & (numbers >= 1)).all():
+                raise OSError("it holds no lengths, or some below 1")
             return _bounded(text, top, lambda rng, count: rng.choice(numbers, count))
         values = [float(word) for word in ([kind] if kind[:1].isdigit() else words)]
-        if not all(math.isfinite(value) and value >= 0 for value in values):
+        if not all(0 <= value <= MAX_LENGTH for value in values):
             raise ValueError
         if kind[:1].isdigit() and not words:
             (fixed,) = values

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.cli import resolve
 from common.errors import BatonError, ConfigError
-from scripts.load.config import LoadtestConfig
+from scripts.load.config import NEEDS, LoadtestConfig, check_needs
 from scripts.load.report import Report, write_json, write_jsonl
 
 FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
@@ -96,8 +96,12 @@ def finish(config: LoadtestConfig, report: Report) -> int:
     """Write the files, print the summary, give the exit status."""
     from scripts.load.table import summary_lines
 
-    write_files(config, report)
     print("\n".join(summary_lines(report)))
+    try:
+        write_files(config, report)
+    except OSError as error:
+        print(f"loadtest: {error.filename or 'a file'} could not be written: {error.strerror}", file=sys.stderr)
+        return FAILED
     if report.was_stopped:
         return STOPPED
     if report.outputs and (report.outputs["differ"] or not report.outputs["compared"]):
@@ -141,15 +145,25 @@ def write_files(config: LoadtestConfig, report: Report) -> None:
 
 
 def check_outputs(config: LoadtestConfig) -> None:
-    """Refuse now what would fail after the run.
+    """Refuse now what would fail after the run, or do nothing in it.
 
     Raises:
-        ConfigError: a folder is not there, or pyarrow is missing.
+        ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
     """
+    check_needs(config, NEEDS)
     for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
         path = getattr(config, name)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"--{name.replace('_', '-')} {path}: there is no such folder")
+        if not path:
+            continue
+        place, flag = Path(path).resolve(), "--" + name.replace("_", "-")
+        if not place.parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no such folder")
+        if place.is_dir():
+            raise ConfigError(f"{flag} {path} is a folder: name a file in it")
+        if not os.access(place if place.exists() else place.parent, os.W_OK):
+            raise ConfigError(f"{flag} {path} cannot be written")
+    if config.svg and Path(config.svg).exists() and not Path(config.svg).is_dir():
+        raise ConfigError(f"--svg {config.svg} is a file: name a folder")
     if config.parquet:
         from scripts.load.parquet import require_pyarrow
 

@@ -44,7 +44,7 @@ def read_expected(config: LoadtestConfig) -> list[Line]:
     try:
         content = Path(config.expect_file).read_bytes().splitlines()
         return [msgspec.json.decode(line, type=Line) for line in content if line.strip()]
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--expect-file {config.expect_file} cannot be read: {error}") from None
 
 

@@ -14,6 +14,7 @@ TIMEOUT_S = 10.0
 #: Ids drawn where nobody says how large the vocabulary is: inside that of nearly every model.
 USUAL_VOCAB = (100, 10_000)
 SHARE_OF_SPECIALS = 64
+MIN_VOCAB = 16
 UNKNOWN_VOCAB = (
     f"the server does not say how many token ids it has: prompts are of ids from {USUAL_VOCAB[0]} to "
     f"{USUAL_VOCAB[1]:,} (--vocab-size, or --prompt text)"
@@ -62,10 +63,13 @@ def probe(url: str, *, api_key: str | None, verify_tls: bool = True) -> Server:
     first = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
     meta = first.get("meta") if isinstance(first.get("meta"), dict) else {}
     server = get_json(parts, "/server_info", api_key, verify_tls)
-    limits = server.get("limits") if isinstance(server, dict) else None
-    vocab = (limits or {}).get("vocab_size") or (meta or {}).get("n_vocab") or _vocab_of(first.get("root"))
-    details = {name: server[name] for name in ("version", "model", "limits") if name in server} if server else {}
-    return Server(first.get("id"), int(vocab) if vocab else None, str(first.get("owned_by", "")), details)
+    server = server if isinstance(server, dict) else {}
+    limits = server.get("limits") if isinstance(server.get("limits"), dict) else {}
+    said = ((limits or {}).get("vocab_size"), (meta or {}).get("n_vocab"), _vocab_of(first.get("root")))
+    vocab = next((size for size in said if isinstance(size, int) and size >= MIN_VOCAB), None)
+    details = {name: server[name] for name in ("version", "model", "limits") if name in server}
+    model = first.get("id")
+    return Server(model if isinstance(model, str) else None, vocab, str(first.get("owned_by", "")), details)
 
 
 def _vocab_of(folder: Any) -> int | None:
@@ -87,7 +91,7 @@ def get_json(parts: SplitResult, path: str, api_key: str | None, verify_tls: boo
         raise ConfigError(f"--url {parts.geturl()} wants an API key: set BATON_LOADTEST_API_KEY")
     try:
         return json.loads(body) if status == 200 else {}
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or not even text
         return {}
 
 

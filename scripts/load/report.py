@@ -111,7 +111,7 @@ def read_json(path: str) -> Figures:
         content: Figures = msgspec.json.decode(Path(path).read_bytes())
         if content["schema"] != SCHEMA:
             raise ConfigError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}")
-    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no report of a load test: {error}") from None
     return content
 

@@ -8,6 +8,7 @@ import asyncio
 import http.client
 import re
 import time
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from scripts.load.config import LoadtestConfig
@@ -85,5 +86,6 @@ def parse(text: str) -> dict[str, float]:
     found = {}
     for name, labels, value in LINE.findall(text):
         if not name.endswith(LEFT_OUT) and not name.startswith(LEFT_OUT_KINDS):
-            found[name + labels] = float(value)
+            with suppress(ValueError):  # looks like a number and is none
+                found[name + labels] = float(value)
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from scripts.load.connection import follow_chunks, read_head
+from scripts.load.connection import chunk_size, follow_chunks, read_head
 from scripts.load.wire import Done
 
 
@@ -25,6 +25,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    message: _Delta | None = None  # of chats that do not stream
     finish_reason: Any = None
     token_ids: list[int] | None = None
 
@@ -64,6 +65,8 @@ class _Event(msgspec.Struct):
 
 #: Other servers' names for stages, with what makes seconds of them: llama.cpp's (milliseconds) and SGLang's.
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
+#: The decoder's own error, and Python's where a string is not UTF-8.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
@@ -109,6 +112,7 @@ def read_answer(done: Done) -> Answer:
     answer.error = done.error
     head_end = done.raw.find(b"\r\n\r\n")
     if head_end < 0:
+        answer.error = answer.error or "bad_http"
         return answer
     answer.status, headers = read_head(done.raw[:head_end])
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
@@ -128,11 +132,8 @@ def _dechunked(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
         line_end = raw.find(b"\r\n", at)
         if line_end < 0:
             return
-        try:
-            size = int(raw[at:line_end].partition(b";")[0], 16)
-        except ValueError:
-            return
-        if size == 0:
+        size = chunk_size(raw[at:line_end])
+        if size <= 0:
             return
         begin = line_end + 2
         yield begin, raw[begin : begin + size]
@@ -182,7 +183,7 @@ def _read_events(answer: Answer, parts: Iterator[tuple[int, bytes]], done: Done)
             continue
         try:
             parsed = _decode(data)
-        except msgspec.DecodeError as error:
+        except NOT_JSON as error:
             answer.error, answer.message = answer.error or "bad_json", str(error)
             return
         answer.num_events += 1
@@ -210,7 +211,7 @@ def _take(answer: Answer, event: _Event, at: float) -> None:
     if event.meta_info is not None:
         _take_native(answer, event, event.meta_info, at)
     for choice in event.choices:
-        delta = choice.delta
+        delta = choice.delta or choice.message
         text = choice.text or ""
         if delta is not None:
             text = delta.content or delta.reasoning_content or delta.reasoning or ""
@@ -277,13 +278,9 @@ def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
     """A response that was not streamed: all of its output came at its end."""
     try:
         event = _decode(body)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         answer.error, answer.message = answer.error or "bad_json", str(error)
         return
-    message = msgspec.json.decode(body)
-    if isinstance(message, dict) and message.get("choices") and isinstance(message["choices"][0], dict):
-        said = message["choices"][0].get("message") or {}
-        event.choices[0].delta = _Delta(content=said.get("content")) if said else None
     _take(answer, event, ended_at)
     answer.num_events = 1
     if not answer.error and not answer.stamps:
@@ -295,7 +292,7 @@ def _read_refusal(answer: Answer, body: bytes) -> None:
     try:
         content = msgspec.json.decode(body)
         answer.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
-    except msgspec.DecodeError:
+    except NOT_JSON:
         answer.message = body[:300].decode(errors="replace")
 
 

@@ -9,6 +9,7 @@ Splitwise, ISCA'24), BurstGPT (CSV, seconds), and one's own requests as JSON lin
 import csv
 import datetime
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ def read_trace(path: str, unit: str = "auto") -> Trace:
 def _with_times(rows: list[Row], name: str, unit: str, notes: list[str], path: str) -> str:
     """Turn instants into seconds from the first; the unit they were in."""
     instants = [row.at for row in rows if row.at is not None]
+    if not all(map(math.isfinite, instants)):
+        raise ConfigError(f"--trace {path}: a timestamp is no finite number")
     if not instants:
         notes.append(f"{len(rows):,} requests, format {name}, without timestamps")
         return ""

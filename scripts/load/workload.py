@@ -21,6 +21,7 @@ from scripts.load.traces import Replay, read_trace, replayed
 
 Chain = list[Planned]
 BATCH = 256
+MAX_EARLY = 10_000  # chains made before the clock starts, in about half a second
 ARRIVALS, DRAWS, JITTER = range(3)  # streams of the seed
 
 
@@ -95,8 +96,7 @@ def _timed(
     most = min(limits) if limits else None
     if config.concurrency:
         if most is not None:
-            fixed = list(itertools.islice(chains, most))
-            return Plan(fixed, len(fixed), False, duration_s, notes, kinds)
+            return Plan(_early(itertools.islice(chains, most)), most, False, duration_s, notes, kinds)
         return Plan(chains, None, False, duration_s, notes, kinds)
     at = arrivals(
         config.profile,
@@ -107,13 +107,23 @@ def _timed(
         cv=config.cv,
         burst_size=config.burst_size,
     )
-    timed = list(itertools.islice(chains, len(at)))
-    for chain, instant in zip(timed, at.tolist(), strict=True):
-        chain[0].at = instant
-    if not timed:
+    if not len(at):
         raise ConfigError("no request arrives: raise --rate or --duration")
-    length = duration_s if duration_s is not None and most is None else timed[-1][0].at
-    return Plan(timed, len(timed), True, length, notes, kinds)
+    length = duration_s if duration_s is not None and most is None else float(at[-1])
+    return Plan(_early(_at_instants(chains, at.tolist())), len(at), True, length, notes, kinds)
+
+
+def _at_instants(chains: Iterator[Chain], instants: list[float]) -> Iterator[Chain]:
+    for instant in instants:
+        chain = next(chains)
+        chain[0].at = instant
+        yield chain
+
+
+def _early(chains: Iterator[Chain]) -> Iterator[Chain]:
+    """Make what can be made soon; of a huge plan the rest while it runs, out of the same streams of the seed."""
+    made = list(itertools.islice(chains, MAX_EARLY))
+    return itertools.chain(made, chains)
 
 
 def _trace_plan(config: LoadOptions, kinds: dict[str, Kind]) -> Plan:
@@ -135,6 +145,10 @@ def _trace_plan(config: LoadOptions, kinds: dict[str, Kind]) -> Plan:
         names = rng_of(config.seed, DRAWS).integers(0, config.tenants, len(plan))
         for planned, number in zip(plan, names.tolist(), strict=True):
             planned.tenant = planned.tenant or f"tenant-{number}"
+    if not trace.has_times and (config.trace_window or config.trace_jitter or config.time_scale != 1):
+        raise ConfigError("--trace-window, --trace-jitter and --time-scale need a trace with timestamps")
+    if trace.has_times and config.arrival != "poisson":
+        raise ConfigError("--arrival would do nothing: this trace brings its own instants")
     if config.concurrency or not trace.has_times:
         return _timed(config, ([planned] for planned in plan), len(plan), trace.notes, kinds)
     if not plan:
@@ -262,7 +276,8 @@ def _with(kind: Kind, pair: str) -> Kind:
         if name in ("prefix", "groups", "priority"):
             names = {"prefix": "prefix_len", "groups": "prefix_groups", "priority": "priority"}
             number: dict[str, Any] = {names[name]: int(value)}
-            return replace(kind, **number)
+            if name == "priority" or int(value) >= (name == "groups"):
+                return replace(kind, **number)
         if name in ("tenant", "class") and value:
             return replace(kind, tenant=value) if name == "tenant" else replace(kind, priority_class=value)
     except ValueError:
