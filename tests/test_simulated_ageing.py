@@ -101,23 +101,29 @@ def test_no_prompt_waits_longer_than_ageing_lets_it(
 OUTPUTS = Costs(STEP_S, 0.0, TOKEN_S, 0.0, MESSAGE_S, 0.0, 1e12)
 
 
-def row_s(max_new: int, num_rows: int) -> float:
-    """At most so long a request is in a row of a full batch: a step for each token but the first, and one to join."""
-    return max_new * (STEP_S + TOKEN_S * num_rows)
+def row_s(max_new: int, num_rows: int, *, is_sent_late: bool = False) -> float:
+    """At most so long a request is in a row of a full batch: a step for each token but the first, and one to join.
+
+    If it may be sent only when the row is free, also its way there, and the news of the end before it.
+    """
+    return max_new * (STEP_S + TOKEN_S * num_rows) + (READY_S + 2 * MESSAGE_S) * is_sent_late
 
 
-def rows_bound_s(sent: Sent, rate: float, requests: Sequence[Sent], num_rows: int) -> float:
+def rows_bound_s(
+    sent: Sent, rate: float, requests: Sequence[Sent], num_rows: int, *, is_sent_late: bool = False
+) -> float:
     """The latest end of an output: ``D + B + L (m - 1) / m`` and its own steps, where L is the longest output: that of
     the others in the rows when somebody had to wait first. Twice its way here: its own, and that of those that stand
     before it, or whose prefix it waits for."""
-    shares = [(each.at, row_s(each.max_new, num_rows) / num_rows) for each in requests]
-    longest_s = max(row_s(each.max_new, num_rows) for each in requests) * (num_rows - 1) / num_rows
+    rows_s = [row_s(each.max_new, num_rows, is_sent_late=is_sent_late) for each in requests]
+    shares = [(each.at, each_s / num_rows) for each, each_s in zip(requests, rows_s, strict=True)]
+    longest_s = max(rows_s) * (num_rows - 1) / num_rows
     step_s = STEP_S + TOKEN_S * num_rows
     waited_s = overtaken_s(sent.priority, rate) + longest_backlog_s(shares) + longest_s
     return waited_s + row_s(sent.max_new, num_rows) + 2 * READY_S + 2 * step_s + MESSAGE_S
 
 
-def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int) -> Service:
+def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int, *, lookahead: int = 1_000) -> Service:
     """Outputs that have pages enough and few rows."""
     return served(
         requests,
@@ -125,7 +131,7 @@ def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int
         OUTPUTS,
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
-        gateway_lookahead=1_000,
+        gateway_lookahead=lookahead,
     )
 
 
@@ -136,24 +142,28 @@ def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int
     head=st.integers(0, 20),
     burst_s=BURSTS_S,
     rate=RATES,
+    lookahead=st.sampled_from([0, 4, 1_000]),
     num_rows=st.sampled_from([1, 2, 5]),
     threshold=st.sampled_from([0, 5, 10]),
 )
 def test_no_output_ends_later_than_ageing_lets_it_where_rows_are_short(
-    kinds: list[tuple[int, int, int | None]], load: float, head: int, burst_s: float, rate: float, num_rows: int,
-    threshold: int,
+    kinds: list[tuple[int, int, int | None]], load: float, head: int, burst_s: float, rate: float, lookahead: int,
+    num_rows: int, threshold: int,
 ) -> None:  # fmt: skip
-    """Whether rows are taken from one another (pauses) or not."""
+    """Whether rows are taken from one another (pauses) or not, and whether they wait in the gateway or on the nodes."""
+    is_sent_late = lookahead < 1_000
     sizes = [kinds[number % len(kinds)] for number in range(60)]
-    arrivals = arriving([row_s(max_new, num_rows) / num_rows for max_new, *_ in sizes], load, head, burst_s)
+    arrivals = arriving(
+        [row_s(max_new, num_rows, is_sent_late=is_sent_late) / num_rows for max_new, *_ in sizes], load, head, burst_s
+    )
     requests = [
         Sent(at, 3 * PAGE, max_new, priority, group, 2 * PAGE)
         for at, (max_new, priority, group) in zip(arrivals, sizes, strict=True)
     ]
-    service = in_rows(requests, num_rows, rate, threshold)
+    service = in_rows(requests, num_rows, rate, threshold, lookahead=lookahead)
     for number, sent in enumerate(requests):
         ended_s = service.ended[f"r{number}"].ended_at - sent.at
-        assert ended_s <= rows_bound_s(sent, rate, requests, num_rows) + 1e-9
+        assert ended_s <= rows_bound_s(sent, rate, requests, num_rows, is_sent_late=is_sent_late) + 1e-9
     places_lost(service, rate)
 
 

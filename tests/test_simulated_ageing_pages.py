@@ -76,7 +76,7 @@ def pages_bound_s(
 
 def in_pages(
     requests: Sequence[Sent], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
-    reserved: int | None = None,
+    reserved: int | None = None, lookahead: int = 1_000,
 ) -> Service:  # fmt: skip
     """Outputs that have rows enough and few pages."""
     return served(
@@ -87,7 +87,7 @@ def in_pages(
         priority_scheduling_preemption_threshold=threshold,
         max_skip_ahead=skip_ahead,
         num_reserved_decode_tokens=reserved,
-        gateway_lookahead=1_000,
+        gateway_lookahead=lookahead,
     )
 
 
@@ -113,10 +113,11 @@ def retractions(service: Service) -> Counter[str]:
     skip_ahead=st.sampled_from([0, 2, 8]),
     threshold=st.sampled_from([0, 2, 5, 10]),
     reserved=st.sampled_from([None, 1]),
+    lookahead=st.sampled_from([0, 4, 1_000]),
 )
 def test_no_output_ends_later_than_ageing_lets_it_where_pages_are_short(
     kinds: list[Kind], load: float, head: int, burst_s: float, rate: float, skip_ahead: int, threshold: int,
-    reserved: int | None,
+    reserved: int | None, lookahead: int,
 ) -> None:  # fmt: skip
     """Whether pages are taken from one another or not, and where too little is reserved, so that the batch outgrows
     the pool."""
@@ -129,7 +130,9 @@ def test_no_output_ends_later_than_ageing_lets_it_where_pages_are_short(
         Sent(at, size * PAGE - max_new, max_new, *rest)
         for at, (size, max_new, *rest) in zip(arrivals, sizes, strict=True)
     ]
-    service = in_pages(requests, rate, threshold=threshold, skip_ahead=skip_ahead, reserved=reserved)
+    service = in_pages(
+        requests, rate, threshold=threshold, skip_ahead=skip_ahead, reserved=reserved, lookahead=lookahead
+    )
     retracted = retractions(service)
     for number, sent in enumerate(requests):
         ended_s = service.ended[f"r{number}"].ended_at - sent.at
