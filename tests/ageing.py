@@ -7,17 +7,18 @@ server of that capacity would ever have of these arrivals (Lindley's recursion),
 taken comes free. So a request is served, or has ended, after at most D + B + that, and its own work.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from simulated import Limits, Service
 
 from scripts.sim.costs import Costs
 
 PAGE = 4
+MAX_DECISIONS = 100_000
 STEP_S, MESSAGE_S = 0.01, 0.001
 HIGHEST = 10
 RATES = st.sampled_from([1.0, 5.0, 20.0, 1_000.0])
@@ -26,7 +27,13 @@ BURSTS_S = st.sampled_from([0.0, 0.5, 2.0])
 PRIORITIES = st.sampled_from([0, 3, 10, 10])
 #: Which prompts begin alike; None: like no other.
 GROUPS = st.sampled_from([None, None, 0, 0, 1])
-SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+#: What fails is told as it is found: to make it smaller would take minutes.
+SETTINGS = settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 #: A prompt is computed and here after at most so long: two steps and five messages.
 READY_S = 2 * STEP_S + 5 * MESSAGE_S
 
@@ -82,6 +89,8 @@ def served(requests: Sequence[Sent], limits: Limits, costs: Costs, **options: ob
     service = Service(limits=limits, costs=costs, enable_priority_scheduling=True, default_priority_value=0, **options)
     for number, sent in enumerate(requests):
         service.ask(f"r{number}", sent.prompt(number), sent.max_new, at=sent.at, priority=sent.priority, timeout_s=1e6)
+    for node in service.cluster.nodes.values():
+        node.role._scheduler.decisions._ring = deque(maxlen=MAX_DECISIONS)  # none may be forgotten
     service.run(is_checked=False, max_events=1_000_000)
     assert not service.refused
     return service
@@ -93,8 +102,8 @@ def places_lost(service: Service, rate: float) -> Counter[str]:
     lost: Counter[str] = Counter()
     for node in service.cluster.nodes.values():
         decisions = node.role._scheduler.decisions
-        assert decisions.num_noted <= 1_024, "the ring has forgotten some"
-        for decided in decisions.last(1_024, service.agenda.now()):
+        assert decisions.num_noted <= MAX_DECISIONS, "the ring has forgotten some"
+        for decided in decisions.last(MAX_DECISIONS, service.agenda.now()):
             if "goes to the more urgent" in decided.reason or "go to the more urgent" in decided.reason:
                 loser, winner = service.ended[decided.rid], service.ended[decided.reason.rsplit(" ", 1)[1]]
                 difference = winner.ask.priority - loser.ask.priority
