@@ -18,7 +18,7 @@ def lose_all(node: Node, rid: str) -> Request:
 
 
 def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None:
-    node = Node(resume_tokens=8)
+    node = Node(resume_tokens=30)  # it lacks 31
     node.scheduler.line.can_resume = lambda key: True
     request = node.run_in("a", 30, new=9)
     lose_all(node, "a")
@@ -33,7 +33,7 @@ def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None
     assert len(request.output) == 9
 
 
-@pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (100, True), (8, False)])
+@pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (31, True), (8, False)])
 def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
     resume_tokens: int | None, can_resume: bool
 ) -> None:
