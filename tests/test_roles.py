@@ -10,9 +10,11 @@ from local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sa
 from common.errors import ErrorCode
 from common.messages import Closed, Reprioritize, Resume
 from common.sampling import SamplingParams
+from common.scheduling import PriorityRules
 from decode_node.lifecycle import TABLE as DECODE_TABLE
 from decode_node.lifecycle import Event as DecodeEvent
 from decode_node.lifecycle import State as DecodeState
+from decode_node.role import RESUMED
 from prefill_node.lifecycle import TABLE as PREFILL_TABLE
 from prefill_node.lifecycle import Event as PrefillEvent
 from prefill_node.lifecycle import State as PrefillState
@@ -117,6 +119,28 @@ def test_what_exceeds_the_context_is_refused_whatever_the_pool_holds(
     assert answer.error is None or answer.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
     cluster.settle()
     assert_all_pages_are_back(cluster)
+
+
+def test_a_prompt_that_is_computed_again_is_as_urgent_there_as_it_was_and_has_waited_as_long() -> None:
+    cluster = LocalCluster(
+        page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0,
+        rules=PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1.0),
+    )  # fmt: skip
+    lost = cluster.submit("lost", prompt_of(12), sampling(6), priority=5)
+    while len(lost.tokens) < 2:
+        cluster.step()
+    arrived_at = cluster.decode[0].role._scheduler.places.requests["lost", 0].arrived_at
+    cluster.submit("urgent", prompt_of(12, 1), sampling(4), priority=5)
+    for rid, priority in (("lost", 7), ("urgent", 60)):
+        cluster.tell(cluster.decode[0], Reprioritize(rid, 0, priority, "high"))
+    at_prefill = cluster.prefill[0].role._scheduler.requests
+    while ("lost", RESUMED) not in at_prefill:
+        cluster.step()
+    again = at_prefill["lost", RESUMED]
+    assert (again.priority, again.priority_class) == (7, "high")
+    assert again.arrived_at == pytest.approx(arrived_at, abs=0.01)  # but for the message's way
+    cluster.run()
+    assert lost.output == expected_output(prompt_of(12), 6)
 
 
 def test_a_strangers_resume_beyond_the_context_is_refused() -> None:
