@@ -25,6 +25,11 @@ def host_and_port(text: str, flag: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def in_url(host: str) -> str:
+    """A host as it is written before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def check_brackets(flag: str, host: str) -> None:
     if host.startswith("["):
         raise ConfigError(f"{flag} {host} is an address without a port, which has no brackets: {host.strip('[]')}")

@@ -261,10 +261,7 @@ class ServeConfig(Batching, _Engine, Routing, _Http, TenantOptions, SchedulingOp
     def __post_init__(self) -> None:
         _check_engine(self)
         _check_http(self)
-        if self.prefill == 0 and self.local_prefill != "always":
-            raise ConfigError("--prefill 0 leaves nobody to compute prompts: add --local-prefill always")
-        if self.prefill > 0 and self.local_prefill == "always":
-            raise ConfigError("--local-prefill always leaves prefill nodes without work: add --prefill 0")
+        check_local_prefill(self)
 
 
 # ---- rules between options ------------------------------------------------------------------------------------------
@@ -280,6 +277,14 @@ def _check_engine(config: Any) -> None:
     if config.record and config.kv_checksum:
         raise ConfigError("--record holds no pages, so a replay cannot verify --kv-checksum: leave one of them out")
     _check_revision(config)
+
+
+def check_local_prefill(config: Any) -> None:
+    """Raises ConfigError: nobody would compute prompts, or prefill nodes would have none to compute."""
+    if config.prefill == 0 and config.local_prefill != "always":
+        raise ConfigError("--prefill 0 leaves nobody to compute prompts: add --local-prefill always")
+    if config.prefill > 0 and config.local_prefill == "always":
+        raise ConfigError("--local-prefill always leaves prefill nodes without work: add --prefill 0")
 
 
 def _check_revision(config: Any) -> None:

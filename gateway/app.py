@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import zmq
 from aiohttp import web
 
+from common.address import in_url
 from common.clock import MonotonicClock
 from common.config import GatewayConfig
 from common.errors import RequestError
@@ -31,7 +32,7 @@ from gateway.keys import make_callers
 from gateway.metrics import Metrics
 from gateway.models import Model, Models
 from gateway.outlet import Outlet, Render, stream, whole
-from gateway.queries import Queries, in_url
+from gateway.queries import Queries
 from gateway.quotas import Quotas
 from gateway.relay import Ask, Relay
 from gateway.render import ChatRender, CompletionRender, NativeRender, Usage

@@ -246,11 +246,6 @@ def context_length(model: Model) -> int | None:
     return limits.context_length if limits else None
 
 
-def in_url(host: str) -> str:
-    """A host as it is written in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
-
-
 def own_version() -> str:
     try:
         return version("baton")

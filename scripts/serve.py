@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from common.address import in_url
 from common.cli import CLASSES, resolve
 from common.config import GatewayConfig, NodeConfig, ServeConfig
 from common.errors import BatonError, ConfigError
@@ -80,7 +81,7 @@ def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
     for name, share in zip(names, shares, strict=True):
         values |= {
             "name": name,
-            "gateway": f"{_bracketed(_local(config.control_host))}:{config.control_port}",
+            "gateway": f"{in_url(_local(config.control_host))}:{config.control_port}",
             "threads": share.num_threads,
             "memory_fraction": config.memory_fraction / len(names),
             "record": config.record and f"{config.record}.{name}",
@@ -122,11 +123,7 @@ def _local(host: str) -> str:
 
 
 def _url(config: ServeConfig) -> str:
-    return f"http://{_bracketed(_local(config.host))}:{config.port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"http://{in_url(_local(config.host))}:{config.port}"
 
 
 # ---- readiness ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ plan carries only what changed. It decides nothing: a plan that breaks the rules
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,12 +26,6 @@ from common.engine.weights import load_weights
 from common.errors import ConfigError
 from common.sampling import SamplingParams, TokenLogprobs
 from common.step import Admit, PageDelta, Row, StepPlan, StepResult
-
-
-class Executor(Protocol):
-    """Whatever can run steps: this one, a remote one, a fake."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 @dataclass(slots=True)
@@ -213,7 +205,6 @@ def _wanted(rows: Sequence[Row], first_new: NDArray[np.int64]) -> NDArray[np.int
 
 def load_executor(
     config: ModelConfig,
-    folder: Path | None = None,
     *,
     device: str = "cpu",
     dtype: str = "auto",
@@ -226,8 +217,7 @@ def load_executor(
     """Everything from a checkpoint to a machine that runs plans.
 
     Args:
-        config: from ``ModelConfig.load``.
-        folder: where the safetensors are, if not where ``config`` was read.
+        config: from ``ModelConfig.load``, which knows the folder of the weights.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``; of weights, activations and KV.
         attention: ``auto``, ``reference``, ``torch`` or ``cpu``.
@@ -242,7 +232,7 @@ def load_executor(
     dtype = config.resolve_dtype(dtype)
     attention = resolve_attention(attention, place)
     try:
-        weights = load_weights(config, folder or config.folder, dtype, place)
+        weights = load_weights(config, dtype, place)
         weights.pack()
         pool = KVPool(config.geometry(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:

@@ -21,18 +21,18 @@ from common.errors import ConfigError
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias")
 
 
-def load_weights(config: ModelConfig, folder: Path, dtype: str, device: torch.device) -> DecoderWeights:
-    """The checkpoint in ``folder``, converted to ``dtype`` (a resolved name), on ``device``.
+def load_weights(config: ModelConfig, dtype: str, device: torch.device) -> DecoderWeights:
+    """The checkpoint in ``config.folder``, converted to ``dtype`` (a resolved name), on ``device``.
 
     Raises:
         ConfigError: tensors missing, unexpected, misshapen or unreadable, named.
     """
     weights, places = lay_out(config, TORCH_DTYPES[dtype], device)
-    stored = stored_tensors(folder)
+    stored = stored_tensors(config.folder)
     if config.is_tied:
         stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(_IGNORED_ENDINGS)}
-    _check(places, stored, folder)
+    _check(places, stored, config.folder)
     for file in dict.fromkeys(tensor.file for tensor in stored.values()):
         _copy(file, (name for name, tensor in stored.items() if tensor.file == file), places)
     return weights

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
+from common.address import in_url
 from common.clock import Clock
 from common.errors import ConfigError
 from common.mailbox import PROBE_EVERY_S, Mailbox
@@ -296,9 +297,8 @@ def listen_mailbox(context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, 
     Raises:
         ConfigError: it cannot be had; names the flags.
     """
-    where = f"[{host}]" if ":" in host else host
     try:
-        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{where}:{port}")
+        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}")
     except zmq.ZMQError as error:
         raise ConfigError(
             f"--data-port {port} on --advertise-host {host} cannot be listened on: {error.strerror or error}"

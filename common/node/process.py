@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from common.address import in_url
 from common.clock import MonotonicClock
 from common.config import NodeConfig
 from common.errors import BatonError, ConfigError
@@ -264,7 +265,6 @@ def _register(
     config: NodeConfig, model: "ModelConfig", capacity: Capacity, role: Role, *, listen: Mailbox | None
 ) -> Register:
     geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
-    host = f"[{config.advertise_host}]" if ":" in config.advertise_host else config.advertise_host
     return Register(
         role=config.role,
         name=config.node_name,
@@ -279,7 +279,7 @@ def _register(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
         transports=tuple(role.transports()),
-        address="" if listen is None else f"{host}:{listen.port}",
+        address="" if listen is None else f"{in_url(config.advertise_host)}:{listen.port}",
         pid=os.getpid(),
         device=pick_device(config.device),
     )

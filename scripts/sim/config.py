@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.batching import Batching, check_batching
-from common.config import GatewayConfig, NodeConfig, Routing
+from common.config import GatewayConfig, NodeConfig, Routing, check_local_prefill
 from common.errors import ConfigError
 from common.geometry import PageGeometry
 from common.node.capacity import Capacity, plan_capacity
@@ -81,10 +81,7 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
         _ = self.costs
         if self.kv_bytes_per_token % 256:
             raise ConfigError(f"--kv-bytes-per-token must be a multiple of 256, not {self.kv_bytes_per_token}")
-        if self.prefill == 0 and self.local_prefill != "always":
-            raise ConfigError("--prefill 0 leaves nobody to compute prompts: add --local-prefill always")
-        if self.prefill > 0 and self.local_prefill == "always":
-            raise ConfigError("--local-prefill always leaves prefill nodes without work: add --prefill 0")
+        check_local_prefill(self)
 
     @property
     def costs(self) -> Costs:
