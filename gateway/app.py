@@ -19,7 +19,7 @@ from aiohttp import web
 from common.address import in_url
 from common.clock import MonotonicClock
 from common.config import GatewayConfig
-from common.errors import RequestError
+from common.errors import ConfigError, RequestError
 from common.incarnation import new_incarnation
 from common.plugins import load_priority_function
 from common.tenancy import parse_quotas
@@ -73,21 +73,25 @@ class Gateway:
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Opens both ports. Raises OSError or zmq.ZMQError if one is taken."""
+        """Opens both ports. Raises ConfigError that names the flags of one that cannot be had."""
         config = self._config
         fleets = Fleets(model.fleet for model in self._models)
         self._metrics = Metrics(
             list(fleets), lambda: self._control.mailbox.dropped, starvation_bound_s=config.starvation_bound
         )
-        self._control = Control(
-            self._context,
-            new_incarnation(),
-            f"tcp://{in_url(config.control_host)}:{config.control_port or '*'}",
-            self._clock,
-            fleets=fleets,
-            on_start=self._metrics.started,
-            on_end=self._ended,
-        )
+        try:
+            self._control = Control(
+                self._context,
+                new_incarnation(),
+                f"tcp://{in_url(config.control_host)}:{config.control_port or '*'}",
+                self._clock,
+                fleets=fleets,
+                on_start=self._metrics.started,
+                on_end=self._ended,
+            )
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise _cannot_listen("control-port", config.control_port, config.control_host, error) from error
         self._control.start()
         queries = Queries(config, self._models, self._control, self._metrics, self._clock, self._claims)
         self._front = Front(
@@ -102,8 +106,11 @@ class Gateway:
             self._front.server(header_timeout_s=self._header_timeout_s), shutdown_timeout=1.0
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, config.host, config.port, backlog=1024)
-        await site.start()
+        try:
+            await web.TCPSite(self._runner, config.host, config.port, backlog=1024).start()
+        except OSError as error:
+            await self.stop()
+            raise _cannot_listen("port", config.port, config.host, error) from error
 
     @property
     def http_address(self) -> str:
@@ -252,6 +259,12 @@ class Gateway:
         if relay.finish and not ask.sampling.ignore_eos and not ask.is_prompt_only:
             predictor = self._models.get(ask.model).predictor
             predictor.learn(ask.tenant, ask.prompt, len(relay.ids), is_cut=relay.finish == "length")
+
+
+def _cannot_listen(flag: str, port: int, host: str, error: OSError | zmq.ZMQError) -> ConfigError:
+    reason = error.strerror or str(error)
+    host_flag = flag.replace("port", "host")
+    return ConfigError(f"--{flag} {port} on --{host_flag} {host} cannot be listened on: {reason}")
 
 
 def charge(relay: Relay) -> int:

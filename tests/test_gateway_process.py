@@ -129,10 +129,14 @@ async def test_a_port_that_is_taken_is_one_sentence(folder):
     async with gateway_process(folder) as gateway:
         url = await gateway.said(r"listening (http://\S+)")
         port = url.rpartition(":")[2]
-        done = await asyncio.to_thread(
-            subprocess.run, command(folder, "--port", port), cwd=ROOT, capture_output=True, timeout=30
-        )
-        assert done.returncode == 2
-        assert "in use" in done.stderr.decode()
-        assert b"Traceback" not in done.stderr
+        for name in ("port", "control-port"):
+            done = await asyncio.to_thread(
+                subprocess.run, command(folder, f"--{name}", port), cwd=ROOT, capture_output=True, timeout=30
+            )
+            assert done.returncode == 2
+            host = name.replace("port", "host")
+            sentence = f"gateway: --{name} {port} on --{host} 127.0.0.1 cannot be listened on: "
+            assert done.stderr.decode().startswith(sentence), done.stderr.decode()
+            assert "in use" in done.stderr.decode()
+            assert done.stderr.count(b"\n") == 1
         await gateway.stop()
