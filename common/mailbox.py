@@ -4,11 +4,14 @@ A ``Mailbox`` either binds (many peers, each known by its incarnation) or connec
 nothing that a stranger sends raises: what cannot be decoded is counted, logged once per reason, and dropped. One that
 speaks another version is told so, in its own. A peer whose connection closes is noticed at once: a bound mailbox probes
 everyone it is asked to watch, and ZMQ refuses to route to those that are gone.
+
+What waits for a peer that does not read is bounded in bytes: ZMQ counts messages, of which there may be many as long as
+they are small; what is large is counted here until ZMQ has let go of it.
 """
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +25,11 @@ from common.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 << 20
-MAX_WAITING = 65_536
+MAX_WAITING = 65_536  # messages to one peer
+LARGE_BYTES = 4_096
+MAX_LARGE_BYTES = 256 << 20  # of large ones to one peer; of small ones there can be as much
+MAX_UNREAD = 256  # messages from one peer that ZMQ reads ahead; what else has been sent waits there
+MAX_BATCH_BYTES = 64 << 20  # decoded at once
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02
 _PING = msgspec.msgpack.encode(Ping())
@@ -67,6 +74,7 @@ class Mailbox:
         self._encoder = msgspec.msgpack.Encoder()
         self._num_probes_left = 0
         self._probed_at = 0.0
+        self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # by target, with bytes; what may wait yet
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
         self._configure(self._socket, incarnation, is_bound=self._is_bound)
         events = zmq.EVENT_DISCONNECTED | (0 if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -85,7 +93,8 @@ class Mailbox:
         socket.set(zmq.LINGER, 200)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.set(zmq.SNDHWM, MAX_WAITING)
-        socket.set(zmq.RCVHWM, MAX_WAITING)
+        socket.set(zmq.RCVHWM, MAX_UNREAD)
+        socket.copy_threshold = LARGE_BYTES
         socket.set(zmq.IPV6, 1)
         socket.set(zmq.HEARTBEAT_IVL, 5_000)  # finds half-open connections, not slow peers: libzmq's own thread answers
         socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
@@ -118,31 +127,48 @@ class Mailbox:
             target: incarnation of the receiver. A bound mailbox needs it; a connecting one may leave it empty
                 before it knows who answers.
         Returns:
-            False if that peer is not connected, or has let 65,536 messages pile up.
+            False if that peer is not connected, or has let too much pile up.
         """
         header = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
         return self._send([header, self._encoder.encode(message)], target)
 
     def _send(self, frames: list[bytes], target: str) -> bool:
+        num_bytes = sum(map(len, frames))
+        is_large = num_bytes >= LARGE_BYTES
+        if is_large and self._num_large_bytes(target) + num_bytes > MAX_LARGE_BYTES:
+            return False
         if self._is_bound:
             frames.insert(0, target.encode())
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not is_large, track=is_large)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
-        self.num_bytes_sent += sum(map(len, frames))
+        if tracker is not None:
+            self._large.setdefault(target, deque()).append((tracker, num_bytes))
+        self.num_bytes_sent += num_bytes
         return True
 
+    def _num_large_bytes(self, target: str) -> int:
+        """In large messages to this peer that ZMQ holds."""
+        for to, waiting in list(self._large.items()):
+            while waiting and waiting[0][0].done:
+                waiting.popleft()
+            if not waiting:
+                del self._large[to]
+        return sum(num_bytes for _, num_bytes in self._large.get(target, ()))
+
     def receive(self, limit: int = 1_000) -> list[Letter]:
-        """Everything that has arrived, oldest first, at most ``limit``."""
+        """What has arrived, oldest first: at most ``limit``, and not many bytes more than 64 MiB."""
         letters: list[Letter] = []
-        while len(letters) < limit:
+        num_bytes = 0
+        while len(letters) < limit and num_bytes < MAX_BATCH_BYTES:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            num_bytes += sum(map(len, frames))
             letter = self._decode(frames)
             if letter is not None:
                 letters.append(letter)

@@ -15,7 +15,7 @@ from common.sampling import SamplingParams, TokenLogprobs
 
 #: Rises with every change of what nodes say to each other; ``tests/test_protocol.py`` notices one. ``Header`` and
 #: ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -124,17 +124,21 @@ class Pairs(Message, frozen=True, tag="pairs"):
 class Flush(Message, frozen=True, tag="flush"):
     """gateway -> node: forget every cached page that nobody uses."""
 
+    number: Count = 0  # of the question; its answer has the same
+
 
 class Flushed(Message, frozen=True, tag="flushed"):
     """node -> gateway: done; so many pages were forgotten."""
 
     num_pages: Count
+    number: Count = 0
 
 
 class Explain(Message, frozen=True, tag="explain"):
     """gateway -> node: what have you decided lately, and why?"""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)]
+    number: Count = 0
 
 
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,6 +154,7 @@ class Decisions(Message, frozen=True, tag="decisions"):
     """node -> gateway: the last decisions, newest last."""
 
     decisions: tuple[Decision, ...]
+    number: Count = 0
 
 
 class Leave(Message, frozen=True, tag="leave"):

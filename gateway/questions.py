@@ -1,13 +1,14 @@
-"""What nodes are asked, and their answers. A node answers questions of one kind in the order in which it was asked."""
+"""What nodes are asked, and their answers, which carry the number of the question."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from common.messages import Message
+import msgspec
 
-Answer = TypeVar("Answer", bound=Message)
+from common.messages import Decisions, Explain, Flush, Flushed, Message
+
+Answer = TypeVar("Answer", Flushed, Decisions)
 
 
 class Questions:
@@ -19,41 +20,43 @@ class Questions:
 
     def __init__(self, send: Callable[[Message, str], bool]) -> None:
         self._send = send
-        self._open: dict[tuple[str, type[Message]], deque[asyncio.Future[Message | None]]] = {}
+        self._num_asked = 0
+        self._open: dict[tuple[str, int], asyncio.Future[Message | None]] = {}
 
     async def ask(
-        self, incarnations: Iterable[str], question: Message, kind: type[Answer], timeout_s: float
+        self, incarnations: Iterable[str], question: Flush | Explain, kind: type[Answer], timeout_s: float
     ) -> dict[str, Answer]:
         """Asks these nodes and waits. Those that have gone, or gave no answer in time, are left out.
 
         Args:
             kind: of the answers.
         """
-        loop = asyncio.get_running_loop()
+        self._num_asked += 1
+        number, loop = self._num_asked, asyncio.get_running_loop()
+        asked = msgspec.structs.replace(question, number=number)
         waits: dict[str, asyncio.Future[Message | None]] = {}
         for incarnation in incarnations:
-            if self._send(question, incarnation):
-                waits[incarnation] = loop.create_future()
-                self._open.setdefault((incarnation, kind), deque()).append(waits[incarnation])
-        if waits:
-            await asyncio.wait(waits.values(), timeout=timeout_s)
-        for incarnation, wait in waits.items():
-            if not wait.done():  # should it answer yet, the next who asks gets that
-                self._open[incarnation, kind].remove(wait)
+            if self._send(asked, incarnation):
+                waits[incarnation] = self._open[incarnation, number] = loop.create_future()
+        try:
+            if waits:
+                await asyncio.wait(waits.values(), timeout=timeout_s)
+        finally:
+            for incarnation in waits:
+                self._open.pop((incarnation, number), None)
         answers = {incarnation: wait.result() for incarnation, wait in waits.items() if wait.done()}
         return {incarnation: answer for incarnation, answer in answers.items() if isinstance(answer, kind)}
 
-    def answered(self, incarnation: str, answer: Message) -> None:
-        """A node has answered."""
-        waits = self._open.get((incarnation, type(answer)))
-        if waits:
-            wait = waits.popleft()
-            if not wait.done():
-                wait.set_result(answer)
+    def answered(self, incarnation: str, answer: Flushed | Decisions) -> None:
+        """A node has answered; perhaps too late for whoever asked."""
+        self._end(incarnation, answer.number, answer)
 
     def gone(self, incarnation: str) -> None:
         """A node will give no more answers."""
-        for key in [key for key in self._open if key[0] == incarnation]:
-            for wait in self._open.pop(key):
-                if not wait.done():
-                    wait.set_result(None)
+        for _, number in [asked for asked in self._open if asked[0] == incarnation]:
+            self._end(incarnation, number, None)
+
+    def _end(self, incarnation: str, number: int, answer: Message | None) -> None:
+        wait = self._open.pop((incarnation, number), None)
+        if wait is not None and not wait.done():
+            wait.set_result(answer)

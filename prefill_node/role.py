@@ -95,7 +95,7 @@ class PrefillRole:
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
-            self.outbox.gateway.append(Flushed(self._cache.clear()))
+            self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, Explain):
             self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
         self._settle()

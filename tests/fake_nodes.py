@@ -207,9 +207,9 @@ class FakeNode:
             elif isinstance(letter.message, Abort):
                 self.aborts.append(letter.message.rid)
             elif isinstance(letter.message, Flush) and self.num_cached_pages is not None:
-                self.send(Flushed(self.num_cached_pages))
+                self.send(Flushed(self.num_cached_pages, letter.message.number))
             elif isinstance(letter.message, Explain) and self.decisions is not None:
-                self.send(Decisions(self.decisions[-letter.message.limit :]))
+                self.send(Decisions(self.decisions[-letter.message.limit :], letter.message.number))
         if letters:
             self._changed.set()
         return letters

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 import zmq
 
+from common import mailbox
 from common.incarnation import new_incarnation
 from common.mailbox import Mailbox
-from common.messages import PROTOCOL_VERSION, Abort, FromGateway, FromNode, Header, Heartbeat, Leave, Ping
+from common.messages import PROTOCOL_VERSION, Abort, FromGateway, FromNode, Header, Heartbeat, Leave, Ping, Refused
 
 
 @pytest.fixture
@@ -20,9 +21,9 @@ def context():
 
 @pytest.fixture
 def bound(context):
-    mailbox = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
-    yield mailbox
-    mailbox.close()
+    made = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
+    yield made
+    made.close()
 
 
 def dial(context, bound):
@@ -87,6 +88,41 @@ def test_probing_ends_by_itself(bound, monkeypatch):
     monkeypatch.setattr(bound, "link", type("Quiet", (), {"connected": False, "disconnected": False}))
     wait_for(lambda: not bound.lost(["a"]) and not bound.is_probing)
     assert 1 < len(probed) < 10
+
+
+def test_what_waits_for_a_peer_that_does_not_read_is_bounded_in_bytes(context, bound, monkeypatch):
+    """And when it reads again, everything that was taken is there, and more is taken."""
+    monkeypatch.setattr(mailbox, "MAX_LARGE_BYTES", 1 << 20)
+    silent = context.socket(zmq.DEALER)
+    for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 1 << 16), (zmq.ROUTING_ID, b"s" * 32)):
+        silent.set(option, value)
+    silent.connect(bound.address)
+    silent.send_multipart(frames(Header(PROTOCOL_VERSION, "s" * 32, ""), Leave()))
+    wait_for(bound.receive)
+    large = Refused("x" * 4_096)
+    num_taken, until = 0, time.monotonic() + 20
+    while bound.send(large, target="s" * 32):
+        num_taken += 1
+        assert time.monotonic() < until and num_taken < 10_000, "it has no bound"
+    assert num_taken > 200
+    assert bound.send(Ping(), target="s" * 32), "what is small is counted by ZMQ"
+    heard = 0
+    while heard < num_taken + 1:
+        assert silent.poll(5_000)
+        silent.recv_multipart()
+        heard += 1
+    assert wait_for(lambda: bound.send(large, target="s" * 32))
+    silent.close(0)
+
+
+def test_a_batch_of_large_messages_ends_early(context, bound, monkeypatch):
+    monkeypatch.setattr(mailbox, "MAX_BATCH_BYTES", 3)
+    node = dial(context, bound)
+    for _ in range(2):
+        node.send(Leave())
+    for _ in range(2):
+        assert len(wait_for(bound.receive)) == 1
+    node.close()
 
 
 def frames(header, message):

@@ -8,7 +8,7 @@ from fake_engine import expected_output
 from local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.messages import Closed, Reprioritize, Resume
+from common.messages import Closed, Decisions, Explain, Flush, Flushed, Reprioritize, Resume
 from common.sampling import SamplingParams
 from common.scheduling import PriorityRules
 from decode_node.lifecycle import TABLE as DECODE_TABLE
@@ -61,6 +61,15 @@ def test_a_stop_token_ends_the_output_on_whichever_node_it_is_sampled() -> None:
         assert answer.finish == "stop"
         cluster.settle()
         assert_all_pages_are_back(cluster)
+
+
+def test_what_a_node_answers_carries_the_number_of_the_question() -> None:
+    cluster = LocalCluster()
+    for member in cluster.members:
+        for question in (Flush(7), Explain(5, 8)):
+            cluster.tell(member, question)
+        flushed, decisions = member.role.outbox.gateway[-2:]
+        assert (type(flushed), flushed.number, type(decisions), decisions.number) == (Flushed, 7, Decisions, 8)
 
 
 def test_a_shared_prefix_is_shipped_once() -> None:

@@ -114,7 +114,7 @@ def tell_if_missed(policy: Policy, request: Request | None, now: float) -> None:
 
 def explained(decisions: Ring, message: Explain, now: float) -> Decisions:
     """The answer to ``Explain``."""
-    return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)))
+    return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)), message.number)
 
 
 def prove_pages(books: PageBooks, cache: RadixCache, requests: Iterable[Request]) -> None:
