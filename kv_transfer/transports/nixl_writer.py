@@ -63,7 +63,7 @@ class NixlWriter:
         self._num_tickets = 0
         self._num_bytes = 0
         self._num_stuck = 0
-        self._is_copying = self._has_said = False
+        self._is_copying = False
         self._attaching = Attaching(self._agent, lambda: [route.key for route in list(self._routes.values())])
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
         self._thread.start()
@@ -127,14 +127,13 @@ class NixlWriter:
         return True
 
     def done(self) -> list[int]:
-        self._calm()
+        if not self._done:  # else what woke us, if anything, is read the next time
+            self._calm()
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def _calm(self) -> None:
-        if self._has_said:
-            self._has_said = False
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
 
     def detach(self, peer: str) -> bool:
         route = self._routes.pop(peer, None)
@@ -227,7 +226,6 @@ class NixlWriter:
     def _say(self) -> None:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
-        self._has_said = True  # and not before, or it would not be read
 
     def _has_attached(self, route: Route) -> bool:
         """Go on attaching. True: it is over, one way or the other."""
