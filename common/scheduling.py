@@ -113,8 +113,8 @@ class SchedulingOptions:
 
     retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
         "auto",
-        "Who gives way when a decode node runs out of pages: shortest-output loses the least work, priority takes the "
-        "least urgent; auto is priority with --enable-priority-scheduling.",
+        "Who gives way when a decode node runs out of pages: shortest-output loses the least work, whatever its "
+        "priority, and priority takes the least urgent; auto is priority with --enable-priority-scheduling.",
     )
     num_reserved_decode_tokens: int | None = option(
         None,
