@@ -9,6 +9,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -138,12 +139,32 @@ def test_a_small_write_that_is_alone_is_begun_at_once(writer: NixlWriter, monkey
     until(writer, tickets)
     until(writer, [writer.write(DECODE, [(0, 3)])])
     assert here == [True, True]
+    writer.poll()
+    assert not writer._spent, "a handle is kept"
 
 
 def test_a_large_write_is_begun_by_the_thread(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_writer, "SMALL_BYTES", 2 * GEOMETRY.page_bytes - 1)
     monkeypatch.setattr(writer, "_write_here", None)
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    wait_for(lambda: not writer._spent)
+
+
+def test_a_small_write_that_fails_is_not_over(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of it may have begun."""
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    jobs: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_jobs", SimpleNamespace(put=jobs.append))
+        patch.setattr(writer, "_transfer", lambda handle: "ERR")
+        writer.write(DECODE, [(0, 3)])
+    ((what, write),) = jobs
+    assert (what, write.is_failed) == ("watch", True)
+    writer._jobs.put(jobs[0])
+    (news,) = writer.poll()
+    assert news.problem == "the nixl connection to decode node decode-0 broke: a transfer ended in an error"
+    assert (writer.done(), writer.detach(DECODE)) == ([], False)
+    assert writer.counters()["stuck_writes"] == 1
 
 
 def test_a_write_that_came_to_nothing_is_told_of_where_its_pair_waits_for_another(route: Route) -> None:

@@ -1,5 +1,6 @@
 """What NIXL's writer keeps of each reader and of each write under way. No calls to NIXL."""
 
+import os
 import select
 import socket
 import time
@@ -77,6 +78,15 @@ class Route:
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.patience_s
+
+    def hang_up(self) -> None:
+        """To the reader this says nothing: what is under way goes on."""
+        if self.door is not None:
+            self.door.close()
+            self.door = None
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
     @property
     def is_reader_dead(self) -> bool:

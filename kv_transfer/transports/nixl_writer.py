@@ -380,16 +380,13 @@ class NixlWriter:
         if route.door is not None:
             with contextlib.suppress(OSError):
                 route.door.send(DETACHED)
-            route.door.close()
-            route.door = None
-        if route.pidfd >= 0:
-            os.close(route.pidfd)
-            route.pidfd = -1
+        route.hang_up()
 
     def _shut(self, writes: list[Write]) -> None:
         for write in writes:
             with contextlib.suppress(Exception):
                 write.handle.release()
+            write.route.hang_up()
         self._sweep()
         self._attaching.forget_all()
         with contextlib.suppress(Exception):
