@@ -33,18 +33,34 @@ def is_close(value: float, truth: float) -> bool:
 
 
 def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: Path) -> None:
+    slos = {"slo_ttft": "1s", "slo_itl": "1s", "slo_tpot": "1s", "slo_e2e": "1s"}
     with mock_server(tmp_path, "--ttft", "0.12", "--itl", "0.02") as server:
-        report = load(server, rate="25", num_requests=50, output_len="12", input_len="40", seed=3)
+        report = load(server, rate="25", num_requests=50, output_len="12", input_len="40", tenants=2, seed=3, **slos)
     assert report.num_requests == len(server.truth) == 50
     truth = sorted(server.truth, key=lambda one: one["arrived_at"])
     records = sorted(report.records, key=lambda record: record.sent_s)
     firsts = [one["stamps"][0] - one["arrived_at"] for one in truth]
-    gaps = [b - a for one in truth for a, b in itertools.pairwise(one["stamps"])]
-    spans = [one["stamps"][-1] - one["stamps"][0] for one in truth]
+    stamps = [one["stamps"] for one in truth]
+    gaps = [b - a for own in stamps for a, b in itertools.pairwise(own)]
+    spans = [last - first for first, *_, last in stamps]
     assert is_close(report.latency["ttft_sent"]["p50"], float(np.median(firsts)))
     assert is_close(report.latency["itl"]["p50"], float(np.median(gaps)))
     assert is_close(report.latency["itl"]["mean"], float(np.mean(gaps)))
     assert is_close(report.latency["tpot"]["p50"], float(np.median(spans)) / 11)
+    assert is_close(report.latency["first_gap"]["p50"], float(np.median([b - a for a, b, *_ in stamps])))
+    whole = [last - one["arrived_at"] for one, (*_, last) in zip(truth, stamps, strict=True)]
+    for name, values in (("ttft", firsts), ("e2e", whole)):
+        assert is_close(report.latency[name + "_sent"]["mean"], float(np.mean(values)))
+        assert is_close(report.latency[name + "_sent"]["p90"], float(np.quantile(values, 0.9)))
+        late = [record.released_s - record.intended_s for record in records]
+        assert is_close(report.latency[name]["mean"], float(np.mean(values) + np.mean(late)))
+    # From the first intended instant, 0, to the last token.
+    length = records[0].sent_s + max(last for *_, last in stamps) - truth[0]["arrived_at"]
+    assert report.throughput["requests_per_s"] == pytest.approx(50 / length, rel=0.02)
+    assert report.throughput["output_tokens_per_s"] == pytest.approx(600 / length, rel=0.02)
+    assert report.throughput["input_tokens_per_s"] == pytest.approx(2000 / length, rel=0.02)
+    assert report.service["good"] == 50 and not report.service["misses"]
+    assert report.fairness["service_jain"] == 1
     lag = np.median([record.stamps_s[0] - record.sent_s for record in records]) - np.median(firsts)
     assert 0 <= lag < 0.003, "a token is stamped soon after it was written"
     assert report.tokens["output_said"] == report.tokens["output_counted"] == 50 * 12
