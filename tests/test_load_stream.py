@@ -138,6 +138,24 @@ BODIES = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("text", [b"\xc3", b"\xff", b"a\xe2\x82"])
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+def test_half_a_character_is_the_failure_of_one_answer_not_of_the_run(kind: bytes, text: bytes) -> None:
+    body = b'{"choices":[{"text":"%b"}]}' % text
+    data = b"data: %b\n\n" % body if kind == b"text/event-stream" else body
+    answer = read_answer(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n\r\n%b" % (kind, data)]))
+    assert (answer.error, answer.texts) == ("bad_json", [])
+    answer = read_answer(done_of([b"HTTP/1.1 500 X\r\nContent-Type: %b\r\n\r\n%b" % (kind, b'"%b"' % text)]))
+    assert answer.error == "http_500" and "\ufffd" in answer.message
+
+
+@pytest.mark.parametrize("field", [b"content", b"reasoning_content"])
+def test_a_chat_that_does_not_stream_is_read_whole(field: bytes) -> None:
+    body = b'{"choices":[{"message":{"%b":"ab"},"finish_reason":"stop"}],"usage":{"completion_tokens":2}}' % field
+    answer = read_answer(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n%b" % body]))
+    assert (answer.error, answer.text, answer.usage_output, answer.stamps) == ("", "ab", 2, [1.0])
+
+
 @given(st.lists(BODIES, max_size=4), st.sampled_from([200, 302, 404, 500]), st.booleans(), st.booleans(), st.booleans())
 def test_whatever_a_server_sends_becomes_an_answer_or_a_named_failure(
     bodies: list[bytes], status: int, is_stream: bool, is_chunked: bool, is_cut: bool
