@@ -15,6 +15,7 @@ import psutil
 import pytest
 from load_mock import MockServer, mock_server
 
+from common.config import SMALL_MODEL
 from common.errors import ConfigError
 from scripts.load import run
 from scripts.load.config import LoadtestConfig
@@ -202,6 +203,20 @@ def test_a_client_that_cannot_keep_up_says_so(tmp_path: Path) -> None:
         report = load(server, rate="50", num_requests=30, output_len="1", max_send_lateness="1us")
     assert not report.is_valid
     assert "went out more than" in report.reasons[0]
+
+
+def test_a_tokenizer_is_a_file_or_a_folder_or_a_sentence(tmp_path: Path) -> None:
+    texts = []
+    for place in (SMALL_MODEL, Path(SMALL_MODEL) / "tokenizer.json"):
+        with mock_server(tmp_path) as server:
+            load(server, rate="50", num_requests=1, output_len="1", prompt="text", tokenizer=str(place))
+        texts.append(server.truth[0]["body"]["prompt"])
+    assert texts[0] == texts[1] and isinstance(texts[0], str)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with mock_server(tmp_path) as server:
+        for path in (tmp_path, tmp_path / "none", "/dev/null"):
+            with pytest.raises(ConfigError, match="--tokenizer"):
+                load(server, num_requests=1, prompt="text", tokenizer=str(path))
 
 
 def test_nothing_behind_the_address_is_one_sentence() -> None:

@@ -159,7 +159,9 @@ class LoadtestConfig(LoadOptions, _Target):
 
     # What is sent
     prompt: Literal["ids", "text"] = option("ids", "Send token ids (exact lengths) or words. chat always sends words.")
-    tokenizer: str | None = option(None, "tokenizer.json, so that words come to the exact number of tokens.")
+    tokenizer: str | None = option(
+        None, "tokenizer.json, or a folder with one, so that words come to the exact number of tokens."
+    )
     vocab_size: int | None = option(None, "Token ids are drawn below this; otherwise the server is asked.", minimum=16)
     ignore_eos: bool = option(True, "Ask the server to go on to the full length (not in OpenAI's own API).")
     return_token_ids: bool = option(False, "Ask for token ids in the answers (Baton, vLLM), to count them exactly.")

@@ -12,8 +12,10 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from common.errors import ConfigError
 from scripts.load import metrics, validity
 from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Crew, Outcome, num_clients_for
@@ -21,7 +23,7 @@ from scripts.load.heads import Heads, setup_of
 from scripts.load.outputs import compare_outputs, read_expected
 from scripts.load.plan import ideal_cached
 from scripts.load.probe import UNKNOWN_VOCAB, Server, flush_cache, probe
-from scripts.load.prompts import Prompts
+from scripts.load.prompts import Prompts, Tokenizer
 from scripts.load.records import Record, record_of
 from scripts.load.report import Report, config_figures
 from scripts.load.scrape import Scraper
@@ -112,11 +114,7 @@ class _Load:
 
     def _prompts(self, server: Server) -> Prompts:
         config = self._config
-        tokenizer = None
-        if config.tokenizer:
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(config.tokenizer)
+        tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else None
         is_compared = bool(config.expect_file or config.save_outputs)
         vocab = server.vocab
         if config.vocab_size:
@@ -206,6 +204,22 @@ class _Load:
         if self._config.duration_s is None or end_s <= begin_s:
             end_s = max([end_s, *(record.ended_s for record in records if record.is_measured)])
         return begin_s, end_s
+
+
+def read_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a file, or of a model's folder.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    import tokenizers
+
+    place = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    try:
+        found: Tokenizer = tokenizers.Tokenizer.from_file(str(place))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"--tokenizer {path} is no tokenizer.json, nor a folder with one: {error}") from None
+    return found
 
 
 def records_of(outcome: Outcome) -> list[Record]:
