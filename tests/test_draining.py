@@ -6,6 +6,7 @@ import pytest
 from choice_fakes import FakeWriter
 from kv_fakes import DECODE, GEOMETRY, MemfdStore
 
+from common.errors import ErrorCode
 from common.messages import Cancel, Closed, Connect, Connected, Delivered, Grant, Handoff
 from kv_transfer.links import RESUME_LEASE_S
 from kv_transfer.sender import Sender
@@ -38,17 +39,19 @@ def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:
     return writer, sender
 
 
-def test_source_pages_stay_until_a_write_that_cannot_be_called_back_is_over(store: MemfdStore) -> None:
+def test_a_write_that_cannot_be_called_back_keeps_no_source_pages_of_a_lost_pair_and_closed_waits_for_it(
+    store: MemfdStore,
+) -> None:
     writer, sender = granted(store)
     sender.peer_lost(DECODE)
     sender.check()
-    assert sender.take() == ([], [])
+    messages, released = sender.take()
+    assert messages == []
+    assert [(release.key, release.ok) for release in released] == [(("r", 0), False)]
     writer.finished, writer.is_draining = [1], False
     sender.pump(0.0)
     sender.check()
-    messages, released = sender.take()
-    assert messages == [(DECODE, Closed("r", 0, "failed", "the decode node was lost"))]
-    assert [(release.key, release.ok) for release in released] == [(("r", 0), False)]
+    assert sender.take() == ([(DECODE, Closed("r", 0, "failed", "the decode node was lost", ErrorCode.NODE_LOST))], [])
 
 
 def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdStore) -> None:
@@ -56,7 +59,9 @@ def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdSto
     sender.on_message(DECODE, Connect("d", "model", 2, to_message(GEOMETRY), NUM_PAGES, "slow", "e"), 0.0)
     sender.on_message(DECODE, Cancel("r", 0), 0.0)
     sender.check()
-    assert sender.take() == ([], [])
+    messages, released = sender.take()
+    assert messages == []
+    assert [(release.key, release.ok) for release in released] == [(("r", 0), False)]
     writer.news = [Attached(DECODE, 2)]
     sender.pump(0.0)
     sender.open(("s", 0), DECODE)
