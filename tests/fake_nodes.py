@@ -127,12 +127,15 @@ class FakeNode:
         decisions: what it says it has decided; None for no answer.
     """
 
-    def __init__(self, control_address: str, role: str, name: str = "", **changes: Any) -> None:
+    def __init__(
+        self, control_address: str, role: str, name: str = "", *, attempts: dict[str, int] | None = None, **changes: Any
+    ) -> None:
         self.role = role
         self.register = make_register(role, name or role, **changes)
         self.incarnation = new_incarnation()
         self.heard: list[Any] = []
         self.generates: dict[str, Generate] = {}
+        self._attempts = {} if attempts is None else attempts
         self.aborts: list[str] = []
         self.on_generate: Callable[[FakeNode, Generate], None] = echo
         self.is_beating = True
@@ -153,8 +156,8 @@ class FakeNode:
         self.send(Failed(rid, self.attempt(rid), code, message, retry_after_s))
 
     def attempt(self, rid: str) -> int:
-        """As the gateway counts it; 0 for one that this node has not heard of."""
-        return self.generates[rid].attempt if rid in self.generates else 0
+        """As the gateway counts it, and any node of the stack has heard; 0 for one that nobody has heard of."""
+        return self.generates[rid].attempt if rid in self.generates else self._attempts.get(rid, 0)
 
     def leave(self) -> None:
         self.send(Leave())
@@ -203,6 +206,7 @@ class FakeNode:
             self.heard.append(letter.message)
             if isinstance(letter.message, Generate):
                 self.generates[letter.message.rid] = letter.message
+                self._attempts[letter.message.rid] = letter.message.attempt
                 self.on_generate(self, letter.message)
             elif isinstance(letter.message, Abort):
                 self.aborts.append(letter.message.rid)
@@ -278,6 +282,7 @@ class Stack:
         self.gateway = gateway
         self.client = client
         self.nodes: list[FakeNode] = []
+        self._attempts: dict[str, int] = {}
 
     @property
     def url(self) -> str:
@@ -289,7 +294,7 @@ class Stack:
 
     def joining(self, role: str, name: str = "", **changes: Any) -> FakeNode:
         """A further node, still on its way in."""
-        self.nodes.append(FakeNode(self.gateway.control_address, role, name, **changes))
+        self.nodes.append(FakeNode(self.gateway.control_address, role, name, attempts=self._attempts, **changes))
         return self.nodes[-1]
 
     async def pair(self, **changes: Any) -> tuple[FakeNode, FakeNode]:

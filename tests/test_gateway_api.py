@@ -314,7 +314,11 @@ async def test_tokens_reach_the_client_as_they_are_made_whoever_comes_first(fold
         await prefill.until(lambda: prefill.generates)
         (rid,) = prefill.generates
         decode.tokens(rid, 1, tuple(ids_of("b")))  # overtakes
-        await asyncio.sleep(0.05)
+        decode.beat(steps=7.0)
+        while not any(
+            (row["heartbeat"] or {}).get("counters") for row in (await stack.get("/v1/workers"))[1]["workers"]
+        ):
+            await asyncio.sleep(0.01)
         assert not call.done()
         prefill.tokens(rid, 0, tuple(ids_of("a")))
         async with await call as answer:
