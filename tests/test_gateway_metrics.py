@@ -140,8 +140,10 @@ async def test_adaptives_choice_is_told_with_what_was_measured_and_what_of_it_de
             node.on_generate = silent
         before = await scrape(stack)
         assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="nothing"}'] == 1
-        bodies = [{"prompt": "a", "deadline_ms": 100}] * 8  # the first goes out at once, and then nobody
-        answers = await asyncio.gather(*(stack.post("/v1/completions", body) for body in bodies))
+        first = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 1_000}))
+        await stack.nodes[0].until(lambda: stack.nodes[0].generates)  # and then nobody goes out
+        late = (stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 100}) for _ in range(7))
+        answers = [*await asyncio.gather(*late), await first]
         assert {status for status, _ in answers} == {504}
         calls = [asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": rid})) for rid in ("x", "y")]
         while (series := await scrape(stack))['baton_requests_waiting{class="",model="tiny"}'] != 1:
