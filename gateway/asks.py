@@ -6,10 +6,10 @@ fit) learns it here, at once, with the field at fault.
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import ErrorCode
 from common.prediction import Predictor
@@ -49,6 +49,10 @@ from gateway.text import LONG_CHARACTERS, Text
 
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
+#: Chats of more messages (or parts of them) are worth a thread: each takes some microseconds.
+MANY_PARTS = 1024
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class Asker:
         if body.top_logprobs is not None and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        text = self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        text = await self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
         await self._check_text(text, terms.limits, "messages")
         ids = await self.tokenize(text, add_special_tokens=False, param="messages")
         check_prompt(ids, terms.limits, "messages")
@@ -174,19 +178,25 @@ class Asker:
 
     # ---- pieces --------------------------------------------------------------------------------
 
-    def render(
+    async def render(
         self, messages: list[ChatMessage], add_generation_prompt: bool | None, kwargs: dict[str, Any] | None
     ) -> str:
-        """Messages through the chat template. Raises RequestError."""
-        if self._chat is None:
+        """Messages through the chat template, many of them on the thread. Raises RequestError."""
+        template = self._chat
+        if template is None:
             raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
         if not messages:
             raise refuse("must not be empty", "messages")
         for name in kwargs or {}:
             if name in RESERVED:
                 raise refuse(f"{name} cannot be set here", "chat_template_kwargs")
-        plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        return self._chat.render(plain, add_generation_prompt=add_generation_prompt is not False, **(kwargs or {}))
+
+        def rendered() -> str:
+            plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+            return template.render(plain, add_generation_prompt=add_generation_prompt is not False, **(kwargs or {}))
+
+        num_parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in messages)
+        return await self._on_thread(rendered) if num_parts > MANY_PARTS else rendered()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text; those of long ones are made on a thread, so that streams go on meanwhile, and between
@@ -198,10 +208,13 @@ class Asker:
                 await asyncio.sleep(0)
             return self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
 
-        def encode() -> list[int]:
-            return self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
+        return await self._on_thread(
+            lambda: self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
+        )
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+    async def _on_thread(self, make: Callable[[], Made]) -> Made:
+        """What takes so long that streams should go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     async def _check_text(self, text: str, limits: Limits, param: str) -> None:
         """Refuses a text that is far too long without tokenizing all of it: its beginning is too long already."""

@@ -96,7 +96,7 @@ class Queries:
         if len(given) != 1:
             raise refuse("give exactly one of prompt, text and messages", "prompt")
         if body.messages is not None:
-            texts = [model.asker.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)]
+            texts = [await model.asker.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)]
         else:
             single = body.prompt if body.prompt is not None else body.text
             texts = single if isinstance(single, list) else [single or ""]

@@ -1,6 +1,7 @@
 """Bad input gets its answer at once, with the field at fault, and the service goes on."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -302,6 +303,32 @@ async def test_others_get_their_turn_between_many_texts(stack, monkeypatch):
 
     await asyncio.gather(tokenize(), other())
     assert turns.count("other") >= 6
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_elsewhere"),
+    [
+        ([{"role": "user", "content": "Hi"}] * 10, False),
+        ([{"role": "user", "content": "Hi"}] * 11, True),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 11}], True),
+    ],
+)
+async def test_a_chat_of_many_messages_or_parts_is_rendered_while_streams_go_on(
+    stack, monkeypatch, messages, is_elsewhere
+):
+    monkeypatch.setattr("gateway.asks.MANY_PARTS", 10)
+    asker = stack.gateway._models.first.asker
+    threads = []
+
+    class Template:
+        def render(self, messages, **kwargs):
+            threads.append(threading.current_thread())
+            return messages[0]["content"]
+
+    monkeypatch.setattr(asker, "_chat", Template())
+    status, answer = await stack.post("/tokenize", {"messages": messages})
+    assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)
+    assert [thread is not threading.main_thread() for thread in threads] == [is_elsewhere]
 
 
 async def test_too_many_requests_are_told_when_to_come_again(folder):
