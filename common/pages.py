@@ -1,8 +1,8 @@
-"""Who owns each KV page, and who still looks at it. The only place where a page becomes free.
+"""Who owns each KV page, and whether a step may still look at it. The only place where a page becomes free.
 
-A page has exactly one ``Owner`` and any number of *holds* (an outgoing transfer that reads it, say). A page that its
-owner frees goes back to the free list at once if nobody holds it and no step is in flight; otherwise it *lingers*: it
-belongs to no one, is counted, and cannot be given out until its last hold is gone and every step begun before the free
+A page has exactly one ``Owner``, which keeps it while anybody but a step counts on it (a request's pages stay until
+their transfer is over). A page that its owner frees goes back to the free list at once if no step is in flight;
+otherwise it *lingers*: it belongs to no one, is counted, and cannot be given out until every step begun before the free
 has ended, since such a step may still read or write it.
 
 Everything is all or nothing and asserts what it is told: a page freed twice, or freed by one who does not own it, is
@@ -37,7 +37,7 @@ class Owner(IntEnum):
 
 
 class PageBooks:
-    """Owners and holds of pages ``0 .. num_pages``.
+    """Owners of pages ``0 .. num_pages``.
 
     Pages are given out last freed first (their memory is warm), so equal histories give equal pages.
     """
@@ -48,13 +48,9 @@ class PageBooks:
         self.num_lingering = 0
         self._stack = list(range(num_pages - 1, -1, -1))
         self._owner: NDArray[np.int8] = np.zeros(num_pages, np.int8)
-        self._holds: NDArray[np.int32] = np.zeros(num_pages, np.int32)
-        self._num_held = 0  # pages with at least one hold
         self._counts = [0] * len(Owner)
         self._counts[Owner.FREE] = num_pages
-        # Of a lingering page: the last step begun before it was freed.
-        self._freed_in: NDArray[np.int64] = np.full(num_pages, -1, np.int64)
-        self._waiting: deque[tuple[int, Indices]] = deque()
+        self._lingering: deque[tuple[int, Sequence[int]]] = deque()  # the last step begun before these were freed
         self._steps: deque[int] = deque()
         self._last_ended = -1
         self._mark: Indices = np.zeros(num_pages, np.intp)  # scratch, to find pages named twice
@@ -85,7 +81,7 @@ class PageBooks:
         return pages
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
-        """Hand pages from one owner to another; their holds stay."""
+        """Hand pages from one owner to another."""
         assert Owner.FREE not in (source, target)
         if not pages:
             return
@@ -102,33 +98,11 @@ class PageBooks:
         self._owner[indices] = Owner.FREE
         self._counts[owner] -= len(pages)
         self._counts[Owner.FREE] += len(pages)
-        if not self._steps and not self._num_held:
-            self._stack.extend(pages)
-            return
-        self.num_lingering += len(pages)
-        last_begun = self._steps[-1] if self._steps else self._last_ended
-        self._freed_in[indices] = last_begun
         if self._steps:
-            self._waiting.append((last_begun, indices))
+            self.num_lingering += len(pages)
+            self._lingering.append((self._steps[-1], tuple(pages)))
         else:
-            self._settle(indices)
-
-    def hold(self, pages: Sequence[int]) -> None:
-        """One more look at each of these owned pages; a page may be held any number of times."""
-        indices = self._indices(pages)
-        assert self._owner[indices].all(), "a page that nobody owns cannot be held"
-        self._num_held += int((self._holds[indices] == 0).sum())
-        self._holds[indices] += 1
-
-    def unhold(self, pages: Sequence[int]) -> None:
-        """One look less; a lingering page whose last hold this was becomes free when its steps are over too."""
-        indices = self._indices(pages)
-        assert (self._holds[indices] > 0).all(), "a page is let go of that is not held"
-        self._holds[indices] -= 1
-        loose = indices[self._holds[indices] == 0]
-        self._num_held -= len(loose)
-        lingering = loose[self._owner[loose] == Owner.FREE]
-        self._settle(lingering[self._freed_in[lingering] <= self._last_ended])
+            self._stack.extend(pages)
 
     def begin_step(self, step: int) -> None:
         """A step goes to the engine. Steps have rising numbers, and end in the order in which they began."""
@@ -142,14 +116,10 @@ class PageBooks:
         assert self._steps[0] == step, f"step {step} ends before step {self._steps[0]}"
         self._steps.popleft()
         self._last_ended = step
-        while self._waiting and self._waiting[0][0] <= step:
-            self._settle(self._waiting.popleft()[1])
-
-    def _settle(self, indices: Indices) -> None:
-        """Back to the free list with those of these lingering pages that nobody holds; their steps are over."""
-        pages: list[int] = indices[self._holds[indices] == 0].tolist()
-        self.num_lingering -= len(pages)
-        self._stack.extend(pages)
+        while self._lingering and self._lingering[0][0] <= step:
+            pages = self._lingering.popleft()[1]
+            self.num_lingering -= len(pages)
+            self._stack.extend(pages)
 
     def _indices(self, pages: Sequence[int]) -> Indices:
         """Pages as an index array; asserts that each is a page, and that none comes twice."""
@@ -178,10 +148,5 @@ class PageBooks:
         assert stack <= nobodys, "a page on the free list has an owner"
         lingering = nobodys - stack
         assert len(lingering) == self.num_lingering, f"{len(lingering)} pages linger, not {self.num_lingering}"
-        assert (self._holds >= 0).all(), "a page has fewer than no holds"
-        held = set(np.flatnonzero(self._holds).tolist())
-        assert len(held) == self._num_held, f"{len(held)} pages are held, the books say {self._num_held}"
-        assert not held & stack, "a page on the free list is held"
-        in_steps = {p for _, indices in self._waiting for p in indices.tolist()}
-        assert in_steps <= lingering, "a page waits for a step and does not linger"
-        assert lingering <= held | in_steps, "a page lingers although nothing keeps it"
+        in_steps = {page for _, pages in self._lingering for page in pages}
+        assert lingering == in_steps, f"pages {lingering ^ in_steps} linger for no step, or wait for one and do not"

@@ -67,30 +67,6 @@ def test_a_page_that_does_not_exist_is_refused(page: int) -> None:
         books.free([page], Owner.REQUEST)
 
 
-def test_a_held_page_lingers_until_its_last_hold_is_gone() -> None:
-    books = PageBooks(4)
-    books.alloc(2, Owner.REQUEST)
-    books.hold([0])
-    books.hold([0])
-    books.free([0, 1], Owner.REQUEST)
-    assert (books.num_free, books.num_lingering, books.count(Owner.FREE)) == (3, 1, 4)
-    books.check()
-    books.unhold([0])
-    assert books.num_free == 3
-    books.unhold([0])
-    assert (books.num_free, books.num_lingering) == (4, 0)
-    books.check()
-
-
-def test_a_free_page_cannot_be_held_nor_an_unheld_one_let_go() -> None:
-    books = PageBooks(4)
-    books.alloc(1, Owner.REQUEST)
-    with pytest.raises(AssertionError, match="nobody owns"):
-        books.hold([3])
-    with pytest.raises(AssertionError, match="not held"):
-        books.unhold([0])
-
-
 def test_a_page_freed_during_two_steps_is_reused_only_after_both() -> None:
     books = PageBooks(2)
     books.alloc(2, Owner.REQUEST)
@@ -106,22 +82,6 @@ def test_a_page_freed_during_two_steps_is_reused_only_after_both() -> None:
     books.check()
     books.end_step(3)
     assert books.num_free == 1
-    books.check()
-
-
-def test_a_page_both_held_and_in_a_step_needs_both_to_end_in_either_order() -> None:
-    books = PageBooks(2)
-    books.alloc(2, Owner.REQUEST)
-    books.hold([0, 1])
-    books.begin_step(7)
-    books.free([0, 1], Owner.REQUEST)
-    books.unhold([0])
-    assert books.num_free == 0
-    books.end_step(7)
-    assert books.num_free == 1
-    books.begin_step(8)  # no concern of a page freed before
-    books.unhold([1])
-    assert books.num_free == 2
     books.check()
 
 
@@ -146,7 +106,7 @@ class BooksMachine(RuleBasedStateMachine):
     def start(self, num_pages: int) -> None:
         self.books = PageBooks(num_pages)
         self.owner: dict[int, Owner] = {}
-        self.holds = dict.fromkeys(range(num_pages), 0)
+        self.num_pages = num_pages
         self.steps_of: dict[int, set[int]] = {}  # lingering page -> steps in flight when it was freed
         self.in_flight: list[int] = []
         self.num_steps = 0
@@ -159,12 +119,12 @@ class BooksMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         for page in list(self.steps_of):
-            if not self.steps_of[page] and not self.holds[page]:
+            if not self.steps_of[page]:
                 del self.steps_of[page]
 
     @rule(count=st.integers(0, 13), owner=st.sampled_from(list(Owner)[1:]))
     def alloc(self, count: int, owner: Owner) -> None:
-        num_free = len(self.holds) - len(self.owner) - len(self.steps_of)
+        num_free = self.num_pages - len(self.owner) - len(self.steps_of)
         pages = self.books.alloc(count, owner)
         assert (pages is None) == (count > num_free)
         for page in pages or []:
@@ -191,23 +151,6 @@ class BooksMachine(RuleBasedStateMachine):
             self.steps_of[page] = set(self.in_flight)
         self.settle()
 
-    @precondition(lambda self: self.owner)
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        pages = self.pick(data, list(self.owner))
-        self.books.hold(pages)
-        for page in pages:
-            self.holds[page] += 1
-
-    @precondition(lambda self: any(self.holds.values()))
-    @rule(data=st.data())
-    def unhold(self, data: st.DataObject) -> None:
-        pages = self.pick(data, [page for page, count in self.holds.items() if count])
-        self.books.unhold(pages)
-        for page in pages:
-            self.holds[page] -= 1
-        self.settle()
-
     @rule()
     def begin_step(self) -> None:
         self.num_steps += 1
@@ -228,7 +171,7 @@ class BooksMachine(RuleBasedStateMachine):
         if hasattr(self, "books"):
             self.books.check()
             assert self.books.num_lingering == len(self.steps_of)
-            assert self.books.num_free == len(self.holds) - len(self.owner) - len(self.steps_of)
+            assert self.books.num_free == self.num_pages - len(self.owner) - len(self.steps_of)
             for owner in list(Owner)[1:]:
                 assert self.books.count(owner) == len(self.of(owner))
 

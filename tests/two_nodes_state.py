@@ -51,7 +51,7 @@ def _counter() -> Counter[str]:
 
 
 def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
-    """Books without holds and steps: transfers know of neither, so what keeps them is one for all copies."""
+    """Books without steps: transfers know of none, so what keeps them is one for all copies."""
     books = PageBooks.__new__(PageBooks)
     vars(books).update(vars(_fresh_books(num_pages)))
     books._owner = np.frombuffer(bytearray(owners), np.int8)
@@ -62,9 +62,7 @@ def _books(num_pages: int, owners: bytes, free: bytes) -> PageBooks:
 
 @cache
 def _fresh_books(num_pages: int) -> PageBooks:
-    books = PageBooks(num_pages)
-    books._holds.flags.writeable = books._freed_in.flags.writeable = False
-    return books
+    return PageBooks(num_pages)
 
 
 _NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
@@ -73,7 +71,7 @@ _NOT_OF_RECEIVER = ("_transport", "_incoming", "_links", "_checksums", "_totals"
 
 
 def _of_books(books: PageBooks) -> object:
-    return (books._owner.tobytes(), books._holds.tobytes(), books._stack, books.num_lingering)
+    return (books._owner.tobytes(), books._stack, books.num_lingering)
 
 
 def _of_choice(transport: object) -> object:
