@@ -33,7 +33,7 @@ from common.mailbox import Mailbox
 from common.messages import Connect, Delivered, FromDecode, FromPrefill, Grant
 from kv_transfer.transports.base import to_message
 from kv_transfer.transports.choice import Settings, open_reader, open_writer
-from kv_transfer.transports.nixl_writer import SMALL_BYTES
+from kv_transfer.transports.nixl_writer import HOLD_S
 from kv_transfer.transports.tcp_wire import tune
 from scripts import bare_gloo
 
@@ -217,16 +217,16 @@ def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
 def bare_nixl(subject: Subject) -> Callable[[int], float]:
     """The subject's own agent and descriptor lists, while its thread has nothing to do.
 
-    Small ones from this thread, others from one of its own, as the writer does it: a core that has just made the copy
-    before finds its source in the caches, which is worth more than all that is to be seen here.
+    From this thread what the writer would begin in it, else from another: a core that has just made the copy before
+    finds its source in the caches, which is worth more than all that is to be seen here.
     """
     writer: Any = subject.writer._transports[0]
     agent, route = writer._agent, writer._routes[READER]
     thread = ThreadPoolExecutor(1)
 
     def run(count: int) -> float:
-        is_small = count * subject.pool.geometry.page_bytes <= SMALL_BYTES
-        return write(count) if is_small else thread.submit(write, count).result()
+        is_here = count * subject.pool.geometry.page_bytes * route.s_per_byte <= HOLD_S
+        return write(count) if is_here else thread.submit(write, count).result()
 
     def write(count: int) -> float:
         subject.child.ask("allow", count=count)

@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -129,25 +130,47 @@ def until(writer: NixlWriter, tickets: list[int]) -> None:
         assert time.monotonic() < end, f"over are only {done}"
 
 
-def test_a_small_write_that_is_alone_is_begun_at_once(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waking a thread takes longer than a page. The second of a turn goes there, so that the loop never waits long."""
-    here: list[bool] = []
-    write_here = writer._write_here
-    monkeypatch.setattr(writer, "_write_here", lambda *words: here.append(write_here(*words)) or here[-1])
-    tickets = [writer.write(DECODE, [(page, 3 - page)]) for page in range(2)]
-    assert here == [True]
-    until(writer, tickets)
-    until(writer, [writer.write(DECODE, [(0, 3)])])
-    assert here == [True, True]
-    writer.poll()
-    assert not writer._spent, "a handle is kept"
+@pytest.fixture
+def beginners(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that have begun writes, one by one."""
+    found: list[str] = []
+    transfer = writer._transfer
+    monkeypatch.setattr(
+        writer, "_transfer", lambda write: found.append(threading.current_thread().name) or transfer(write)
+    )
+    return found
 
 
-def test_a_large_write_is_begun_by_the_thread(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_writer, "SMALL_BYTES", 2 * GEOMETRY.page_bytes - 1)
-    monkeypatch.setattr(writer, "_write_here", None)
+def test_the_loop_begins_as_many_writes_as_hold_it_for_a_moment(
+    writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waking a thread takes longer than a page; but the loop never waits long before it asks what is done."""
+    page_s = GEOMETRY.page_bytes * writer._routes[DECODE].s_per_byte
+    monkeypatch.setattr(nixl_writer, "HOLD_S", 2.5 * page_s)
+    assert writer.done() == []  # a new turn
+    here = threading.current_thread().name
+    until(writer, [writer.write(DECODE, [(page, 3 - page)]) for page in range(3)])
+    assert beginners == [here, here, "nixl-send"]
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
-    wait_for(lambda: not writer._spent)
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2), (2, 1)])])
+    assert beginners[3:] == [here, "nixl-send"]
+    wait_for(lambda: writer.poll() == [] and not writer._spent)  # no handle is kept
+    assert writer.counters()["bytes_by_nixl"] == 8 * GEOMETRY.page_bytes
+
+
+def test_how_long_a_write_holds_is_learnt_from_the_last_that_was_long(
+    writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_writer, "TELLING_BYTES", 2 * GEOMETRY.page_bytes)
+    route = writer._routes[DECODE]
+    route.s_per_byte = guessed = 1e-9
+    until(writer, [writer.write(DECODE, [(0, 3)])])
+    assert route.s_per_byte == guessed, "a short one tells nothing"
+    route.s_per_byte = 1.0
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    assert 0 < route.s_per_byte < 1e-3
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    assert beginners == [threading.current_thread().name, "nixl-send", threading.current_thread().name]
 
 
 def test_a_small_write_that_fails_is_not_over(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:

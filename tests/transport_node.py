@@ -117,8 +117,8 @@ class ReaderEnd:
 
 def _set_patience() -> None:
     """``TEST_PATIENCE_S``: every time that a transport waits for a peer. ``TEST_ATTACH_TIMEOUT_S``, ``TEST_STALL_S``:
-    one of them. ``TEST_SMALL_BYTES``: what NIXL's writer begins in the loop's own thread."""
-    nixl_writer.SMALL_BYTES = int(os.environ.get("TEST_SMALL_BYTES", nixl_writer.SMALL_BYTES))
+    one of them. ``TEST_HOLD_S``: for how long NIXL's writer may hold the loop to begin writes."""
+    nixl_writer.HOLD_S = float(os.environ.get("TEST_HOLD_S", nixl_writer.HOLD_S))
     patience_s = os.environ.get("TEST_PATIENCE_S")
     attach_s = os.environ.get("TEST_ATTACH_TIMEOUT_S", patience_s)
     if attach_s is not None:

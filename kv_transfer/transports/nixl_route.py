@@ -56,7 +56,12 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """A peer under one epoch. ``num_open``: writes that were asked for and are not over."""
+    """A peer under one epoch.
+
+    Attributes:
+        num_open: writes that were asked for and are not over.
+        s_per_byte: how long it takes to begin a write, by the last one that told; before that, as a slow host copies.
+    """
 
     peer: str
     connect: Connect
@@ -69,6 +74,7 @@ class Route:
     door: socket.socket | None = None
     pidfd: int = -1
     num_open: int = 0
+    s_per_byte: float = 2.5e-10
     num_probes: int = 0  # the same, of the thread's own; they reach no page
     failed: list[int] = field(default_factory=list)  # tickets that came to nothing before it was detached from
     is_detached: bool = False

@@ -1,8 +1,9 @@
 """The prefill node's side of NIXL: load a peer's metadata, prove the way with a few bytes, then write pages by index.
 
 A thread of its own looks after what is under way, and the loop never waits for it. But waking that thread and being
-woken by it cost as much as two pages take to copy, so the loop itself begins a small write where nothing else is under
-way. See ``nixl`` for the whole story.
+woken by it take a quarter of a millisecond, so the loop itself begins a write unless that would hold it for long. Over
+a network it hardly ever does; between processes of one host UCX copies the pages there and then. How long it takes is
+learnt from every write. See ``nixl`` for the whole story.
 """
 
 import base64
@@ -34,7 +35,10 @@ PAUSE_S = 50e-6
 COPYING_S = 10e-6
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # what has taken that long is looked at more rarely
 STUCK_PAUSE_S = 1.0  # and what has failed as well, for the death of its reader
-SMALL_BYTES = 8 << 20  # between processes of one host, UCX copies so many in about a millisecond
+#: Beginning writes may hold the loop for so long, and then it asks what is done. A lone write of that length is as soon
+#: over as it can be, and the engine has its next step already when pages are moved.
+HOLD_S = 0.008
+TELLING_BYTES = 1 << 20  # a write of fewer says little of how long a long one takes
 
 
 class NixlWriter:
@@ -61,7 +65,8 @@ class NixlWriter:
         self._spent: deque[Any] = deque()  # handles of writes that are over
         self._lock = threading.Lock()  # of routes' is_detached and num_open
         self._num_tickets = 0
-        self._num_bytes = 0
+        self._may_hold_s = HOLD_S  # the loop, until it asks what is done
+        self._num_bytes = self._num_bytes_here = 0  # written; by the thread and by the loop itself
         self._num_stuck = 0
         self._is_copying = False
         self._attaching = Attaching(self._agent, lambda: [route.key for route in list(self._routes.values())])
@@ -92,41 +97,44 @@ class NixlWriter:
         if not self._is_mapped:
             stage(self.store, [source for source, _ in pages])
         self._num_tickets += 1
-        with self._lock:
-            is_alone = not route.num_open and not self._done
-            route.num_open += 1
         num_bytes = len(pages) * (self._page_bytes if piece is None else piece.num_bytes)
         write = Write(route, self._num_tickets, None, num_bytes)
-        is_small = 0 < num_bytes <= SMALL_BYTES
-        if not (is_alone and is_small and self._write_here(write, pages, piece)):
+        if not self._write_here(write, pages, piece):
+            with self._lock:
+                route.num_open += 1
             self._jobs.put(("write", write, pages, piece))
         return write.ticket
 
     def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], piece: Piece | None) -> bool:
-        """Begin to write without waking the thread; what is not over at once is its business. False: it shall try. The
+        """Begin to write without waking the thread; what is not over at once is its business. False: it shall try. A
         copy pushes all that Python needs out of the caches, so what follows upon it is kept short."""
-        if not self._agent.lock.acquire(blocking=False):
+        route = write.route
+        expected_s = write.num_bytes * route.s_per_byte
+        if not pages or expected_s > self._may_hold_s or not self._agent.lock.acquire(blocking=False):
             return False
         try:
-            write.handle = self._prepare(write.route, pages, piece)
-            state = self._transfer(write.handle)
+            write.handle = self._prepare(route, pages, piece)
         except Exception:  # nothing was begun; the thread will meet it, too
             return False
+        else:
+            state = self._transfer(write)
         finally:
             self._agent.lock.release()
-        if state == "DONE":
-            with self._lock:  # who has called this will ask what is done, without being told to
-                self._num_bytes += write.num_bytes
-                self._done.append(write.ticket)
-                write.route.num_open -= 1
+        self._may_hold_s -= expected_s
+        if state == "DONE":  # who has called this will ask what is done, without being told to
+            self._num_bytes_here += write.num_bytes
+            self._done.append(write.ticket)
             self._spent.append(write.handle)
             return True
+        with self._lock:
+            route.num_open += 1
         if state == "ERR":
             self._mark_failed(write)
         self._jobs.put(("watch", write))
         return True
 
     def done(self) -> list[int]:
+        self._may_hold_s = HOLD_S
         if not self._done:  # else what woke us, if anything, is read the next time
             self._calm()
         return [self._done.popleft() for _ in range(len(self._done))]
@@ -163,7 +171,8 @@ class NixlWriter:
                 self._jobs.put(("look",))
 
     def counters(self) -> dict[str, float]:
-        return {"bytes_by_nixl": float(self._num_bytes), "stuck_writes": float(self._num_stuck)}
+        num_bytes = self._num_bytes + self._num_bytes_here
+        return {"bytes_by_nixl": float(num_bytes), "stuck_writes": float(self._num_stuck)}
 
     def files(self) -> Sequence[int]:
         return () if self._wake < 0 else (self._wake,)
@@ -259,7 +268,7 @@ class NixlWriter:
             self._leave_if_still(route)
             return None
         with self._agent.lock:
-            state = self._transfer(write.handle)
+            state = self._transfer(write)
         if state == "DONE":
             self._end(write)
             return None
@@ -267,11 +276,16 @@ class NixlWriter:
             self._mark_failed(write)
         return write
 
-    def _transfer(self, handle: Any) -> str:
+    def _transfer(self, write: Write) -> str:
+        """Begin, and learn how long that takes. Some of it may have begun even if this says ERR."""
+        begun_at = time.perf_counter()
         try:
-            return str(self._agent.nixl.transfer(handle))
-        except Exception:  # NIXL's own errors have no common root; some of it may have begun
+            state = str(self._agent.nixl.transfer(write.handle))
+        except Exception:  # NIXL's own errors have no common root
             return "ERR"
+        if write.num_bytes >= TELLING_BYTES:
+            write.route.s_per_byte = (time.perf_counter() - begun_at) / write.num_bytes
+        return state
 
     def _prepare(self, route: Route, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
         """Whole pages by index from the lists that are prepared; pieces by a list of all of their runs."""
@@ -356,8 +370,7 @@ class NixlWriter:
         self._say()
 
     def _finish(self, write: Write) -> None:
-        with self._lock:
-            self._num_bytes += write.num_bytes
+        self._num_bytes += write.num_bytes
         self._count_over(write, is_written=True)
         self._leave_if_still(write.route)
 
