@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine import kernels
 from common.engine.attention import make_attention
-from common.engine.kernels import Kernels, load_kernels
+from common.engine.kernels import LIBRARY, Kernels, load_kernels
 from common.engine.kv_pool import KVPool
 from common.engine.operations import TorchOperations
 from common.geometry import PageGeometry
+from common.native import built
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -145,8 +145,8 @@ def test_a_library_compiled_once_is_found_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: Kernels
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = kernels._built()
+    first = built(LIBRARY)
     changed_at = first.stat().st_mtime_ns
-    assert kernels._built() == first
+    assert built(LIBRARY) == first
     assert first.stat().st_mtime_ns == changed_at
     assert [file.name for file in (tmp_path / "baton").iterdir()] == [first.name]

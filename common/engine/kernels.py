@@ -1,18 +1,12 @@
 """A few C functions, compiled once for this machine and kept: what torch would do in many passes, they do in one.
 
-The system's C compiler makes one shared library out of the package's C files; it lies in ``~/.cache/baton`` under a
-hash of sources, flags and processor. The library is linked *without* an OpenMP runtime, so that its threads are
-those of the team that torch has loaded already: two teams on the same cores cost a factor of ten. Where anything is
-missing, ``load_kernels`` says so once in the log and returns None, and torch does the work.
+``common/native.py`` makes one shared library out of the C files here. It is linked *without* an OpenMP runtime, so that
+its threads are those of the team that torch has loaded already: two teams on the same cores cost a factor of ten.
+Where anything is missing, ``load_kernels`` says so once in the log and returns None, and torch does the work.
 """
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import subprocess
-import tempfile
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,17 +14,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.native import NOT_BUILT, Library, built, reason_of
+
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LANES = 16  # every width is a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("kernels.c", "attention/paged_attention.c", "attention/amx_attention.c"))
-_HEADERS = tuple(_FOLDER / name for name in ("kernels.h", "attention/paged.h"))
+LIBRARY = Library(
+    "kernels",
+    sources=[_FOLDER / name for name in ("kernels.c", "attention/paged_attention.c", "attention/amx_attention.c")],
+    headers=[_FOLDER / name for name in ("kernels.h", "attention/paged.h")],
+    flags=("-O3", "-march=native", "-fopenmp"),
+    libraries=("-lm",),
+)
 
 
 class Paged(Structure):
@@ -141,51 +141,7 @@ class Kernels:
 def load_kernels() -> Kernels | None:
     """The kernels of this machine, compiled now if they never were; None where they cannot be."""
     try:
-        return Kernels(ctypes.CDLL(str(_built())))
-    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError) as error:  # the last: there is no home
-        reason = getattr(error, "stderr", None) or error
-        log.warning("no compiled CPU kernels, torch's own are used (slower): %s", str(reason).strip()[:500])
+        return Kernels(ctypes.CDLL(str(built(LIBRARY))))
+    except (*NOT_BUILT, AttributeError) as error:
+        log.warning("no compiled CPU kernels, torch's own are used (slower): %s", reason_of(error))
         return None
-
-
-def _built() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
-    library = folder / f"kernels-{_fingerprint()}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = _compile(Path(place))
-            made.replace(library)  # whole or not at all, whoever else compiles at the same time
-    return library
-
-
-def _compile(place: Path) -> Path:
-    compiler = os.environ.get("CC", "cc")
-    objects = [place / f"{source.stem}.o" for source in _SOURCES]
-    for source, target in zip(_SOURCES, objects, strict=True):
-        _run(compiler, *FLAGS, "-c", str(source), "-o", str(target))
-    library = place / "kernels.so"
-    _run(compiler, "-shared", *map(str, objects), "-lm", "-o", str(library))  # no -fopenmp: see the file's docstring
-    return library
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-
-
-def _fingerprint() -> str:
-    digest = hashlib.sha256()
-    for file in (*_SOURCES, *_HEADERS):
-        digest.update(file.read_bytes())
-    digest.update(" ".join((*FLAGS, os.environ.get("CC", "cc"), platform.machine())).encode())
-    digest.update(_processor().encode())
-    return digest.hexdigest()[:32]
-
-
-def _processor() -> str:
-    """What ``-march=native`` depends on: model and features of the first processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features", "CPU")))
