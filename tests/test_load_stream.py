@@ -193,6 +193,31 @@ def test_an_interim_head_is_passed_over() -> None:
     assert b"".join(exchange.pieces).startswith(b"HTTP/1.1 200")
 
 
+def test_any_number_of_interim_heads_is_passed_over() -> None:
+    ends, connection, exchange = connected()
+    connection.data_received(b"HTTP/1.1 102 Processing\r\n\r\n" * 2000 + WHOLE)
+    assert ends.ended == [exchange] and b"".join(exchange.pieces) == WHOLE
+
+
+@pytest.mark.parametrize("head", [HEAD, b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_response_may_be_so_large_and_no_larger(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    monkeypatch.setattr("scripts.load.connection.MAX_RESPONSE", len(head) + 50)
+    ends, connection, exchange = connected()
+    for piece in (head, b"28\r\n" + b"x" * 40, b"\r\n11\r\n"):
+        connection.data_received(piece)
+    assert not ends.ended and sum(map(len, exchange.pieces)) == len(head) + 50
+    connection.data_received(b"x")
+    assert ends.ended == [exchange] and exchange.error == "too_large" and not connection.is_reusable
+    assert exchange.pieces == [head] and len(exchange.stamps) == 1, "what is given up is not kept"
+    assert read_answer(done_of(exchange.pieces, exchange.error)).error == "too_large"
+
+
+def test_a_length_that_no_number_holds_is_too_large() -> None:
+    ends, connection, exchange = connected()
+    connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % (b"9" * 5000))
+    assert ends.ended == [exchange] and exchange.error == "too_large"
+
+
 def test_a_cut_in_the_middle_is_the_owners_to_judge_and_what_is_no_http_is_an_error() -> None:
     ends, connection, exchange = connected()
     connection.data_received(WHOLE[:-3])

@@ -13,6 +13,8 @@ from time import monotonic
 from typing import Protocol, cast
 
 MAX_HEAD = 65536
+MAX_RESPONSE = 64 << 20
+MAX_LENGTH_DIGITS = 15  # Python refuses to read thousands of them
 MAX_DIGITS = 8  # of a chunk's size
 HEX = b"0123456789abcdefABCDEF"
 RETURN = 13  # of ``\r\n\r\n``, with which every chunked response ends, the first byte
@@ -82,8 +84,8 @@ class Connection(asyncio.Protocol):
     """Carries one exchange at a time."""
 
     __slots__ = (
-        "_checked", "_framing", "_is_chunked", "_keep", "_owner", "_remaining", "_stamp", "_transport",
-        "exchange", "is_reusable", "num_used",
+        "_framing", "_is_chunked", "_keep", "_num_looked_at", "_owner", "_remaining", "_rest", "_size", "_stamp",
+        "_transport", "exchange", "is_reusable", "num_used",
     )  # fmt: skip
 
     def __init__(self, owner: Owner) -> None:
@@ -93,7 +95,9 @@ class Connection(asyncio.Protocol):
         self._stamp: Callable[[float], None]
         self._keep: Callable[[bytes], None]
         self._remaining = 0
-        self._checked = 0
+        self._size = 0  # of the response so far
+        self._num_looked_at = 0  # pieces of a chunked response whose chunks have been followed
+        self._rest = b""  # what they hold of a chunk that is not whole yet
         self._transport: asyncio.Transport
         self.exchange: Exchange | None = None
         self.is_reusable = True
@@ -109,6 +113,7 @@ class Connection(asyncio.Protocol):
         exchange.connection = self
         self._stamp, self._keep = exchange.stamps.append, exchange.pieces.append
         self._framing = Framing.HEAD
+        self._size = 0
         self.num_used += 1
         exchange.sent_at = monotonic()
         self._transport.write(exchange.data)
@@ -121,13 +126,15 @@ class Connection(asyncio.Protocol):
 
     def _leave(self) -> None:
         self.exchange = None
+        self._rest = b""
         self._is_chunked = False
 
     # ---- the hot path -----------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         now = monotonic()
-        if self._is_chunked:
+        self._size += len(data)
+        if self._is_chunked and self._size <= MAX_RESPONSE:
             self._stamp(now)
             self._keep(data)
             # A response ends with an empty line; a piece shorter than that may be the last part of it.
@@ -139,11 +146,14 @@ class Connection(asyncio.Protocol):
     # ---- once or twice in a response --------------------------------------------------------------------------------
 
     def _take(self, data: bytes, now: float) -> None:
-        """A piece of anything but the body of a chunked response."""
+        """A piece of anything but the body of a chunked response; or the one that makes it too large."""
         exchange = self.exchange
         if exchange is None:  # nobody asked: no connection to trust
             self.is_reusable = False
             self._transport.abort()
+            return
+        if self._size > MAX_RESPONSE:
+            self._give_up(exchange)
             return
         self._stamp(now)
         self._keep(data)
@@ -156,31 +166,36 @@ class Connection(asyncio.Protocol):
 
     def _read_head(self, exchange: Exchange) -> None:
         so_far = b"".join(exchange.pieces)
-        end = so_far.find(b"\r\n\r\n")
-        if end < 0:
-            if len(so_far) > MAX_HEAD:
+        while (end := so_far.find(b"\r\n\r\n")) >= 0:
+            status, headers = read_head(so_far[:end])
+            so_far = so_far[end + 4 :]
+            if status < 100:
                 self._fail(exchange, "bad_http")
-            return
-        status, headers = read_head(so_far[:end])
-        if status == 0:
-            self._fail(exchange, "bad_http")
-            return
-        if 100 <= status < 200:
-            exchange.pieces[:] = [so_far[end + 4 :]]
+                return
+            if status >= 200:
+                self._begin_body(exchange, headers, so_far)
+                return
+            exchange.pieces[:] = [so_far]  # an interim head is passed over
             exchange.stamps[:] = exchange.stamps[-1:]
-            if exchange.pieces[0]:
-                self._read_head(exchange)
-            return
+        if len(so_far) > MAX_HEAD:
+            self._fail(exchange, "bad_http")
+
+    def _begin_body(self, exchange: Exchange, headers: dict[bytes, bytes], body: bytes) -> None:
+        """How it will end is known now; ``body`` is what has come of it."""
         if b"close" in headers.get(b"connection", b"").lower():
             self.is_reusable = False
-        self._checked = end + 4
+        length = headers.get(b"content-length", b"")
         if b"chunked" in headers.get(b"transfer-encoding", b"").lower():
             self._framing = Framing.CHUNKED
             self._is_chunked = True
+            self._num_looked_at, self._rest = len(exchange.pieces), body
             self._look_for_the_end()
-        elif headers.get(b"content-length", b"").isdigit():
+        elif length.isdigit():
             self._framing = Framing.LENGTH
-            self._remaining = int(headers[b"content-length"]) - (len(so_far) - end - 4)
+            if len(length) > MAX_LENGTH_DIGITS:
+                self._give_up(exchange)
+                return
+            self._remaining = int(length) - len(body)
             if self._remaining <= 0:
                 self._end(exchange)
         else:
@@ -197,9 +212,10 @@ class Connection(asyncio.Protocol):
         ):
             self._end(exchange)  # nothing else can look like this: no event of JSON has an empty line in it
             return
-        whole = b"".join(pieces)
-        self._checked, is_over = follow_chunks(whole, self._checked)
-        if self._checked < 0:
+        data = self._rest + b"".join(pieces[self._num_looked_at :])
+        at, is_over = follow_chunks(data, 0)
+        self._num_looked_at, self._rest = len(pieces), data[at:]
+        if at < 0:
             self._fail(exchange, "bad_http")
         elif is_over:
             self._end(exchange)
@@ -214,6 +230,11 @@ class Connection(asyncio.Protocol):
         exchange.ended_at = monotonic()
         self.close()
         self._owner.on_response(self, exchange)
+
+    def _give_up(self, exchange: Exchange) -> None:
+        """It is too large; what came of it goes, since many of them would fill the memory, too."""
+        del exchange.pieces[1:], exchange.stamps[1:]
+        self._fail(exchange, "too_large")
 
     def connection_lost(self, error: Exception | None) -> None:
         exchange = self.exchange
