@@ -8,7 +8,6 @@ checks that what was sent still has the distribution that was asked for (Cinlar'
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -157,8 +156,3 @@ def arrivals(
     assert count is not None
     at = profile.to_seconds(unit_arrivals(arrival, count, rng, cv=cv, burst_size=burst_size))
     return at if duration_s is None else at[at < duration_s]
-
-
-def in_order(at: Sequence[float]) -> bool:
-    """Whether instants never go back."""
-    return bool(np.all(np.diff(np.asarray(at)) >= 0))

@@ -99,16 +99,6 @@ def ks_test(
     return distance, kolmogorov_p(distance * (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)))
 
 
-def ks_two_sample(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Kolmogorov-Smirnov between two samples: distance and p-value."""
-    a, b = np.sort(np.asarray(first)), np.sort(np.asarray(second))
-    both = np.concatenate([a, b])
-    difference = np.searchsorted(a, both, side="right") / len(a) - np.searchsorted(b, both, side="right") / len(b)
-    distance = float(np.abs(difference).max())
-    size = math.sqrt(len(a) * len(b) / (len(a) + len(b)))
-    return distance, kolmogorov_p(distance * (size + 0.12 + 0.11 / size))
-
-
 def kolmogorov_p(scaled: float) -> float:
     """Probability that Kolmogorov's statistic exceeds ``scaled``."""
     if scaled < 0.2:
