@@ -7,10 +7,10 @@ from load_records import record
 from scripts.load import metrics
 from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Outcome
+from scripts.load.kinds import kinds_of
 from scripts.load.records import Record
 from scripts.load.validity import arrival_check, client_load, verdict
 from scripts.load.wire import Finished
-from scripts.load.workload import kinds_of
 
 RNG = np.random.default_rng(0)
 

@@ -47,6 +47,17 @@ def test_a_duration_ends_the_arrivals_and_their_number_is_the_rates() -> None:
     assert len(at) == pytest.approx(5000, abs=4 * math.sqrt(5000))
 
 
+def test_arrivals_of_great_variation_go_on_to_the_end_of_the_duration() -> None:
+    """Nearly all gaps are tiny, so that in a few of these runs a hundred times the mean arrive."""
+    gaps = np.random.default_rng(3).standard_gamma(1e-4, 200_000) * 1e4
+    expected = np.cumsum(gaps)
+    at = drawn("gamma", "1", seed=3, duration_s=5.0, cv=100.0)
+    assert len(at) == np.count_nonzero(expected < 5.0) < 200_000
+    assert at == pytest.approx(expected[: len(at)])
+    counts = [len(drawn("gamma", "1", seed=seed, duration_s=5.0, cv=100.0)) for seed in range(40)]
+    assert max(counts) > 5000
+
+
 def test_steps_follow_each_other_and_the_last_rate_goes_on() -> None:
     """1/s for 3 s, then 2/s: the arrivals 0, 1, 2 and then every half second."""
     assert drawn("constant", "1x3,2x2", num_requests=9).tolist() == [0, 1, 2, 3, 3.5, 4, 4.5, 5, 5.5]
@@ -70,7 +81,9 @@ def test_seconds_and_operational_time_are_inverse(steps: list[tuple[float, float
     assert profile.to_operational(there) == pytest.approx(operational, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("rate", ["", "fast", "-1", "0", "1x", "1x0", "2..3", "nan", "inf", "1x5,0x5"])
+@pytest.mark.parametrize(
+    "rate", ["", "fast", "-1", "0", "1x", "1x0", "2..3", "nan", "inf", "1x5,0x5", "1xinf", "1e7", "1e-7", "1x1e10"]
+)
 def test_a_rate_that_cannot_be_is_refused(rate: str) -> None:
     with pytest.raises(ConfigError, match="--rate"):
         RateProfile.parse(rate)

@@ -5,22 +5,27 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cli import parse
 from common.errors import ConfigError
+from scripts.load import draws
 from scripts.load.config import LoadtestConfig, seconds
+from scripts.load.draws import Chain, Draws, Sessions, rng_of
+from scripts.load.kinds import kinds_of
 from scripts.load.lengths import parse_lengths
 from scripts.load.plan import ANSWER, UNIQUE, Planned, ideal_cached, key
 from scripts.load.prompts import Prompts
-from scripts.load.workload import Chain, drawn_chains, kinds_of, make_plan, rng_of
+from scripts.load.schedule import MAX_REQUESTS
+from scripts.load.workload import make_plan
 
 
 def chains(count: int, **options: object) -> list[Chain]:
     config = LoadtestConfig(**options)  # type: ignore[arg-type]
-    return list(itertools.islice(drawn_chains(config, kinds_of(config)), count))
+    return list(Sessions(config.seed, kinds_of(config), config.tenants, count=count))
 
 
 def prompts(**options: object) -> Prompts:
@@ -44,16 +49,86 @@ def test_lengths_come_from_a_file(tmp_path: Path) -> None:
     assert set(parse_lengths(f"file:{tmp_path / 'l'}", "--x").draw(rng_of(0), 100).tolist()) == {5, 6}
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "uniform:5:3", "uniform:1", "zipf:1:2", "file:/none", "nan"])
+WRONG = ["", "0", "-1", "1.5", "uniform:5:3", "uniform:1", "zipf:1:2", "file:/none", "nan", "uniform:1.5:3", "9:max="]
+WRONG += ["9:max=0", "9:max=inf", "10000001", "lognormal:nan:1", "normal:5:inf", "5:6"]
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_lengths_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--input-len"):
         parse_lengths(text, "--input-len")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"", "no lengths"), (b"5 x", "else than"), (b"\xff", "else than"), (b"0", "below")]
+)
+def test_a_file_of_lengths_that_holds_none_is_refused_with_the_reason(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    (tmp_path / "l").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        parse_lengths(f"file:{tmp_path / 'l'}", "--x")
+
+
+def test_the_widest_distribution_stays_within_its_bounds() -> None:
+    drawn = parse_lengths("lognormal:200:1000000", "--x").draw(rng_of(0), 100)
+    assert set(drawn.tolist()) == {1, 10_000_000}
+
+
+MIXED = {
+    "input_len": "uniform:1:99", "output_len": "lognormal:20:1", "turns": "uniform:1:3", "tenants": 5, "seed": 4,
+    "mix": "a:share=3,think=2s;b:prefix=7,groups=3,turns=2;c:tenant=own,input=normal:9:3",
+}  # fmt: skip
+
+
 def test_a_longer_run_begins_like_a_shorter_one() -> None:
-    shared = {"input_len": "uniform:1:99", "turns": "uniform:1:3", "seed": 4}
-    assert chains(10, **shared) == chains(600, **shared)[:10]
-    assert chains(10, **shared) != chains(10, **shared | {"seed": 5})
+    assert chains(10, **MIXED) == chains(600, **MIXED)[:10]
+    assert chains(10, **MIXED) != chains(10, **MIXED | {"seed": 5})
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_drawing_in_several_goes_draws_the_same(counts: list[int]) -> None:
+    config = LoadtestConfig(**MIXED)  # type: ignore[arg-type]
+    draws = Draws(4, kinds_of(config), 5)
+    parts = [draws.take(count) for count in counts]
+    whole = Draws(4, kinds_of(config), 5).take(sum(counts))
+    for name in ("kind", "group", "tenant", "num_input", "num_output", "think_s"):
+        assert np.concatenate([getattr(part, name) for part in parts]).tolist() == getattr(whole, name).tolist()
+    assert [n for part in parts for n in part.first[:-1].tolist()] == whole.first[:-1].tolist()
+    assert [part.session for part in parts] == [0, *itertools.accumulate(counts)][:-1]
+
+
+def test_what_is_drawn_of_a_request_says_nothing_about_the_rest_of_it() -> None:
+    """Independent ranks of 500 are correlated by more than 0.2 once in a hundred thousand times."""
+    wide = "uniform:1:900"
+    options = {"input_len": wide, "output_len": wide, "turns": wide, "prefix_len": 1, "prefix_groups": 900}
+    took = Draws(1, kinds_of(LoadtestConfig(think="1s", mix="a:;b:", **options)), 900).take(1000)  # type: ignore[arg-type]
+    turns, at = np.diff(took.first), took.first[:-1]
+    columns = [took.num_input[at], took.num_output[at], took.think_s[at], turns, took.group, took.tenant]
+    for here in (took.kind == 0, took.kind == 1):
+        correlations = np.corrcoef([column[here] for column in columns])
+        assert np.abs(correlations - np.eye(6)).max() < 0.2
+    first, second = (took.num_input[at][took.kind == number][:400] for number in (0, 1))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.25, "nor does a class about another"
+
+
+def test_sessions_have_numbers_turns_pauses_and_groups_of_their_own() -> None:
+    drawn = chains(400, **MIXED)
+    assert [one.index for chain in drawn for one in chain] == list(range(sum(map(len, drawn))))
+    for number, chain in enumerate(drawn):
+        kind = chain[0].class_name
+        assert {one.session for one in chain} == {number if len(chain) > 1 else -1}
+        assert [one.turn for one in chain] == list(range(len(chain)))
+        assert (chain[0].group in (0, 1, 2)) == (kind == "b") and len(chain) in {"b": (2,)}.get(kind, (1, 2, 3))
+        assert {one.think_s > 0 for one in chain[1:]} <= {kind == "a"}
+        assert chain[0].tenant == "own" or (chain[0].tenant[:7] == "tenant-" and kind != "c")
+    thinks = [one.think_s for chain in chains(4000, turns="2", think="2s") for one in chain[1:]]
+    assert sum(thinks) / len(thinks) == pytest.approx(2, rel=0.1)
+    assert len(set(thinks)) == 4000
+    prefixes = {chain[0].pieces[0] for chain in drawn if chain[0].class_name == "b"}
+    assert len(prefixes) == 3 and {length for _, length in prefixes} == {7}
+    both = chains(300, mix="x:prefix=7,groups=3;y:prefix=7,groups=3")
+    assert len({chain[0].pieces[0] for chain in both}) == 6, "no class shares another's groups"
 
 
 def test_a_mix_draws_classes_by_share_with_their_own_lengths_and_fields() -> None:
@@ -72,7 +147,22 @@ def test_a_mix_draws_classes_by_share_with_their_own_lengths_and_fields() -> Non
 
 @pytest.mark.parametrize(
     "mix",
-    ["x", ":share=1", "a:share=0", "a:colour=red", "a:input=0", "a:share=1;a:share=2", "a:groups=0", "a:prefix=-1"],
+    [
+        "x",
+        ":share=1",
+        "a:share=0",
+        "a:colour=red",
+        "a:input=0",
+        "a:share=1;a:share=2",
+        "a:groups=0",
+        "a:prefix=-1",
+        "a:prefix=99999999",
+        "a:groups=99999999",
+        "a:priority=9999999999",
+        "a:share=nan",
+        "a:turns=1001",
+        "a:think=nan",
+    ],
 )
 def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
     if mix == "x":  # a class with nothing of its own
@@ -168,18 +258,57 @@ def test_without_any_limit_sixty_requests_are_sent_and_steps_end_with_their_last
     assert make_plan(LoadtestConfig(concurrency=3, duration="1s")).num_chains is None
 
 
-def test_a_huge_plan_begins_at_once_and_is_the_same_as_one_made_whole() -> None:
-    options = {"num_requests": 300_000, "rate": "1000", "turns": "2"}
+def test_nothing_is_drawn_once_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"rate": "1000", "num_requests": 30_000, **MIXED}
+    plan = make_plan(LoadtestConfig(**options))  # type: ignore[arg-type]
+    expected = chains(30_000, **MIXED)
+    monkeypatch.setattr(Draws, "take", lambda *_: pytest.fail("drawn too late"))
+    made = list(plan.chains)
+    for chain in made:
+        assert chain[0].at >= 0
+    assert [chain[0].at for chain in made] == sorted(chain[0].at for chain in made)
+    assert made[-1][0].at == plan.seconds == pytest.approx(30, rel=0.05)
+    assert list(itertools.islice(plan.chains, 50)) == made[:50], "the same as often as it is asked for"
+    for chain in made:
+        chain[0].at = 0.0
+    assert made == expected
+
+
+def test_a_million_sessions_are_made_at_once() -> None:
     began_at = time.monotonic()
-    plan = make_plan(LoadtestConfig(**options))
-    made_s = time.monotonic() - began_at
-    first, late = next(iter(plan.chains)), next(itertools.islice(plan.chains, 11_000, None))
-    assert plan.num_chains == 300_000 and plan.seconds == pytest.approx(300, rel=0.01)
-    assert made_s < 3, "all of it takes 15 s and more"
-    whole = chains(11_002, turns="2")
-    assert [one.pieces for one in first] == [one.pieces for one in whole[0]]
-    assert [one.pieces for one in late] == [one.pieces for one in whole[11_001]]
-    assert 10 < late[0].at < 12, "at its instant of the schedule"
+    plan = make_plan(LoadtestConfig(num_requests=1_000_000, rate="1000", turns="2", input_len="lognormal:500:1"))
+    first = next(iter(plan.chains))
+    assert time.monotonic() - began_at < 3, "one by one they would take a minute"
+    assert len(first) == 2 and plan.num_chains == 1_000_000
+
+
+def test_an_endless_plan_is_drawn_far_ahead_and_goes_on_where_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "EARLY_SESSIONS", 40)
+    plan = make_plan(LoadtestConfig(concurrency=3, duration="1s", **MIXED))  # type: ignore[arg-type]
+    assert list(itertools.islice(plan.chains, 100)) == chains(100, **MIXED)
+    assert list(itertools.islice(plan.chains, 100)) == chains(100, **MIXED), "again"
+    monkeypatch.setattr(Draws, "take", lambda *_: pytest.fail("drawn too late"))
+    assert len(list(itertools.islice(plan.chains, 120))) == 120
+    with pytest.raises(pytest.fail.Exception, match="too late"):
+        list(itertools.islice(plan.chains, 121))
+
+
+def test_of_sessions_with_many_turns_fewer_are_drawn_ahead() -> None:
+    (one,) = kinds_of(LoadtestConfig(turns="1000")).values()
+    assert draws.early_sessions([one]) == 2000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"turns": "100", "num_requests": MAX_REQUESTS // 100 + 1}, "lower --turns"),
+        ({"duration": "1000000000", "rate": "1000000"}, "--rate and --duration"),
+        ({"duration": "1h", "rate": "2800", "arrival": "burst"}, "--rate and --duration"),
+    ],
+)
+def test_more_than_can_be_planned_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_plan(LoadtestConfig(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", 1), ("200ms", 0.2), ("1.5m", 90), ("5us", 5e-6), (".5s", 0.5)])
@@ -212,6 +341,11 @@ def test_durations_have_units(text: str, expected: float) -> None:
         (["--trace-unit", "ms"], "--trace-unit needs --trace"),
         (["--trace", "x", "--input-len", "9"], "brings its own lengths"),
         (["--api-key", "a\nHost: b"], "--api-key holds"),
+        (["--turns", "1001"], "at most 1,000"),
+        (["--num-requests", "10000001"], "--num-requests must be at most"),
+        (["--prefix-len", "10000001"], "--prefix-len must be at most"),
+        (["--seed", str(2**64)], "--seed must be at most"),
+        (["--duration", "9" * 400], "--duration must be at most"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: list[str], sentence: str) -> None:

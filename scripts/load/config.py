@@ -9,10 +9,12 @@ from urllib.parse import urlsplit
 
 from common.errors import ConfigError
 from common.options import option
-from scripts.load.lengths import parse_lengths
-from scripts.load.schedule import Arrival, RateProfile
+from scripts.load.lengths import MAX_LENGTH, MAX_TURNS, parse_lengths
+from scripts.load.plan import MAX_GROUPS
+from scripts.load.schedule import MAX_REQUESTS, MAX_SECONDS, Arrival, RateProfile
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+MAX_SEED = 2**63 - 1
 SECONDS = "Seconds, or with a unit: 200ms, 30s, 5m."
 
 
@@ -27,7 +29,10 @@ def seconds(text: str | None, flag: str) -> float | None:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(us|ms|s|m|h|)", text.strip())
     if not found:
         raise ConfigError(f"{flag} must be seconds, perhaps with a unit (200ms, 30s, 5m), not {text!r}")
-    return float(found.group(1)) * UNITS[found.group(2)]
+    value = float(found.group(1)) * UNITS[found.group(2)]
+    if value > MAX_SECONDS:
+        raise ConfigError(f"{flag} must be at most {MAX_SECONDS:g} seconds, not {text!r}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +52,33 @@ class LoadOptions:
         None, "Closed loop instead of --rate: so many requests are always under way.", minimum=1, maximum=100_000
     )
     num_requests: int | None = option(
-        None, "Arrivals in all (a session counts once).  [default: 60, if no --duration]", minimum=1
+        None,
+        "Arrivals in all (a session counts once).  [default: 60, if no --duration]",
+        minimum=1,
+        maximum=MAX_REQUESTS,
     )
     duration: str | None = option(None, f"No arrivals after this. {SECONDS}")
     warmup: str = option("0", f"Requests intended before this are not measured. {SECONDS}")
     cooldown: str = option("0", f"Nor are those in the last part of the schedule. {SECONDS}")
-    seed: int = option(0, "Of everything that is drawn: same seed, same requests at the same instants.", minimum=0)
+    seed: int = option(
+        0,
+        "Of everything that is drawn: same seed, same requests at the same instants.",
+        minimum=0,
+        maximum=MAX_SEED,
+    )
 
     # What
     input_len: str = option(
         "128", "Prompt tokens: N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA, file:PATH; then :max=N."
     )
     output_len: str = option("32", "Output tokens, likewise.")
-    prefix_len: int = option(0, "Tokens in front of --input-len that all requests of a group share.", minimum=0)
-    prefix_groups: int = option(1, "Groups, drawn evenly.", minimum=1)
+    prefix_len: int = option(
+        0, "Tokens in front of --input-len that all requests of a group share.", minimum=0, maximum=MAX_LENGTH
+    )
+    prefix_groups: int = option(1, "Groups, drawn evenly.", minimum=1, maximum=MAX_GROUPS)
     turns: str = option("1", "Requests of a session, one after another, each with all before it in its prompt.")
     think: str = option("0", f"Mean pause between an answer and the next turn, exponential. {SECONDS}")
-    tenants: int = option(0, "Tenants among which requests are drawn evenly; 0 for none.", minimum=0)
+    tenants: int = option(0, "Tenants among which requests are drawn evenly; 0 for none.", minimum=0, maximum=1_000_000)
     mix: str | None = option(
         None,
         "Kinds of requests: NAME:share=2,input=300,output=uniform:10:50,priority=1,class=high,deadline=2s,tenant=T,"
@@ -298,8 +313,8 @@ def check_load(config: LoadOptions) -> None:
             raise ConfigError("--duration must be more than 0")
     _ = config.slos, config.window, config.profile
     check_needs(config, LOAD_NEEDS)
-    for name in ("input_len", "output_len", "turns"):
-        parse_lengths(getattr(config, name), "--" + name.replace("_", "-"))
+    for name, most in (("input_len", MAX_LENGTH), ("output_len", MAX_LENGTH), ("turns", MAX_TURNS)):
+        parse_lengths(getattr(config, name), "--" + name.replace("_", "-"), most)
     _check_together(config)
 
 
@@ -323,5 +338,5 @@ def _check_together(config: LoadOptions) -> None:
         )
     elif config.rate and config.time_scale != 1:
         raise ConfigError("--rate and --time-scale both set the pace of the trace: choose one")
-    elif config.rate and not re.fullmatch(r"[\d.]+", config.rate):
+    elif config.rate and len(config.profile.legs) > 1:
         raise ConfigError("with --trace, --rate must be one number, the mean rate")

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 
-Ints = NDArray[np.int64]
-MAX_LENGTH = 2**31 - 1
+Ints = NDArray[np.int32]
+MAX_LENGTH = 10_000_000  # tokens; whoever asks for more has made a mistake, and memory would not hold them
+MAX_TURNS = 1_000
+MAX_EXPONENT = 100.0  # beyond any length
 FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or file:PATH"
 
 
@@ -32,50 +34,62 @@ class Lengths:
         return float(self.draw(np.random.default_rng(0), 1000).mean())
 
 
-def parse_lengths(text: str, flag: str) -> Lengths:
+def parse_lengths(text: str, flag: str, most: int = MAX_LENGTH) -> Lengths:
     """``128``, ``uniform:100:500``, ``normal:200:50``, ``lognormal:200:0.8`` (median, sigma), ``file:PATH``.
 
-    A trailing ``:max=N`` bounds what is drawn. A file holds one number per line; they are drawn with replacement.
+    A trailing ``:max=N`` bounds what is drawn; ``most`` does anyway. A file holds one number per line; they are drawn
+    with replacement.
 
     Raises:
         ConfigError: names the flag.
     """
-    body, _, limit = text.partition(":max=")
+    body, bounded, limit = text.partition(":max=")
     kind, *words = body.split(":")
     try:
-        top = int(limit) if limit else MAX_LENGTH
-        if not 1 <= top <= MAX_LENGTH:
+        top = int(limit) if bounded else most
+        if not 1 <= top <= most:
             raise ValueError
         if kind == "file":
-            numbers = np.array(Path(":".join(words)).read_text().split(), dtype=np.float64)
-            if not len(numbers) or not (np.isfinite(numbers) & (numbers >= 1)).all():
-                raise OSError("it holds no lengths, or some below 1")
+            numbers = _numbers(Path(":".join(words)))
             return _bounded(text, top, lambda rng, count: rng.choice(numbers, count))
         values = [float(word) for word in ([kind] if kind[:1].isdigit() else words)]
-        if not all(0 <= value <= MAX_LENGTH for value in values):
+        if not all(0 <= value <= most for value in values):
             raise ValueError
         if kind[:1].isdigit() and not words:
             (fixed,) = values
             if fixed < 1 or fixed != int(fixed):
                 raise ValueError
-            return _bounded(text, top, lambda rng, count: np.full(count, fixed))
+            length = min(int(fixed), top)
+            return Lengths(text, lambda rng, count: np.full(count, length, dtype=np.int32))
         low, high = values
         draws: dict[str, Callable[[np.random.Generator, int], NDArray[np.float64]]] = {
             "uniform": lambda rng, count: rng.integers(int(low), int(high), count, endpoint=True).astype(np.float64),
             "normal": lambda rng, count: rng.normal(low, high, count),
-            "lognormal": lambda rng, count: low * np.exp(high * rng.standard_normal(count)),
+            "lognormal": lambda rng, count: low * np.exp(np.minimum(high * rng.standard_normal(count), MAX_EXPONENT)),
         }
-        if (kind == "uniform" and not 1 <= low <= high) or low < 1:
+        if (kind == "uniform" and not (1 <= low <= high and low % 1 == high % 1 == 0)) or low < 1:
             raise ValueError
         return _bounded(text, top, draws[kind])
     except (ValueError, KeyError, OSError) as error:
         because = f" ({error})" if isinstance(error, OSError) else ""
-        raise ConfigError(f"{flag} must be {FORMS}, perhaps with :max=N after it, not {text!r}{because}") from None
+        form = f"{FORMS}, perhaps with :max=N after it, and at most {most:,}"
+        raise ConfigError(f"{flag} must be {form}, not {text!r}{because}") from None
+
+
+def _numbers(path: Path) -> NDArray[np.float64]:
+    """Raises OSError, saying what is wrong with the file."""
+    try:
+        numbers = np.array(path.read_text(encoding="utf-8").split(), dtype=np.float64)
+    except ValueError:  # no numbers, or no text
+        raise OSError("it holds something else than numbers") from None
+    if not len(numbers) or not (np.isfinite(numbers) & (numbers >= 1)).all():
+        raise OSError("it holds no lengths, or some below 1")
+    return numbers
 
 
 def _bounded(text: str, top: int, draw: Callable[[np.random.Generator, int], NDArray[np.number]]) -> Lengths:
     def bounded(rng: np.random.Generator, count: int) -> Ints:
-        drawn: Ints = np.clip(np.rint(draw(rng, count)), 1, top).astype(np.int64)
+        drawn: Ints = np.clip(np.rint(draw(rng, count)), 1, top).astype(np.int32)
         return drawn
 
     return Lengths(text, bounded)

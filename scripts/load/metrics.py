@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from scripts.load import stats
+from scripts.load.kinds import Kind
 from scripts.load.records import Record
-from scripts.load.workload import Kind
 
 Figures = dict[str, Any]
 

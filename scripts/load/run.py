@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from scripts.load import metrics, validity
 from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Crew, Outcome, num_clients_for
+from scripts.load.draws import rng_of
 from scripts.load.heads import Heads, setup_of
 from scripts.load.outputs import compare_outputs, read_expected
 from scripts.load.plan import ideal_cached
@@ -28,7 +29,7 @@ from scripts.load.records import Record, record_of
 from scripts.load.report import Report, config_figures
 from scripts.load.scrape import Scraper
 from scripts.load.wire import Tick
-from scripts.load.workload import Plan, make_plan, rng_of
+from scripts.load.workload import Plan, make_plan
 
 OnTick = Callable[[Sequence[Tick], Plan], None]
 FIGURES = 99  # the stream of the seed that bootstraps use

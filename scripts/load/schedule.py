@@ -18,6 +18,9 @@ from common.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Arrival = Literal["constant", "poisson", "gamma", "burst"]
+MAX_REQUESTS = 10_000_000  # of a plan: all of it is made before the clock starts, in a second or two
+MIN_RATE, MAX_RATE = 1e-6, 1e6  # per second
+MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class RateProfile:
                 return cls._ramp(float(ramp.group(1)), float(ramp.group(2)), duration_s)
             if "x" in text:
                 steps = [tuple(map(float, step.split("x"))) for step in text.split(",")]
+                if any(math.inf in step for step in steps):
+                    raise ValueError
                 return cls._of([Leg(seconds, rate, rate) for rate, seconds in steps])
             return cls._of([Leg(math.inf, float(text), float(text))])
         except ValueError:
@@ -85,8 +90,10 @@ class RateProfile:
     def _of(cls, legs: list[Leg]) -> "RateProfile":
         if any(not (leg.seconds > 0 and leg.first >= 0 and leg.last >= 0) for leg in legs) or legs[-1].last <= 0:
             raise ConfigError("--rate: rates must be positive (only before the end may they be 0), and so must lengths")
-        if any(not math.isfinite(rate) for leg in legs for rate in (leg.first, leg.last)):
-            raise ConfigError("--rate must be finite")
+        if not all(MIN_RATE <= rate <= MAX_RATE for leg in legs for rate in (leg.first, leg.last) if rate):
+            raise ConfigError(f"--rate: rates must be between {MIN_RATE:g} and {MAX_RATE:g} per second")
+        if any(MAX_SECONDS < leg.seconds < math.inf for leg in legs):
+            raise ConfigError(f"--rate: steps must be at most {MAX_SECONDS:g} s long")
         if math.isfinite(legs[-1].seconds):
             legs = [*legs, Leg(math.inf, legs[-1].last, legs[-1].last)]
         return cls(tuple(legs))
@@ -130,10 +137,27 @@ def unit_arrivals(
         return np.arange(count, dtype=np.float64)
     if arrival == "burst":
         return (np.arange(count) // burst_size * burst_size).astype(np.float64)
+    return np.cumsum(_gaps(arrival, count, rng, cv))
+
+
+def _gaps(arrival: Arrival, count: int, rng: np.random.Generator, cv: float) -> Floats:
     if arrival == "poisson":
-        return np.cumsum(rng.standard_exponential(count))
+        return rng.standard_exponential(count)
     shape = 1 / cv**2
-    return np.cumsum(rng.standard_gamma(shape, count) / shape)
+    return rng.standard_gamma(shape, count) / shape
+
+
+def _until(end: float, arrival: Arrival, rng: np.random.Generator, cv: float, burst_size: int) -> Floats:
+    """All arrivals before an instant of operational time, and some after it; or more than can be planned.
+
+    Where gaps vary much, nearly all are tiny, and far more may arrive than the mean says.
+    """
+    if arrival in ("constant", "burst"):
+        return unit_arrivals(arrival, int(end) + burst_size + 2, rng, burst_size=burst_size)
+    gaps = _gaps(arrival, int(end + 10 * math.sqrt(end + 1)) + 20, rng, cv)
+    while gaps.sum() < end and len(gaps) <= MAX_REQUESTS:
+        gaps = np.concatenate([gaps, _gaps(arrival, len(gaps), rng, cv)])
+    return np.cumsum(gaps)
 
 
 def arrivals(
@@ -146,13 +170,18 @@ def arrivals(
     cv: float = 1.0,
     burst_size: int = 1,
 ) -> Floats:
-    """All instants of a run in seconds from its start: ``num_requests`` of them, or those before ``duration_s``."""
-    assert num_requests is not None or duration_s is not None
-    count = num_requests
-    if duration_s is not None:
-        mean = float(profile.to_operational(np.array([duration_s]))[0])
-        enough = int(mean + 10 * max(cv, 1.0) * math.sqrt(mean + 1) + 10 * burst_size + 20)
-        count = enough if num_requests is None else min(num_requests, enough)
-    assert count is not None
-    at = profile.to_seconds(unit_arrivals(arrival, count, rng, cv=cv, burst_size=burst_size))
+    """All instants of a run in seconds from its start: ``num_requests`` of them, or those before ``duration_s``.
+
+    Raises:
+        ConfigError: they are more than can be planned.
+    """
+    if num_requests is not None:
+        unit = unit_arrivals(arrival, num_requests, rng, cv=cv, burst_size=burst_size)
+    else:
+        assert duration_s is not None
+        end = float(profile.to_operational(np.array([duration_s]))[0])
+        unit = _until(min(end, MAX_REQUESTS + 1.0), arrival, rng, cv, burst_size)
+        if np.count_nonzero(unit < end) > MAX_REQUESTS:
+            raise ConfigError(f"--rate and --duration make more than {MAX_REQUESTS:,} requests, the most of a plan")
+    at = profile.to_seconds(unit)
     return at if duration_s is None else at[at < duration_s]

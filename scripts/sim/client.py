@@ -14,8 +14,9 @@ from common.prediction import Predictor
 from common.sampling import SamplingParams
 from gateway.claims import Claims
 from gateway.relay import Ask
+from scripts.load.draws import Chain
 from scripts.load.plan import ANSWER, Piece, Planned, key
-from scripts.load.workload import Chain, Plan
+from scripts.load.workload import Plan
 from scripts.sim.agenda import Agenda
 from scripts.sim.engine import END_TOKEN
 from scripts.sim.gateway import Answer

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scripts.load.kinds import Kind
 from scripts.load.metrics import limits_of
 from scripts.load.stats import QUANTILES
-from scripts.load.workload import Kind
 from scripts.sim.client import Outcome
 from scripts.sim.cluster import Cluster
 from scripts.sim.node import Node

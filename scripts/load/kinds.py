@@ -1,0 +1,102 @@
+"""Classes of requests: what ``--mix`` names, or the one that the other options make."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.errors import ConfigError
+from scripts.load.config import LoadOptions, seconds
+from scripts.load.lengths import MAX_LENGTH, MAX_TURNS, Lengths, parse_lengths
+from scripts.load.plan import MAX_GROUPS
+
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of requests. ``share`` is its weight among the classes; ``slos`` override the run's, in seconds."""
+
+    name: str
+    input_len: Lengths
+    output_len: Lengths
+    turns: Lengths
+    think_s: float
+    prefix_len: int
+    prefix_groups: int
+    share: float = 1.0
+    priority: int | None = None
+    deadline_ms: float | None = None
+    priority_class: str = ""
+    tenant: str = ""
+    slos: tuple[tuple[str, float], ...] = ()
+
+
+def kinds_of(config: LoadOptions) -> dict[str, Kind]:
+    """The classes of ``--mix``, or the one that the other options make.
+
+    Raises:
+        ConfigError: names class and key.
+    """
+    plain = Kind(
+        "",
+        parse_lengths(config.input_len, "--input-len"),
+        parse_lengths(config.output_len, "--output-len"),
+        parse_lengths(config.turns, "--turns", MAX_TURNS),
+        seconds(config.think, "--think") or 0.0,
+        config.prefix_len,
+        config.prefix_groups,
+    )
+    if not config.mix:
+        return {"": plain}
+    kinds: dict[str, Kind] = {}
+    for words in filter(None, (part.strip() for part in config.mix.split(";"))):
+        name, _, rest = words.partition(":")
+        name = name.strip()
+        if not name or name in kinds:
+            raise ConfigError(f"--mix: every class needs a name of its own, {words!r} has none")
+        kind = replace(plain, name=name)
+        for pair in filter(None, rest.split(",")):
+            kind = _with(kind, pair)
+        kinds[name] = kind
+    if not kinds:
+        raise ConfigError("--mix names no class")
+    return kinds
+
+
+#: Keys with whole numbers: field, least and most.
+_WHOLE = {
+    "prefix": ("prefix_len", 0, MAX_LENGTH),
+    "groups": ("prefix_groups", 1, MAX_GROUPS),
+    "priority": ("priority", -MAX_PRIORITY, MAX_PRIORITY),
+}
+
+
+def _with(kind: Kind, pair: str) -> Kind:
+    name, _, value = pair.strip().partition("=")
+    flag = f"--mix, class {kind.name}, {name}"
+    try:
+        if name in ("slo-ttft", "slo-itl", "slo-tpot", "slo-e2e"):
+            return replace(kind, slos=(*kind.slos, (name[4:], seconds(value, flag) or 0.0)))
+        if name in ("input", "output"):
+            lengths: dict[str, Any] = {f"{name}_len": parse_lengths(value, flag)}
+            return replace(kind, **lengths)
+        if name == "turns":
+            return replace(kind, turns=parse_lengths(value, flag, MAX_TURNS))
+        if name == "share" and 0 < float(value) < math.inf:
+            return replace(kind, share=float(value))
+        if name in ("think", "deadline"):
+            found = seconds(value, flag) or 0.0
+            return replace(kind, think_s=found) if name == "think" else replace(kind, deadline_ms=found * 1e3)
+        if name in ("prefix", "groups", "priority"):
+            field, least, most = _WHOLE[name]
+            number: dict[str, Any] = {field: int(value)}
+            if least <= int(value) <= most:
+                return replace(kind, **number)
+        if name in ("tenant", "class") and value:
+            return replace(kind, tenant=value) if name == "tenant" else replace(kind, priority_class=value)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"{flag}={value}: cannot be. Known are share, input, output, turns, think, prefix, groups, priority, class, "
+        "deadline, tenant, slo-ttft, slo-itl, slo-tpot and slo-e2e"
+    )
