@@ -52,6 +52,12 @@ def test_each_limit_is_judged_on_its_own_measure() -> None:
     assert metrics.misses(record(0.1, 0.3, deadline_ms=200.0), {}) == ["deadline"]
 
 
+def test_a_limit_on_gaps_is_broken_by_any_gap_beyond_the_hundredth_part() -> None:
+    """One of three gaps is half a second: two thirds are within 499 ms, not 99 %, whatever lies between two gaps."""
+    assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.499}) == ["itl"]
+    assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.501}) == []
+
+
 def test_a_class_has_limits_of_its_own() -> None:
     kinds = kinds_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
     records = [record(0.1, class_name="fast"), record(0.1, class_name="slow"), record(0.3, class_name="slow")]
@@ -69,6 +75,13 @@ def test_throughput_counts_what_came_inside_the_window() -> None:
     assert found["input_tokens_per_s"] == 50
 
 
+def test_the_last_answer_is_inside_of_the_window_that_ends_with_it() -> None:
+    """An answer that is not streamed has all its tokens at its end."""
+    whole = record(2.0, counts=[1], num_counted=1, num_output=32, usage_output=32, usage_prompt=8, ended_s=2.0)
+    found = metrics.throughput([whole], 0.0, 2.0)
+    assert (found["output_tokens_per_s"], found["input_tokens_per_s"], found["requests_per_s"]) == (16, 4, 0.5)
+
+
 def test_usage_larger_than_the_events_is_spread_over_them() -> None:
     """Where the server does not say how many tokens an event has, its usage does."""
     one = record(0.1, 0.2, num_output=6, usage_output=6)
@@ -78,7 +91,7 @@ def test_usage_larger_than_the_events_is_spread_over_them() -> None:
 def test_tenants_are_compared_by_what_they_got_of_what_they_asked() -> None:
     records = [record(0.1, 0.2, 0.3, tenant="a"), record(0.4, 0.5, 0.6, tenant="b"), record(tenant="b", error="x")]
     tenants = metrics.groups(records, "tenant", {}, {}, RNG)
-    found = metrics.fairness(tenants, records)
+    found = metrics.fairness(tenants, records, records, 0.0, 9.0)
     assert found["service_jain"] == pytest.approx((1 + 0.5) ** 2 / (2 * (1 + 0.25)))
     assert found["ttft_ratio"] == pytest.approx(4)
 
@@ -92,10 +105,27 @@ def test_tokens_of_tenants_are_compared_only_while_several_wait() -> None:
         record(1.25, 1.75, tenant="b", at=0.5, num_input=9),
         record(1.5, 1.6, 1.7, tenant="c", at=1.4, num_input=100),
     ]
-    found = metrics.fairness(metrics.groups(records, "tenant", {}, {}, RNG), records)
+    found = metrics.fairness(metrics.groups(records, "tenant", {}, {}, RNG), records, records, 0.0, 9.0)
     assert found["backlogged_s"] == 2
     assert found["tokens_per_s"] == {"a": (5 + 2) / 2, "b": (11 + 0) / 2}
     assert found["backlogged_jain"] == pytest.approx((3.5 + 5.5) ** 2 / (2 * (3.5**2 + 5.5**2)))
+
+
+def test_a_tenant_that_is_starved_does_not_make_the_others_look_fair() -> None:
+    """Two of c's three requests failed: its median is a failure, which takes for ever."""
+    records = [record(0.1, tenant="a"), record(0.2, tenant="b"), record(0.1, tenant="c")]
+    records += [record(tenant="c", error="timeout"), record(tenant="c", error="timeout")]
+    found = metrics.fairness(metrics.groups(records, "tenant", {}, {}, RNG), records, records, 0.0, 9.0)
+    assert found["ttft_ratio"] is None and found["unserved"] == ["c"]
+
+
+def test_what_a_tenant_asked_for_in_the_warm_up_and_got_after_it_counts_as_service() -> None:
+    """Second 2: a and b wait all through it; of a's tokens in it, those of the request of second 0 came."""
+    early = record(2.2, 2.4, 2.6, tenant="a", at=0.0, num_input=7, is_measured=False)
+    late = [record(3.5, tenant="a", at=2.0, num_input=1), record(3.5, tenant="b", at=2.0, num_input=1)]
+    tenants = metrics.groups(late, "tenant", {}, {}, RNG)
+    found = metrics.fairness(tenants, late, [early, *late], 2.0, 9.0)
+    assert found["backlogged_s"] == 1 and found["tokens_per_s"] == {"a": 10.0, "b": 0.0}
 
 
 def test_prompts_that_the_server_knew_before_the_run_are_told_from_hits_of_the_run() -> None:
@@ -118,6 +148,14 @@ def test_usage_is_checked_against_counted_tokens() -> None:
     assert found["usage_mismatches"] == 2
     assert found["counted_exactly"] == 2
     assert found["other_length_than_asked"] == 2
+
+
+def test_what_nobody_counted_is_not_said_to_differ() -> None:
+    """Of two answers one has no usage: neither its prompt nor its output can be of another length than asked."""
+    said = record(0.1, 0.2, 0.3, usage_output=3, usage_prompt=10)
+    silent = record(0.1, 0.2)  # two events, of who knows how many tokens
+    found = metrics.tokens([said, silent])
+    assert (found["input_asked"], found["input_said"], found["other_length_than_asked"]) == (10, 10, 0)
 
 
 # ---- can the run be believed? ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is written and said: files, page, comparison, search, expected outputs, exit statuses."""
+"""What is written and said: files, page, expected outputs, exit statuses."""
 
 import json
 import re
@@ -10,18 +10,15 @@ from load_mock import MockServer, mock_server
 from load_records import record
 
 from common.errors import ConfigError
-from scripts.load import metrics
-from scripts.load.compare import compare
 from scripts.load.config import LoadtestConfig
 from scripts.load.live import View
-from scripts.load.main import DIFFERENT, FAILED, FINE, INVALID, REGRESSED, WRONG, main
+from scripts.load.main import DIFFERENT, FAILED, FINE, INVALID, WRONG, main
 from scripts.load.parquet import COLUMNS, write_parquet
 from scripts.load.probe import probe
 from scripts.load.records import Record
 from scripts.load.report import Report
 from scripts.load.run import run_load
 from scripts.load.scrape import parse
-from scripts.load.search import find_goodput, measure
 from scripts.load.svg import log_ticks, ticks
 from scripts.load.wire import Tick
 from scripts.load.workload import Plan
@@ -120,165 +117,10 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     assert counts["examples"] == [{"index": 3, "first_difference": 2}]
 
 
-def test_a_slower_run_is_a_regression_and_the_same_one_is_none(tmp_path: Path) -> None:
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    with mock_server(tmp_path, "--ttft", "0.03", "--itl", "0.005") as server:
-        command(server, "--max-send-lateness", "1s", "--json", str(before))
-    report = json.loads(before.read_text()) | {"is_valid": True}
-    before.write_text(json.dumps(report))
-    assert main(["--compare", str(before), str(before)]) == FINE
-    report["samples"]["ttft"] = [sample + 1 for sample in report["samples"]["ttft"]]
-    after.write_text(json.dumps(report))
-    assert main(["--compare", str(before), str(after), "--json", str(tmp_path / "c.json")]) == REGRESSED
-    assert main(["--compare", str(after), str(before)]) == FINE
-    changes = json.loads((tmp_path / "c.json").read_text())["changes"]
-    worse = {change["name"] for change in changes if change["verdict"] == "worse"}
-    assert worse == {"time to first token mean", "time to first token p50"}
-    assert main(["--compare", str(before), str(tmp_path / "none.json")]) == WRONG
-
-
-def test_sweeps_are_compared_rate_by_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = {"quick": ("40,80", "0.01"), "slow": ("20,40", "0.15")}
-    for name, (rates, ttft) in names.items():
-        with mock_server(tmp_path, "--ttft", ttft) as server:
-            words = [
-                "--sweep",
-                rates,
-                "--num-requests",
-                "30",
-                "--output-len",
-                "3",
-                "--json",
-                str(tmp_path / f"{name}.json"),
-            ]
-            main(["--url", server.url, *words])
-    both = [str(tmp_path / f"{name}.json") for name in names]
-    written = [
-        "--html",
-        str(tmp_path / "c.html"),
-        "--svg",
-        str(tmp_path / "pictures"),
-        "--json",
-        str(tmp_path / "c.json"),
-    ]
-    capsys.readouterr()
-    assert main(["--compare", *both, *written]) == REGRESSED
-    text = capsys.readouterr().out
-    assert "40/s" in text and "80/s" not in text, "only what both have"
-    changes = json.loads((tmp_path / "c.json").read_text())["changes"]
-    (mean,) = [one for one in changes if one["name"] == "time to first token mean"]
-    assert mean["rate"] == "40/s" and mean["verdict"] == "worse" and mean["ratio"] > 2
-    page = (tmp_path / "c.html").read_text()
-    assert "REGRESSED" in page and "slow p99" in page
-    assert (tmp_path / "pictures" / "time-to-first-token-by-rate.svg").read_text().count("quick p50") == 1
-    assert main(["--compare", both[0], both[0]]) in (FINE, INVALID)
-    single = tmp_path / "one.json"
-    single.write_text(json.dumps({"schema": 1}))
-    assert main(["--compare", both[0], str(single)]) == WRONG
-
-
-def test_a_change_counts_only_if_it_is_large_and_sure() -> None:
-    def report(ttft: list[float], good: int) -> metrics.Figures:
-        samples = {"ttft": ttft, "itl": [], "tpot": [], "e2e": []}
-        service = {"good": good, "count": 100, "attainment": good / 100}
-        errors = {"count": 0, "share": 0.0}
-        return {"samples": samples, "service": service, "errors": errors, "num_measured": 100}
-
-    base = report([1 + 0.001 * n for n in range(100)], 90)
-    slightly = compare(base, report([1.02 + 0.001 * n for n in range(100)], 89), 0.05)
-    much = compare(base, report([1.2 + 0.001 * n for n in range(100)], 60), 0.05)
-    better = compare(base, report([0.8 + 0.001 * n for n in range(100)], 100), 0.05)
-    assert {change.verdict for change in slightly} == {"same"}
-    assert {change.name: change.verdict for change in much} == {
-        "time to first token mean": "worse",
-        "time to first token p50": "worse",
-        "failed requests": "same",
-        "good requests": "worse",
-    }
-    assert [change.verdict for change in better] == ["better", "better", "same", "better"]
-
-
-def counted(good: int, count: int) -> Report:
-    """A report that holds nothing but its verdict."""
-    report = Report.__new__(Report)
-    report.service = {"good": good, "count": count}
-    report.reasons = []
-    return report
-
-
-@pytest.mark.parametrize(("limit", "start"), [(13.0, 1.0), (0.3, 4.0), (5.0, 5.0)])
-def test_the_search_encloses_the_limit_and_bisects(limit: float, start: float) -> None:
-    """All requests are good up to a rate, and none beyond."""
-    best, points = find_goodput(lambda rate, _: counted(100 * (rate <= limit), 100), start, 0.9, 6)
-    assert best <= limit < best * 2 ** (1 / 64) * 1.0001
-    assert all(point.is_sure and point.holds == (point.rate <= limit) for point in points)
-
-
-def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
-    point = measure(lambda *_: counted(9, 10), 1.0, 0.9)
-    assert (point.good, point.count, point.holds, point.is_sure, len(point.reports)) == (27, 30, True, False, 3)
-    clear = measure(lambda *_: counted(50, 100), 1.0, 0.9)
-    assert (clear.holds, clear.is_sure, len(clear.reports)) == (False, True, 1)
-
-
-def test_what_arrived_of_a_rate_is_told_beside_it() -> None:
-    """Ninety requests drawn at 10/s may well come at 9."""
-
-    def run(rate: float, number: int) -> Report:
-        report = counted(9, 10)
-        report.rate = (9.0, 10.0, 9.5)[number]
-        return report
-
-    point = measure(run, 10.0, 0.9)
-    assert (point.rate, point.to_dict()["arrived"]) == (10.0, 9.5)
-    assert measure(lambda *_: counted(50, 100), 1.0, 0.9).arrived is None, "a trace that has no rate"
-
-
-def test_a_rate_that_the_client_could_not_send_does_not_count_as_held() -> None:
-    def run(rate: float, number: int) -> Report:
-        report = counted(100, 100)
-        report.reasons = ["the client could not keep up"] if rate > 10 else []
-        return report
-
-    best, points = find_goodput(run, 4.0, 0.9, 3)
-    assert 8 <= best <= 10
-    assert next(point.rate for point in points if not point.is_valid) == 16.0
-    again = counted(100, 100)
-    again.reasons = ["the client could not keep up"]
-    point = measure(lambda _, number: again if number else counted(9, 10), 1.0, 0.9)
-    assert (point.holds, point.is_valid, len(point.reports)) == (False, False, 2), "it seemed to hold at first"
-
-
-def test_runs_of_a_sweep_have_the_same_schedule_and_other_tokens(tmp_path: Path) -> None:
-    """Otherwise each would find the prompts of the one before it in the server's cache."""
-    with mock_server(tmp_path) as server:
-        main(["--url", server.url, "--sweep", "60,120", "--num-requests", "8", "--input-len", "uniform:5:40"])
-    first, second = server.truth[:8], server.truth[8:]
-    prompts = [[one["body"]["prompt"] for one in part] for part in (first, second)]
-    assert sorted(map(len, prompts[0])) == sorted(map(len, prompts[1]))
-    assert not {tuple(prompt[:4]) for prompt in prompts[0]} & {tuple(prompt[:4]) for prompt in prompts[1]}
-
-
 def test_a_run_in_which_every_request_failed_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock_server(tmp_path, "--refuse", "1") as server:
         assert main(["--url", server.url, "--rate", "50", "--num-requests", "5"]) == FAILED
     assert "every request failed" in capsys.readouterr().err
-
-
-def test_what_a_sweep_would_not_write_is_refused() -> None:
-    for words in ({"sweep": "1,2", "jsonl": "x"}, {"sweep": "1,2", "expect_file": "x"}, {"sweep": "1,a"}):
-        with pytest.raises(ConfigError, match="--sweep"):
-            LoadtestConfig(**words)  # type: ignore[arg-type]
-
-
-def test_a_sweep_gives_a_row_and_a_report_for_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock_server(tmp_path) as server:
-        words = ["--url", server.url, "--sweep", "40,80", "--num-requests", "20", "--output-len", "2"]
-        main([*words, "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html")])
-    content = json.loads((tmp_path / "s.json").read_text())
-    assert [run["config"]["rate"] for run in content["runs"]] == ["40", "80"]
-    assert "Rate against latency" in (tmp_path / "s.html").read_text()
-    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

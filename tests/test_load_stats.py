@@ -39,12 +39,64 @@ def test_intervals_of_the_mean_cover_it_nineteen_times_in_twenty() -> None:
 
 
 def test_gaps_of_few_requests_are_less_certain_than_as_many_free_ones() -> None:
-    """Ten clusters of 100 equal values hold ten values, not a thousand."""
+    """Twenty clusters of 100 equal values hold twenty values, not two thousand."""
     rng = np.random.default_rng(5)
-    clusters = [np.full(100, value) for value in rng.uniform(0, 1, 10)]
-    low, high = stats.clustered_quantile_interval(clusters, 0.5, rng)
+    clusters = [np.full(100, value) for value in rng.uniform(0, 1, 20)]
+    low, high = stats.clustered_intervals(clusters, rng)["p50_ci"]
     free_low, free_high = stats.quantile_interval(np.sort(np.concatenate(clusters)), 0.5, rng)
+    assert low and high and free_low and free_high
     assert high - low > 2 * (free_high - free_low)
+
+
+def test_an_interval_has_no_end_where_the_sample_has_nothing_beyond() -> None:
+    """Of 100 values all lie below the 99th percentile in 37 cases of 100 (0.99^100); of 400 in 2 (0.99^400)."""
+    values = np.random.default_rng(6).exponential(1, 400)
+    few, many = stats.summary(values[:100], RNG), stats.summary(values, RNG)
+    assert few["p99_ci"][1] is None and many["p99_ci"][1] is not None  # type: ignore[index]
+    assert many["p99.9_ci"][1] is None  # type: ignore[index]
+    lone = stats.summary([1.0], RNG)
+    assert lone["p50"] == 1 and lone["p50_ci"] == lone["mean_ci"] == [None, None]
+    gaps = stats.clustered_intervals([values[n : n + 10] for n in range(0, 400, 10)], RNG)
+    assert gaps["p99.9_ci"][1] is None and gaps["p50_ci"][1] is not None
+    assert stats.clustered_intervals([values], RNG)["p50_ci"] == [None, None], "the gaps of one request"
+
+
+def queueing(count: int, load: float, rng: np.random.Generator) -> stats.Floats:
+    """Times in the system of the customers of one server, Poisson and exponential: those who queue wait together."""
+    arrivals, services = np.cumsum(rng.exponential(1 / load, count)), rng.exponential(1, count)
+    free_at, found = 0.0, []
+    for arrival, service in zip(arrivals, services, strict=True):
+        free_at = max(free_at, arrival) + service
+        found.append(free_at - arrival)
+    return np.array(found)
+
+
+def test_intervals_cover_the_mean_of_requests_that_queued_together() -> None:
+    """In the long run the mean is 1 / (1 - load) = 2; counted as independent, a third of the intervals miss it."""
+    rng = np.random.default_rng(7)
+    samples = [queueing(1000, 0.5, rng) for _ in range(100)]
+    assert 4 < np.median([stats.correlation_time(sample) for sample in samples]) < 14
+    ends = [stats.summary(sample, rng)["mean_ci"] for sample in samples]
+    assert sum(low < 2 < high for low, high in ends) >= 87  # type: ignore[misc]
+    alone = [stats.mean_interval(np.sort(sample), rng) for sample in samples]
+    assert sum(low < 2 < high for low, high in alone) < 75  # type: ignore[operator]
+
+
+def test_values_that_do_not_depend_on_each_other_count_all() -> None:
+    rng = np.random.default_rng(8)
+    times = [stats.correlation_time(rng.exponential(1, 300)) for _ in range(50)]
+    assert np.median(times) < 1.2 and stats.correlation_time(np.ones(9)) == 1
+    blocks = stats.Blocks([rng.exponential(1, 2) for _ in range(50)])
+    assert (blocks.count, blocks.size) == (50, 100)
+
+
+def test_blocks_are_redrawn_whole() -> None:
+    """Of clusters (0, 1), (2), (3, 4, 5) each is drawn with all of its values or none."""
+    blocks = stats.Blocks([np.array(values, dtype=float) for values in ((0, 1), (2,), (), (3, 4, 5))])
+    for _ in range(20):
+        drawn = np.bincount(blocks.redrawn(RNG).astype(int), minlength=6)
+        assert drawn[0] == drawn[1] and drawn[3] == drawn[4] == drawn[5]
+        assert drawn[0] + drawn[2] + drawn[3] == 3
 
 
 @pytest.mark.parametrize(
@@ -100,9 +152,34 @@ def test_jains_index_is_one_for_equals_and_one_nth_for_a_winner() -> None:
 
 def test_the_ratio_of_two_samples_says_whether_they_differ() -> None:
     rng = np.random.default_rng(8)
-    a = rng.normal(10, 1, 300)
-    single = [a[n : n + 1] for n in range(300)]
-    same = stats.ratio_interval(single, [rng.normal(10, 1, 1) for _ in range(300)], mean, rng)
-    more = stats.ratio_interval(single, [rng.normal(11, 1, 1) for _ in range(300)], mean, rng)
-    assert same[1] < 1 < same[2]
-    assert more[1] > 1.05 and more[0] == pytest.approx(1.1, abs=0.02)
+
+    def blocks(middle: float) -> stats.Blocks:
+        return stats.Blocks([rng.normal(middle, 1, 1) for _ in range(300)])
+
+    before = blocks(10)
+    same, more = stats.ratio(before, blocks(10), mean, rng), stats.ratio(before, blocks(11), mean, rng)
+    assert same.low < 1 < same.high and same.p > 0.05
+    assert more.low > 1.05 and more.value == pytest.approx(1.1, abs=0.02) and more.p < 1e-9
+
+
+def test_two_halves_of_one_queue_do_not_differ() -> None:
+    """The mean wait of 500 customers moves by a fifth from half to half: chance, since they waited together."""
+    rng = np.random.default_rng(9)
+    sure = 0
+    for _ in range(30):
+        before, after = (stats.Blocks(np.split(queueing(500, 0.6, rng), 500)) for _ in range(2))
+        sure += stats.ratio(before, after, mean, rng).p < 0.05
+    assert sure <= 5
+
+
+def test_a_difference_of_shares_has_its_probability() -> None:
+    """Newcombe's own example, 56 of 70 against 48 of 80: 0.2 with 0.0524 to 0.3339."""
+    assert stats.difference(48, 80, 56, 70) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
+    assert 0.005 < stats.difference_p(48, 80, 56, 70) < 0.02
+    assert stats.difference_p(5, 100, 5, 100) == pytest.approx(1)
+
+
+def test_many_comparisons_count_for_each_other() -> None:
+    """Holm: the least of three p-values counts three times, the next twice, and none less than one before it."""
+    assert stats.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert stats.holm([]) == []

@@ -1,14 +1,14 @@
 """``--compare BEFORE.json AFTER.json``: what changed, and whether chance could have done it.
 
-Latencies are compared by the ratio of a statistic with its bootstrap interval; shares of good and of failed requests by
-the difference of two proportions. A figure has *regressed* if it is worse by more than the threshold and the whole
-interval says worse.
+Latencies are compared by the ratio of a statistic, with its bootstrap interval over stretches of requests that waited
+together; shares of good and of failed requests by the difference of two proportions. A figure has *regressed* if it is
+worse by more than the threshold, and chance would make so much of any of all the compared figures in less than one
+comparison in twenty (Holm's correction): otherwise a sweep of ten rates would regress against itself.
 """
 
-import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -16,7 +16,7 @@ import numpy as np
 
 from common.errors import ConfigError
 from scripts.load import stats
-from scripts.load.main import FINE, INVALID, REGRESSED
+from scripts.load.main import FINE, INVALID, REGRESSED, check_file, check_folder
 from scripts.load.metrics import Figures
 from scripts.load.report import read_json, write_json
 
@@ -26,7 +26,15 @@ STATISTICS: dict[str, Callable[[stats.Floats], float]] = {
     "p99": lambda values: float(np.quantile(values, 0.99)),
 }
 MIN_FOR_P99 = 200  # of fewer requests it is as good as the maximum, and says nothing about the next run
+MIN_FREE = 10  # of fewer independent requests no deviation can be told
+CERTAINTY = 0.05
+FAILED, GOOD = "failed requests", "good requests"
 TITLES = {"ttft": "time to first token", "itl": "gap between tokens", "tpot": "time per token", "e2e": "end to end"}
+#: Options that say where to and how it is shown, not what is asked for.
+NOT_LOAD = {
+    "json", "jsonl", "html", "parquet", "url", "save_outputs", "svg", "expect_file", "live", "scrape",
+    "scrape_interval", "clients",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class Change:
 
     Attributes:
         ratio, low, high: after over before, with its 95 % interval; of shares the difference.
-        verdict: better, worse or same; worse and better only if significant and beyond the threshold.
+        p: probability of such a change by chance, as it counts beside all others that were compared.
+        verdict: better, worse or same; "unknown" where there is too little to tell.
     """
 
     name: str
@@ -43,67 +52,82 @@ class Change:
     before: float
     after: float
     ratio: float
-    low: float
-    high: float
-    verdict: str
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    verdict: str = "unknown"
 
 
 def compare(before: Figures, after: Figures, threshold: float) -> list[Change]:
     """All figures that both reports have."""
+    return judged([changes_of(before, after)], threshold)[0]
+
+
+def judged(pairs: Sequence[Sequence[Change]], threshold: float) -> list[list[Change]]:
+    """The changes of several pairs of runs with their verdicts, which depend on how many there are."""
+    every = [change for changes in pairs for change in changes]
+    known = [place for place, change in enumerate(every) if change.p is not None]
+    for place, p in zip(known, stats.holm([every[place].p or 0.0 for place in known]), strict=True):
+        every[place] = replace(every[place], p=p, verdict=_verdict(every[place], p, threshold))
+    rest = iter(every)
+    return [[next(rest) for _ in changes] for changes in pairs]
+
+
+def _verdict(change: Change, p: float, threshold: float) -> str:
+    """Failures count however few they are more: of requests that always succeeded, one in a hundred is news."""
+    is_share = change.unit == "share"
+    worse_by = change.ratio - (0.0 if is_share else 1.0)
+    worse_by = -worse_by if change.name == GOOD else worse_by
+    if p > CERTAINTY or abs(worse_by) <= (0.0 if change.name == FAILED else threshold):
+        return "same"
+    return "worse" if worse_by > 0 else "better"
+
+
+def changes_of(before: Figures, after: Figures) -> list[Change]:
+    """All figures that both reports have, with the probability of each change alone, and no verdict yet."""
     rng = np.random.default_rng(0)
     changes = []
     for name, title in TITLES.items():
-        a, b = (_clusters(side["samples"][name]) for side in (before, after))
-        if not a or not b:
+        a, b = (_blocks(side["samples"][name]) for side in (before, after))
+        if not a.size or not b.size:
             continue
+        num_requests = min(len(side["samples"][name]) for side in (before, after))
+        is_enough = min(a.num_free, b.num_free) >= MIN_FREE
         for label, statistic in STATISTICS.items():
-            if label == "p99" and min(len(a), len(b)) < MIN_FOR_P99:
+            if label == "p99" and num_requests < MIN_FOR_P99:
                 continue
-            ratio, low, high = stats.ratio_interval(a, b, statistic, rng)
-            values = statistic(np.concatenate(a)), statistic(np.concatenate(b))
-            verdict = _verdict(low, high, 1.0, ratio, threshold)
-            changes.append(Change(f"{title} {label}", "s", *values, ratio, low, high, verdict))
-    changes.append(_share("failed requests", before["errors"], after["errors"], before, after, threshold))
-    changes.append(_attainment(before["service"], after["service"], threshold))
-    return changes
+            one, other = statistic(a.values), statistic(b.values)
+            change = Change(f"{title} {label}", "s", one, other, other / one if one else 1.0)
+            if is_enough:
+                found = stats.ratio(a, b, statistic, rng)
+                change = replace(change, ratio=found.value, low=found.low, high=found.high, p=found.p)
+            changes.append(change)
+    failed = [(side["errors"]["count"], side["num_measured"]) for side in (before, after)]
+    good = [(side["service"]["good"], side["service"]["count"]) for side in (before, after)]
+    return [
+        *changes,
+        _share(FAILED, failed, is_judged=True),
+        _share(GOOD, good, is_judged=_limits_agree(before, after)),
+    ]
 
 
-def _clusters(samples: Sequence[float | list[float]]) -> list[stats.Floats]:
+def _blocks(samples: Sequence[float | list[float]]) -> stats.Blocks:
     """Values that belong together; those of one value each where none do."""
-    clusters = [np.atleast_1d(np.asarray(sample, dtype=np.float64)) for sample in samples]
-    return [cluster for cluster in clusters if len(cluster)]
+    return stats.Blocks([np.atleast_1d(np.asarray(sample, dtype=np.float64)) for sample in samples])
 
 
-def _verdict(low: float, high: float, neutral: float, value: float, threshold: float) -> str:
-    if low > neutral and value > neutral + threshold:
-        return "worse"
-    if high < neutral and value < neutral - threshold:
-        return "better"
-    return "same"
+def _limits_agree(before: Figures, after: Figures) -> bool:
+    """Whether both runs call the same requests good."""
+    sides = [(side["service"].get("limits_s"), side.get("config", {}).get("mix")) for side in (before, after)]
+    return sides[0] == sides[1]
 
 
-def _share(name: str, one: Figures, other: Figures, before: Figures, after: Figures, threshold: float) -> Change:
-    counts = (before["num_measured"], after["num_measured"])
-    difference, low, high = _difference(one["count"], counts[0], other["count"], counts[1])
-    verdict = _verdict(low, high, 0.0, difference, threshold)
-    return Change(name, "share", one["share"], other["share"], difference, low, high, verdict)
-
-
-def _attainment(one: Figures, other: Figures, threshold: float) -> Change:
-    difference, low, high = _difference(one["good"], one["count"], other["good"], other["count"])
-    verdict = _verdict(-high, -low, 0.0, -difference, threshold)
-    return Change("good requests", "share", one["attainment"], other["attainment"], difference, low, high, verdict)
-
-
-def _difference(good_a: int, count_a: int, good_b: int, count_b: int) -> tuple[float, float, float]:
-    """Difference of two proportions with Newcombe's 95 % interval (Statistics in Medicine 17, 1998, method 10)."""
-    a, b = good_a / max(1, count_a), good_b / max(1, count_b)
-    low_a, high_a = stats.proportion_interval(good_a, count_a)
-    low_b, high_b = stats.proportion_interval(good_b, count_b)
-    difference = b - a
-    below = math.sqrt((b - low_b) ** 2 + (high_a - a) ** 2)
-    above = math.sqrt((high_b - b) ** 2 + (a - low_a) ** 2)
-    return difference, difference - below, difference + above
+def _share(name: str, counts: Sequence[tuple[int, int]], *, is_judged: bool) -> Change:
+    """A share of requests as (how many, of how many) before and after."""
+    (one, of_one), (other, of_other) = counts
+    change, low, high = stats.difference(one, of_one, other, of_other)
+    p = stats.difference_p(one, of_one, other, of_other) if is_judged and of_one and of_other else None
+    return Change(name, "share", one / max(1, of_one), other / max(1, of_other), change, low, high, p)
 
 
 def compare_command(words: Sequence[str]) -> int:
@@ -111,13 +135,19 @@ def compare_command(words: Sequence[str]) -> int:
 
     @click.command(context_settings={"max_content_width": 110})
     @click.option("--compare", nargs=2, required=True, metavar="BEFORE.json AFTER.json")
-    @click.option("--threshold", default=0.05, show_default=True, help="Changes smaller than this share do not count.")
+    @click.option(
+        "--threshold",
+        default=0.05,
+        show_default=True,
+        type=click.FloatRange(0.0),
+        help="Smaller changes do not count: of latencies as a share, of good requests as a difference.",
+    )
     @click.option("--json", "path", help="Write the comparison.", metavar="FILE")
     @click.option("--html", "page", help="Write it as one self-contained page, side by side.", metavar="FILE")
     @click.option("--svg", "folder", help="Write each picture as an SVG file into this folder.", metavar="FOLDER")
     def command(compare: tuple[str, str], threshold: float, **out: str | None) -> int:
-        """Compare two reports, or two sweeps rate by rate. Exit status 4 if anything got significantly worse, 3 if a
-        run was invalid."""
+        """Compare two reports, or two sweeps rate by rate. Exit status 3 if a run was invalid, so that nothing can be
+        concluded, else 4 if anything got significantly worse."""
         return _run(*compare, threshold=threshold, out=out)
 
     try:
@@ -128,9 +158,16 @@ def compare_command(words: Sequence[str]) -> int:
 
 
 def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None]) -> int:
+    for flag, path in (("--json", out["path"]), ("--html", out["page"])):
+        check_file(path, flag)
+    check_folder(out["folder"], "--svg")
     sides = [(Path(name).stem, read_json(name)) for name in (first, second)]
     pairs = _paired(sides[0][1], sides[1][1])
-    changes = {title: compare(before, after, threshold) for title, before, after in pairs}
+    try:
+        found = judged([changes_of(before, after) for _, before, after in pairs], threshold)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{first} and {second} are not both reports of this version: {error!r}") from None
+    changes = {title: own for (title, *_), own in zip(pairs, found, strict=True)}
     lines = [
         line
         for title, before, after in pairs
@@ -153,9 +190,9 @@ def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None
         if not side["is_valid"]
     ]
     print("\n".join(reasons), file=sys.stderr, end="\n" if reasons else "")
-    if any(change.verdict == "worse" for own in changes.values() for change in own):
-        return REGRESSED
-    return INVALID if reasons else FINE
+    if reasons:
+        return INVALID
+    return REGRESSED if any(change.verdict == "worse" for own in changes.values() for change in own) else FINE
 
 
 def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures]]:
@@ -168,11 +205,21 @@ def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures
         raise ConfigError("one is a sweep or a search and the other a single run: compare like with like")
     if "runs" not in before:
         return [("", before, after)]
-    by_rate = [{run["config"]["rate"]: run for run in side["runs"]} for side in (before, after)]
-    pairs = [(f"{rate}/s", run, by_rate[1][rate]) for rate, run in by_rate[0].items() if rate in by_rate[1]]
+    by_rate = [_by_rate(side["runs"]) for side in (before, after)]
+    pairs = [(title, run, by_rate[1][title]) for title, run in by_rate[0].items() if title in by_rate[1]]
     if not pairs:
         raise ConfigError("the two have no rate in common")
     return pairs
+
+
+def _by_rate(runs: Sequence[Figures]) -> dict[str, Figures]:
+    """Runs by their rate; a search makes several at one."""
+    found: dict[str, Figures] = {}
+    for run in runs:
+        title = f"{run['config']['rate']}/s"
+        tries = sum(other == title or other.startswith(title + ",") for other in found)
+        found[title + (f", try {tries + 1}" if tries else "")] = run
+    return found
 
 
 def _draw(sides: Sequence[tuple[str, Figures]], lines: Sequence[str], out: dict[str, str | None]) -> None:
@@ -196,23 +243,32 @@ def _draw(sides: Sequence[tuple[str, Figures]], lines: Sequence[str], out: dict[
 
 def lines_of(changes: list[Change], before: Figures, after: Figures) -> list[str]:
     """Side by side."""
-    lines = [f"{'':28}{'before':>12}{'after':>12}{'change':>10}   95 % interval"]
+    lines = [f"{'':28}{'before':>12}{'after':>12}{'change':>12}   95 % interval"]
     for one in changes:
         if one.unit == "s":
-            cells = f"{one.before * 1e3:10.2f}ms{one.after * 1e3:10.2f}ms{one.ratio - 1:>+10.1%}"
-            interval = f"{one.low - 1:+.1%} to {one.high - 1:+.1%}"
+            cells = f"{one.before * 1e3:10.2f}ms{one.after * 1e3:10.2f}ms{one.ratio - 1:>+12.1%}"
+            interval = f"{one.low - 1:+.1%} to {one.high - 1:+.1%}" if one.low is not None and one.high else ""
         else:
-            cells = f"{one.before:12.2%}{one.after:12.2%}{one.ratio:>+10.1%}"
-            interval = f"{one.low:+.1%} to {one.high:+.1%}"
-        mark = {"worse": "  REGRESSED", "better": "  better", "same": ""}[one.verdict]
+            cells = f"{one.before:12.2%}{one.after:12.2%}{one.ratio * 100:>+8.1f} pts"
+            interval = f"{(one.low or 0) * 100:+.1f} to {(one.high or 0) * 100:+.1f} points"
+        mark = {"worse": "  REGRESSED", "better": "  better", "same": "", "unknown": "  not judged"}[one.verdict]
         lines.append(f"{one.name:28}{cells}   {interval}{mark}")
     for title, name in (("requests/s", "requests_per_s"), ("tokens/s out", "output_tokens_per_s")):
         a, b = before["throughput"][name], after["throughput"][name]
-        lines.append(f"{title:28}{a:12.4g}{b:12.4g}{(b / a - 1) if a else 0.0:>+10.1%}")
-    differing = [
-        f"{name}: {before['config'].get(name)!r} before, {value!r} after"
-        for name, value in after["config"].items()
-        if value != before["config"].get(name)
-        and name not in ("json", "jsonl", "html", "parquet", "url", "save_outputs", "svg", "expect_file")
-    ]
-    return lines + (["", "the two runs were asked for different things:", *differing] if differing else [])
+        lines.append(f"{title:28}{a:12.4g}{b:12.4g}{(b / a - 1) if a else 0.0:>+12.1%}   not judged")
+    return lines + _differences(before, after) + _too_few(changes)
+
+
+def _too_few(changes: Sequence[Change]) -> list[str]:
+    if not any(change.p is None and change.unit == "s" for change in changes):
+        return []
+    return ["", f"latencies are judged from {MIN_FREE} requests on that did not wait together"]
+
+
+def _differences(before: Figures, after: Figures) -> list[str]:
+    """What was asked for, and of whom, if that is not the same."""
+    names = dict.fromkeys([*before["config"], *after["config"]])
+    pairs = [(name, before["config"].get(name), after["config"].get(name)) for name in names if name not in NOT_LOAD]
+    pairs += [(f"server's {name}", before["server"].get(name), after["server"].get(name)) for name in ("model", "kind")]
+    differing = [f"{name}: {one!r} before, {other!r} after" for name, one, other in pairs if one != other]
+    return ["", "the two runs were asked for different things:", *differing] if differing else []

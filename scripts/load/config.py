@@ -190,7 +190,9 @@ class LoadtestConfig(LoadOptions, _Target):
     expect_file: str | None = option(None, "Outputs must equal these, token for token.", metavar="FILE")
 
     # What comes out
-    json: str | None = option(None, "Write the report.", metavar="FILE")
+    json: str | None = option(
+        None, "Write the report; - for standard output, with all else on standard error.", metavar="FILE"
+    )
     jsonl: str | None = option(None, "Write one line per request.", metavar="FILE")
     parquet: str | None = option(None, "Write one row per request (needs pyarrow).", metavar="FILE")
     html: str | None = option(None, "Write the report as one self-contained page.", metavar="FILE")
@@ -223,6 +225,10 @@ class LoadtestConfig(LoadOptions, _Target):
             raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
         if self.concurrency and self.sweep:
             raise ConfigError("--sweep is over rates: leave --concurrency out")
+        if self.find_goodput and self.rate and not re.fullmatch(r"\d+\.?\d*|\.\d+", self.rate):
+            raise ConfigError(f"with --find-goodput, --rate is one number, where the search begins, not {self.rate!r}")
+        if self.sweep and self.rate:
+            raise ConfigError("--sweep is over rates: leave --rate out")
         if self.sweep and not all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in self.sweep.split(",")):
             raise ConfigError(f"--sweep must be rates, such as 1,2,4, not {self.sweep!r}")
         for name in ("jsonl", "parquet", "save_outputs", "expect_file") if self.sweep or self.find_goodput else ():
@@ -231,6 +237,10 @@ class LoadtestConfig(LoadOptions, _Target):
                 raise ConfigError(f"{flag} is for a single run: leave --sweep and --find-goodput out")
         if self.expect_file and not self.stream and self.return_token_ids:
             raise ConfigError("--return-token-ids needs --stream")
+        timed = {*self.slos, *re.findall(r"slo-(\w+) *=", self.mix or "")} & {"ttft", "itl", "tpot"}
+        if not self.stream and timed:
+            flags = ", ".join(f"--slo-{name}" for name in sorted(timed))
+            raise ConfigError(f"{flags} need --stream: without it all tokens come at the end (--slo-e2e)")
         if self.tokenizer and self.endpoint != "chat" and self.prompt != "text":
             raise ConfigError("--tokenizer is for words: add --prompt text")
         _ = self.body_fields
@@ -267,6 +277,8 @@ def check_url(url: str, flag: str) -> None:
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        if parts.username is not None:
+            raise ConfigError(f"{flag}: a name and password in it would not be sent: use --api-key or --header")
     except ValueError:  # a port that is no number, or out of range
         is_one = False
     if not is_one:
@@ -312,6 +324,8 @@ def check_load(config: LoadOptions) -> None:
         if found == 0 and name == "duration":
             raise ConfigError("--duration must be more than 0")
     _ = config.slos, config.window, config.profile
+    if config.duration_s is not None and config.warmup_s + config.cooldown_s >= config.duration_s:
+        raise ConfigError("--warmup and --cooldown take all of --duration: nothing would be measured")
     check_needs(config, LOAD_NEEDS)
     for name, most in (("input_len", MAX_LENGTH), ("output_len", MAX_LENGTH), ("turns", MAX_TURNS)):
         parse_lengths(getattr(config, name), "--" + name.replace("_", "-"), most)

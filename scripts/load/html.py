@@ -111,18 +111,27 @@ def _invalid(reasons: Sequence[str]) -> str:
 def _latency_table(latency: Figures) -> str:
     names = ("mean", "p50", "p90", "p95", "p99", "p99.9")
     rows = []
+    above = ""
     for title, name in ROWS:
         figures = latency[name]
+        above = title if not title.startswith(" ") else above
         if figures["count"]:
-            rows.append([html.escape(title), *(_with_interval(figures, column) for column in names)])
+            whole = title if title == above else f"{above}, {title.strip()}"
+            rows.append([html.escape(whole), *(_with_interval(figures, column) for column in names)])
     head = ["milliseconds (95 % interval)", *names]
-    return '<div class="wide">' + _table(rows, head, is_raw=True) + "</div>"
+    words = (
+        "An interval without an end: so few requests have nothing beyond. Those that waited together count as fewer."
+    )
+    return f'<div class="wide">{_table(rows, head, is_raw=True)}</div><p><small>{words}</small></p>'
 
 
 def _with_interval(figures: Figures, name: str) -> str:
-    interval = figures.get(name + "_ci")
-    small = f"<br><small>{milliseconds(interval[0])} – {milliseconds(interval[1])}</small>" if interval else ""
-    return milliseconds(figures[name]) + small
+    low, high = figures[name + "_ci"]
+    if low is None and high is None:
+        return milliseconds(figures[name])
+    ends = [milliseconds(end) for end in (low, high) if end is not None]
+    words = " – ".join(ends) if len(ends) == 2 else f"{'from' if high is None else 'to'} {ends[0]}"
+    return f"{milliseconds(figures[name])}<br><small>{words}</small>"
 
 
 def _facts(report: Report) -> str:

@@ -7,14 +7,15 @@ Exit status: 0 fine, 1 the run could not be made or every request failed, 2 wron
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 from common.cli import resolve
 from common.errors import BatonError, ConfigError
 from scripts.load.config import NEEDS, LoadtestConfig, check_needs
-from scripts.load.report import Report, write_json, write_jsonl
+from scripts.load.report import TO_STDOUT, Report, write_json, write_jsonl
 
 FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
 STOPPED = 130
@@ -59,9 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return STOPPED
-    except BrokenPipeError:  # whoever read the summary has seen enough
+    except BrokenPipeError:  # whoever read has seen enough
         sys.stdout = None
         return FINE
+    except OSError as error:  # of a sweep's or a comparison's files
+        print(f"loadtest: {error.filename or 'a file'} could not be written: {error.strerror}", file=sys.stderr)
+        return FAILED
 
 
 def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
@@ -71,6 +75,9 @@ def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
         age_s: seconds that the start has taken so far; None for all since the process began.
     """
     check_outputs(config)
+    if config.json == TO_STDOUT and sys.stdout is not sys.stderr:
+        with redirect_stdout(sys.stderr):
+            return load_command(config, age_s)
     from scripts.load.live import watched
 
     if config.find_goodput or config.sweep:
@@ -93,17 +100,15 @@ def process_age_s() -> float:
 
 
 def finish(config: LoadtestConfig, report: Report) -> int:
-    """Write the files, print the summary, give the exit status."""
+    """Print the summary, write the files, give the exit status."""
     from scripts.load.table import summary_lines
 
-    print("\n".join(summary_lines(report)))
-    try:
-        write_files(config, report)
-    except OSError as error:
-        print(f"loadtest: {error.filename or 'a file'} could not be written: {error.strerror}", file=sys.stderr)
-        return FAILED
+    say(*summary_lines(report))
+    is_written = write_files(config, report)
     if report.was_stopped:
         return STOPPED
+    if not is_written:
+        return FAILED
     if report.outputs and (report.outputs["differ"] or not report.outputs["compared"]):
         return DIFFERENT
     if report.all_failed:
@@ -112,36 +117,48 @@ def finish(config: LoadtestConfig, report: Report) -> int:
     return FINE if report.is_valid else INVALID
 
 
-def write_files(config: LoadtestConfig, report: Report) -> None:
-    """Those of --json, --jsonl, --parquet, --html and --save-outputs that are asked for."""
+def say(*lines: str) -> None:
+    """Print; a reader that has gone away (``| head``) does not keep the files from being written."""
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def write_files(config: LoadtestConfig, report: Report) -> bool:
+    """Those of --json, --jsonl, --parquet, --html, --svg and --save-outputs that are asked for; one that cannot be
+    written does not keep the others from it. Whether all were.
+    """
     began_at = time.monotonic()
-    if config.json:
-        write_json(report.to_dict(), config.json)
-    if config.jsonl:
-        write_jsonl(report.records, config.jsonl)
-    if config.parquet:
-        from scripts.load.parquet import write_parquet
+    written, is_whole = [], True
+    for name, write in _writers(config, report):
+        try:
+            write(name)
+            written.append(name)
+        except (OSError, ValueError, OverflowError) as error:  # a full disk; what a server said that no format holds
+            is_whole = False
+            print(f"loadtest: {name} could not be written: {error}", file=sys.stderr)
+    if written:
+        say(f"written in {time.monotonic() - began_at:.1f} s: {', '.join(written)}")
+    return is_whole
 
-        write_parquet(report.records, config.parquet)
-    if config.save_outputs:
-        from scripts.load.outputs import save_outputs
 
-        save_outputs(report.records, config.save_outputs)
-    if config.html:
-        from scripts.load.html import write_html
+def _writers(config: LoadtestConfig, report: Report) -> list[tuple[str, Callable[[str], object]]]:
+    """Path and writer of each file that is asked for."""
+    from scripts.load.html import write_html
+    from scripts.load.outputs import save_outputs
+    from scripts.load.parquet import write_parquet
+    from scripts.load.pictures import of_run, write_svgs
 
-        write_html([report], config.html)
-    if config.svg:
-        from scripts.load.pictures import of_run, write_svgs
-
-        write_svgs([picture for *_, pictures in of_run(report) for picture in pictures], config.svg)
-    names = [
-        name
-        for name in (config.svg, config.json, config.jsonl, config.parquet, config.html, config.save_outputs)
-        if name
-    ]
-    if names:
-        print(f"written in {time.monotonic() - began_at:.1f} s: {', '.join(names)}")
+    writers: tuple[tuple[str | None, Callable[[str], object]], ...] = (
+        (config.json, lambda path: write_json(report.to_dict(), path)),
+        (config.jsonl, lambda path: write_jsonl(report.records, path)),
+        (config.parquet, lambda path: write_parquet(report.records, path)),
+        (config.save_outputs, lambda path: save_outputs(report.records, path)),
+        (config.html, lambda path: write_html([report], path)),
+        (config.svg, lambda path: write_svgs([one for *_, pictures in of_run(report) for one in pictures], path)),
+    )
+    return [(path, write) for path, write in writers if path]
 
 
 def check_outputs(config: LoadtestConfig) -> None:
@@ -151,25 +168,47 @@ def check_outputs(config: LoadtestConfig) -> None:
         ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
     """
     check_needs(config, NEEDS)
+    used: dict[Path, str] = {}
     for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
-        path = getattr(config, name)
-        if not path:
+        path, flag = getattr(config, name), "--" + name.replace("_", "-")
+        if not path or (name == "json" and path == TO_STDOUT):
             continue
-        place, flag = Path(path).resolve(), "--" + name.replace("_", "-")
-        if not place.parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no such folder")
-        if place.is_dir():
-            raise ConfigError(f"{flag} {path} is a folder: name a file in it")
-        if not os.access(place if place.exists() else place.parent, os.W_OK):
-            raise ConfigError(f"{flag} {path} cannot be written")
-    if config.svg and Path(config.svg).exists() and not Path(config.svg).is_dir():
-        raise ConfigError(f"--svg {config.svg} is a file: name a folder")
+        check_file(path, flag)
+        other = used.setdefault(Path(path).resolve(), flag)
+        if other != flag:
+            raise ConfigError(f"{other} and {flag} name the same file, {path}")
+    check_folder(config.svg, "--svg")
     if config.parquet:
         from scripts.load.parquet import require_pyarrow
 
         require_pyarrow()
     if config.expect_file and not Path(config.expect_file).is_file():
         raise ConfigError(f"--expect-file {config.expect_file}: there is no such file")
+
+
+def check_file(path: str | None, flag: str) -> None:
+    """Raises ConfigError, naming the flag, for a file that could not be written."""
+    if path is None:
+        return
+    place = Path(path).resolve()
+    if not place.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no such folder")
+    if place.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder: name a file in it")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written")
+
+
+def check_folder(path: str | None, flag: str) -> None:
+    """Raises ConfigError, naming the flag, for a folder that is none or could not be made."""
+    if path is None:
+        return
+    place = Path(path).resolve()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{flag} {path}: {there} is a file: name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {path} cannot be written")
 
 
 def at_rate(config: LoadtestConfig, rate: float) -> LoadtestConfig:

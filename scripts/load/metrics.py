@@ -6,6 +6,7 @@ no latency; they count as misses wherever something is judged.
 """
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -31,9 +32,7 @@ def latencies(records: Sequence[Record], rng: np.random.Generator) -> Figures:
     every_gap = np.concatenate(gaps) if gaps else np.array([])
     itl = stats.summary(every_gap, rng)
     if len(every_gap):
-        for name, share in stats.QUANTILES.items():
-            itl[name + "_ci"] = stats.clustered_quantile_interval(gaps, share, rng)
-        itl["mean_ci"] = _ratio_of_sums(gaps, rng)
+        itl |= stats.clustered_intervals(gaps, rng)
     return {
         "ttft": stats.summary([record.ttft_s for record in good], rng),
         "ttft_sent": stats.summary([record.stamps_s[0] - record.released_s for record in good], rng),
@@ -45,17 +44,8 @@ def latencies(records: Sequence[Record], rng: np.random.Generator) -> Figures:
     }
 
 
-def _ratio_of_sums(clusters: Sequence[stats.Floats], rng: np.random.Generator) -> list[float]:
-    sums = np.array([cluster.sum() for cluster in clusters])
-    sizes = np.array([len(cluster) for cluster in clusters])
-    picks = rng.integers(0, len(sums), (400, len(sums)))
-    below = sizes[picks].sum(axis=1)
-    means = sums[picks].sum(axis=1)[below > 0] / below[below > 0]
-    return [float(value) for value in np.quantile(means, (0.025, 0.975))] if len(means) else []
-
-
 def throughput(records: Sequence[Record], begin_s: float, end_s: float) -> Figures:
-    """Rates inside a window: what was received in it, whoever asked when.
+    """Rates inside a window, its ends included: what was received in it, whoever asked when.
 
     Args:
         records: all of the run, measured or not.
@@ -64,13 +54,12 @@ def throughput(records: Sequence[Record], begin_s: float, end_s: float) -> Figur
     out = 0.0
     requests = tokens_in = events = 0
     for record in records:
-        scale = record.num_output / record.num_counted if record.num_counted else 1.0
-        inside = [n for at, n in zip(record.stamps_s, record.counts, strict=True) if begin_s <= at < end_s]
-        out += scale * sum(inside)
+        inside = [n for at, n in zip(record.stamps_s, record.counts, strict=True) if begin_s <= at <= end_s]
+        out += record.tokens_per_count * sum(inside)
         events += len(inside)
         if record.is_ok and begin_s <= record.stamps_s[-1] <= end_s:
             requests += 1
-        if record.stamps_s and begin_s <= record.stamps_s[0] < end_s:
+        if record.stamps_s and begin_s <= record.stamps_s[0] <= end_s:
             tokens_in += record.num_input if record.usage_prompt is None else record.usage_prompt
     return {
         "window_s": [begin_s, end_s],
@@ -93,7 +82,8 @@ def misses(record: Record, limits: dict[str, float]) -> list[str]:
     for name, limit in limits.items():
         value: float | None
         if name == "itl":
-            value = float(np.quantile(gaps, 0.99)) if gaps else None
+            # The least that 99 % of the gaps are within; between two gaps lies no limit.
+            value = float(np.quantile(gaps, 0.99, method="inverted_cdf")) if gaps else None
         else:
             value = {"ttft": record.ttft_s, "e2e": record.e2e_s, "tpot": record.tpot_s}[name]
         if value is not None and value > limit:
@@ -178,14 +168,22 @@ def groups(
     return found
 
 
-def fairness(tenants: Figures, records: Sequence[Record]) -> Figures:
+def fairness(
+    tenants: Figures, records: Sequence[Record], every: Sequence[Record], begin_s: float, end_s: float
+) -> Figures:
     """How evenly tenants are served.
 
     ``service_jain``: Jain's index over the share of its asked output that each tenant got; ``ttft_ratio``: worst over
-    best median time to first token. Whoever asks for little gets little, and that is fair; so tokens are compared only
-    where tenants compete (as Sheng et al. do for VTC, OSDI'24): ``backlogged_s`` are the seconds in which at least two
-    tenants had a request waiting all through, ``tokens_per_s`` what each of them got in those (prompts, counted at the
-    first token, and output), ``backlogged_jain`` Jain's index over that.
+    best median time to first token, a failure taking for ever; None if that is the worst, and ``unserved`` names the
+    tenants more than half of whose requests failed. Whoever asks for little gets little, and that is fair; so tokens
+    are compared only where tenants compete (as Sheng et al. do for VTC, OSDI'24): ``backlogged_s`` are the seconds in
+    which at least two tenants had a request waiting all through, ``tokens_per_s`` what each of them got in those
+    (prompts, counted at the first token, and output), ``backlogged_jain`` Jain's index over that.
+
+    Args:
+        records: the measured ones.
+        every: all of the run: what was asked for in the warm-up may be served after it.
+        begin_s, end_s: the measured part; seconds outside of it are not compared.
     """
     if not tenants:
         return {}
@@ -193,26 +191,37 @@ def fairness(tenants: Figures, records: Sequence[Record]) -> Figures:
     for record in records:
         asked[record.tenant or "(none)"] += record.num_output_asked
     shares = [figures["output_tokens"] / max(1, asked[name]) for name, figures in tenants.items()]
-    medians = [figures["ttft"]["p50"] for figures in tenants.values() if figures["ttft"]["count"]]
-    seconds, rates = _served_while_backlogged(records)
+    medians = _medians_with_failures(records)
+    worst, best = max(medians.values()), min(medians.values())
+    seconds, rates = _served_while_backlogged(every, begin_s, end_s)
     return {
         "tenants": len(tenants),
         "service_jain": stats.jain_index(shares),
-        "ttft_ratio": max(medians) / min(medians) if len(medians) > 1 and min(medians) > 0 else None,
+        "ttft_ratio": worst / best if best > 0 and math.isfinite(worst) else None,
+        "unserved": [name for name, median in medians.items() if math.isinf(median)],
         "backlogged_s": seconds,
         "tokens_per_s": rates,
         "backlogged_jain": stats.jain_index(list(rates.values())) if rates else None,
     }
 
 
-def _served_while_backlogged(records: Sequence[Record]) -> tuple[int, dict[str, float]]:
+def _medians_with_failures(records: Sequence[Record]) -> dict[str, float]:
+    """Median time to first token of each tenant; infinite if more than half of its requests failed."""
+    times: dict[str, list[float]] = {}
+    for record in records:
+        times.setdefault(record.tenant or "(none)", []).append(record.ttft_s if record.is_ok else math.inf)
+    medians = {name: statistics.median(values) for name, values in sorted(times.items())}
+    return {name: m if math.isfinite(m) else statistics.median_low(times[name]) for name, m in medians.items()}
+
+
+def _served_while_backlogged(records: Sequence[Record], begin_s: float, end_s: float) -> tuple[int, dict[str, float]]:
     """Seconds in which several tenants waited all through, and the tokens per second that each of these got."""
     waiting: dict[int, set[str]] = {}
     served: Counter[tuple[int, str]] = Counter()
     for record in records:
         name = record.tenant or "(none)"
         first_s = record.stamps_s[0] if record.stamps_s else record.ended_s
-        for second in range(math.ceil(record.intended_s), math.floor(first_s)):
+        for second in range(math.ceil(max(record.intended_s, begin_s)), math.floor(min(first_s, end_s))):
             waiting.setdefault(second, set()).add(name)
         if record.stamps_s:
             served[math.floor(first_s), name] += record.num_input
@@ -257,9 +266,12 @@ def tokens(records: Sequence[Record]) -> Figures:
     good = [record for record in records if record.is_ok]
     said = [record for record in good if record.usage_output is not None]
     exact = [record for record in said if record.has_counts]
+    of_prompts = [record for record in good if record.usage_prompt is not None]
+    known = [record for record in good if record.has_counts or record.usage_output is not None]
     return {
-        "input_asked": sum(record.num_input for record in good),
-        "input_said": sum(record.usage_prompt or 0 for record in said),
+        # Of those whose prompts the server counted, so that the two can be compared.
+        "input_asked": sum(record.num_input for record in of_prompts),
+        "input_said": sum(record.usage_prompt or 0 for record in of_prompts),
         "output_asked": sum(record.num_output_asked for record in good),
         "output_said": sum(record.usage_output or 0 for record in said),
         "output_counted": sum(record.num_counted for record in good),
@@ -268,7 +280,7 @@ def tokens(records: Sequence[Record]) -> Figures:
         # Fewer tokens than events cannot be; where tokens were counted, any difference is an error.
         "usage_mismatches": sum(record.usage_output != record.num_counted for record in exact)
         + sum((record.usage_output or 0) < record.num_counted for record in said if not record.has_counts),
-        "other_length_than_asked": sum(record.num_output != record.num_output_asked for record in good),
+        "other_length_than_asked": sum(record.num_output != record.num_output_asked for record in known),
     }
 
 

@@ -223,7 +223,7 @@ def _level(spans: Sequence[tuple[float, float]]) -> Points:
 
 def _per_second(good: Sequence[Record]) -> Points:
     stamps = np.concatenate([record.stamps_s for record in good])
-    counts = np.concatenate([record.counts for record in good])
+    counts = np.concatenate([record.tokens_per_count * np.array(record.counts) for record in good])
     width = max(0.25, float(stamps.max()) / 200)
     numbers = np.bincount((stamps / width).astype(int), weights=counts)
     return [((i + 0.5) * width, float(number) / width) for i, number in enumerate(numbers)]

@@ -92,6 +92,11 @@ class Record(msgspec.Struct, kw_only=True):
         return (self.stamps_s[-1] - self.stamps_s[0]) / rest if rest > 0 and len(self.stamps_s) > 1 else None
 
     @property
+    def tokens_per_count(self) -> float:
+        """What a count of ``counts`` stands for: more than a token where only usage says how many came."""
+        return self.num_output / self.num_counted if self.num_counted else 1.0
+
+    @property
     def gaps_s(self) -> list[float]:
         """Time between each two successive events that brought output."""
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]

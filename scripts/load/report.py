@@ -4,6 +4,7 @@
 need. All times are seconds; ``schema`` rises when a field changes its meaning.
 """
 
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scripts.load.records import Record
 
 SCHEMA = 1
 MAX_SAMPLES = 20_000
+TO_STDOUT = "-"
 
 
 @dataclass
@@ -77,7 +79,8 @@ class Report:
     def to_dict(self) -> Figures:
         """As JSON, without the records, with samples of the measured requests."""
         found = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "records"}
-        good = [record for record in self.measured if record.is_ok and record.stamps_s][:MAX_SAMPLES]
+        good = [record for record in self.measured if record.is_ok and record.stamps_s]
+        good = good[:: len(good) // MAX_SAMPLES + 1]  # of the whole run, not of its beginning
         step = sum(len(record.counts) for record in good) // MAX_SAMPLES + 1  # of requests, so that gaps stay together
         samples = {
             "ttft": [round(record.ttft_s, 6) for record in good],
@@ -98,7 +101,14 @@ def config_figures(config: LoadtestConfig) -> Figures:
 
 
 def write_json(content: Any, path: str) -> None:
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    """Write a JSON file; ``-`` is the standard output that the process was started with."""
+    text = msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+    if path == TO_STDOUT:
+        assert sys.__stdout__
+        sys.__stdout__.buffer.write(text)
+        sys.__stdout__.flush()
+    else:
+        Path(path).write_bytes(text)
 
 
 def read_json(path: str) -> Figures:
@@ -109,9 +119,11 @@ def read_json(path: str) -> Figures:
     """
     try:
         content: Figures = msgspec.json.decode(Path(path).read_bytes())
+        if not isinstance(content, dict) or "schema" not in content:
+            raise ConfigError(f"{path} is no report of a load test: it has no schema")
         if content["schema"] != SCHEMA:
             raise ConfigError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}")
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no report of a load test: {error}") from None
     return content
 

@@ -174,7 +174,7 @@ class _Load:
             errors=metrics.errors(measured),
             classes=metrics.groups(measured, "class_name", config.slos, plan.kinds, rng),
             tenants=tenants,
-            fairness=metrics.fairness(tenants, measured),
+            fairness=metrics.fairness(tenants, measured, records, *window),
             caching=metrics.caching(measured),
             tokens=metrics.tokens(measured),
             stages=metrics.stages(measured, rng),
@@ -193,9 +193,11 @@ class _Load:
     def _window(self, outcome: Outcome, records: list[Record]) -> tuple[float, float, bool]:
         """Between which intended instants requests are measured."""
         config, plan = self._config, self._plan
-        end_s = plan.seconds if not outcome.was_halted else outcome.ended_at - outcome.start_at
+        end_s = plan.seconds
         if end_s is None:
             end_s = max((record.ended_s for record in records), default=0.0)
+        if outcome.was_halted:
+            end_s = min(end_s, outcome.ended_at - outcome.start_at)
         return config.warmup_s, end_s - config.cooldown_s, plan.is_open
 
     def _throughput_window(

@@ -1,12 +1,17 @@
 """The statistics that a report stands on: percentiles, bootstrap intervals, Kolmogorov-Smirnov.
 
 Written out so that nothing large has to be imported. Sources: Efron and Tibshirani, *An Introduction to the Bootstrap*
-(1993), chapters 6 and 13; Kolmogorov's limit with the correction of Stephens (JASA 69, 1974); the incomplete gamma
-function by its series and continued fraction (Abramowitz and Stegun 6.5.29 and 6.5.31).
+(1993), chapters 6, 8 and 13; Sokal's window for correlation times (*Monte Carlo Methods in Statistical Mechanics*,
+1997); Kolmogorov's limit with the correction of Stephens (JASA 69, 1974); the incomplete gamma function by its series
+and continued fraction (Abramowitz and Stegun 6.5.29 and 6.5.31); Holm's correction (Scand. J. Stat. 6, 1979).
+
+Requests that queue wait together, so neighbours are not independent: intervals and tests count them for as many as
+their correlation time leaves.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,70 +19,152 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 QUANTILES: dict[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 RESAMPLES = 1000
+MIN_FREE = 6  # of fewer independent values, all lie on one side of their median once in 32 times or more
+MIN_BLOCKS = 8
+MAX_ALONE = 1.5  # correlation times up to this are chance
+Interval = list[float | None]
+Intervals = dict[str, Interval]
+Summary = dict[str, float | int | Interval]
 
 
-def summary(values: Sequence[float] | Floats, rng: np.random.Generator) -> dict[str, float | int | list[float]]:
+def summary(values: Sequence[float] | Floats, rng: np.random.Generator) -> Summary:
     """Count, mean, deviation, extremes and percentiles of a sample, with 95 % bootstrap intervals (``p50_ci`` ...).
 
     Percentiles interpolate linearly between order statistics. Empty for an empty sample.
+
+    Args:
+        values: in order of time; neighbours may depend on each other.
+
+    Returns:
+        An end of an interval is None where so few values do not bound it.
     """
-    sample = np.sort(np.asarray(values, dtype=np.float64))
-    if not len(sample):
+    series = np.asarray(values, dtype=np.float64)
+    if not len(series):
         return {"count": 0}
-    found: dict[str, float | int | list[float]] = {
+    num_free = len(series) / correlation_time(series)
+    sample = np.sort(series)
+    found: Summary = {
         "count": len(sample),
         "mean": float(sample.mean()),
         "std": float(sample.std()),
         "min": float(sample[0]),
         "max": float(sample[-1]),
     }
-    found["mean_ci"] = mean_interval(sample, rng)
+    found["mean_ci"] = mean_interval(sample, rng, num_free)
     for name, share in QUANTILES.items():
         found[name] = float(np.quantile(sample, share))
-        found[name + "_ci"] = quantile_interval(sample, share, rng)
+        found[name + "_ci"] = quantile_interval(sample, share, rng, num_free)
     return found
 
 
-def mean_interval(sample: Floats, rng: np.random.Generator) -> list[float]:
-    """95 % percentile bootstrap of the mean; by its normal limit where the sample is large."""
-    count = len(sample)
+def correlation_time(series: Floats) -> float:
+    """How many successive values tell as much as one that stands alone: 1 if they are independent.
+
+    The integrated autocorrelation time, summed up to the first lag that is five times the sum so far.
+    """
+    count = len(series)
+    away = series - series.mean() if count else series
+    if count < 4 or not away.any():
+        return 1.0
+    spectrum = np.fft.rfft(away, 1 << (2 * count - 1).bit_length())
+    products = np.fft.irfft(spectrum * spectrum.conj())[:count]
+    times = 1 + 2 * np.cumsum(products[1:] / products[0])
+    far = np.nonzero(np.arange(1, count) >= 5 * times)[0]
+    return float(min(max(1.0, times[far[0]] if len(far) else count), count))
+
+
+def mean_interval(sample: Floats, rng: np.random.Generator, num_free: float | None = None) -> Interval:
+    """95 % percentile bootstrap of the mean; by its normal limit where the sample is large.
+
+    Args:
+        num_free: as how many independent values the sample counts; all of them if not given.
+    """
+    count, mean = len(sample), float(sample.mean())
+    wider = math.sqrt(count / num_free) if num_free else 1.0
+    if (num_free or count) < MIN_FREE:
+        return [None, None]
     if count > 2000:
-        half = 1.96 * float(sample.std()) / math.sqrt(count)
-        return [float(sample.mean()) - half, float(sample.mean()) + half]
+        half = wider * 1.96 * float(sample.std()) / math.sqrt(count)
+        return [mean - half, mean + half]
     means = sample[rng.integers(0, count, (RESAMPLES, count))].mean(axis=1)
-    return [float(value) for value in np.quantile(means, (0.025, 0.975))]
+    return [mean + wider * (float(value) - mean) for value in np.quantile(means, (0.025, 0.975))]
 
 
-def quantile_interval(ordered: Floats, share: float, rng: np.random.Generator) -> list[float]:
+def quantile_interval(
+    ordered: Floats, share: float, rng: np.random.Generator, num_free: float | None = None
+) -> Interval:
     """95 % percentile bootstrap of a quantile, without resampling.
 
     The k-th smallest of n draws from the sample is its element ``floor(n U)``, U being the k-th smallest of n uniform
-    draws, which is Beta(k, n - k + 1): that is the bootstrap's distribution itself.
+    draws, which is Beta(k, n - k + 1): that is the bootstrap's distribution itself. Values that depend on each other
+    are drawn as often as there are free ones. The largest of n values is no upper bound of what fewer than one in n
+    exceed: where all n lie below the quantile with more than 2.5 %, there is none.
     """
     count = len(ordered)
-    k = min(count, max(1, round(share * (count - 1)) + 1))
-    picked = ordered[np.minimum((count * rng.beta(k, count - k + 1, RESAMPLES)).astype(np.int64), count - 1)]
-    return [float(value) for value in np.quantile(picked, (0.025, 0.975))]
+    free = num_free or count
+    k = max(1.0, share * (free - 1) + 1) if num_free else min(count, max(1, round(share * (count - 1)) + 1))
+    picks = (count * rng.beta(k, max(free - k + 1, 1e-9), RESAMPLES)).astype(np.int64)
+    low, high = np.quantile(ordered[np.minimum(picks, count - 1)], (0.025, 0.975))
+    return [None if (1 - share) ** free > 0.025 else float(low), None if share**free > 0.025 else float(high)]
 
 
-def clustered_quantile_interval(
-    clusters: Sequence[Floats], share: float, rng: np.random.Generator, resamples: int = 200
-) -> list[float]:
-    """As ``quantile_interval`` where values of a cluster (gaps of one request) belong together: clusters are drawn."""
-    sizes = np.array([len(cluster) for cluster in clusters])
-    if not sizes.sum():
-        return []
-    values = np.concatenate(clusters)
-    owner = np.repeat(np.arange(len(clusters)), sizes)
-    order = np.argsort(values, kind="stable")
-    values, owner = values[order], owner[order]
+def clustered_intervals(clusters: Sequence[Floats], rng: np.random.Generator, resamples: int = 200) -> Intervals:
+    """As ``summary``'s where values of a cluster (gaps of one request) belong together: clusters are drawn, stretches
+    of them where neighbours depend on each other. An end that falls on an extreme value is none.
+    """
+    drawn = Blocks(clusters)
+    if drawn.num_free < MIN_FREE or not drawn.size:
+        return {name + "_ci": [None, None] for name in ("mean", *QUANTILES)}
+    order = np.argsort(drawn.values, kind="stable")
+    values, owner = drawn.values[order], drawn.owner[order]
+    shares = np.array(list(QUANTILES.values()))
     found = []
     for _ in range(resamples):
-        times = np.bincount(rng.integers(0, len(clusters), len(clusters)), minlength=len(clusters))
-        weight = np.cumsum(times[owner])
+        times = np.bincount(drawn.picks(rng), minlength=drawn.count)[owner]
+        weight = np.cumsum(times)
         if weight[-1]:
-            found.append(values[np.searchsorted(weight, share * weight[-1])])
-    return [float(value) for value in np.quantile(found, (0.025, 0.975))] if found else []
+            quantiles = values[np.searchsorted(weight, shares * weight[-1])]
+            found.append([float(times @ values) / weight[-1], *quantiles])
+    low, high = np.quantile(np.array(found), (0.025, 0.975), axis=0)
+    return {
+        name + "_ci": [_unless(low[n], values[0]), _unless(high[n], values[-1])]
+        for n, name in enumerate(("mean", *QUANTILES))
+    }
+
+
+def _unless(value: float, extreme: float) -> float | None:
+    return None if value == extreme else float(value)
+
+
+class Blocks:
+    """Values in clusters, cut into blocks of as many neighbouring clusters as depend on each other, to be redrawn.
+
+    Args:
+        clusters: in order of time; values of a cluster always stay together. Empty ones are left out.
+    """
+
+    def __init__(self, clusters: Sequence[Floats]) -> None:
+        kept = [cluster for cluster in clusters if len(cluster)]
+        self.values = np.concatenate([np.empty(0), *kept])
+        self.size = len(self.values)
+        time = correlation_time(np.array([cluster.mean() for cluster in kept]))
+        length = max(1, min(len(kept) // MIN_BLOCKS, math.ceil(3 * time))) if time > MAX_ALONE else 1
+        self.num_free = len(kept) / time
+        self.owner = np.repeat(np.arange(len(kept)) // length, [len(cluster) for cluster in kept])
+        self.count = -(-len(kept) // length)
+        self._sizes = np.bincount(self.owner, minlength=self.count)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+
+    def picks(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Blocks drawn with replacement, as many as there are."""
+        return rng.integers(0, self.count, self.count)
+
+    def redrawn(self, rng: np.random.Generator) -> Floats:
+        """The values of drawn blocks."""
+        picks = self.picks(rng)
+        sizes = self._sizes[picks]
+        skipped = np.repeat(self._starts[picks] - (np.cumsum(sizes) - sizes), sizes)
+        return self.values[skipped + np.arange(len(skipped))]
 
 
 # ---- does a sample follow a distribution? ---------------------------------------------------------------------------
@@ -147,26 +234,67 @@ def _incomplete_gamma(a: float, x: float) -> float:
 # ---- do two samples differ? -----------------------------------------------------------------------------------------
 
 
-def ratio_interval(
-    before: Sequence[Floats], after: Sequence[Floats], statistic: Callable[[Floats], float], rng: np.random.Generator
-) -> tuple[float, float, float]:
-    """Ratio ``after / before`` of a statistic, with a 95 % bootstrap interval.
+@dataclass(frozen=True)
+class Ratio:
+    """A statistic after over before, its 95 % interval, and the probability of one as far from 1 by chance."""
 
-    Args:
-        before, after: clusters of values that belong together (the gaps of a request; or one value each), all of
-            which are drawn or none.
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+def ratio(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], rng: np.random.Generator) -> Ratio:
+    """Ratio ``after / before`` of a positive statistic, by the bootstrap's deviation of its logarithm.
+
+    Deviations of few blocks are too small; they are widened as Student's t is wider than the normal distribution.
     """
-    ratios = []
-    for _ in range(RESAMPLES // 2):
-        below, above = statistic(_redrawn(before, rng)), statistic(_redrawn(after, rng))
-        ratios.append(above / below if below else math.inf if above else 1.0)
-    low, high = np.quantile(ratios, (0.025, 0.975), method="nearest")
-    base, now = statistic(np.concatenate(before)), statistic(np.concatenate(after))
-    return (now / base if base else math.inf if now else 1.0), float(low), float(high)
+    base, now = statistic(before.values), statistic(after.values)
+    if base <= 0 or now <= 0:
+        value = 1.0 if base == now else math.inf if now > base else 0.0
+        return Ratio(value, value, value, float(base == now))
+    variance = 0.0
+    for side in (before, after):
+        drawn = [statistic(side.redrawn(rng)) for _ in range(RESAMPLES // 2)]
+        spread = float(np.var(np.log([value for value in drawn if value > 0] or [1.0])))
+        variance += spread * (side.count - 1) / max(side.count - 3, 1)
+    change, error = math.log(now / base), math.sqrt(variance)
+    return Ratio(
+        now / base,
+        math.exp(change - 1.96 * error),
+        math.exp(change + 1.96 * error),
+        math.erfc(abs(change) / error / math.sqrt(2)) if error else float(change == 0),
+    )
 
 
-def _redrawn(clusters: Sequence[Floats], rng: np.random.Generator) -> Floats:
-    return np.concatenate([clusters[pick] for pick in rng.integers(0, len(clusters), len(clusters)).tolist()])
+def difference(good_a: int, count_a: int, good_b: int, count_b: int, z: float = 1.96) -> tuple[float, float, float]:
+    """``b - a`` of two proportions with Newcombe's interval (Statistics in Medicine 17, 1998, method 10)."""
+    a, b = good_a / max(1, count_a), good_b / max(1, count_b)
+    low_a, high_a = proportion_interval(good_a, count_a, z)
+    low_b, high_b = proportion_interval(good_b, count_b, z)
+    below = math.sqrt((b - low_b) ** 2 + (high_a - a) ** 2)
+    above = math.sqrt((high_b - b) ** 2 + (a - low_a) ** 2)
+    return b - a, b - a - below, b - a + above
+
+
+def difference_p(good_a: int, count_a: int, good_b: int, count_b: int) -> float:
+    """Probability of such a difference by chance: of the widest interval that leaves 0 out."""
+    least, most = 0.0, 40.0
+    for _ in range(50):
+        z = (least + most) / 2
+        _, low, high = difference(good_a, count_a, good_b, count_b, z)
+        least, most = (z, most) if low > 0 or high < 0 else (least, z)
+    return math.erfc(least / math.sqrt(2))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p-value as it counts beside the others, so that all together err in at most so many cases."""
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    found, most = [1.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        most = max(most, min(1.0, p_values[place] * (len(p_values) - rank)))
+        found[place] = most
+    return found
 
 
 def jain_index(shares: Sequence[float]) -> float:
@@ -175,11 +303,10 @@ def jain_index(shares: Sequence[float]) -> float:
     return total * total / (len(shares) * squares) if squares else 1.0
 
 
-def proportion_interval(good: int, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion (JASA 22, 1927)."""
+def proportion_interval(good: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a proportion (JASA 22, 1927), the 95 % one unless told otherwise."""
     if not count:
         return 0.0, 1.0
-    z = 1.96
     p = good / count
     middle = (p + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count)) / (1 + z * z / count)

@@ -120,6 +120,8 @@ def _other_lines(report: Report) -> list[str]:
     lines = []
     if fairness:
         ratio = f"{fairness['ttft_ratio']:.2f}" if fairness["ttft_ratio"] else "-"
+        if fairness["unserved"]:
+            ratio += f" (more than half failed of {', '.join(fairness['unserved'][:8])})"
         lines.append(f"fairness   Jain {fairness['service_jain']:.3f}, worst over best median TTFT {ratio}")
         if fairness["tokens_per_s"]:
             rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in list(fairness["tokens_per_s"].items())[:8])
