@@ -198,7 +198,11 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Reprioritize(Message, frozen=True, tag="reprioritize"):
-    """gateway -> both nodes: another priority, or class, from now on. decode -> prefill: somebody this urgent waits."""
+    """gateway -> both nodes: another priority, or class, from now on.
+
+    decode -> prefill: so urgent is who waits for this transfer; ``LOWEST_PRIORITY``: nobody does any more who is more
+    urgent than the request itself.
+    """
 
     rid: Id
     attempt: Count

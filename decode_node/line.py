@@ -21,11 +21,12 @@ from common.chunking import Cut
 from common.decisions import Decisions
 from common.new_token_ratio import expected_left
 from common.order import Order
-from common.request import LOWEST_PRIORITY, Request
+from common.request import Request
 from common.sharing import Sharing, SharingLimits
 from common.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
 from decode_node.admission import Admission, Others, Refusal, Reservation
 from decode_node.lifecycle import Event, State
+from decode_node.loans import Loans
 from decode_node.places import Key, Places
 
 
@@ -92,7 +93,7 @@ class Line:
     Attributes:
         can_resume: whether the prefill node that a request came from can be asked to compute it again; the role says.
         short: waiting requests for which pages were short when they were tried last.
-        raised: transfers that have become more urgent, and how urgent; for whoever tells their prefill nodes.
+        loans: priorities that transfers have of those who wait for them.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Line:
         self.decisions = Decisions()
         self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0, partial_grants=0)
         self.short: dict[Key, Request] = {}
-        self.raised: list[tuple[Key, int]] = []
+        self.loans = Loans(admission, places, order)
         self._places = places
         self._order = order
         self._limits = limits
@@ -153,7 +154,7 @@ class Line:
         Called after every event; while nothing has changed since the last time, it does nothing.
         """
         places = self._places
-        is_idle = not places.waiting and self.partial is None
+        is_idle = not places.waiting and self.partial is None and not self.loans.are_any
         if is_idle and all(self.is_computed_here(request) for request in places.retracted.values()):
             return []
         num_outputs = sum(len(request.output) for request in places.running.values())
@@ -176,14 +177,16 @@ class Line:
     def _admit(self, now: float) -> list[Granted]:
         granted: list[Granted] = []
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        lent: dict[Key, int] = {}
         ahead: list[Request] = []  # to be computed here, and before whom no later one may take the pages
         prior: list[Request] = []  # whom the one with part of its pages leaves room
         num_before = 0  # of ``ahead``, those before the first that is short
         partial = self.partial
         self.short.clear()
-        for request in self.sort(now):
+        line = self.sort(now)
+        num_tried = 0
+        for request in line:
             if request is partial:
+                num_tried += 1
                 partial = None
                 if more := self._complete(request, [*prior, *self._patient(skip_ahead)], now):
                     self.totals["skipped_ahead"] += skip_ahead.admit(request)
@@ -193,6 +196,7 @@ class Line:
                 continue
             if skip_ahead.is_closed or self.is_full_for(request):
                 break
+            num_tried += 1
             if self.is_computed_here(request):
                 ahead.append(request)
                 prior.append(request)
@@ -200,7 +204,8 @@ class Line:
             spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.patient])
             reservation = self.admission.reserve(request, spare_tokens=spare_tokens, others=self._others(request))
             if reservation is Refusal.PREFIX_PENDING:
-                self._lend(request, lent, now)
+                key = self.loans.lend(request)
+                self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", key and key[0])
                 skip_ahead.wait(request)
             elif reservation is Refusal.SHORT_OF_PAGES:
                 num_before = num_before if self.short else len(ahead)
@@ -214,8 +219,9 @@ class Line:
                 granted.append(self._grant(request, reservation, now, PASSING if skip_ahead.admit(request) else ""))
         patient = self._patient(skip_ahead)
         granted += self._share_out([*prior, *patient], [*ahead[:num_before], *patient], now)
-        self._lend_to_partial([*ahead, *patient, *self.short.values()], lent)
-        self._raise_priorities(lent)
+        behind = self.loans.lend_behind(line[num_tried:], self.is_computed_here)
+        self.loans.lend_to_partial([*ahead, *patient, *self.short.values(), *behind], self._must_wait)
+        self.loans.settle()
         return granted
 
     def _patient(self, skip_ahead: SkipAhead) -> list[Request]:
@@ -309,36 +315,7 @@ class Line:
         # The last token of an output never gets KV.
         return max(0, -(-(request.num_tokens + num_left - 1) // self.admission.page_size) - num_had)
 
-    def _lend_to_partial(self, waiting: Sequence[Request], lent: dict[Key, int]) -> None:
-        """It is as urgent as those of its class who can get their pages only after it. Others do not come before all
-        whom it would take pages from, and these would take them back as soon as it has all."""
-        partial = self.partial
-        if partial is None or not self._order.rules.is_enabled:
-            return
-        for request in waiting:
-            priority = self._order.loan(request, partial)
-            is_more = priority > max(partial.priority, lent.get(partial.key, LOWEST_PRIORITY))
-            if is_more and self._order.are_of_one_class(request, partial) and self._must_wait(request):
-                lent[partial.key] = priority
-
-    # ---- urgency, and room -----------------------------------------------------------------------------------------
-
-    def _lend(self, request: Request, lent: dict[Key, int], now: float) -> None:
-        """The transfer that brings the prefix this one waits for is as urgent as this one."""
-        key = self.admission.pending_for(request)
-        partial = self.partial
-        self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", key and key[0])
-        if partial is not None and partial.key == key and not self._order.are_of_one_class(request, partial):
-            return  # see _lend_to_partial
-        if key is not None:
-            self._order.lend(request, self._places.receiving[key], lent)
-
-    def _raise_priorities(self, lent: dict[Key, int]) -> None:
-        for key, request in self._places.receiving.items():
-            before = self._order.priority(request)
-            request.inherited_priority = lent.get(key, LOWEST_PRIORITY)
-            if self._order.priority(request) > before:
-                self.raised.append((key, request.inherited_priority))
+    # ---- room --------------------------------------------------------------------------------------------------------
 
     def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
         """Tokens that must stay available beyond the prompts' pages if ``request`` is let in.

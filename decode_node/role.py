@@ -219,9 +219,10 @@ class DecodeRole:
                 self._begin_transfer(granted, now)
             else:
                 self._receiver.extend(self._transfer_of(granted.request.key), granted.pages)
-        for key, priority in self._scheduler.line.raised:
+        loans = self._scheduler.line.loans
+        for key, priority in loans.changed:
             self.outbox.peers.append((self._source[key], Reprioritize(*self._transfer_of(key), priority)))
-        self._scheduler.line.raised.clear()
+        loans.changed.clear()
         self._take(now)
 
     def _begin_transfer(self, granted: Granted, now: float) -> None:

@@ -106,7 +106,7 @@ class PrefillRole:
         elif isinstance(message, Resume):
             self._resume(peer, message, now)
         elif isinstance(message, Reprioritize):
-            self._raise(peer, message, now)
+            self._lend(peer, message, now)
         else:
             self._sender.on_message(peer, message, now)
         self._settle()
@@ -183,12 +183,11 @@ class PrefillRole:
         self._decode[request.key] = peer
         self._sender.open(request.key, peer)
 
-    def _raise(self, peer: str, message: Reprioritize, now: float) -> None:
-        """Somebody more urgent waits at the decode node for what is on its way there for this request."""
+    def _lend(self, peer: str, message: Reprioritize, now: float) -> None:
+        """Somebody waits at the decode node for what is on its way there for this request, or does so no longer."""
         key = (message.rid, message.attempt)
-        request = self._scheduler.requests.get(key)
-        if request is not None and self._decode.get(key) == peer and message.priority > request.priority:
-            self._scheduler.reprioritize(key, message.priority, now)
+        if self._decode.get(key) == peer:
+            self._scheduler.lend(key, message.priority, now)
 
     def _pass_on(self, computed: Computed, now: float) -> None:
         request, first = computed.request, computed.first

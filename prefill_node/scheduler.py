@@ -123,12 +123,8 @@ class PrefillScheduler:
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
         capacity = self._books.num_pages * self._cache.page_size
         if len(request.prompt) > capacity:
-            raise RequestError(
-                ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}"
-                " (--max-total-tokens)",
-                param="prompt",
-            )
+            message = f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}"
+            raise RequestError(ErrorCode.POOL_TOO_SMALL, message + " (--max-total-tokens)", param="prompt")
         bound = self._limits.max_queued
         if bound is not None and len(self.waiting) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the prefill node already")
@@ -172,17 +168,25 @@ class PrefillScheduler:
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
             self.waiting.change(request, priority, priority_class)
 
+    def lend(self, key: Key, priority: int, now: float) -> None:
+        """So urgent is who waits on another node for this request, if it is here; LOWEST_PRIORITY: nobody does."""
+        request = self.requests.get(key)
+        if request is not None:
+            reason = "{} by one that waits elsewhere" if priority > LOWEST_PRIORITY else "nothing any more"
+            self.decisions.note(now, request.rid, "lend", reason, priority)
+            here = request.inherited_priority if key in self.extending else LOWEST_PRIORITY  # until the next plan
+            request.lent_priority, request.inherited_priority = priority, max(priority, here)
+
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed and that are not closing yet; each is told once."""
-        passed = self._deadlines.passed(now)
-        return [request for request in passed if self.states[request.key] is not State.CLOSING]
+        return [request for request in self._deadlines.passed(now) if self.states[request.key] is not State.CLOSING]
 
     def _leave_batch(self, key: Key) -> None:
         self.waiting.pop(key, None)
         request = self.extending.pop(key, None)
         if request is not None:
             self._slots.append(request.slot)
-            request.slot = -1
+            request.slot, request.inherited_priority = -1, request.lent_priority
 
     def _advance(self, key: Key, event: Event) -> None:
         self.states[key] = advance(TABLE, self.states[key], event)
@@ -267,7 +271,7 @@ class PrefillScheduler:
                 sharing.add(request)
                 admitted.append(request)
         for request in self.extending.values():
-            request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
+            request.inherited_priority = max(request.lent_priority, lent.get(request.key, LOWEST_PRIORITY))
         return admitted
 
     def _admit(self, request: Request, now: float, passing: str) -> None:
@@ -288,9 +292,7 @@ class PrefillScheduler:
 
         A decode node keeps what it has granted until the transfer is over, so a prompt for which pages are granted must
         not wait for others that wait for decode nodes: two nodes of each kind could then wait for one another for ever.
-
-        Returns:
-            Such a prompt, if it fits only by taking from others; it comes first.
+        Returns such a prompt, if it fits only by taking from others; it comes first.
         """
         urgent = max(granted, key=self._order.standing, default=None)
         if urgent is not None and not self._fits(urgent):

@@ -199,13 +199,48 @@ def test_a_transfer_inherits_the_priority_of_who_waits_for_its_prefix() -> None:
     urgent = node.submit("urgent", 16, 9, first=50)
     assert node.grant() == []
     assert low.inherited_priority == 9
-    assert node.scheduler.line.raised == [(low.key, 9)]
+    assert node.scheduler.line.loans.changed == [(low.key, 9)]
     assert node.places.waiting.keys() == {urgent.key}
     node.receive("low")
     assert node.grant() == ["urgent"]
     assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
     node.receive("urgent")
     assert node.run()
+
+
+def test_a_priority_that_was_lent_to_a_transfer_is_taken_back_when_the_lender_leaves() -> None:
+    node = Node()
+    low = node.submit("low", 12, 1, first=50)
+    node.grant()
+    loans = node.scheduler.line.loans.changed
+    for rid, priority in (("equal", 1), ("urgent", 9), ("more", 12)):
+        node.submit(rid, 16, priority, first=50)
+        node.grant()
+    assert loans == [(low.key, 9), (low.key, 12)]  # of its equal there is nothing to be told
+    loans.clear()
+    for rid, left in (("more", 9), ("urgent", LOWEST_PRIORITY)):
+        node.scheduler.end((rid, 0))
+        node.grant()
+        assert loans.pop() == (low.key, left)
+    node.scheduler.end(("equal", 0))
+    node.grant()
+    assert (loans, low.inherited_priority) == ([], LOWEST_PRIORITY)
+
+
+@pytest.mark.parametrize("is_there_a_row", [True, False])
+def test_a_loan_lasts_while_its_lender_waits_whether_or_not_it_has_a_turn(is_there_a_row: bool) -> None:
+    """One that is short stands before the lender; or the transfer, as urgent as its lender now, takes the last row."""
+    node = Node(num_pages=12, slots=2 if is_there_a_row else 1, max_skip_ahead=0 if is_there_a_row else 8)
+    low = node.submit("low", 12, 0, first=50)
+    node.grant()
+    node.submit("urgent", 16, 9, first=50)
+    if is_there_a_row:
+        node.submit("short", 47, 12)
+    for _ in range(3):
+        node.grant()
+        node.scheduler.line.changed()
+        assert low.inherited_priority == 9
+    assert node.scheduler.line.loans.changed == [(low.key, 9)]
 
 
 def test_who_computes_a_prefix_here_inherits_also_while_no_row_is_free_for_the_one_that_waits() -> None:

@@ -278,17 +278,20 @@ def test_less_urgent_ones_lose_their_pages_to_it_as_soon_as_that_is_enough() -> 
     assert node.run() == ["strong", "urgent", "low"]
 
 
-def test_one_that_is_not_urgent_is_completed_at_others_cost_for_one_that_waits_for_it() -> None:
-    node = Node(num_pages=16, rules=ON)
+@pytest.mark.parametrize("skip_ahead", [0, 8])
+def test_one_that_is_not_urgent_is_completed_at_others_cost_for_one_that_waits_for_it(skip_ahead: int) -> None:
+    node = Node(num_pages=16, rules=ON, max_skip_ahead=skip_ahead)
     for rid in ("a", "b"):
         node.run_in(rid, 12, 0, new=30).expected_output = 5
     large = node.submit("large", 44, 0)
     node.grant()
     assert share(node, large) == (8, 3)
     node.submit("urgent", 36, 9)  # nine pages: never while large has eight
-    node.grant()
-    assert large.inherited_priority == 9
-    assert node.scheduler.line.raised == [(large.key, 9)]
+    for _ in range(3):  # also if the large one, which is before it in line now, lets nobody pass
+        node.grant()
+        node.scheduler.line.changed()
+        assert large.inherited_priority == 9
+    assert node.scheduler.line.loans.changed == [(large.key, 9)]
     node.step()
     node.grant()
     assert share(node, large) == (11, 0)

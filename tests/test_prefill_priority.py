@@ -156,6 +156,35 @@ def test_its_priority_is_inherited_also_while_no_slot_is_free_for_the_one_that_w
         assert node.step() == [("low", 8)]
 
 
+def test_a_loan_of_a_decode_node_counts_until_it_is_taken_back_whatever_else_becomes_of_the_priority() -> None:
+    node = Node()
+    low = node.submit("low", 48, 0)
+    node.step()
+    node.submit("middle", 32, 5)
+    node.scheduler.lend(low.key, 9, node.now)
+    assert node.step() == [("low", 8)]
+    node.scheduler.reprioritize(low.key, 1, node.now)  # its own, as its client wants
+    assert node.step() == [("low", 8)]
+    node.scheduler.lend(low.key, LOWEST_PRIORITY, node.now)
+    assert node.step() == [("low", 8)]  # until the plan after this, which finds nobody here who waits for it either
+    assert node.step() == [("middle", 8)]
+    assert (low.priority, low.inherited_priority) == (1, LOWEST_PRIORITY)
+    node.scheduler.lend(("nobody", 0), 9, node.now)
+
+
+def test_what_was_lent_stays_when_a_prompt_is_computed_and_waits_to_be_shipped() -> None:
+    node = Node(chunk=32)
+    low = node.submit("low", 64, 0, first=5000)
+    node.step()
+    node.submit("urgent", 72, 9, first=5000)
+    assert node.step(is_sent=False) == [("low", 32)]  # for which urgent waited
+    assert node.scheduler.rank(low.key) == 0
+    node.scheduler.lend(low.key, 9, node.now)
+    assert node.scheduler.rank(low.key) == -9
+    node.scheduler.lend(low.key, LOWEST_PRIORITY, node.now)
+    assert node.scheduler.rank(low.key) == 0
+
+
 def test_a_changed_priority_counts_from_the_next_step_on() -> None:
     node = Node()
     node.submit("a", 32, 1)
