@@ -9,6 +9,7 @@ sends output token 0, decode the rest, or all of them if it is asked alone. A te
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -121,7 +122,7 @@ class FakeNode:
 
     Attributes:
         heard: every message from the gateway, in order.
-        generates, aborts: those of these kinds, by rid.
+        generates, aborts: those of these kinds, by rid; but for what ``round_trip`` asks.
         on_generate: called with the node and each ``Generate``; by default the echo.
         num_cached_pages: what it says it has forgotten when it is told to; None for no answer.
         decisions: what it says it has decided; None for no answer.
@@ -144,6 +145,7 @@ class FakeNode:
         self._context = zmq.Context()
         self.mailbox = Mailbox(self._context, self.incarnation, FromGateway, connect=f"tcp://{control_address}")
         self._changed = asyncio.Event()
+        self._round_trips = map("round trip {}".format, itertools.count())
         self._work = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, message: Message) -> None:
@@ -165,12 +167,21 @@ class FakeNode:
     def beat(self, **counters: float) -> None:
         self.send(Heartbeat(0, len(self.generates), 10, 5, 0, counters))
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
         """Waits until something about what this node has heard is true."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
+
+    async def round_trip(self) -> None:
+        """Waits until the gateway has heard all that this node has said, and the node what it had been told by then.
+
+        The gateway answers tokens of a request that it does not know, and a connection keeps its order.
+        """
+        rid = next(self._round_trips)
+        self.send(Tokens(rid, 0, 0, (65,)))
+        await self.until(lambda: Abort(rid, 0) in self.heard)
 
     @property
     def is_registered(self) -> bool:
@@ -209,7 +220,8 @@ class FakeNode:
                 self._attempts[letter.message.rid] = letter.message.attempt
                 self.on_generate(self, letter.message)
             elif isinstance(letter.message, Abort):
-                self.aborts.append(letter.message.rid)
+                if not letter.message.rid.startswith("round trip"):
+                    self.aborts.append(letter.message.rid)
             elif isinstance(letter.message, Flush) and self.num_cached_pages is not None:
                 self.send(Flushed(self.num_cached_pages, letter.message.number))
             elif isinstance(letter.message, Explain) and self.decisions is not None:

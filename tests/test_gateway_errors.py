@@ -264,7 +264,6 @@ async def test_an_id_in_use_is_refused_and_free_again_afterwards(folder):
         await decode.until(lambda: "mine" in decode.aborts)  # it must not wait for a handoff
         again = asyncio.ensure_future(stack.post("/generate", body))
         await prefill.until(lambda: sum(isinstance(message, Generate) for message in prefill.heard) == 2)
-        await asyncio.sleep(0.05)
         prefill.tokens("mine", 0, (65,), finish="length")
         assert (await again)[0] == 200
 

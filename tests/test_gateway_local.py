@@ -51,7 +51,7 @@ async def test_one_token_ends_it_and_nobody_needs_to_be_told(stack):
     for max_tokens in (0, 1):
         body = {"prompt": "a", "max_tokens": max_tokens, "echo": True}
         assert (await stack.post("/v1/completions", body))[0] == 200
-    await asyncio.sleep(0.05)
+    await stack.nodes[0].round_trip()
     assert stack.nodes[0].aborts == []
 
 
@@ -78,7 +78,7 @@ async def test_its_failure_is_the_answer(stack):
     stack.nodes[0].on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.OUT_OF_PAGES)
     status, answer = await stack.post("/v1/completions", BODY)
     assert (status, answer["error"]["code"]) == (503, "out_of_pages")
-    await asyncio.sleep(0.05)
+    await stack.nodes[0].round_trip()
     assert stack.nodes[0].aborts == []
 
 

@@ -9,6 +9,7 @@ from fake_nodes import MODEL, make_model_folder, make_tokenizer, running, silent
 
 from common.config import GatewayConfig
 from common.errors import ConfigError
+from common.messages import Flush
 from gateway.model_files import model_folders
 from gateway.models import Models
 
@@ -176,9 +177,10 @@ async def test_two_flushes_at_once_both_get_their_answer(stack):
 
 
 async def test_a_node_that_does_not_answer_a_flush_is_named(stack, monkeypatch):
-    monkeypatch.setattr("gateway.queries.FLUSH_TIMEOUT_S", 0.1)
     stack.nodes[1].num_cached_pages = None
-    status, answer = await stack.post("/flush_cache", b"")
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.queries.FLUSH_TIMEOUT_S", 0.5)
+        status, answer = await stack.post("/flush_cache", b"")
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
     assert "from decode" in answer["error"]["message"]
     stack.nodes[1].num_cached_pages = 7
@@ -188,9 +190,9 @@ async def test_a_node_that_does_not_answer_a_flush_is_named(stack, monkeypatch):
 async def test_a_node_that_dies_while_it_is_flushed_holds_nobody_up(stack):
     stack.nodes[1].num_cached_pages = None
     call = asyncio.ensure_future(stack.post("/flush_cache", b""))
-    await asyncio.sleep(0.1)
+    await stack.nodes[1].until(lambda: any(isinstance(message, Flush) for message in stack.nodes[1].heard))
     await stack.nodes[1].kill()
-    async with asyncio.timeout(2.0):  # not the ten seconds that an answer may take
+    async with asyncio.timeout(8.0):  # not the ten seconds that an answer may take
         assert (await call)[0] == 504
 
 

@@ -23,11 +23,17 @@ def folder(tmp_path_factory):
 @pytest.fixture
 async def stack(folder):
     """A gateway and a pair that says nothing by itself."""
-    async with running(folder, heartbeat_interval=0.1, heartbeat_timeout=1.0) as running_stack:
-        for node in await running_stack.pair():
-            node.on_generate = silent
+    async with silent_pair(folder, heartbeat_timeout=30.0) as running_stack:
         yield running_stack
-        assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
+
+
+@contextlib.asynccontextmanager
+async def silent_pair(folder, *, heartbeat_timeout):
+    async with running(folder, heartbeat_interval=0.1, heartbeat_timeout=heartbeat_timeout) as stack:
+        for node in await stack.pair():
+            node.on_generate = silent
+        yield stack
+        assert (await stack.get("/server_info"))[1]["num_in_flight"] == 0
 
 
 async def serves(stack):
@@ -53,8 +59,8 @@ async def test_a_client_that_goes_away_aborts_both_legs_at_once(stack, when):
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
-    await prefill.until(lambda: rid in prefill.aborts, 1.0)
-    await decode.until(lambda: rid in decode.aborts, 1.0)
+    await prefill.until(lambda: rid in prefill.aborts)
+    await decode.until(lambda: rid in decode.aborts)
 
 
 async def test_a_client_that_goes_away_aborts_every_output_of_its_batch(stack):
@@ -63,7 +69,7 @@ async def test_a_client_that_goes_away_aborts_every_output_of_its_batch(stack):
     await decode.until(lambda: len(decode.generates) == 3)
     await prefill.until(lambda: len(prefill.generates) == 3)
     prefill.tokens(next(iter(prefill.generates)), 0, (65,), finish="length")
-    await asyncio.sleep(0.05)
+    await prefill.round_trip()
     call.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await call
@@ -93,7 +99,7 @@ async def test_at_its_deadline_a_request_ends_and_both_nodes_are_told(stack):
     started_at = time.monotonic()
     call, rid = await under_way(stack, {**BODY, "deadline_ms": 200})
     assert await error_of(call) == (504, "deadline_exceeded")
-    assert 0.15 < time.monotonic() - started_at < 1.0
+    assert 0.15 < time.monotonic() - started_at < 10.0  # nobody else ends it, for ten minutes
     for node in stack.nodes:
         await node.until(lambda node=node: rid in node.aborts)
 
@@ -120,22 +126,22 @@ async def test_a_stream_that_fails_midway_ends_with_an_error_event(stack):
 async def test_a_client_that_stops_reading_is_cut_off_after_its_deadline(folder, monkeypatch):
     monkeypatch.setattr("gateway.outlet.STALL_S", 0.2)
     async with running(folder) as stack:
-        prefill, decode = await stack.pair(context_length=200_000, num_pages=20_000)
+        prefill, decode = await stack.pair(context_length=500_000, num_pages=50_000)
         prefill.on_generate = decode.on_generate = silent
         address = urlsplit(stack.url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 10)
         body = json.dumps(
-            {"text": "a", "stream": True, "deadline_ms": 700, "sampling_params": {"max_new_tokens": 99_000}}
+            {"text": "a", "stream": True, "deadline_ms": 1_000, "sampling_params": {"max_new_tokens": 450_000}}
         )
         writer.write(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
         await prefill.until(lambda: prefill.generates)
         (rid,) = prefill.generates
         prefill.tokens(rid, 0, (65,))
-        for i in range(100):  # all the text so far with each: more than the buffers hold
-            decode.tokens(rid, 1 + 1000 * i, (65,) * 1000)
-            await asyncio.sleep(0.005)
+        for i in range(20):  # all the text so far with each: 17 MB, more than the buffers hold
+            decode.tokens(rid, 1 + 20_000 * i, (65,) * 20_000)
+            await decode.round_trip()
         await decode.until(lambda: rid in decode.aborts)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while stack.gateway._runner.server.connections:
                 await asyncio.sleep(0.01)
         with contextlib.suppress(ConnectionError):
@@ -182,7 +188,7 @@ async def test_a_node_that_dies_ends_its_requests_at_once_and_its_sibling_is_tol
     started_at = time.monotonic()
     await dead.kill()
     assert await error_of(call) == (502, "node_lost")
-    assert time.monotonic() - started_at < 0.8  # not the heartbeat's doing
+    assert time.monotonic() - started_at < 10.0  # not the heartbeat's doing
     await sibling.until(lambda: rid in sibling.aborts)
     stack.nodes.remove(dead)
     assert (await stack.post("/v1/completions", BODY))[0] == 503
@@ -215,6 +221,8 @@ async def test_a_prefill_node_that_dies_takes_no_request_along_that_decode_has_t
     taken, taken_rid = await under_way(stack)
     prefill.tokens(taken_rid, 0, (65,))
     decode.tokens(taken_rid, 1, (66,))
+    for node in stack.nodes:
+        await node.round_trip()
     waiting, waiting_rid = await under_way(stack)
     prefill.tokens(waiting_rid, 0, (65,))
     await prefill.kill()
@@ -228,19 +236,20 @@ async def test_a_prefill_node_that_dies_takes_no_request_along_that_decode_has_t
     assert taken_rid not in decode.aborts
 
 
-async def test_a_node_that_falls_silent_is_lost_and_may_come_back(stack):
-    call, rid = await under_way(stack)
-    prefill, decode = stack.nodes
-    decode.is_beating = False
-    assert await error_of(call) == (502, "node_lost")
-    await prefill.until(lambda: rid in prefill.aborts)
-    await decode.until(lambda: rid in decode.aborts)  # it may only have been slow
-    decode.beat()
-    await decode.until(lambda: any(isinstance(message, Unknown) for message in decode.heard))
-    decode.is_beating = True
-    while (await stack.get("/ready"))[0] != 200:
-        await asyncio.sleep(0.01)
-    assert await serves(stack)
+async def test_a_node_that_falls_silent_is_lost_and_may_come_back(folder):
+    async with silent_pair(folder, heartbeat_timeout=1.0) as stack:
+        call, rid = await under_way(stack)
+        prefill, decode = stack.nodes
+        decode.is_beating = False
+        assert await error_of(call) == (502, "node_lost")
+        await prefill.until(lambda: rid in prefill.aborts)
+        await decode.until(lambda: rid in decode.aborts)  # it may only have been slow
+        decode.beat()
+        await decode.until(lambda: any(isinstance(message, Unknown) for message in decode.heard))
+        decode.is_beating = True
+        while (await stack.get("/ready"))[0] != 200:
+            await asyncio.sleep(0.01)
+        assert await serves(stack)
 
 
 @pytest.mark.parametrize("which", [0, 1])

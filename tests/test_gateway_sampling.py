@@ -203,8 +203,9 @@ async def test_the_prompt_is_shown_with_the_first_token_even_if_that_is_half_a_c
         (rid,) = prefill.generates
         ids = ids_of("🚀b")
         for i, token in enumerate(ids):
-            (decode if i else prefill).tokens(rid, i, (token,), finish="length" if i == len(ids) - 1 else "")
-            await asyncio.sleep(0.02)
+            node = decode if i else prefill
+            node.tokens(rid, i, (token,), finish="length" if i == len(ids) - 1 else "")
+            await node.round_trip()
         async with await call as answer:
             chunks = [event["choices"][0]["text"] async for event in events(answer) if event != "[DONE]"]
         assert chunks == ["abc", "🚀", "b"]

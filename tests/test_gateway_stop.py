@@ -40,7 +40,7 @@ async def test_stopping_ends_what_is_under_way_with_an_error_and_tells_the_nodes
         assert await error_of(plain) == (503, "shutting_down")
         assert (await anext(arriving))["error"]["code"] == "shutting_down"
         await stopping
-        assert time.monotonic() - started_at < 4.0
+        assert time.monotonic() - started_at < 15.0
         await prefill.until(lambda: {plain_rid, stream_rid} <= set(prefill.aborts))
         stack.gateway.stop = _noop
         answer.close()

@@ -37,7 +37,7 @@ async def sent(stack, rid, **fields):
     headers = {"x-baton-tenant": fields.pop("tenant")} if "tenant" in fields else {}
     post = stack.client.post(stack.url + "/generate", json=body_of(rid, **fields), headers=headers)
     call = asyncio.ensure_future(post)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await stack.get("/server_info"))[1]["num_in_flight"] == info["num_in_flight"] and not call.done():
             await asyncio.sleep(0.002)
     return call
@@ -104,7 +104,7 @@ async def test_as_many_go_out_as_run_at_once_and_the_lookahead_beyond(folder):
     async with full(folder, lookahead=2) as (stack, first):
         calls = [await sent(stack, rid) for rid in "abc"]
         await stack.nodes[1].until(lambda: len(stack.nodes[1].generates) == 3)
-        await asyncio.sleep(0.05)
+        await stack.nodes[1].round_trip()
         assert order_at(stack.nodes[1]) == ["first", "a", "b"]
         finish(stack)
         await stack.nodes[1].until(lambda: "c" in stack.nodes[1].generates)
@@ -192,7 +192,7 @@ async def test_one_that_waits_ends_at_its_deadline(folder):
         began_at = time.monotonic()
         call = await sent(stack, "a", deadline_ms=150)
         assert await result(call) == (504, "deadline_exceeded")
-        assert 0.1 < time.monotonic() - began_at < 1.0
+        assert 0.1 < time.monotonic() - began_at < 10.0  # nobody else ends it, for ten minutes
         assert await let_all_go(stack, first) == [200]
         assert order_at(stack.nodes[0]) == ["first"]
 
@@ -229,8 +229,8 @@ async def test_the_bound_on_those_who_wait_holds_and_says_when_to_come_again(fol
 async def test_when_it_is_full_the_least_urgent_gives_way_with_an_error_of_its_own(folder):
     async with full(folder, max_queued_requests=2) as (stack, first):
         calls = {rid: await sent(stack, rid, priority=priority) for rid, priority in (("a", 3), ("b", 1))}
-        assert await result(await asyncio.wait_for(sent(stack, "c", priority=1), 5)) == (429, "queue_full")
-        calls["d"] = await urgent(stack, "d", priority=2)
+        assert await result(await asyncio.wait_for(sent(stack, "c", priority=1), 20)) == (429, "queue_full")
+        calls["d"] = urgent(stack, "d", priority=2)
         async with await calls.pop("b") as answer:
             assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (429, True)
             assert "a more urgent one has taken its place" in (await answer.json())["error"]["message"]
@@ -245,9 +245,9 @@ async def test_when_all_of_it_is_at_the_nodes_already_the_least_urgent_without_a
         await decode.until(lambda: len(decode.generates) == 3)
         for rid in ("first", "b"):
             prefill.tokens(rid, 0, (65,))  # what has begun to come is not broken off
-        await asyncio.sleep(0.05)
-        assert await result(await asyncio.wait_for(sent(stack, "c", priority=2), 5)) == (429, "queue_full")
-        calls["d"] = await urgent(stack, "d", priority=4)
+        await prefill.round_trip()
+        assert await result(await asyncio.wait_for(sent(stack, "c", priority=2), 20)) == (429, "queue_full")
+        calls["d"] = urgent(stack, "d", priority=4)
         async with await calls.pop("a") as answer:
             assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (429, True)
         for node in stack.nodes:
@@ -258,11 +258,9 @@ async def test_when_all_of_it_is_at_the_nodes_already_the_least_urgent_without_a
         assert await let_all_go(stack, first, *calls.values()) == [200] * 3
 
 
-async def urgent(stack, rid, **fields):
-    """A request that takes another's place: the number in flight stays."""
-    call = asyncio.ensure_future(stack.client.post(stack.url + "/generate", json=body_of(rid, **fields)))
-    await asyncio.sleep(0.1)
-    return call
+def urgent(stack, rid, **fields):
+    """A request on its way to take another's place: it is there when the other has ended."""
+    return asyncio.ensure_future(stack.client.post(stack.url + "/generate", json=body_of(rid, **fields)))
 
 
 # ---- nodes that go --------------------------------------------------------------------------------------------------
@@ -295,7 +293,7 @@ async def test_without_any_replacement_they_end_in_no_route(folder):
 
 
 async def test_one_whose_only_large_pool_goes_lets_others_pass_and_ends_in_no_route_at_last(folder):
-    async with full(folder, heartbeat_timeout=0.5, nodes={"num_pages": 8}) as (stack, first):
+    async with full(folder, heartbeat_timeout=1.5, nodes={"num_pages": 8}) as (stack, first):
         large = await stack.node("decode", "large", max_running=1)
         large.on_generate = silent
         second = await sent(stack, "second", max_new=200)
