@@ -172,10 +172,15 @@ class _Engine:
         "Send a checksum with every KV page and verify it where the page arrives; damaged pages are sent again. One"
         " node of a pair that asks for it is enough.",
     )
+    gpu_direct: bool = option(
+        False,
+        "With --transport nixl on CUDA: KV pages go from GPU memory to GPU memory (RDMA, or NVLink on one host), not"
+        " through host memory. Has not been run on a GPU yet.",
+    )
     cluster_key: str | None = option(
         None,
-        "Secret that the nodes share and prove to each other on tcp, gloo and nccl data connections. Better set by"
-        " environment.",
+        "Secret that the nodes share and prove to each other on tcp, gloo and nccl data connections; offers of nixl are"
+        " sealed with it. Better set by environment.",
         is_secret=True,
     )
 
@@ -272,6 +277,8 @@ def _check_engine(config: Any) -> None:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
     if config.transport == "inprocess":
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
+    if config.gpu_direct and (config.transport != "nixl" or config.device == "cpu"):
+        raise ConfigError("--gpu-direct is NIXL's, between CUDA devices: add --transport nixl, and no --device cpu")
     check_scheduling(config)
     check_batching(config)
     if config.record and config.kv_checksum:

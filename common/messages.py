@@ -15,7 +15,7 @@ from common.sampling import SamplingParams, TokenLogprobs
 
 #: Rises with every change of what nodes say to each other; ``tests/test_protocol.py`` notices one. ``Header`` and
 #: ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]

@@ -3,6 +3,7 @@
 And who begins a write: the loop itself or the writer's thread.
 """
 
+import json
 import os
 import secrets
 import select
@@ -19,10 +20,10 @@ from kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 
 from common.messages import Connect
 from kv_transfer.transports import nixl_attach, nixl_reader, nixl_writer
-from kv_transfer.transports.base import to_message
+from kv_transfer.transports.base import AttachError, to_message
 from kv_transfer.transports.nixl_attach import knock
 from kv_transfer.transports.nixl_reader import NixlReader
-from kv_transfer.transports.nixl_route import Endpoint, Route, host_id
+from kv_transfer.transports.nixl_route import Endpoint, Route, host_id, opened, sealed
 from kv_transfer.transports.nixl_writer import NixlWriter
 
 TOKEN = "5" * 64
@@ -234,6 +235,33 @@ def offer(reader: NixlReader, peer: str, epoch: int) -> tuple[str, int]:
     """(agent, epoch up to which all is void)"""
     endpoint = msgspec.json.decode(reader.offer(peer, epoch), type=Endpoint)
     return endpoint.agent, endpoint.voided
+
+
+@pytest.mark.parametrize("change", [{"agent": "bmV3"}, {"pool_at": 1}, {"voided": 9}, {"seal": ""}, {"seal": "é"}, {}])
+def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, change: dict[str, Any]) -> None:
+    """One wrong byte of an agent's metadata can bring the process down, or make it refuse the true agent for good."""
+    said = msgspec.json.decode(reader.offer(PREFILL, 1))
+    assert opened(json.dumps(said), b"") == Endpoint(**said)
+    key = b"" if change else b"another"
+    with pytest.raises(ValueError, match="was changed, or sealed with another --cluster-key"):
+        opened(json.dumps(said | change), key)
+
+
+def test_who_has_another_key_is_not_attached_to_and_its_word_voids_nothing(route: Route) -> None:
+    stores = MemfdStore(2), MemfdStore(2)
+    writer, reader = NixlWriter(stores[0], key=b"ours"), NixlReader(stores[1], key=b"theirs")
+    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 2, "nixl", reader.offer(PREFILL, 1))
+    with pytest.raises(AttachError, match=r"decode-0 offers an endpoint .* sealed with another --cluster-key"):
+        writer.attach(DECODE, connect)
+    writer._leaving[DECODE] = route
+    for key, is_void in ((b"theirs", False), (b"ours", True)):
+        writer.voided(DECODE, sealed(Endpoint("", 0, 0, "", voided=1), key))
+        assert route.is_void is is_void
+    del writer._leaving[DECODE]
+    writer.close()
+    reader.close()
+    for store in stores:
+        store.close()
 
 
 def test_an_agent_that_somebody_is_attaching_to_stays_until_that_is_over(reader: NixlReader) -> None:

@@ -16,7 +16,7 @@ from common.messages import PROTOCOL_VERSION, FromGateway, FromNode, Header, Lea
 from kv_transfer.transports import group_form, nixl_route, shm_hello, tcp_wire
 
 #: Of the version in use; see the test below.
-PINNED = (6, "a139e2bcce98f8bd")
+PINNED = (7, "59d0574fdca9a923")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,
@@ -91,20 +91,20 @@ def test_what_turns_a_peer_away_is_understood_by_every_version() -> None:
 def test_a_node_of_another_version_is_refused_with_a_sentence_in_its_own() -> None:
     context = zmq.Context()
     gateway = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
-    me = new_incarnation()
+    me, other = new_incarnation(), PROTOCOL_VERSION + 1
     node = context.socket(zmq.DEALER)
     node.set(zmq.ROUTING_ID, me.encode())
     node.connect(gateway.address)
-    node.send_multipart([msgspec.msgpack.encode(Header(7, me, "")), msgspec.msgpack.encode(Leave())])
+    node.send_multipart([msgspec.msgpack.encode(Header(other, me, "")), msgspec.msgpack.encode(Leave())])
     assert gateway.sockets[0].poll(5_000)
     assert gateway.receive() == []
     assert gateway.dropped == {"version": 1}
     assert node.poll(5_000), "nobody answers"
     head, body = node.recv_multipart()
-    assert msgspec.msgpack.decode(head, type=Header) == Header(7, gateway.incarnation, me)
+    assert msgspec.msgpack.decode(head, type=Header) == Header(other, gateway.incarnation, me)
     refusal = msgspec.msgpack.decode(body, type=FromGateway)
     assert refusal == Refused(
-        f"it speaks version 7 of the protocol, and this process version {PROTOCOL_VERSION}: "
+        f"it speaks version {other} of the protocol, and this process version {PROTOCOL_VERSION}: "
         "run the same release of Baton everywhere"
     )
     gateway.close()

@@ -141,6 +141,8 @@ class TorchExecutor:
         wanted = torch.from_numpy(_wanted(rows, batch.first_new)).to(self.pool.device)
         hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), wanted)
         chosen, logprobs = self._sample(sampled, hidden[: len(sampled)])
+        if not sampled and hidden.is_cuda:  # else the tokens were waited for: what a result tells of is in the pool
+            torch.cuda.current_stream(hidden.device).synchronize()
         return StepResult(plan.step, chosen, logprobs, self._judge(judged, hidden[len(sampled) :]))
 
     def _sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:

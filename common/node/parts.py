@@ -63,7 +63,7 @@ class Parts:
         """What transports over the pool need to know of this node."""
         config = self.config
         key = (config.cluster_key or "").encode()
-        return Settings(config.transport, self.incarnation, config.data_host, key)
+        return Settings(config.transport, self.incarnation, config.data_host, key, config.gpu_direct)
 
 
 def cache_for(config: NodeConfig, books: PageBooks) -> RadixCache:

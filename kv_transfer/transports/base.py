@@ -66,6 +66,21 @@ class PageStore(Protocol):
         ...
 
 
+class InPlace:
+    """A store whose pages arrive on its device: when they have landed, nothing is left to be done."""
+
+    is_in_place = True
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def landed(self, pages: Any) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class Attached:
     """How an attachment ended, be it soon or after having worked for a while.

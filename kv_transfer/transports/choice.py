@@ -43,12 +43,14 @@ class Settings:
         name: of a transport, or ``auto`` for all that this node can have.
         host: address on which a reader listens for pages.
         cluster_key: empty: none.
+        gpu_direct: pages leave from and arrive in a GPU's own memory; NIXL's alone.
     """
 
     name: str = "auto"
     incarnation: str = ""
     host: str = "127.0.0.1"
     cluster_key: bytes = field(default=b"", repr=False)
+    gpu_direct: bool = False
 
 
 def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":
@@ -64,7 +66,7 @@ def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":
         if name == "nixl":
             from kv_transfer.transports.nixl_reader import NixlReader
 
-            return NixlReader(store, settings.incarnation)
+            return NixlReader(store, settings.incarnation, key=settings.cluster_key, is_direct=settings.gpu_direct)
         if name in ("gloo", "nccl"):
             from kv_transfer.transports.group import GroupReader
 
@@ -83,7 +85,7 @@ def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
         if name == "nixl":
             from kv_transfer.transports.nixl_writer import NixlWriter
 
-            return NixlWriter(store, settings.incarnation)
+            return NixlWriter(store, settings.incarnation, key=settings.cluster_key, is_direct=settings.gpu_direct)
         if name in ("gloo", "nccl"):
             from kv_transfer.transports.group import GroupWriter
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kv_transfer.pieces import Box
-from kv_transfer.transports.base import PageStore
+from kv_transfer.transports.base import InPlace, PageStore
 from kv_transfer.transports.group_backend import Group, Pages, check_available
 from kv_transfer.transports.group_form import READER, form
 from kv_transfer.transports.tcp_inlet import Inlet, Leave
@@ -36,7 +36,7 @@ class GroupReader(TcpReader):
         self._pages = Pages(store, backend)
         super().__init__(store, host=host, key=key, num_connections=1)
         if backend == "nccl":
-            self.store = _InPlace(store)
+            self.store = InPlace(store)
 
     def _inlet(self, line: Line, owner: tuple[str, int]) -> Inlet:
         def join() -> Group:
@@ -147,18 +147,3 @@ class GroupInlet(Inlet):
 
 def magic_of(backend: str) -> bytes:
     return f"bato{backend}".encode()
-
-
-class _InPlace:
-    """A store whose pages arrive on its device: when they have landed, nothing is left to be done."""
-
-    is_in_place = True
-
-    def __init__(self, store: PageStore) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def landed(self, pages: Any) -> None:
-        pass

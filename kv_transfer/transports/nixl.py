@@ -1,4 +1,7 @@
-"""Pages through NIXL: RDMA, GPU-direct or whatever UCX finds between two machines, and shared memory or TCP on one.
+"""Pages through NIXL: RDMA or whatever UCX finds between two machines, and shared memory or TCP on one.
+
+Pages of a GPU go through host memory at either end, unless it is told to move them directly (``--gpu-direct``): then
+the device's own memory is registered, and so is the room for probes.
 
 Each process has one agent, with its pool registered once. The reader's offer carries its agent's metadata; a writer
 loads it, writes a few bytes beside the pool and reads them back, and only then counts as attached. Pages are chosen by
@@ -22,8 +25,9 @@ tells their writers that what failed or hangs on their side cannot reach us any 
 Of a reader on another host that dies in mid-write nobody will ever say so. Its writes count as under way for good,
 which costs the writer a handle each and no page: see ``Sender``.
 
-NIXL authenticates nobody: who knows the metadata, which only ``Connect`` carries, may write. Keep it to an interface
-that is trusted (``UCX_NET_DEVICES``). ``UCX_TLS`` and the like are UCX's own and are left alone.
+NIXL authenticates nobody: who knows the metadata, which only ``Connect`` carries, may write. What ``Connect`` carries
+is sealed with the cluster's key, so that nobody else leads a writer astray. Keep it to an interface that is trusted
+(``UCX_NET_DEVICES``). ``UCX_TLS`` and the like are UCX's own and are left alone.
 """
 
 import base64
@@ -35,22 +39,58 @@ from typing import Any
 
 from common.errors import ConfigError
 from kv_transfer.transports.base import PageStore, address_of
+from kv_transfer.transports.nixl_route import Kind, Region
 
 PROBE_BYTES = 4_096
+DEVICE_KIND: Kind = "VRAM"
+
+
+class Probe:
+    """Room where pages are, to try the way with: what goes out, and behind it what comes back.
+
+    Raises:
+        ConfigError: ``is_direct``, and the pool is not on a device.
+    """
+
+    def __init__(self, store: PageStore, *, is_direct: bool) -> None:
+        pages = store.device_pages
+        if is_direct and pages is None:
+            raise ConfigError("--gpu-direct moves pages between GPUs, and this pool is in host memory")
+        self.is_direct = is_direct
+        self._memory: Any = pages.new_zeros(2 * PROBE_BYTES) if is_direct else mmap.mmap(-1, 2 * PROBE_BYTES)
+        self.region = _on_device(self._memory) if is_direct else Region(address_of(self._memory))
+
+    def put(self, sent: bytes) -> None:
+        if self.is_direct:
+            self._memory[:PROBE_BYTES] = self._memory.new_tensor(list(sent))
+            self._memory[PROBE_BYTES:] = 0
+            self._memory.cpu()  # when this is over, so is what the device had to do before
+        else:
+            self._memory[:PROBE_BYTES] = sent
+            self._memory[PROBE_BYTES:] = bytes(PROBE_BYTES)
+
+    def came_back(self) -> bytes:
+        back = self._memory[PROBE_BYTES:]
+        return bytes(back.cpu().tolist()) if self.is_direct else bytes(back)
+
+
+def _on_device(tensor: Any) -> Region:
+    return Region(tensor.data_ptr(), DEVICE_KIND, tensor.device.index or 0)
 
 
 class Agent:
-    """A process's NIXL agent with the pool and a page to probe with, both registered. ``lock`` goes around each call.
+    """A process's NIXL agent with the pool and the room to probe with, both registered. ``lock`` goes around each call.
 
     Attributes:
         metadata: what others must know to reach the pool, in base64.
+        pool: where it is.
         is_gone: NIXL has let go of everything, and so nothing comes in by this agent any more.
 
     Raises:
         ConfigError: NIXL is not installed, or finds no way to transfer on this machine.
     """
 
-    def __init__(self, store: PageStore, name: str, probe: mmap.mmap | None = None) -> None:
+    def __init__(self, store: PageStore, name: str, probe: Probe) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs to stdout
         try:
             import nixl
@@ -59,22 +99,23 @@ class Agent:
         self.lock = threading.RLock()
         self.is_gone = False
         self.store = store
-        self.probe = mmap.mmap(-1, 2 * PROBE_BYTES) if probe is None else probe
-        self.pool_at, self.probe_at = address_of(store.memory), address_of(self.probe)
+        self.probe = probe
+        self.pool = _on_device(store.device_pages) if probe.is_direct else Region(address_of(store.memory))
         num_bytes = store.geometry.pool_bytes(store.num_pages)
         # Its own progress thread spins for ever; ours runs while there is something to do.
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             self.nixl = nixl.nixl_agent(name, config)
-            regions = [(self.pool_at, num_bytes, 0, ""), (self.probe_at, 2 * PROBE_BYTES, 0, "")]
-            self._registered = self.nixl.register_memory(regions, "DRAM")
+            runs = (self.pool.run(0, num_bytes), probe.region.run(0, 2 * PROBE_BYTES))
+            self._registered = self.nixl.register_memory([(*run, "") for run in runs], self.pool.kind)
             self.metadata = base64.b64encode(self.nixl.get_agent_metadata()).decode()
         except Exception as error:  # NIXL's own errors have no common root
-            raise ConfigError(f"--transport nixl cannot register the pool: {error}") from error
+            what = "the GPU's memory (--gpu-direct)" if probe.is_direct else "the pool"
+            raise ConfigError(f"--transport nixl cannot register {what}: {error}") from error
 
-    def page_list(self, agent: str | bytes, pool_at: int, num_pages: int, size: int) -> Any:
+    def page_list(self, agent: str | bytes, pool: Region, num_pages: int, size: int) -> Any:
         """A prepared descriptor for every page of a pool, here (agent "NIXL_INIT_AGENT") or there; ``size``: bytes."""
-        return self.nixl.prep_xfer_dlist(agent, [(pool_at + i * size, size, 0) for i in range(num_pages)], "DRAM")
+        return self.nixl.prep_xfer_dlist(agent, [pool.run(i * size, size) for i in range(num_pages)], pool.kind)
 
     def close(self) -> None:
         """Let go of all that UCX has: connections, registered memory, its thread."""

@@ -38,12 +38,12 @@ class Attaching:
     def begin(self, route: Route, metadata: bytes, writes: list[Write]) -> None:
         """Lay out the steps; those that transfer add to ``writes``."""
         probe = secrets.token_bytes(PROBE_BYTES)
-        at = self._agent.probe_at
+        here, there = self._agent.probe.region, route.endpoint.probe
 
-        def transfer(operation: str, local: int) -> Callable[[], bool]:
+        def transfer(operation: str, offset: int) -> Callable[[], bool]:
             def step() -> bool:
-                local_list = self._agent.nixl.get_xfer_descs([(local, PROBE_BYTES, 0)], "DRAM")
-                remote_list = self._agent.nixl.get_xfer_descs([(route.endpoint.probe_at, PROBE_BYTES, 0)], "DRAM")
+                local_list = self._agent.nixl.get_xfer_descs([here.run(offset, PROBE_BYTES)], here.kind)
+                remote_list = self._agent.nixl.get_xfer_descs([there.run(0, PROBE_BYTES)], there.kind)
                 handle = self._agent.nixl.initialize_xfer(operation, local_list, remote_list, route.agent)
                 route.num_probes += 1
                 write = Write(route, 0, handle)
@@ -56,22 +56,19 @@ class Attaching:
 
         def load() -> bool:
             self._load(route, metadata)
-            self._agent.probe[:PROBE_BYTES] = probe
-            self._agent.probe[PROBE_BYTES:] = bytes(PROBE_BYTES)
+            self._agent.probe.put(probe)
             return True
 
         def is_still() -> bool:
             return route.num_probes == 0
 
         def compare() -> bool:
-            if self._agent.probe[PROBE_BYTES:] != probe:
+            if self._agent.probe.came_back() != probe:
                 raise ConnectionError("other bytes came back than were sent")
             return True
 
-        route.steps.extend(
-            (lambda: knock(route), lambda: self._is_let_in(route), load, transfer("WRITE", at), is_still)
-        )
-        route.steps.extend((transfer("READ", at + PROBE_BYTES), is_still, compare))
+        route.steps.extend((lambda: knock(route), lambda: self._is_let_in(route), load, transfer("WRITE", 0), is_still))
+        route.steps.extend((transfer("READ", PROBE_BYTES), is_still, compare))
 
     def _load(self, route: Route, metadata: bytes) -> None:
         """Know the reader's agent. One that was known before is kept as it was: UCX leaves a socket open for each that
@@ -81,7 +78,7 @@ class Attaching:
         if known is None:
             agent = self._agent.nixl.add_remote_agent(metadata)
             size = from_message(route.connect.geometry).page_bytes
-            known = (agent, self._agent.page_list(agent, route.endpoint.pool_at, route.connect.num_pages, size))
+            known = (agent, self._agent.page_list(agent, route.endpoint.pool, route.connect.num_pages, size))
         self._known[route.key] = known
         route.agent, route.pages = known
         in_use = self._in_use()

@@ -5,9 +5,7 @@ See ``nixl`` for the whole story.
 """
 
 import contextlib
-import json
 import logging
-import mmap
 import os
 import secrets
 import threading
@@ -18,9 +16,9 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 from kv_transfer.pieces import Box
-from kv_transfer.transports.base import Fenced, PageStore
-from kv_transfer.transports.nixl import PROBE_BYTES, Agent
-from kv_transfer.transports.nixl_route import host_id
+from kv_transfer.transports.base import Fenced, InPlace, PageStore
+from kv_transfer.transports.nixl import Agent, Probe
+from kv_transfer.transports.nixl_route import Endpoint, host_id, sealed
 from kv_transfer.transports.shm_reader import ShmReader
 
 log = logging.getLogger(__name__)
@@ -46,21 +44,25 @@ class _Offer:
 class NixlReader:
     """``ReaderTransport`` of a decode node.
 
+    Args:
+        key: the cluster's; offers are sealed with it.
+        is_direct: pages arrive in the GPU's own memory.
+
     Raises:
-        ConfigError: NIXL is not installed or does not work here.
+        ConfigError: NIXL is not installed or does not work here, or not for this pool.
     """
 
     name = "nixl"
     names: Sequence[str] = ("nixl",)
 
-    def __init__(self, store: PageStore, incarnation: str = "") -> None:
-        self.store = store
+    def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
+        # outlives the agents: a late writer of this host finds its address
+        self._probe = Probe(store, is_direct=is_direct)
+        self.store = InPlace(store) if is_direct else store
         self._incarnation = incarnation
+        self._key = key
         self._door = ShmReader(store, incarnation, is_shared=False)  # watches writers of this host
         self._host = host_id()
-        self._probe = mmap.mmap(
-            -1, 2 * PROBE_BYTES
-        )  # outlives the agents: a late writer of this host finds its address
         try:
             self._agent = self._make_agent()
         except BaseException:
@@ -90,16 +92,12 @@ class NixlReader:
             agent, self._newest_epoch = self._agent, epoch
             self._offers.setdefault(peer, []).append(_Offer(epoch, agent, time.monotonic()))
         self._is_awake.set()
-        return json.dumps(
-            {
-                "agent": agent.metadata,
-                "pool_at": agent.pool_at,
-                "probe_at": agent.probe_at,
-                "door": self._door.offer(peer, epoch),
-                "host": self._host,
-                "voided": self._voided,
-            }
+        pool, probe = agent.pool, agent.probe.region
+        door = self._door.offer(peer, epoch)
+        endpoint = Endpoint(
+            agent.metadata, pool.at, probe.at, door, self._host, self._voided, kind=pool.kind, device=pool.device
         )
+        return sealed(endpoint, self._key)
 
     def withdraw(self, peer: str) -> None:
         self._door.withdraw(peer)

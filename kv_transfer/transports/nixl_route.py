@@ -1,5 +1,6 @@
 """What NIXL's writer keeps of each reader and of each write under way. No calls to NIXL."""
 
+import hmac
 import os
 import select
 import socket
@@ -7,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,15 +24,32 @@ def host_id() -> str:
         return ""
 
 
+Kind = Literal["DRAM", "VRAM"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory as NIXL names it. ``device``: of VRAM, which GPU of its process."""
+
+    at: int
+    kind: Kind = "DRAM"
+    device: int = 0
+
+    def run(self, offset: int, size: int) -> tuple[int, int, int]:
+        """A descriptor of so many bytes from there on."""
+        return self.at + offset, size, self.device
+
+
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reader offers.
 
     Attributes:
         agent: its metadata, in base64.
-        pool_at, probe_at: addresses of its memory.
+        pool_at, probe_at, kind, device: where its memory is.
         door: where writers of its host ask to be watched.
         host: as ``host_id`` says.
         voided: what was offered under epochs up to this one reaches its memory no more.
+        seal: over all the rest; see ``sealed``.
     """
 
     agent: str
@@ -40,6 +58,36 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     door: str
     host: str = ""
     voided: int = 0
+    kind: Kind = "DRAM"
+    device: Annotated[int, msgspec.Meta(ge=0, le=1_023)] = 0
+    seal: str = ""
+
+    @property
+    def pool(self) -> Region:
+        return Region(self.pool_at, self.kind, self.device)
+
+    @property
+    def probe(self) -> Region:
+        return Region(self.probe_at, self.kind, self.device)
+
+
+def sealed(endpoint: Endpoint, key: bytes) -> str:
+    """An offer as it is sent. NIXL trusts what it is told of an agent: one bit that came wrong brings the process down,
+    or makes it refuse the true offer for good. So nothing reaches it but what a node said that has the cluster's key,
+    or, where there is none, what came as it was sent."""
+    return msgspec.json.encode(msgspec.structs.replace(endpoint, seal=_seal(endpoint, key))).decode()
+
+
+def opened(offer: str, key: bytes) -> Endpoint:
+    """The offer that ``sealed`` made. Raises ``ValueError`` if it is another one."""
+    endpoint = msgspec.json.decode(offer, type=Endpoint)
+    if not hmac.compare_digest(endpoint.seal.encode(), _seal(endpoint, key).encode()):
+        raise ValueError("it was changed, or sealed with another --cluster-key")
+    return endpoint
+
+
+def _seal(endpoint: Endpoint, key: bytes) -> str:
+    return hmac.new(key, msgspec.json.encode(msgspec.structs.replace(endpoint, seal="")), "sha256").hexdigest()
 
 
 @dataclass(slots=True, eq=False)

@@ -18,14 +18,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from common.messages import Connect
 from kv_transfer.pieces import Piece
 from kv_transfer.transports.base import Attached, AttachError, PageStore, stage
-from kv_transfer.transports.nixl import Agent
+from kv_transfer.transports.nixl import Agent, Probe
 from kv_transfer.transports.nixl_attach import Attaching
-from kv_transfer.transports.nixl_route import Endpoint, Route, Write
+from kv_transfer.transports.nixl_route import Route, Write, opened
 from kv_transfer.transports.shm_hello import DETACHED
 
 log = logging.getLogger(__name__)
@@ -44,18 +42,24 @@ TELLING_BYTES = 1 << 20  # a write of fewer says little of how long a long one t
 class NixlWriter:
     """``WriterTransport`` of a prefill node, to be used within ``ChoosingWriter``, which waits where ``detach`` must.
 
+    Args:
+        key: the cluster's; what was not sealed with it is refused.
+        is_direct: pages leave from the GPU's own memory.
+
     Raises:
-        ConfigError: NIXL is not installed or does not work here.
+        ConfigError: NIXL is not installed or does not work here, or not for this pool.
     """
 
     name = "nixl"
     names: Sequence[str] = ("nixl",)
 
-    def __init__(self, store: PageStore, incarnation: str = "") -> None:
+    def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
         self.store = store
-        self._page_bytes, self._is_mapped = store.geometry.page_bytes, store.is_mapped
-        self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}")
-        self._sources = self._agent.page_list("NIXL_INIT_AGENT", self._agent.pool_at, store.num_pages, self._page_bytes)
+        self._key = key
+        self._page_bytes, self._is_staged = store.geometry.page_bytes, not (store.is_mapped or is_direct)
+        probe = Probe(store, is_direct=is_direct)
+        self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}", probe)
+        self._sources = self._agent.page_list("NIXL_INIT_AGENT", self._agent.pool, store.num_pages, self._page_bytes)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._routes: dict[str, Route] = {}
         self._leaving: dict[str, Route] = {}  # detached from, with writes under way
@@ -78,10 +82,10 @@ class NixlWriter:
     def attach(self, peer: str, connect: Connect) -> None:
         assert peer not in self._routes and peer not in self._leaving, "detach first"
         try:
-            endpoint = msgspec.json.decode(connect.endpoint, type=Endpoint)
+            endpoint = opened(connect.endpoint, self._key)
             metadata = base64.b64decode(endpoint.agent, validate=True)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise AttachError(f"{connect.name} offers an endpoint that nixl does not understand") from error
+        except ValueError as error:
+            raise AttachError(f"{connect.name} offers an endpoint that nixl does not understand: {error}") from error
         route = Route(peer, connect, endpoint, ATTACH_TIMEOUT_S)
         self._routes[peer] = route
         self._jobs.put(("attach", route, metadata))
@@ -94,7 +98,7 @@ class NixlWriter:
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
         route = self._routes[peer]
-        if not self._is_mapped:
+        if self._is_staged:
             stage(self.store, [source for source, _ in pages])
         self._num_tickets += 1
         num_bytes = len(pages) * (self._page_bytes if piece is None else piece.num_bytes)
@@ -165,8 +169,8 @@ class NixlWriter:
         leaving = self._leaving.get(peer)
         if leaving is None:
             return
-        with contextlib.suppress(msgspec.DecodeError):
-            if leaving.connect.epoch <= msgspec.json.decode(endpoint, type=Endpoint).voided:
+        with contextlib.suppress(ValueError):
+            if leaving.connect.epoch <= opened(endpoint, self._key).voided:
                 leaving.is_void = True
                 self._jobs.put(("look",))
 
@@ -294,14 +298,13 @@ class NixlWriter:
             sources, targets = [source for source, _ in pages], [target for _, target in pages]
             return nixl.make_prepped_xfer("WRITE", self._sources, sources, route.pages, targets)
         ours, theirs = self._page_bytes, piece.theirs.page_bytes
+        here, there = self._agent.pool, route.endpoint.pool
         local, remote = [], []
         for source, target in pages:
-            source_at = self._agent.pool_at + source * ours
-            target_at = route.endpoint.pool_at + target * theirs
             for at, to, length in piece.runs:
-                local.append((source_at + at, length, 0))
-                remote.append((target_at + to, length, 0))
-        lists = nixl.get_xfer_descs(local, "DRAM"), nixl.get_xfer_descs(remote, "DRAM")
+                local.append(here.run(source * ours + at, length))
+                remote.append(there.run(target * theirs + to, length))
+        lists = nixl.get_xfer_descs(local, here.kind), nixl.get_xfer_descs(remote, there.kind)
         return nixl.initialize_xfer("WRITE", *lists, route.agent)
 
     def _is_over(self, write: Write) -> bool:
