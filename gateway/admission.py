@@ -2,12 +2,13 @@
 
 The bound is what the decode nodes run at once and a queue on top. Whoever is over it is told at once, with the time
 after which, at the rate seen lately, enough requests will have ended: for it, and for all who were told an earlier time
-and are still to come back.
+and are still to come back. Until the first has ended it is what those under way are expected to take.
 """
 
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 
 from common.errors import ErrorCode, RequestError
 
@@ -20,6 +21,10 @@ class Admission:
 
     Args:
         max_queued: requests beyond those that the nodes run at once.
+
+    Attributes:
+        forecast: in how many seconds so many of those in flight will have ended, by what they have said so far; 0.0 if
+            that cannot be told. Asked while none has ended lately; whoever knows them sets it.
     """
 
     def __init__(self, max_queued: int) -> None:
@@ -30,6 +35,7 @@ class Admission:
         self._promised: list[tuple[float, int]] = []  # a heap: when how many were told to come back
         self._num_promised = 0
         self.num_in_flight = 0
+        self.forecast: Callable[[int], float] = lambda count: 0.0
 
     def limit(self, max_running: int) -> int:
         return max_running + self._max_queued
@@ -73,19 +79,20 @@ class Admission:
         """
         while self._promised and self._promised[0][0] <= now:
             self._num_promised -= heapq.heappop(self._promised)[1]
-        seconds = min(self._seconds(count, now), MAX_RETRY_AFTER_S)
-        if self._ended and seconds < MAX_RETRY_AFTER_S:
+        known = self._seconds(count + self._num_promised, now)
+        # Nobody knows: nothing has ended for so long that it may well take as long again.
+        seconds = float(min(max(math.ceil(known or self._busy(now)), 1), MAX_RETRY_AFTER_S))
+        if known and seconds < MAX_RETRY_AFTER_S:
             heapq.heappush(self._promised, (now + seconds, count))
             self._num_promised += count
         return seconds
 
     def _seconds(self, count: int, now: float) -> float:
+        """Until so many will have ended; 0.0 if that cannot be told."""
         busy = self._busy(now)
         while self._ended and self._ended[0] < busy - WINDOW_S:
             self._ended.popleft()
-        if self._ended:
-            since = self._ended[0] if len(self._ended) == self._ended.maxlen else max(0.0, busy - WINDOW_S)
-            seconds = (count + self._num_promised) * (busy - since) / len(self._ended)
-        else:
-            seconds = busy  # nothing has ended for so long: it may well take as long again
-        return float(max(math.ceil(seconds), 1))
+        if not self._ended:
+            return self.forecast(count)
+        since = self._ended[0] if len(self._ended) == self._ended.maxlen else max(0.0, busy - WINDOW_S)
+        return count * (busy - since) / len(self._ended)

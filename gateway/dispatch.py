@@ -9,6 +9,7 @@ gone. Whichever it is, the nodes that may still work on it are told at once.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from common.clock import Clock
@@ -17,6 +18,7 @@ from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
 from common.request import Request
 from gateway.fleet import Fleet, Fleets
+from gateway.forecast import seconds_until
 from gateway.leg import Leg, Timer, request_of
 from gateway.registry import Node
 from gateway.relay import Relay
@@ -67,6 +69,8 @@ class Dispatch:
         self._is_shut = False
         self._is_pump_due = False
         self._attempts = itertools.count(first_attempt)
+        for fleet in fleets:
+            fleet.admission.forecast = partial(self._seconds_until, fleet)
 
     @property
     def num_in_flight(self) -> int:
@@ -127,6 +131,9 @@ class Dispatch:
             legs = [leg for leg in self._legs.values() if leg.fleet is fleet and leg.pair and not leg.relay.ids]
             sent = [request_of(leg.relay) for leg in legs]
         return [self._legs[victim.rid] for victim in backlog.outranked(request, count, sent=sent)]
+
+    def _seconds_until(self, fleet: Fleet, count: int) -> float:
+        return seconds_until(count, (leg.relay for leg in self._legs.values() if leg.fleet is fleet))
 
     def _evict(self, leg: Leg, other: Relay, now: float) -> None:
         reason = "a more urgent one has taken its place in a full queue"

@@ -84,6 +84,17 @@ def test_idle_time_does_not_make_the_rate_look_low():
     assert refused(admission, 1, now=5000.0).retry_after_s == 2.0  # four in six busy seconds: one in 1.5
 
 
+def test_until_one_has_ended_it_is_what_those_in_flight_are_expected_to_take():
+    admission = Admission(max_queued=0)
+    admission.forecast = lambda count: 2.5 * count
+    admission.admit(2, max_running=2, now=0.0)
+    assert refused(admission, 1, now=0.0).retry_after_s == 3.0
+    assert refused(admission, 1, now=1.0).retry_after_s == 5.0  # the one before comes back sooner
+    admission.release(4.0)
+    admission.admit(1, max_running=2, now=4.0)
+    assert refused(admission, 1, now=4.0).retry_after_s == 8.0  # now it is known: one in 4 s; and one is to come
+
+
 def test_while_nothing_has_ended_it_may_take_as_long_again():
     admission = Admission(max_queued=0)
     admission.admit(2, max_running=2, now=10.0)

@@ -1,9 +1,11 @@
 """The table of requests under way, without sockets: who goes out when, step by step."""
 
+import pytest
 from fake_nodes import make_register
 
 from common.clock import ManualClock
 from common.config import GatewayConfig
+from common.errors import RequestError
 from common.messages import Abort, Generate, Tokens
 from common.sampling import SamplingParams
 from gateway.dispatch import Dispatch
@@ -11,6 +13,7 @@ from gateway.fleet import Fleets, make_fleet
 from gateway.relay import Ask, Relay
 
 PREFILL, DECODE = "p" * 32, "d" * 32
+ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 class Post:
@@ -61,29 +64,32 @@ class Table:
 
     def __init__(self, *, rows=1, decodes=(DECODE,), **options):
         config = GatewayConfig(gateway_lookahead=0, **(options or {"enable_priority_scheduling": True}))
-        fleet = make_fleet(config, "tiny", 300)
-        fleet.registry.register(PREFILL, make_register("prefill", "prefill"), 0.0)
-        for incarnation in decodes:
-            fleet.registry.register(incarnation, make_register("decode", incarnation, max_running=rows), 0.0)
+        fleets = [make_fleet(config, model, 300) for model in ("tiny", "other")]
+        for fleet in fleets:
+            model = fleet.model
+            fleet.registry.register(PREFILL, make_register("prefill", "prefill", model=model), 0.0)
+            for incarnation in decodes:
+                decode = make_register("decode", incarnation, model=model, max_running=rows)
+                fleet.registry.register(incarnation, decode, 0.0)
         self.post = Post()
         self.clock = ManualClock(1.0)
         ends = []
         self.requests = Dispatch(
-            Fleets([fleet]), self.post, self.clock, on_start=lambda relay, pair: None, on_end=ends.append
+            Fleets(fleets), self.post, self.clock, on_start=lambda relay, pair: None, on_end=ends.append
         )
 
-    def come(self, *rids, prompts=(0,), **fields):
+    def come(self, *rids, prompts=(0,), sampling=ONE_TOKEN, model="tiny", **fields):
         relays = []
         for rid, number in zip(rids, prompts, strict=True):
-            ask = Ask(rid, rid, (1, 2), SamplingParams(max_new_tokens=1), "tiny", prompt_number=number, **fields)
+            ask = Ask(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
             relays.append(Relay(ask, 0, Silent(), lambda relay: None, self.requests.ended, self.clock.now()))
         self.requests.dispatch(relays)
 
     def end(self, rid):
         self.say(PREFILL, rid, self.sent(rid)[-1].attempt)
 
-    def say(self, node, rid, attempt):
-        self.requests.on_tokens(node, Tokens(rid, attempt, 0, (5,), finish="length"))
+    def say(self, node, rid, attempt, *, index=0, finish="length"):
+        self.requests.on_tokens(node, Tokens(rid, attempt, index, (5,), finish=finish))
 
     def sent(self, rid):
         return [message for message in self.post.at(DECODE) if message.rid == rid]
@@ -142,6 +148,38 @@ def test_samples_of_a_prompt_go_to_one_pair_and_prompts_to_the_emptiest():
     table = Table(rows=2, decodes=(DECODE, "e" * 32))
     table.come("a0", "a1", "b0", "b1", prompts=(0, 0, 1, 1))
     assert table.post.at_decode() == ["a0", "a1"]
+
+
+@pytest.mark.parametrize(
+    ("max_new", "ignore_eos", "num_said", "count", "seconds", "then"),
+    [
+        (101, True, 11, 1, 45.0, 48.0),  # 90 to come, a token each half second, and the other has 95
+        (101, False, 11, 1, 6.0, 6.0),  # it may end at any time: as many again, 5.5 s
+        (13, False, 11, 1, 1.0, 4.0),  # but no more than two, and seven
+        (21, True, 11, 2, 8.0, 12.0),  # the second has 15 to come; a third would have to wait for half as long again
+        (21, True, 1, 1, 1.0, 1.0),  # no pace is known yet
+    ],
+)
+def test_a_fresh_service_tells_who_is_too_many_to_come_back_when_those_under_way_will_have_ended(
+    max_new, ignore_eos, num_said, count, seconds, then
+):
+    table = Table(rows=2, max_queued_requests=0)
+    for rid, more in (("short", 0), ("long", 5)):
+        sampling = SamplingParams(max_new_tokens=max_new + more, ignore_eos=ignore_eos)
+        table.come(rid, sampling=sampling, expected_output=(max_new + more) * ignore_eos)
+        table.say(PREFILL, rid, table.sent(rid)[-1].attempt, finish="")
+    table.come("elsewhere", model="other", sampling=SamplingParams(max_new_tokens=13))
+    table.say(PREFILL, "elsewhere", table.sent("elsewhere")[-1].attempt, finish="")
+    for index in range(1, num_said):
+        table.clock.advance(0.5)
+        for rid in ("short", "long", "elsewhere"):
+            table.say(DECODE, rid, table.sent(rid)[-1].attempt, index=index, finish="")
+    with pytest.raises(RequestError) as caught:
+        table.come(*"ab"[:count], prompts=range(count))
+    assert caught.value.retry_after_s == seconds
+    with pytest.raises(RequestError) as caught:
+        table.come("c")
+    assert caught.value.retry_after_s == then
 
 
 def test_what_a_tenant_is_served_counts_though_it_never_had_to_wait():
