@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from load_mock import MockServer, mock_server
 
 from common.config import SMALL_MODEL
 from common.errors import ConfigError
-from scripts.load import run
+from scripts.load import crew, run
 from scripts.load.config import LoadtestConfig
+from scripts.load.plan import Planned
 from scripts.load.prompts import Prompts
 from scripts.load.report import Report
+from scripts.load.run import records_of as run_records
 from scripts.load.run import run_load
 
 
@@ -131,6 +134,68 @@ def test_a_closed_loop_over_a_time_ends_in_time(tmp_path: Path) -> None:
     assert max(record.intended_s for record in report.records) < 0.6
 
 
+def test_a_session_is_at_hand_when_a_slot_becomes_free_however_many_turns_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is handed over ahead are eight sessions, not eight requests, the tail of one session."""
+    made_at: dict[int, float] = {}
+    real = Prompts.body
+
+    def body(self: Prompts, planned: Planned) -> bytes:
+        made_at[planned.index] = time.monotonic()
+        return real(self, planned)
+
+    monkeypatch.setattr(Prompts, "body", body)
+    monkeypatch.setattr(crew.Crew, "_lead", lambda self: 8)
+    outcomes: list[crew.Outcome] = []
+    monkeypatch.setattr(run, "records_of", lambda outcome: outcomes.append(outcome) or run_records(outcome))
+    with mock_server(tmp_path, "--ttft", "0.02") as server:
+        report = load(server, concurrency=2, num_requests=16, turns="10", input_len="4", output_len="1")
+    start_at = outcomes[0].start_at
+    firsts = [record for record in report.records if record.turn == 0]
+    assert len(firsts) == 16 and report.num_requests == 160
+    assert max(made_at[record.index] - start_at - record.intended_s for record in firsts) < 0
+
+
+def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = [
+        Planned(n, at, (), tokens) for n, (at, tokens) in enumerate([(0, 5), (1, 5), (21, 300), (25, 100), (40, 9)])
+    ]
+    assert crew.busiest(plan) == (0.2, 40.0)  # seconds 20 to 30 of 40
+    assert crew.busiest(plan[:2]) == (1.0, 5.0)  # of less than ten seconds, in one
+    assert [crew.num_clients_for(*load, 0) for load in ((1, 1), (0, 1e300))] == [1, min(16, os.cpu_count() or 1)]
+    monkeypatch.setattr(run, "num_clients_for", lambda rate, events, slots: 2 if rate else 1)
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("".join(f'{{"at": {n / 100}, "prompt": "x", "max_tokens": 2}}\n' for n in range(10)))
+    with mock_server(tmp_path) as server:
+        report = load(server, trace=str(trace))
+    assert report.client["processes"] == 2 and report.errors["count"] == 0
+    assert len(server.truth) == 10
+
+
+def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = subprocess.Popen, []
+
+    def popen(*args: object, **options: object) -> object:
+        if len(started) == 1:
+            raise OSError(12, "Cannot allocate memory")
+        started.append(real(*args, **options))  # type: ignore[call-overload]
+        return started[-1]
+
+    with mock_server(tmp_path) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(crew.subprocess, "Popen", popen)
+            with pytest.raises(crew.ClientFailed, match="cannot be started: Cannot allocate memory"):
+                load(server, clients=2)
+        assert started[0].poll() is not None and started[0].stdin.closed
+        monkeypatch.setattr(crew, "READY_TIMEOUT_S", 0.0)
+        with pytest.raises(crew.ClientFailed, match="not ready within 0 s"):
+            load(server)
+    assert not server.truth
+
+
 def test_turns_of_a_session_follow_each_other_and_carry_what_came_before(tmp_path: Path) -> None:
     options = {"turns": "3", "think": "30ms", "input_len": "20", "output_len": "4", "prefix_len": 16}
     with mock_server(tmp_path, "--ttft", "0.01") as server:
@@ -164,10 +229,11 @@ def test_tenants_are_named_in_a_header_and_by_their_keys(tmp_path: Path) -> None
 
 def test_a_tenants_name_cannot_break_a_head(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
-    trace.write_text('{"prompt": "x", "user": "a\\r\\nHost: b"}\n')
+    trace.write_text('{"prompt": "x"}\n' * 50 + '{"prompt": "x", "user": "a\\r\\nHost: b"}\n')
     with mock_server(tmp_path) as server:
-        with pytest.raises(ConfigError, match="cannot go into a header"):
-            load(server, trace=str(trace), tenant_header="x-baton-tenant")
+        for options in ({"trace": str(trace)}, {"mix": "a:tenant=\u00e4"}):
+            with pytest.raises(ConfigError, match="cannot go into a header"):
+                load(server, tenant_header="x-baton-tenant", **options)
     assert not server.truth
 
 

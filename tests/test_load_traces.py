@@ -158,8 +158,61 @@ def test_arrivals_of_a_trace_with_a_clock_are_its_own(tmp_path: Path) -> None:
         (["TIMESTAMP,ContextTokens,GeneratedTokens"], "no request"),
         ([json.dumps({"prompt": "a", "at": 1}), json.dumps({"prompt": "b"})], "some lines have a timestamp"),
         (["Timestamp,Model,Request tokens,Response tokens", "nan,m,4,4"], "no finite number"),
+        (["Timestamp,Model,Request tokens,Response tokens", "1,m,4,inf"], "line 2"),
+        (["Timestamp,Model,Request tokens,Response tokens", "1,m,4,1e9"], "line 2: 1,000,000,000 tokens are too many"),
+        (["ContextTokens,GeneratedTokens,TIMESTAMP", "4,4"], "line 2"),
+        (["Timestamp,Model,Request tokens,Response tokens", '1,"' + "m" * 200_000], "cannot be read"),
+        (["Timestamp,Model,Request tokens,Response tokens", "-1e308,m,4,4", "1e308,m,4,4"], "is --trace-unit right"),
+        ([json.dumps(dict(MOONCAKE[0], output_length=10**30))], "line 1"),
+        ([json.dumps({"prompt": "a", "output_length": -1})], "line 1: ValueError a length below 0"),
+        ([""], "no known format"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence_with_the_line(tmp_path: Path, lines: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_trace(write(tmp_path / "t", *lines))
+
+
+def test_blank_lines_before_a_trace_and_spaces_in_its_head_do_not_hide_it(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path / "t", "", "  ", *MOONCAKE)).format == "Mooncake"
+    lines = ["", "TIMESTAMP, ContextTokens, GeneratedTokens", "2023-11-16 18:17:03,4808,10"]
+    assert read_trace(write(tmp_path / "t", *lines)).rows[0].num_input == 4808
+
+
+def test_claims_of_the_wrong_kind_go_to_the_server_alone(tmp_path: Path) -> None:
+    """Records and their files have a number there; the server may say what it thinks of it."""
+    wrong = {"prompt": "a", "priority": "high", "deadline_ms": [], "user": None, "class": None}
+    path = write(tmp_path / "t", wrong, {"prompt": "a", "priority": 2**31}, {"prompt": "a", "priority": 3})
+    first, second, third = replayed(read_trace(path), Replay(), np.random.default_rng(0))
+    assert (first.priority, first.deadline_ms, first.tenant, first.class_name) == (None, None, "", "")
+    assert first.extra == {"prompt": "a", "priority": "high", "deadline_ms": [], "user": None}
+    assert (second.priority, third.priority) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("replay", "words"),
+    [
+        (Replay(length_scale=1e6), "--length-scale makes"),
+        (Replay(time_scale=1e300), "--time-scale or --rate"),
+        (Replay(window=(7.0, 8.0)), "holds no request"),
+    ],
+)
+def test_a_replay_beyond_all_measure_is_refused(tmp_path: Path, replay: Replay, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        replayed(read_trace(write(tmp_path / "t", *MOONCAKE)), replay, np.random.default_rng(0))
+
+
+def test_a_clock_without_ticks_cannot_be_jittered(tmp_path: Path) -> None:
+    rows = [dict(MOONCAKE[0], timestamp=number / 10_000) for number in range(9)]
+    with pytest.raises(ConfigError, match="no ticks"):
+        replayed(read_trace(write(tmp_path / "t", *rows)), Replay(has_jitter=True), np.random.default_rng(0))
+
+
+def test_requests_without_a_clock_are_all_timed_before_the_start(tmp_path: Path) -> None:
+    """Six of ten come within three seconds at two a second."""
+    path = write(tmp_path / "t", *[{"prompt": "a"}] * 10)
+    plan = make_plan(LoadtestConfig(trace=path, rate="2", arrival="constant", duration="3"))
+    assert isinstance(plan.chains, list) and plan.num_chains == 6
+    assert [chain[0].at for chain in plan.chains] == [0, 0.5, 1, 1.5, 2, 2.5]
+    slow = make_plan(LoadtestConfig(trace=path, rate="0.00001", arrival="constant", num_requests=2))
+    assert slow.seconds == pytest.approx(100_000)

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from scripts.load import draws
 from scripts.load.config import LoadtestConfig, seconds
 from scripts.load.draws import Chain, Draws, Sessions, rng_of
-from scripts.load.kinds import kinds_of
+from scripts.load.kinds import kinds_of, mean_load
 from scripts.load.lengths import parse_lengths
 from scripts.load.plan import ANSWER, UNIQUE, Planned, ideal_cached, key
 from scripts.load.prompts import Prompts
@@ -170,6 +170,11 @@ def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
         return
     with pytest.raises(ConfigError, match="--mix"):
         kinds_of(LoadtestConfig(mix=mix))
+
+
+def test_what_a_mix_amounts_to_is_weighted_by_share_and_turns() -> None:
+    kinds = kinds_of(LoadtestConfig(mix="a:share=3,turns=2,output=10;b:output=20"))
+    assert mean_load(kinds) == (pytest.approx((3 * 2 + 1) / 4), pytest.approx((3 * 2 * 10 + 20) / 4))
 
 
 def test_equal_pieces_have_equal_tokens_and_a_shorter_one_is_a_prefix() -> None:

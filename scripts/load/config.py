@@ -94,8 +94,12 @@ class LoadOptions:
         1.0, "Seconds of replay per second of the trace: 0.1 plays it ten times as fast.", minimum=1e-9
     )
     length_scale: float = option(1.0, "Prompts, outputs and shared prefixes of a trace times this.", minimum=1e-6)
-    max_input_len: int | None = option(None, "Longer prompts of a trace are cut to this.", minimum=1)
-    max_output_len: int | None = option(None, "Longer outputs of a trace are cut to this.", minimum=1)
+    max_input_len: int | None = option(
+        None, "Longer prompts of a trace are cut to this.", minimum=1, maximum=MAX_LENGTH
+    )
+    max_output_len: int | None = option(
+        None, "Longer outputs of a trace are cut to this.", minimum=1, maximum=MAX_LENGTH
+    )
 
     # What is good
     slo_ttft: str | None = option(None, f"Time to first token that is good. {SECONDS}")

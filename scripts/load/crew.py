@@ -4,6 +4,7 @@ What comes back is kept as received, and read when the run is over.
 """
 
 import asyncio
+import math
 import os
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from common.errors import BatonError
 from scripts.load.plan import Planned
@@ -88,21 +91,24 @@ class _Member:
         self.is_ready = asyncio.Event()
         self.finished: Finished | None = None
         self.tick: Tick | None = None
-        self.num_open = 0  # asks handed over that have not ended
+        self.num_open = 0  # chains handed over that have not ended
+        self.is_connected = False
 
     async def connect(self) -> None:
         loop = asyncio.get_running_loop()
         assert self.process.stdin and self.process.stdout
         await loop.connect_write_pipe(lambda: self.writer, self.process.stdin)
         await loop.connect_read_pipe(lambda: self.reader, self.process.stdout)
+        self.is_connected = True
 
     async def close(self) -> None:
         """End the process, gently if it listens."""
-        self.writer.transport.abort()
-        deadline_at = time.monotonic() + EXIT_TIMEOUT_S
-        while self.process.poll() is None and time.monotonic() < deadline_at:
-            await asyncio.sleep(0.005)
-        self.reader.transport.close()
+        if self.is_connected:
+            self.writer.transport.abort()
+            deadline_at = time.monotonic() + EXIT_TIMEOUT_S
+            while self.process.poll() is None and time.monotonic() < deadline_at:
+                await asyncio.sleep(0.005)
+            self.reader.transport.close()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -138,11 +144,29 @@ class Crew:
         self._some_ended = asyncio.Event()
         self._failure = ""
         self._is_stopping = False
+        self._last_turns: set[int] = set()  # numbers of requests under way that end their chain
 
     async def start(self) -> None:
-        """Start the processes; they import while the plan is being made."""
-        self._members = [_Member(self._on_frame, self._on_end) for _ in range(self._num_clients)]
-        for number, member in enumerate(self._members):
+        """Start the processes; they import while the plan is being made. After a failure, too, ``close`` ends them.
+
+        Raises:
+            ClientFailed: the system has no room for them.
+        """
+        await self._start(self._num_clients)
+
+    async def grow(self, num_clients: int) -> None:
+        """Before ``run``, and in an open loop: as many processes as that, if there are fewer."""
+        assert not self._setup.slots
+        await self._start(num_clients - len(self._members))
+
+    async def _start(self, count: int) -> None:
+        begin = len(self._members)
+        try:
+            for _ in range(count):
+                self._members.append(_Member(self._on_frame, self._on_end))
+        except OSError as error:
+            raise ClientFailed(f"a client process cannot be started: {error.strerror}") from None
+        for number, member in enumerate(self._members[begin:], begin):
             await member.connect()
             slots = self._setup.slots // self._num_clients + (number < self._setup.slots % self._num_clients)
             values = {name: getattr(self._setup, name) for name in Setup.__struct_fields__}
@@ -178,7 +202,10 @@ class Crew:
     async def _feed(self, chains: Iterable[Sequence[Planned]]) -> None:
         """Hand requests out, chains in turn to each process; the clock starts when there is enough of a start."""
         for member in self._members:
-            await asyncio.wait_for(member.is_ready.wait(), READY_TIMEOUT_S)
+            try:
+                await asyncio.wait_for(member.is_ready.wait(), READY_TIMEOUT_S)
+            except TimeoutError:
+                raise ClientFailed(f"a client process was not ready within {READY_TIMEOUT_S:g} s") from None
         began_at, has_started, num_bytes = time.monotonic(), False, 0
         for number, chain in enumerate(chains):
             member = self._member_for(number)
@@ -190,11 +217,13 @@ class Crew:
                 await member.writer.drain()
                 if self._is_over():
                     break
+            member.num_open += 1
+            if self._setup.slots:
+                self._last_turns.add(chain[-1].index)
             for planned in chain:
                 self._outcome.planned.append(planned)
                 ask = self._ask(planned)
                 num_bytes += len(ask.body)
-                member.num_open += 1
                 member.writer.send(ask)
             if number % 16 == 15:
                 await asyncio.sleep(0)
@@ -224,7 +253,7 @@ class Crew:
         return min(self._members, key=lambda member: member.num_open)
 
     def _lead(self) -> int:
-        """Asks that each process of a closed loop has at hand."""
+        """Chains that each process of a closed loop has at hand."""
         return 4 * self._setup.slots // len(self._members) + 64
 
     async def _until_short_of_work(self, member: _Member) -> None:
@@ -268,7 +297,9 @@ class Crew:
     def _on_frame(self, member: _Member, frame: Any) -> None:
         if isinstance(frame, Dones):
             self._outcome.dones += frame.ended
-            member.num_open -= len(frame.ended)
+            ended = self._last_turns & {done.index for done in frame.ended}
+            member.num_open -= len(ended)
+            self._last_turns -= ended
             self._some_ended.set()
         elif isinstance(frame, Tick):
             member.tick = frame
@@ -301,7 +332,18 @@ def resolve_host(host: str, port: int) -> str:
     return str(found[0][4][0])
 
 
-def num_clients_for(rate: float, output_tokens: float, slots: int) -> int:
+def num_clients_for(requests_per_s: float, events_per_s: float, slots: int) -> int:
     """Processes for a load: one carries 8,000 events per second, or 1,000 requests under way, with room to spare."""
-    needed = max(rate * output_tokens / 8000, rate / 500, slots / 1000)
-    return max(1, min(int(-(-needed // 1)), os.cpu_count() or 1, 16))
+    needed = max(events_per_s / 8000, requests_per_s / 500, slots / 1000)
+    return max(1, min(math.ceil(min(needed, 16)), os.cpu_count() or 1, 16))
+
+
+def busiest(plan: Sequence[Planned]) -> tuple[float, float]:
+    """Requests and output tokens per second of an open loop, in the ten seconds in which most tokens are asked for."""
+    if not plan:
+        return 0.0, 0.0
+    at = np.array([planned.at for planned in plan])
+    length_s = min(10.0, max(1.0, float(at[-1])))
+    _, window = np.unique(at // length_s, return_inverse=True)
+    tokens = np.bincount(window, weights=[planned.num_output for planned in plan])
+    return float(np.bincount(window).max()) / length_s, float(tokens.max()) / length_s

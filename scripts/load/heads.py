@@ -1,5 +1,6 @@
 """Heads of requests: what is the same for all of a run, and what says whose a request is."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,19 +24,19 @@ class Heads:
         self._keys = read_keys(config.tenant_keys) if config.tenant_keys else {}
         self._key = config.api_key if config.tenant_keys else None  # otherwise it is in the head of all
 
-    def of(self, planned: Planned) -> bytes:
-        """Of one request, each with its line end.
+    def check(self, tenants: Iterable[str]) -> None:
+        """Raises ConfigError: one of these names would break a head."""
+        for tenant in tenants if self._header else ():
+            if not (tenant.isascii() and tenant.isprintable()):
+                raise ConfigError(f"a tenant's name cannot go into a header: {tenant[:64]!r}")
 
-        Raises:
-            ConfigError: a tenant (of a trace) has a name that would break the head.
-        """
+    def of(self, planned: Planned) -> bytes:
+        """Of one request, each with its line end; its tenant has been checked."""
         lines = []
         key = self._keys.get(planned.tenant, self._key)
         if key:
             lines.append(f"Authorization: Bearer {key}\r\n")
         if self._header and planned.tenant:
-            if not (planned.tenant.isascii() and planned.tenant.isprintable()):
-                raise ConfigError(f"a tenant's name cannot go into a header: {planned.tenant[:64]!r}")
             lines.append(f"{self._header}: {planned.tenant}\r\n")
         return "".join(lines).encode()
 

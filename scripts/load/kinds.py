@@ -7,9 +7,7 @@ from typing import Any
 from common.errors import ConfigError
 from scripts.load.config import LoadOptions, seconds
 from scripts.load.lengths import MAX_LENGTH, MAX_TURNS, Lengths, parse_lengths
-from scripts.load.plan import MAX_GROUPS
-
-MAX_PRIORITY = 2**31 - 1
+from scripts.load.plan import MAX_GROUPS, MAX_PRIORITY
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,13 @@ class Kind:
     priority_class: str = ""
     tenant: str = ""
     slos: tuple[tuple[str, float], ...] = ()
+
+
+def mean_load(kinds: dict[str, Kind]) -> tuple[float, float]:
+    """Requests of a session, and output tokens of all of them, on average over sessions."""
+    total = sum(kind.share for kind in kinds.values())
+    turns = {name: kind.share / total * kind.turns.mean for name, kind in kinds.items()}
+    return sum(turns.values()), sum(turns[name] * kind.output_len.mean for name, kind in kinds.items())
 
 
 def kinds_of(config: LoadOptions) -> dict[str, Kind]:

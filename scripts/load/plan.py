@@ -15,6 +15,7 @@ Piece = tuple[int, int]
 #: Kinds of pieces: the upper bits of a key.
 UNIQUE, GROUP, TURN, ANSWER, HASH = range(1, 6)
 MASK = (1 << 56) - 1
+MAX_PRIORITY = 2**31 - 1  # and no less than its negative: files hold 32 bits
 MAX_GROUPS = 1 << 24  # of a class: a group's number is its class's times this, plus its own
 
 

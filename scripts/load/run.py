@@ -18,9 +18,10 @@ from typing import Any
 from common.errors import ConfigError
 from scripts.load import metrics, validity
 from scripts.load.config import LoadtestConfig
-from scripts.load.crew import Crew, Outcome, num_clients_for
+from scripts.load.crew import Crew, Outcome, busiest, num_clients_for
 from scripts.load.draws import rng_of
 from scripts.load.heads import Heads, setup_of
+from scripts.load.kinds import kinds_of, mean_load
 from scripts.load.outputs import compare_outputs, read_expected
 from scripts.load.plan import ideal_cached
 from scripts.load.probe import UNKNOWN_VOCAB, Server, flush_cache, probe
@@ -77,12 +78,13 @@ class _Load:
         setup, heads = setup_of(config), Heads(config)
         on_tick = self._tick if self._on_tick else None
         crew = Crew(setup, self._num_clients(), lambda planned: (heads.of(planned), prompts.body(planned)), on_tick)
-        await crew.start()  # they import while we think
         try:
+            await crew.start()  # they import while we think
             found = server or probe(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
             if config.flush_cache:
                 flush_cache(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
             self._plan = make_plan(config)
+            await self._fit(crew, heads)
             if found.vocab_size is None and not config.vocab_size and config.sends_ids:
                 self._plan.notes.append(UNKNOWN_VOCAB)
             prompts = self._prompts(found)
@@ -101,17 +103,23 @@ class _Load:
                     await scraping
         return self._report(outcome, found, scraper, started_at)
 
+    async def _fit(self, crew: Crew, heads: Heads) -> None:
+        """Now that the plan is known: can its tenants be named, and does a trace need more processes?"""
+        plan, is_trace = self._plan, self._config.trace is not None
+        requests = [one for chain in plan.chains for one in chain] if is_trace else []
+        heads.check({*(kind.tenant for kind in plan.kinds.values()), *(one.tenant for one in requests)})
+        if is_trace and plan.is_open and not self._config.clients:
+            await crew.grow(num_clients_for(*busiest(requests), 0))
+
     def _num_clients(self) -> int:
         config = self._config
         if config.clients:
             return config.clients
         if config.concurrency or config.trace:
             return num_clients_for(0.0, 0.0, config.concurrency or 0)
-        legs = config.profile.legs
-        rate = max(max(leg.first, leg.last) for leg in legs)
-        from scripts.load.lengths import parse_lengths
-
-        return num_clients_for(rate, parse_lengths(config.output_len, "--output-len").mean, 0)
+        rate = max(max(leg.first, leg.last) for leg in config.profile.legs)
+        requests, tokens = mean_load(kinds_of(config))
+        return num_clients_for(rate * requests, rate * tokens, 0)
 
     def _prompts(self, server: Server) -> Prompts:
         config = self._config

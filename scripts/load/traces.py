@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 
 from common.errors import ConfigError
-from scripts.load.plan import HASH, MASK, UNIQUE, Piece, Planned, key
+from scripts.load.lengths import MAX_LENGTH
+from scripts.load.plan import HASH, MASK, MAX_PRIORITY, UNIQUE, Piece, Planned, key
+from scripts.load.schedule import MAX_SECONDS
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MOONCAKE_TOKENS, QWEN_TOKENS = 512, 16
@@ -69,13 +71,13 @@ def read_trace(path: str, unit: str = "auto") -> Trace:
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
+            first = next((line for line in file if line.strip()), "")
             file.seek(0)
             if first.lstrip().startswith("{"):
                 name, tokens, rows = _json_lines(file, path)
             else:
                 name, tokens, rows = _csv(file, path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"--trace {path} cannot be read: {error}") from None
     notes: list[str] = []
     kept = [row for row in rows if row.extra or (row.num_input > 0 and row.num_output > 0)]
@@ -105,6 +107,8 @@ def _with_times(rows: list[Row], name: str, unit: str, notes: list[str], path: s
         row.at = (row.at - start) * scale
     rows.sort(key=lambda row: row.at or 0.0)
     span = rows[-1].at or 0.0
+    if not span <= MAX_SECONDS:
+        raise ConfigError(f"--trace {path}: its timestamps lie {span:.3g} s apart: is --trace-unit right?")
     rate = f", {len(rows) / span:.3g} requests/s" if span else ""
     how = "detected" if unit == "auto" else "given"
     notes.insert(0, f"{len(rows):,} requests over {span:,.1f} s{rate}; format {name}, timestamps in {found} ({how})")
@@ -139,7 +143,7 @@ def _json_lines(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
             if not name:
                 name, tokens = _json_format(content)
             rows.append(_own_row(content) if name == "own" else _hash_row(content, name))
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"--trace {path}, line {number}: {type(error).__name__} {error}") from None
     return name, tokens, rows
 
@@ -153,9 +157,26 @@ def _json_format(content: dict[str, Any]) -> tuple[str, int]:
 
 
 def _hash_row(content: dict[str, Any], name: str) -> Row:
-    kind = str(content.get("type", "")) if name == "Qwen-Bailian" else ""
+    kind = _text(content.get("type")) if name == "Qwen-Bailian" else ""
     ids = tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
-    return Row(float(content["timestamp"]), int(content["input_length"]), int(content["output_length"]), ids, kind)
+    counts = _length(content["input_length"]), _length(content["output_length"])
+    return Row(float(content["timestamp"]), *counts, ids, kind)
+
+
+def _length(value: Any) -> int:
+    """Tokens; 0 or less for none.
+
+    Raises:
+        ValueError, OverflowError: no number, or more than any prompt has.
+    """
+    length = int(float(value))
+    if length > MAX_LENGTH:
+        raise ValueError(f"{length:,} tokens are too many ({MAX_LENGTH:,} are the most)")
+    return length
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 OWN_FIELDS = ("at", "timestamp", "input_length", "output_length", "class", "hash_ids")
@@ -166,16 +187,20 @@ def _own_row(content: dict[str, Any]) -> Row:
     extra = {name: value for name, value in content.items() if name not in OWN_FIELDS}
     at = content.get("at", content.get("timestamp"))
     prompt = extra.get("prompt")
-    num_input = int(content.get("input_length", len(prompt) if isinstance(prompt, list) else 0))
-    num_output = int(content.get("output_length", extra.pop("max_tokens", 0)))
+    num_input = _length(content.get("input_length", len(prompt) if isinstance(prompt, list) else 0))
+    num_output = _length(content.get("output_length", extra.pop("max_tokens", 0)))
+    if num_input < 0 or num_output < 0:
+        raise ValueError("a length below 0")
     if not num_input and "prompt" not in extra and "messages" not in extra:
         raise ValueError("neither prompt nor messages nor input_length")
-    return Row(None if at is None else float(at), num_input, num_output or 32, (), str(content.get("class", "")), extra)
+    kind = _text(content.get("class"))
+    return Row(None if at is None else float(at), num_input, num_output or 32, (), kind, extra)
 
 
 def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
-    reader = csv.DictReader(lines)
-    names = {name.strip() for name in reader.fieldnames or ()}
+    reader = csv.DictReader(itertools.dropwhile(lambda line: not line.strip(), lines))
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    names = set(reader.fieldnames)
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
         name, columns = "Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
     elif {"Timestamp", "Request tokens", "Response tokens"} <= names:
@@ -186,13 +211,13 @@ def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
             f"(its columns are {', '.join(sorted(names)) or 'none'})"
         )
     rows = []
-    for number, cells in enumerate(reader, 2):
+    for cells in reader:
         try:
             at = _date(cells[columns[0]]) if name == "Azure" else float(cells[columns[0]])
-            counts = int(float(cells[columns[1]])), int(float(cells[columns[2]]))
+            counts = _length(cells[columns[1]]), _length(cells[columns[2]])
             rows.append(Row(at, *counts, (), cells.get(columns[3]) or ""))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"--trace {path}, line {number}: {error}") from None
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"--trace {path}, line {reader.line_num}: {error}") from None
     return name, MOONCAKE_TOKENS, rows
 
 
@@ -246,6 +271,8 @@ def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Pla
     if trace.has_times:
         at = at - at[0] if not low else at
         at = at * _scale(at, replay, trace.notes)
+        if not at[-1] <= MAX_SECONDS:
+            raise ConfigError(f"--time-scale or --rate makes the replay {at[-1]:.3g} s long")
     timed = enumerate(zip(rows, at.tolist(), strict=True))
     plan = [_planned(number, row, when, trace, replay) for number, (row, when) in timed if when < replay.duration_s]
     if len(plan) < len(rows):
@@ -259,6 +286,8 @@ def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
     if not len(gaps):
         return at
     (tick, _), *_ = Counter(np.round(gaps, 3).tolist()).most_common(1)
+    if not tick:
+        raise ConfigError("--trace-jitter: this trace's clock has no ticks of a millisecond or more")
     notes.append(f"requests spread within ticks of {tick:g} s")
     return np.sort(at + rng.uniform(0.0, tick, len(at)))
 
@@ -281,16 +310,26 @@ def _planned(number: int, row: Row, at: float, trace: Trace, replay: Replay) -> 
     num_output = _scaled(row.num_output, replay.length_scale, replay.max_output)
     size = max(1, round(trace.piece_tokens * replay.length_scale))
     extra = row.extra or None
-    fields: dict[str, Any] = {name: row.extra.get(name) for name in ("priority", "deadline_ms")} if row.extra else {}
-    fields["priority_class"] = str(row.extra.get("priority_class", ""))
     pieces = _pieces(number, num_input, row.hash_ids, size)
-    tenant = str(row.extra.get("user", "")) if row.extra else ""
-    return Planned(number, at, pieces, num_output, row.class_name, tenant, extra=extra, **fields)
+    tenant = _text(row.extra.get("user"))
+    return Planned(number, at, pieces, num_output, row.class_name, tenant, extra=extra, **_claims(row.extra))
+
+
+def _claims(extra: dict[str, Any]) -> dict[str, Any]:
+    """What a request of one's own claims; of a claim of the wrong kind only the server is told."""
+    priority, deadline_ms = extra.get("priority"), extra.get("deadline_ms")
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        priority = None
+    if type(deadline_ms) not in (int, float):
+        deadline_ms = None
+    return {"priority": priority, "deadline_ms": deadline_ms, "priority_class": _text(extra.get("priority_class"))}
 
 
 def _scaled(length: int, scale: float, most: int | None) -> int:
-    scaled = max(1, round(length * scale))
-    return scaled if most is None else min(scaled, most)
+    scaled = max(1.0, length * scale)
+    if scaled > MAX_LENGTH and most is None:
+        raise ConfigError(f"--length-scale makes {scaled:.3g} tokens of one length ({MAX_LENGTH:,} are the most)")
+    return round(scaled if most is None else min(scaled, most))
 
 
 def _pieces(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Piece, ...]:
