@@ -58,6 +58,15 @@ def test_a_limit_on_gaps_is_broken_by_any_gap_beyond_the_hundredth_part() -> Non
     assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.501}) == []
 
 
+def test_requests_that_met_no_other_are_told_from_the_rest() -> None:
+    """The second begins before the first has ended, the third when both have, and the fourth fails beside nobody."""
+    records = [record(1.0, at=0.0), record(2.0, at=0.9), record(3.0, at=2.0), record(at=4.0, error="x", ended_s=5.0)]
+    service = metrics.service(records, {"ttft": 1.05}, {}, 5.0)
+    assert (service["good"], service["alone_good"], service["alone_count"]) == (2, 1, 2)
+    overlapped = [record(9.0, at=0.0), record(2.0, at=1.0), record(4.0, at=3.0)]
+    assert metrics.service(overlapped, {}, {}, 5.0)["alone_count"] == 0, "the first one outlasts both"
+
+
 def test_a_class_has_limits_of_its_own() -> None:
     kinds = kinds_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
     records = [record(0.1, class_name="fast"), record(0.1, class_name="slow"), record(0.3, class_name="slow")]

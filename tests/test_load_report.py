@@ -2,8 +2,11 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from load_mock import MockServer, mock_server
@@ -18,10 +21,11 @@ from scripts.load.probe import probe
 from scripts.load.records import Record
 from scripts.load.report import Report
 from scripts.load.run import run_load
-from scripts.load.scrape import parse
 from scripts.load.svg import log_ticks, ticks
 from scripts.load.wire import Tick
 from scripts.load.workload import Plan
+
+ROOT = Path(__file__).parents[1]
 
 
 def command(server: MockServer, *words: str) -> int:
@@ -65,7 +69,8 @@ def test_a_server_behind_a_key_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "page", [b"\xff", b"[]", b"null", b'{"data":{}}', b'{"data":[7],"limits":[1]}', b'{"data":[{"id":[1],"meta":3}]}',
+    "page", [b"\xff", b"[" * 100_000, b"[]", b"null", b'{"data":{}}', b'{"data":[7],"limits":[1]}',
+             b'{"data":[{"id":[1],"meta":3}]}',
              b'{"data":[{"id":"m","meta":{"n_vocab":"many"}}],"limits":{"vocab_size":-4}}'],
 )  # fmt: skip
 def test_a_server_that_says_odd_things_about_itself_is_one_that_says_nothing(
@@ -75,6 +80,68 @@ def test_a_server_that_says_odd_things_about_itself_is_one_that_says_nothing(
     found = probe("http://127.0.0.1:9", api_key=None)
     assert found.vocab_size is None and found.model in (None, "m")
     assert found.vocab == (100, 10_000)
+
+
+def test_a_reader_that_has_seen_enough_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
+    """``loadtest --json r.json | true``"""
+    path = tmp_path / "r.json"
+    with mock_server(tmp_path) as server:
+        words = ["--url", server.url, "--rate", "60", "--num-requests", "5", "--max-send-lateness", "5s"]
+        command = [sys.executable, "-m", "scripts.cli", "loadtest", *words, "--json", str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+            assert process.stdout and process.stderr
+            process.stdout.close()
+            assert process.wait(60) in (FINE, INVALID)
+            assert process.stderr.read() == b""
+    assert len(json.loads(path.read_text())["samples"]["ttft"]) == 5
+
+
+def test_a_report_on_standard_output_is_all_that_is_there(tmp_path: Path) -> None:
+    with mock_server(tmp_path) as server:
+        words = ["--url", server.url, "--rate", "60", "--num-requests", "5", "--json", "-"]
+        command = [sys.executable, "-m", "scripts.cli", "loadtest", *words]
+        done = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=60, check=False)
+    assert json.loads(done.stdout)["num_requests"] == 5
+    assert b"time to first token" in done.stderr
+
+
+def test_one_file_that_cannot_be_written_does_not_cost_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("scripts.load.main.write_jsonl", full)
+    with mock_server(tmp_path) as server:
+        paths = [str(tmp_path / name) for name in ("r.json", "r.jsonl", "r.html")]
+        assert command(server, "--json", paths[0], "--jsonl", paths[1], "--html", paths[2]) == FAILED
+    assert f"{paths[1]} could not be written: [Errno 28] No space left" in capsys.readouterr().err
+    assert Path(paths[0]).exists() and Path(paths[2]).exists()
+
+
+def test_samples_are_of_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of 30 requests at most 10: each third, not the first ten."""
+    monkeypatch.setattr("scripts.load.report.MAX_SAMPLES", 12)
+    with mock_server(tmp_path) as server:
+        report = run_load(LoadtestConfig(url=server.url, rate="100", num_requests=30, output_len="2"))
+    for index, one in enumerate(report.records):
+        one.intended_s, one.stamps_s = float(index), [2.0 * index, 2.0 * index + 1]
+    assert report.to_dict()["samples"]["ttft"] == [float(index) for index in range(0, 30, 3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ({"duration": "10s", "warmup": "6s", "cooldown": "4s"}, "nothing would be measured"),
+        ({"stream": False, "slo_itl": "50ms"}, "--slo-itl need --stream"),
+        ({"stream": False, "mix": "a:slo-ttft=1s"}, "--slo-ttft need --stream"),
+        ({"url": "http://me:s3cret@127.0.0.1:1"}, "would not be sent"),
+    ],
+)
+def test_what_would_have_no_effect_or_no_figure_is_refused(words: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        LoadtestConfig(**words)
+    assert "s3cret" not in str(refused.value)
 
 
 def test_parquet_has_a_row_per_request_and_says_what_columns_mean(tmp_path: Path) -> None:
@@ -130,6 +197,11 @@ def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytes
     assert "no such folder" in capsys.readouterr().err
     assert main(["--json", str(tmp_path)]) == WRONG
     assert "is a folder: name a file in it" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["--svg", str(tmp_path / "file" / "pictures")]) == WRONG
+    assert "is a file: name a folder" in capsys.readouterr().err
+    assert main(["--json", str(tmp_path / "r"), "--html", str(tmp_path / "r")]) == WRONG
+    assert "--json and --html name the same file" in capsys.readouterr().err
     assert main(["--search-steps", "3"]) == WRONG
     assert "--search-steps needs --find-goodput" in capsys.readouterr().err
     with pytest.raises(SystemExit) as wrong:
@@ -148,11 +220,6 @@ def test_ticks_are_round() -> None:
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.0, 0.47) == [0, 0.1, 0.2, 0.3, 0.4]
     assert log_ticks(0.9, 120) == [1, 2, 5, 10, 20, 50, 100]
-
-
-def test_prometheus_text_is_read_without_buckets_and_nan() -> None:
-    text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nd 1.2.3\nprocess_x 1\n'
-    assert parse(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}
 
 
 def test_the_live_view_says_how_far_and_how_fast() -> None:

@@ -8,15 +8,16 @@ from load_mock import mock_server
 
 from common.errors import ConfigError
 from scripts.load.config import LoadtestConfig
-from scripts.load.main import main
+from scripts.load.main import FAILED, FINE, INVALID, main
 from scripts.load.report import Report
-from scripts.load.search import find_goodput, measure
+from scripts.load.search import _too_short, _verdict, find_goodput, measure, words_of
 
 
-def counted(good: int, count: int) -> Report:
-    """A report that holds nothing but its verdict."""
+def counted(good: int, count: int, *, alone: tuple[int, int] = (0, 0), failed: int = 0) -> Report:
+    """A report that holds nothing but its verdict. ``alone``: how many were good of how many that met no other."""
     report = Report.__new__(Report)
-    report.service = {"good": good, "count": count}
+    report.service = {"good": good, "count": count, "alone_good": alone[0], "alone_count": alone[1]}
+    report.errors, report.num_measured = {"count": failed}, count
     report.reasons = []
     return report
 
@@ -24,9 +25,28 @@ def counted(good: int, count: int) -> Report:
 @pytest.mark.parametrize(("limit", "start"), [(13.0, 1.0), (0.3, 4.0), (5.0, 5.0)])
 def test_the_search_encloses_the_limit_and_bisects(limit: float, start: float) -> None:
     """All requests are good up to a rate, and none beyond."""
-    best, points = find_goodput(lambda rate, _: counted(100 * (rate <= limit), 100), start, 0.9, 6)
-    assert best <= limit < best * 2 ** (1 / 64) * 1.0001
-    assert all(point.is_sure and point.holds == (point.rate <= limit) for point in points)
+    found = find_goodput(lambda rate, _: counted(100 * (rate <= limit), 100), start, 0.9, 6)
+    assert found.best <= limit < found.best * 2 ** (1 / 64) * 1.0001 and not found.why
+    assert all(point.is_sure and point.holds == (point.rate <= limit) for point in found.points)
+
+
+def test_a_search_that_finds_no_failing_rate_says_so() -> None:
+    """Twelve doublings of 1/s, all of which hold: the limit is anywhere beyond."""
+    found = find_goodput(lambda *_: counted(100, 100), 1.0, 0.9, 6)
+    assert (found.best, len(found.points)) == (4096, 13) and "4096/s was the last rate" in found.why
+    words = words_of(LoadtestConfig(slo_ttft="1s", find_goodput=True), found)
+    assert words.startswith("at least 4096/s with 90.0% of requests within ttft 1,000 ms")
+
+
+def test_a_search_ends_where_a_lower_rate_is_of_no_use() -> None:
+    """Every halving doubles the time that as many requests take: twelve of them make days of a minute."""
+    failing = find_goodput(lambda *_: counted(0, 60, failed=60), 1.0, 0.9, 6)
+    assert (failing.best, len(failing.points), failing.why) == (0.0, 1, "every request failed")
+    slow = find_goodput(lambda rate, _: counted(0, 60, alone=(1, 20) if rate < 0.6 else (0, 3)), 1.0, 0.9, 6)
+    assert [point.rate for point in slow.points] == [1.0, 0.5]
+    assert slow.why == "of 20 requests that met no other, 1 were good"
+    queueing = find_goodput(lambda rate, _: counted(60 * (rate < 0.2), 60, alone=(20, 20)), 1.0, 0.9, 0)
+    assert queueing.best == 0.125 and not queueing.why
 
 
 def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
@@ -55,13 +75,40 @@ def test_a_rate_that_the_client_could_not_send_does_not_count_as_held() -> None:
         report.reasons = ["the client could not keep up"] if rate > 10 else []
         return report
 
-    best, points = find_goodput(run, 4.0, 0.9, 3)
-    assert 8 <= best <= 10
-    assert next(point.rate for point in points if not point.is_valid) == 16.0
+    found = find_goodput(run, 4.0, 0.9, 3)
+    assert 8 <= found.best <= 10
+    assert next(point.rate for point in found.points if not point.is_valid) == 16.0
     again = counted(100, 100)
     again.reasons = ["the client could not keep up"]
     point = measure(lambda _, number: again if number else counted(9, 10), 1.0, 0.9)
-    assert (point.holds, point.is_valid, len(point.reports)) == (False, False, 2), "it seemed to hold at first"
+    assert (point.holds, point.is_valid, len(point.reports)) == (False, False, 3), "it seemed to hold at first"
+
+
+def test_one_hiccup_of_the_client_is_no_limit_of_the_server() -> None:
+    hiccup = counted(0, 100)
+    hiccup.reasons = ["the client could not keep up"]
+    point = measure(lambda _, number: counted(100, 100) if number else hiccup, 1.0, 0.9)
+    assert (point.holds, point.is_valid, point.count, len(point.reports)) == (True, True, 100, 2)
+
+
+def test_a_run_shorter_than_ten_answers_is_told_to_be_so() -> None:
+    report = counted(60, 60)
+    report.latency = {"e2e": {"p50": 0.4}}
+    point = measure(lambda *_: report, 30.0, 0.9)
+    assert "sends for 2 s, and an answer takes 0.4 s" in _too_short(point)
+    report.latency = {"e2e": {"p50": 0.2}}
+    assert not _too_short(point)
+
+
+def test_a_sweep_with_an_invalid_run_is_invalid_and_one_of_failures_failed() -> None:
+    fine, broken, failed = counted(5, 5), counted(5, 5), counted(0, 5, failed=5)
+    broken.reasons = ["the client could not keep up"]
+    assert [_verdict(runs) for runs in ([fine, fine], [fine, broken], [failed, failed], [fine, failed])] == [
+        FINE,
+        INVALID,
+        FAILED,
+        FINE,
+    ]
 
 
 def test_runs_of_a_sweep_have_the_same_schedule_and_other_tokens(tmp_path: Path) -> None:
@@ -75,9 +122,19 @@ def test_runs_of_a_sweep_have_the_same_schedule_and_other_tokens(tmp_path: Path)
 
 
 def test_what_a_sweep_would_not_write_is_refused() -> None:
-    for words in ({"sweep": "1,2", "jsonl": "x"}, {"sweep": "1,2", "expect_file": "x"}, {"sweep": "1,a"}):
+    for words in (
+        {"sweep": "1,2", "rate": "3"},
+        {"sweep": "1,2", "jsonl": "x"},
+        {"sweep": "1,2", "expect_file": "x"},
+        {"sweep": "1,a"},
+    ):
         with pytest.raises(ConfigError, match="--sweep"):
             LoadtestConfig(**words)  # type: ignore[arg-type]
+
+
+def test_a_search_begins_at_one_rate() -> None:
+    with pytest.raises(ConfigError, match="where the search begins"):
+        LoadtestConfig(find_goodput=True, slo_ttft="1s", rate="1..5", duration="5s")
 
 
 def test_a_sweep_gives_a_row_and_a_report_for_each_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,6 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from scripts.load import pictures, svg
 from scripts.load.metrics import Figures
 from scripts.load.report import Report
@@ -36,16 +34,16 @@ summary { cursor: pointer; color: var(--soft); }
 KEYS = "".join(f"i.c{n} {{ background: var(--c{n}) }}" for n in range(7))
 
 
-def write_html(reports: Sequence[Report], path: str, *, best_rate: float | None = None) -> None:
+def write_html(reports: Sequence[Report], path: str, *, found: str = "") -> None:
     """Write the page."""
-    Path(path).write_text(page(reports, best_rate=best_rate), encoding="utf-8")
+    Path(path).write_text(page(reports, found=found), encoding="utf-8")
 
 
-def page(reports: Sequence[Report], *, best_rate: float | None = None) -> str:
+def page(reports: Sequence[Report], *, found: str = "") -> str:
     """The whole page.
 
     Args:
-        best_rate: what a search found.
+        found: what a search found, in a sentence.
     """
     last = reports[-1]
     parts = [
@@ -57,12 +55,8 @@ def page(reports: Sequence[Report], *, best_rate: float | None = None) -> str:
         f"<p>{html.escape(last.config['url'])} · {last.started_at} · seed {last.config['seed']}</p>",
     ]
     if len(reports) > 1:
-        found = f"Highest rate that holds the service level: {best_rate:.4g}/s" if best_rate is not None else ""
-        drawn = [r.rate for r in reports if r.rate and r.config["rate"] == f"{best_rate or 0:.6g}"]
-        found += f" (as drawn, requests came at {np.mean(drawn):.4g}/s)" if drawn else ""
-        parts.append(
-            f"<h2>Rate against latency</h2><p>{found}</p>" + _charts(pictures.by_rate({"": pictures.rated(reports)}))
-        )
+        charts = _charts(pictures.by_rate({"": pictures.rated(reports)}))
+        parts.append(f"<p><b>{html.escape(found)}</b></p><h2>Rate against latency</h2>{charts}")
         parts += [
             f"<details><summary>Run at {report.rate or 0:.4g}/s</summary>{_run(report)}</details>" for report in reports
         ]

@@ -99,7 +99,8 @@ def limits_of(kind: Kind | None, slos: dict[str, float]) -> dict[str, float]:
 
 
 def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, Kind], seconds: float) -> Figures:
-    """Attainment and goodput. Without any limit every answered request is good.
+    """Attainment and goodput. Without any limit every answered request is good. ``alone_good`` and ``alone_count`` are
+    of those that met no other request: what a lower rate could bring all to.
 
     Args:
         records: the measured ones.
@@ -107,6 +108,7 @@ def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, 
     """
     broken = [misses(record, limits_of(kinds.get(record.class_name), slos)) for record in records]
     good = sum(not names for names in broken)
+    alone = _alone(records)
     low, high = stats.proportion_interval(good, len(records))
     return {
         "limits_s": slos,
@@ -115,8 +117,23 @@ def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, 
         "attainment": good / len(records) if records else 0.0,
         "attainment_ci": [low, high],
         "goodput_per_s": good / seconds if seconds > 0 else 0.0,
+        "alone_good": sum(not names and is_alone for names, is_alone in zip(broken, alone, strict=True)),
+        "alone_count": sum(alone),
         "misses": dict(Counter(name for names in broken for name in names)),
     }
+
+
+def _alone(records: Sequence[Record]) -> list[bool]:
+    """Whether each was under way with no other."""
+    order = sorted(range(len(records)), key=lambda place: records[place].intended_s)
+    alone = [True] * len(records)
+    latest, latest_s = -1, -math.inf
+    for place in order:
+        if records[place].intended_s < latest_s:
+            alone[place] = alone[latest] = False
+        if records[place].ended_s > latest_s:
+            latest, latest_s = place, records[place].ended_s
+    return alone
 
 
 # ---- other questions ------------------------------------------------------------------------------------------------

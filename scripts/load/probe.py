@@ -3,6 +3,7 @@
 import http.client
 import json
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from urllib.parse import SplitResult, urlsplit
 from common.errors import ConfigError
 
 TIMEOUT_S = 10.0
+MAX_BODY = 16 << 20  # bytes
 #: Ids drawn where nobody says how large the vocabulary is: inside that of nearly every model.
 USUAL_VOCAB = (100, 10_000)
 SHARE_OF_SPECIALS = 64
-MIN_VOCAB = 16
+MIN_VOCAB, MAX_VOCAB = 16, 1 << 30
 UNKNOWN_VOCAB = (
     f"the server does not say how many token ids it has: prompts are of ids from {USUAL_VOCAB[0]} to "
     f"{USUAL_VOCAB[1]:,} (--vocab-size, or --prompt text)"
@@ -66,7 +68,7 @@ def probe(url: str, *, api_key: str | None, verify_tls: bool = True) -> Server:
     server = server if isinstance(server, dict) else {}
     limits = server.get("limits") if isinstance(server.get("limits"), dict) else {}
     said = ((limits or {}).get("vocab_size"), (meta or {}).get("n_vocab"), _vocab_of(first.get("root")))
-    vocab = next((size for size in said if isinstance(size, int) and size >= MIN_VOCAB), None)
+    vocab = next((size for size in said if isinstance(size, int) and MIN_VOCAB <= size <= MAX_VOCAB), None)
     details = {name: server[name] for name in ("version", "model", "limits") if name in server}
     model = first.get("id")
     return Server(model if isinstance(model, str) else None, vocab, str(first.get("owned_by", "")), details)
@@ -91,7 +93,7 @@ def get_json(parts: SplitResult, path: str, api_key: str | None, verify_tls: boo
         raise ConfigError(f"--url {parts.geturl()} wants an API key: set BATON_LOADTEST_API_KEY")
     try:
         return json.loads(body) if status == 200 else {}
-    except ValueError:  # no JSON, or not even text
+    except (ValueError, RecursionError):  # no JSON, not even text, or brackets without end
         return {}
 
 
@@ -115,18 +117,28 @@ def get(
     """Status and body of a GET, or of a POST without a body.
 
     Raises:
-        ConfigError: nothing answers.
+        ConfigError: nothing answers, or without end.
     """
     connection = connect(parts, verify_tls)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, headers=headers)
         answer = connection.getresponse()
-        return answer.status, answer.read()
+        return answer.status, _bounded(answer, parts)
     except (OSError, http.client.HTTPException) as error:
         raise ConfigError(f"--url {parts.geturl()}: nothing answers there ({error or type(error).__name__})") from None
     finally:
         connection.close()
+
+
+def _bounded(answer: http.client.HTTPResponse, parts: SplitResult) -> bytes:
+    """The body, of a size and in a time that such an answer may take; the socket's own limit bounds each read."""
+    body, deadline_at = b"", time.monotonic() + TIMEOUT_S
+    while part := answer.read1(1 << 16):
+        body += part
+        if len(body) > MAX_BODY or time.monotonic() > deadline_at:
+            raise ConfigError(f"--url {parts.geturl()}: what answers there does not come to an end")
+    return body
 
 
 def connect(parts: SplitResult, verify_tls: bool) -> http.client.HTTPConnection:

@@ -7,6 +7,7 @@ each set of labels.
 import asyncio
 import http.client
 import re
+import socket
 import time
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -18,6 +19,9 @@ LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}\n]*\})?[ \t]+([-+\d.eE]+)(?=\s|$)"
 LEFT_OUT = ("_bucket", "_created", "_sum", "_info")
 LEFT_OUT_KINDS = ("python_", "process_", "go_")
 MAX_SERIES = 400
+MAX_PAGE = 8 << 20  # bytes
+MAX_NAMES = 5_000  # series of a page
+MAX_ROWS = 1_000  # then every second one is kept, and pages are read half as often
 
 
 class Scraper:
@@ -26,14 +30,18 @@ class Scraper:
     def __init__(self, config: LoadtestConfig) -> None:
         self._config = config
         self._rows: list[tuple[float, dict[str, float]]] = []
+        self._names: dict[str, str] = {}  # so that equal names are one string
+        self._interval_s = config.scrape_interval
         self.notes: list[str] = []
         url = config.url if config.scrape == "auto" else config.scrape
         self._parts = urlsplit(url)
         is_page = config.scrape != "auto" and self._parts.path not in ("", "/")
         root = self._parts.path.rstrip("/").removesuffix("/v1")
         self._path = self._parts.path if is_page else root + "/metrics"
-        self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        is_own = self._parts.netloc == urlsplit(config.url).netloc  # nobody else is told the key
+        self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key and is_own else {}
         self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None
 
     async def run(self) -> None:
         """Read every ``--scrape-interval``; give up quietly where there are no metrics."""
@@ -43,30 +51,54 @@ class Scraper:
         try:
             while True:
                 at = time.monotonic()
-                status, body = await asyncio.to_thread(self._get)
-                if status == 200:
-                    self._rows.append((at, parse(body.decode(errors="replace"))))
+                status, row = await asyncio.to_thread(self._read)
+                if status == 200 and row:
+                    self._keep(at, row)
                 elif not self._rows:
                     if config.scrape != "auto":
-                        self.notes.append(f"--scrape {config.scrape}: no metrics (HTTP {status})")
+                        why = "no metrics on that page" if status == 200 else f"no metrics (HTTP {status})"
+                        self.notes.append(f"--scrape {config.scrape}: {why}")
                     return
-                await asyncio.sleep(max(0.0, at + config.scrape_interval - time.monotonic()))
+                await asyncio.sleep(max(0.0, at + self._interval_s - time.monotonic()))
         finally:
-            if self._connection:
-                self._connection.close()
+            self._hang_up()
 
-    def _get(self) -> tuple[int, bytes]:
-        """Status and page, over one connection for the whole run if the server lets it; status 0 if nobody answers."""
+    def _keep(self, at: float, row: dict[str, float]) -> None:
+        known = self._names
+        self._rows.append((at, {known.setdefault(name, name): value for name, value in row.items()}))
+        if len(self._rows) > MAX_ROWS:
+            del self._rows[1::2]
+            self._interval_s *= 2
+
+    def _hang_up(self) -> None:
+        """Close; a thread that is still reading then reads the end, so that no server can hold a run up."""
+        connection, self._connection = self._connection, None
+        if connection:
+            if self._socket:  # http.client forgets it once an answer lasts until the connection's end
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _read(self) -> tuple[int, dict[str, float]]:
+        """Status and figures of a page, over one connection for the whole run if the server lets it; status 0 if
+        nobody answers, or with too much. In a thread of its own.
+        """
         try:
-            if self._connection is None:
-                self._connection = connect(self._parts, self._config.verify_tls)
-            self._connection.request("GET", self._path, headers=self._headers)
-            answer = self._connection.getresponse()
-            return answer.status, answer.read()
-        except (OSError, http.client.HTTPException):
-            if self._connection:
-                self._connection.close()  # the next try opens it again
-            return 0, b""
+            connection = self._connection
+            if connection is None:
+                self._connection = connection = connect(self._parts, self._config.verify_tls)
+            if connection.sock is None:
+                connection.connect()
+            self._socket = connection.sock
+            connection.request("GET", self._path, headers=self._headers)
+            answer = connection.getresponse()
+            page = answer.read(MAX_PAGE)
+            if answer.read(1):
+                raise http.client.HTTPException("a page without end")
+            return answer.status, parse(page.decode(errors="replace")) if answer.status == 200 else {}
+        except (OSError, http.client.HTTPException, ValueError, AttributeError):  # the last two: closed meanwhile
+            self._hang_up()  # the next try opens it again
+            return 0, {}
 
     def since(self, start_at: float) -> dict[str, list[list[float]]]:
         """All series that ever changed or are not 0, as pairs of seconds and value."""
@@ -83,8 +115,11 @@ class Scraper:
 
 def parse(text: str) -> dict[str, float]:
     """Samples of Prometheus' text format by name and labels."""
-    found = {}
-    for name, labels, value in LINE.findall(text):
+    found: dict[str, float] = {}
+    for line in LINE.finditer(text):
+        name, labels, value = line.groups("")
+        if len(found) == MAX_NAMES:
+            break
         if not name.endswith(LEFT_OUT) and not name.startswith(LEFT_OUT_KINDS):
             with suppress(ValueError):  # looks like a number and is none
                 found[name + labels] = float(value)

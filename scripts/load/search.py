@@ -2,7 +2,10 @@
 
 The search doubles (or halves) the rate until the limit is enclosed, then bisects on a logarithmic scale. Whether a rate
 holds is decided by Wilson's interval around the share of good requests: where the target lies inside the interval, the
-rate is tried again with another seed and the counts are added up, at most ``MAX_TRIES`` times.
+rate is tried again with another seed and the counts are added up, at most ``MAX_TRIES`` times. A run in which the
+client did not keep up counts neither way: it is made again, and a rate at which that happens twice bounds the search
+without having failed. Going down ends where it is of no use: where every request failed, or those that met no other
+were not good enough either.
 """
 
 import math
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from scripts.load import stats
 from scripts.load.config import LoadtestConfig
 from scripts.load.live import watched
-from scripts.load.main import FAILED, FINE, INVALID, at_rate
+from scripts.load.main import FAILED, FINE, INVALID, at_rate, say
 from scripts.load.metrics import Figures
 from scripts.load.probe import probe
 from scripts.load.report import SCHEMA, Report, write_json
@@ -21,6 +24,8 @@ from scripts.load.table import milliseconds, percent
 
 MAX_TRIES = 3
 MAX_DOUBLINGS = 12
+MIN_ANSWERS = 10
+MIN_ALONE = 5
 Run = Callable[[float, int], Report]
 
 
@@ -30,6 +35,7 @@ class Point:
 
     Attributes:
         holds: whether the share of good requests reaches the target.
+        alone_good, alone_count: of those requests that met no other: what a lower rate could bring all to.
         is_valid: whether the client kept up; if not, nobody knows what the server would have done.
         is_sure: whether that is so with 95 % confidence, or only by the mean.
     """
@@ -37,6 +43,8 @@ class Point:
     rate: float
     good: int = 0
     count: int = 0
+    alone_good: int = 0
+    alone_count: int = 0
     holds: bool = False
     is_sure: bool = False
     is_valid: bool = True
@@ -60,12 +68,42 @@ class Point:
             "attainment_ci": [low, high],
             "holds": self.holds,
             "is_sure": self.is_sure,
+            "is_valid": self.is_valid,
             "tries": len(self.reports),
         }
 
+    def why_no_lower_rate(self, target: float) -> str:
+        """Why a lower rate would not hold either; empty if it might."""
+        if self.reports and all(report.all_failed for report in self.reports):
+            return "every request failed"
+        is_enough = self.is_valid and self.alone_count >= MIN_ALONE
+        if is_enough and stats.proportion_interval(self.alone_good, self.alone_count)[1] < target:
+            return f"of {self.alone_count} requests that met no other, {self.alone_good} were good"
+        return ""
 
-def find_goodput(run: Run, start: float, target: float, steps: int) -> tuple[float, list[Point]]:
-    """The highest rate that holds, 0 if none does, and all points in the order in which they were tried.
+
+@dataclass
+class Found:
+    """What a search came to.
+
+    Attributes:
+        best: the highest rate that held; 0 if none did.
+        points: all rates, in the order in which they were tried.
+        why: why the limit is not enclosed from both sides; empty if it is.
+    """
+
+    best: float
+    points: list[Point]
+    why: str = ""
+
+    @property
+    def point(self) -> Point | None:
+        """That of the highest rate that held."""
+        return next((point for point in self.points if point.holds and point.rate == self.best), None)
+
+
+def find_goodput(run: Run, start: float, target: float, steps: int) -> Found:
+    """The highest rate that holds.
 
     Args:
         run: makes a run at a rate, with the number of the try.
@@ -76,6 +114,9 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> tuple[flo
     points = [measure(run, start, target)]
     factor = 2.0 if points[0].holds else 0.5
     for _ in range(MAX_DOUBLINGS):
+        why = "" if factor > 1 else points[-1].why_no_lower_rate(target)
+        if why:
+            return Found(0.0, points, why)
         point = measure(run, points[-1].rate * factor, target)
         points.append(point)
         if point.holds != points[0].holds:
@@ -83,32 +124,38 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> tuple[flo
     holding = [point.rate for point in points if point.holds]
     failing = [point.rate for point in points if not point.holds]
     if not holding or not failing:
-        return max(holding, default=0.0), points
+        return Found(max(holding, default=0.0), points, f"{points[-1].rate:.4g}/s was the last rate that was tried")
     low, high = max(holding), min(failing)
     for _ in range(steps):
         middle = math.sqrt(low * high)
         point = measure(run, middle, target)
         points.append(point)
         low, high = (middle, high) if point.holds else (low, middle)
-    return low, points
+    return Found(low, points)
 
 
 def measure(run: Run, rate: float, target: float) -> Point:
     """Run at a rate until it is clear whether it holds, or patience ends."""
     point = Point(rate)
+    num_invalid = 0
     for number in range(MAX_TRIES):
         report = run(rate, number)
         point.reports.append(report)
         if report.reasons:
-            point.is_valid = point.holds = False
-            break
+            num_invalid += 1
+            if num_invalid > 1:
+                break
+            continue
         point.good += report.service["good"]
         point.count += report.service["count"]
+        point.alone_good += report.service["alone_good"]
+        point.alone_count += report.service["alone_count"]
         low, high = stats.proportion_interval(point.good, point.count)
-        point.holds = point.attainment >= target
         point.is_sure = low >= target or high < target
         if point.is_sure:
             break
+    point.is_valid = point.count > 0 and num_invalid < 2
+    point.holds = point.is_valid and point.attainment >= target
     return point
 
 
@@ -120,43 +167,74 @@ def search_command(config: LoadtestConfig) -> int:
     def run(rate: float, number: int) -> Report:
         report = watched(replace(at_rate(config, rate), seed=config.seed + number), server, salt=len(shown))
         shown.append(report)
-        print(_row(rate, report), flush=True)
+        say(_row(rate, report))
         if report.was_stopped:
             raise KeyboardInterrupt
         return report
 
-    print(f"{'rate':>9}{'achieved':>10}{'good':>9}{'TTFT p50':>10}{'TTFT p99':>10}{'ITL p50':>9}{'ITL p99':>9}  (ms)")
-    best: float | None = None
-    points: list[Point] = []
+    say(f"{'rate':>9}{'achieved':>10}{'good':>9}{'TTFT p50':>10}{'TTFT p99':>10}{'ITL p50':>9}{'ITL p99':>9}  (ms)")
+    found: Found | None = None
     try:
         if config.find_goodput:
-            start = float(config.rate) if config.rate and config.rate.replace(".", "", 1).isdigit() else 1.0
-            best, points = find_goodput(run, start, config.slo_attainment, config.search_steps)
+            found = find_goodput(run, float(config.rate or 1.0), config.slo_attainment, config.search_steps)
         else:
             for word in (config.sweep or "").split(","):
                 run(float(word), 0)
     finally:  # stopped, too: what there is
         if shown:
-            _write(config, shown, points, best)
-    return _verdict(config, shown, points, best)
+            _write(config, shown, found)
+    return _verdict(shown) if found is None else _verdict_of_search(config, found)
 
 
-def _verdict(config: LoadtestConfig, shown: list[Report], points: list[Point], best: float | None) -> int:
+def _verdict(shown: list[Report]) -> int:
+    """Of a sweep: every run must be valid, and one must have brought something."""
+    if not all(report.is_valid for report in shown):
+        return INVALID
+    if all(report.all_failed for report in shown):
+        print("loadtest: every request failed", file=sys.stderr)
+        return FAILED
+    return FINE
+
+
+def _verdict_of_search(config: LoadtestConfig, found: Found) -> int:
     """Say what was found; the exit status."""
-    if best is not None:
-        limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
-        arrived = next((point.arrived for point in points if point.rate == best and point.holds), None)
-        drawn = f"; as drawn, its requests came at {arrived:.4g}/s" if arrived else ""
-        print(f"\nhighest rate with {percent(config.slo_attainment)} of requests within {limits}: {best:.4g}/s{drawn}")
-        unsure = [point.rate for point in points if not point.is_sure and point.is_valid]
-        if unsure:
-            print(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
-    failed = [point.rate for point in points if not point.is_valid]
+    say("", words_of(config, found))
+    unsure = [point.rate for point in found.points if not point.is_sure and point.is_valid]
+    if unsure:
+        say(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
+    if found.point and (words := _too_short(found.point)):
+        say(words)
+    failed = [point.rate for point in found.points if not point.is_valid]
     if failed:
         print(f"at {min(failed):.4g}/s the client could not keep up: the limit may be higher", file=sys.stderr)
-    if failed or not any(report.is_valid for report in shown):
         return INVALID
-    return FAILED if best == 0 else FINE
+    return FINE if found.best else FAILED
+
+
+def words_of(config: LoadtestConfig, found: Found) -> str:
+    """The result in a sentence."""
+    limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
+    good = f"{percent(config.slo_attainment)} of requests within {limits}"
+    if not found.best:
+        return f"no rate was found with {good}: {found.why}"
+    arrived = found.point.arrived if found.point else None
+    drawn = f"; as drawn, its requests came at {arrived:.4g}/s" if arrived else ""
+    if found.why:
+        return f"at least {found.best:.4g}/s with {good}: it held, and {found.why}{drawn}"
+    return f"highest rate with {good}: {found.best:.4g}/s{drawn}"
+
+
+def _too_short(point: Point) -> str:
+    """A queue that grows must have the time to: what holds for a few answers' time need not last."""
+    report = point.reports[-1]
+    answer_s = report.latency["e2e"].get("p50")
+    span_s = report.num_measured / point.rate
+    if not answer_s or span_s >= MIN_ANSWERS * answer_s:
+        return ""
+    return (
+        f"a run at that rate sends for {span_s:.3g} s, and an answer takes {answer_s:.3g} s: it may hold only because "
+        "it is so short (--duration)"
+    )
 
 
 def _row(rate: float, report: Report) -> str:
@@ -170,15 +248,18 @@ def _row(rate: float, report: Report) -> str:
     return "".join(cells) + ("" if report.is_valid else "  INVALID: " + report.reasons[0])
 
 
-def _write(config: LoadtestConfig, reports: list[Report], points: list[Point], best: float | None) -> None:
+def _write(config: LoadtestConfig, reports: list[Report], found: Found | None) -> None:
     if config.json:
         runs = [report.to_dict() for report in reports]
-        search = {"best_rate": best, "points": [point.to_dict() for point in points]} if points else None
+        search = None
+        if found:
+            points = [point.to_dict() for point in found.points]
+            search = {"best_rate": found.best, "is_enclosed": not found.why, "points": points}
         write_json({"schema": SCHEMA, "search": search, "runs": runs}, config.json)
     if config.html:
         from scripts.load.html import write_html
 
-        write_html(reports, config.html, best_rate=best)
+        write_html(reports, config.html, found=words_of(config, found) if found else "")
     if config.svg:
         from scripts.load.pictures import by_rate, rated, write_svgs
 
