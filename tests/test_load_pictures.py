@@ -1,13 +1,14 @@
 """Stages on a request's way, use of the nodes, and charts as files: values worked out by hand."""
 
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from load_records import record
 
 from scripts.load.nodes import node_charts
-from scripts.load.pictures import gantt, waterfall
+from scripts.load.pictures import by_rate, gantt, over_time, waterfall
 from scripts.load.records import Record
 from scripts.load.stages import Span, median_spans, spans_of
 from scripts.load.svg import Chart
@@ -52,6 +53,15 @@ def test_without_the_servers_times_there_is_only_what_the_client_saw() -> None:
     }
     assert waterfall([plain]) == [], "a waterfall needs the server's stages"
     assert rounded(spans_of(record(3.0, at=2.0))) == {"sent late": (0.0, 0.0), "until the first token": (0.0, 1.0)}
+
+
+def test_what_a_server_does_not_time_is_not_given_to_the_network() -> None:
+    """llama.cpp times the prefill and not its queue; SGLang without metrics only the queue, which may lie anywhere."""
+    prefill_only = rounded(spans_of(record(3.0, at=2.0, timings={"prefill_s": 0.3})))
+    assert prefill_only["queue, gateway and network"] == (0.0, 0.7) and prefill_only["prefill"] == (0.7, 0.3)
+    assert "gateway and network" not in prefill_only
+    queue_only = rounded(spans_of(record(3.0, at=2.0, timings={"queue_s": 0.3})))
+    assert queue_only == {"sent late": (0.0, 0.0), "until the first token": (0.0, 1.0)}
 
 
 def test_medians_are_taken_over_the_requests_that_have_the_stage() -> None:
@@ -115,6 +125,64 @@ def test_gauges_of_other_servers_are_shown_as_they_are() -> None:
     charts = node_charts({name: [[0.0, 1.0], [1.0, 2.0]] for name in names})
     assert [title for title, _ in charts] == ["Num requests running", "Token usage", "Requests processing"]
     assert [chart.y_label for _, chart in charts] == [name.partition("{")[0] for name in names[:3]]
+
+
+def test_a_node_that_was_replaced_counts_anew_and_did_not_undo_work() -> None:
+    """10 busy seconds by 10 s, then another process: 0.2 at 12 s, and half of the time from there on."""
+    series = [[0.0, 9.0], [10.0, 10.0], [12.0, 0.2], [14.0, 1.2]]
+    ((_, chart),) = node_charts({'baton_node_busy_seconds_total{node="a"}': series})
+    ((_, points, _, _),) = chart._marks
+    assert points == [(0.0, 0.1), (10.0, 0.1), (12.0, 0.5), (14.0, 0.5)]
+
+
+def test_nodes_that_are_not_drawn_are_said_to_be_left_out() -> None:
+    names = [f'x_running{{node="n{number}"}}' for number in range(9)]
+    ((title, chart),) = node_charts({name: [[0.0, 1.0], [1.0, 2.0]] for name in names})
+    assert title == "Running (the first 6 of 9)" and len(chart.names) == 6
+
+
+def test_of_many_points_no_spike_is_lost() -> None:
+    """100,000 points at 1, of which one is at 9 and one at 0.1."""
+    heights = [1.0] * 100_000
+    heights[33_333], heights[70_001] = 9.0, 0.1
+    chart = Chart("s", "ms")
+    chart.dots([(float(at), height) for at, height in enumerate(heights)], 0)
+    ((_, points, _, _),) = chart._marks
+    assert len(points) <= 3001 and {(33_333.0, 9.0), (70_001.0, 0.1), (99_999.0, 1.0)} <= set(points)
+
+
+def test_tokens_are_counted_by_usage_where_events_hold_several() -> None:
+    """Four events in a second, and usage says 40 tokens."""
+    one = record(0.05, 0.15, 0.2, 0.24, num_output=40, usage_output=40)
+    tokens = dict(over_time([one]))["Tokens per second"]
+    ((_, points, _, _),) = tokens._marks
+    assert points == [(0.125, 160.0)]
+
+
+def run_at(rate: float | None, p50: float, *, is_valid: bool = True) -> dict[str, Any]:
+    latency = {"count": 1, "p50": p50, "p95": p50, "p99": p50}
+    own = {"rate": rate, "is_valid": is_valid, "latency": dict.fromkeys(("ttft", "itl", "e2e"), latency)}
+    return own | {"throughput": {"requests_per_s": 1.0}, "service": {"goodput_per_s": 1.0}}
+
+
+def test_runs_are_drawn_by_rate_and_invalid_ones_apart() -> None:
+    """As a search made them: 4, 8 (in which the client fell behind), 5; and one that had no rate."""
+    runs = [run_at(4.0, 0.1), run_at(8.0, 0.9, is_valid=False), run_at(5.0, 0.2), run_at(None, 0.3)]
+    chart = dict(by_rate({"": runs}))["Time to first token by rate"]
+    lines = [points for kind, points, _, name in chart._marks if kind == "line" and name == "p50"]
+    assert lines == [[(4.0, 100.0), (5.0, 200.0)]]
+    assert next(points for _, points, colour, _ in chart._marks if colour == "c6") == [(8.0, 900.0)]
+    assert ("c6", "invalid") in chart.names
+    served = dict(by_rate({"": runs}))["Throughput and goodput by rate"]
+    assert [len(points) for _, points, _, _ in served._marks] == [2, 2]
+
+
+def test_control_characters_do_not_spoil_a_file() -> None:
+    chart = Chart("s", "ms \x1b[31m\x00")
+    chart.bar(0.0, 0.0, 1.0, 0, "a\x0bb\ud800</title><script>")
+    tree = ElementTree.fromstring(chart.file("t\x07").encode())
+    (title,) = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}title")]
+    assert title == "a\ufffdb\ufffd</title><script>"
 
 
 def test_a_chart_can_stand_alone_as_a_file() -> None:

@@ -1,5 +1,6 @@
 """What is written and said: files, page, expected outputs, exit statuses."""
 
+import io
 import json
 import re
 import subprocess
@@ -8,13 +9,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from load_mock import MockServer, mock_server
 from load_records import record
+from rich.cells import cell_len
+from rich.console import Console
 
 from common.errors import ConfigError
+from scripts.load import metrics
 from scripts.load.config import LoadtestConfig
-from scripts.load.live import View
+from scripts.load.html import comparison_page, page
+from scripts.load.live import View, panel
 from scripts.load.main import DIFFERENT, FAILED, FINE, INVALID, WRONG, main
 from scripts.load.parquet import COLUMNS, write_parquet
 from scripts.load.probe import probe
@@ -22,6 +28,7 @@ from scripts.load.records import Record
 from scripts.load.report import Report
 from scripts.load.run import run_load
 from scripts.load.svg import log_ticks, ticks
+from scripts.load.table import percent, summary_lines
 from scripts.load.wire import Tick
 from scripts.load.workload import Plan
 
@@ -49,6 +56,30 @@ def test_one_run_writes_every_kind_of_file(tmp_path: Path, capsys: pytest.Captur
     assert page.count("<svg") >= 8
     assert page.count("<svg") == len(list((tmp_path / "pictures").glob("*.svg")))
     assert not re.search(r"https?://(?!127\.0\.0\.1)|<script|<link|@import|url\(", page), "the page is self-contained"
+
+
+def test_nothing_that_a_server_says_is_markup_or_moves_a_cursor(tmp_path: Path) -> None:
+    evil = "</title></svg></pre><script>alert(1)</script>\x1b[2J\r\n\"onload='x'"
+    with mock_server(tmp_path) as server:
+        report = run_load(LoadtestConfig(url=server.url, rate="100", num_requests=9, output_len="3"))
+    for index, one in enumerate(report.records):
+        one.tenant, one.class_name, one.timings = evil + str(index % 2), evil + str(index % 3), {evil: 0.1}
+    report.records[0].error = report.records[0].message = evil
+    report.server["model"] = report.notes[:] = [evil]
+    report.config["model"], report.reasons = evil, [evil]
+    report.errors = metrics.errors(report.measured)
+    rng = np.random.default_rng(0)
+    report.tenants, report.classes = (
+        metrics.groups(report.measured, name, {}, {}, rng) for name in ("tenant", "class_name")
+    )
+    report.stages = metrics.stages(report.measured, rng)
+    report.scrape = {
+        f'x_running{{node="{evil}"}}': [[0.0, 1.0], [1.0, 2.0]],
+        f"running{evil}": [[0.0, 1.0], [1.0, 2.0]],
+    }
+    written = page([report]) + comparison_page([evil, "b"], [evil], [])
+    assert "<script" not in written and "onload='" not in written
+    assert "\x1b" not in written + "".join(summary_lines(report)) and "alert(1)" in written
 
 
 def test_keys_never_reach_a_report(tmp_path: Path) -> None:
@@ -220,6 +251,29 @@ def test_ticks_are_round() -> None:
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.0, 0.47) == [0, 0.1, 0.2, 0.3, 0.4]
     assert log_ticks(0.9, 120) == [1, 2, 5, 10, 20, 50, 100]
+
+
+def test_the_live_view_fits_a_narrow_terminal_and_takes_nothing_for_markup() -> None:
+    console = Console(file=io.StringIO(), width=30, force_terminal=True)
+    console.print(panel("first token  p50 100.0 ms, p99 250.0 ms [/x] [red]", "loadtest  http://[fe80::1]:8000  [/]"))
+    console.print(panel("x", "loadtest  http://[fe80::1]:8000  4"))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 6 and max(map(cell_len, map(plain_of, lines))) <= 30
+    wide = Console(file=io.StringIO(), width=100)
+    wide.print(panel("first [red] token " + "." * 60, "loadtest  http://[fe80::1]:8000"))
+    assert isinstance(wide.file, io.StringIO)
+    assert "http://[fe80::1]:8000" in wide.file.getvalue() and "[red]" in wide.file.getvalue()
+
+
+def plain_of(line: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", line)
+
+
+def test_shares_are_not_rounded_to_all_or_nothing() -> None:
+    assert [percent(share) for share in (1.0, 0.9997, 0.5, 0.0002, 0.0, None)] == [
+        "100.0%", ">99.9%", "50.0%", "<0.1%", "0.0%", "-",
+    ]  # fmt: skip
 
 
 def test_the_live_view_says_how_far_and_how_fast() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.cli import resolve
 from common.errors import ConfigError
 from scripts.load.config import LoadtestConfig
-from scripts.load.main import FAILED, load_command
+from scripts.load.main import FAILED, check_outputs, load_command
 from scripts.supervisor import bind_to
 
 REPORT = "loadtest-demo.html"
@@ -28,11 +28,14 @@ def demo_command(words: Sequence[str]) -> int:
     if "--url" in given:
         raise ConfigError("--demo serves a model of its own: leave --url out, or --demo")
     defaults = [word for word in DEFAULTS if word.split("=")[0] not in given]
-    if "--concurrency" in given:
+    if given & {"--concurrency", "--sweep", "--trace"}:
         defaults = [word for word in defaults if not word.startswith("--rate")]
+    if "--trace" in given:  # has lengths and prefixes of its own
+        own_names = ("--input-len", "--output-len", "--prefix")
+        defaults = [word for word in defaults if not word.startswith(own_names)]
     if "--html" not in given:
         defaults.append(f"--html={Path.cwd() / REPORT}")
-    resolve(LoadtestConfig, [*defaults, *words], command="loadtest")  # complain before anything is started
+    check_outputs(resolve(LoadtestConfig, [*defaults, *words], command="loadtest"))  # before anything is started
     print("serving the small model ...", flush=True)
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
     own = functools.partial(bind_to, os.getpid(), signal.SIGTERM)
@@ -42,10 +45,11 @@ def demo_command(words: Sequence[str]) -> int:
             if not url:
                 print("loadtest: the service did not start", file=sys.stderr)
                 return FAILED
-            print(f"loading {url}; this takes a minute", flush=True)
             config = resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest")
+            is_single = not (config.sweep or config.find_goodput)
+            print(f"loading {url}; this takes {config.duration}{'' if is_single else ' a rate'}", flush=True)
             status = load_command(config, age_s=0.0)  # the service's start is not the harness's
-            if config.html and not (config.sweep or config.find_goodput):
+            if config.html and Path(config.html).exists():
                 print(f"open {Path(config.html).resolve().as_uri()} in a browser", flush=True)
         finally:
             service.terminate()

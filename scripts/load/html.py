@@ -3,12 +3,12 @@
 Made for one run, or for the runs of a sweep or a search, which then come first as rate against latency.
 """
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.load import pictures, svg
 from scripts.load.metrics import Figures
+from scripts.load.plain import escaped
 from scripts.load.report import Report
 from scripts.load.table import ROWS, fact_lines, milliseconds, percent, summary_lines, verdict_lines
 
@@ -31,6 +31,7 @@ table.facts td { text-align: left; }
 small { color: var(--soft); } pre { white-space: pre-wrap; font-size: .8rem; } details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--soft); }
 """
+MAX_ROWS = 200  # of a table: a trace may have a million tenants
 KEYS = "".join(f"i.c{n} {{ background: var(--c{n}) }}" for n in range(7))
 
 
@@ -49,14 +50,14 @@ def page(reports: Sequence[Report], *, found: str = "") -> str:
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>Load test of {html.escape(str(last.server.get('model')))}</title>",
+        f"<title>Load test of {escaped(str(last.server.get('model')))}</title>",
         f"<style>{svg.STYLE}{PAGE_STYLE}{KEYS}</style>",
-        f"<h1>Load test of {html.escape(str(last.server.get('model') or last.config['url']))}</h1>",
-        f"<p>{html.escape(last.config['url'])} · {last.started_at} · seed {last.config['seed']}</p>",
+        f"<h1>Load test of {escaped(str(last.server.get('model') or last.config['url']))}</h1>",
+        f"<p>{escaped(last.config['url'])} · {last.started_at} · seed {last.config['seed']}</p>",
     ]
     if len(reports) > 1:
         charts = _charts(pictures.by_rate({"": pictures.rated(reports)}))
-        parts.append(f"<p><b>{html.escape(found)}</b></p><h2>Rate against latency</h2>{charts}")
+        parts.append(f"<p><b>{escaped(found)}</b></p><h2>Rate against latency</h2>{charts}")
         parts += [
             f"<details><summary>Run at {report.rate or 0:.4g}/s</summary>{_run(report)}</details>" for report in reports
         ]
@@ -72,8 +73,8 @@ def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence
     Args:
         lines: what the terminal says about them.
     """
-    title = html.escape(" and ".join(names))
-    text = html.escape("\n".join(lines).strip("\n"))
+    title = escaped(" and ".join(names))
+    text = escaped("\n".join(lines).strip("\n"))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{title}</title><style>{svg.STYLE}{PAGE_STYLE}{KEYS}</style><h1>{title}</h1>"
@@ -82,23 +83,21 @@ def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence
 
 
 def _run(report: Report) -> str:
-    verdict = f'<p class="{"bad" if report.all_failed else "good"}">{html.escape(verdict_lines(report)[0])}</p>'
+    verdict = f'<p class="{"bad" if report.all_failed else "good"}">{escaped(verdict_lines(report)[0])}</p>'
     verdict = verdict if report.is_valid else _invalid(report.reasons)
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
+    notes = "".join(f"<p>{escaped(note)}</p>" for note in report.notes)
     parts = [verdict, notes, _latency_table(report.latency), _facts(report)]
     parts += [_groups("Kinds of requests", report.classes), _groups("Tenants", report.tenants), _errors(report)]
     for title, words, is_wide, charts in pictures.of_run(report):
         if charts:
             drawn = _charts(charts, "whole" if is_wide else "")
-            parts.append(f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>{drawn}")
-    parts.append(
-        _details("Summary as on the terminal", f"<pre>{html.escape(chr(10).join(summary_lines(report)))}</pre>")
-    )
+            parts.append(f"<h2>{escaped(title)}</h2><p>{escaped(words)}</p>{drawn}")
+    parts.append(_details("Summary as on the terminal", f"<pre>{escaped(chr(10).join(summary_lines(report)))}</pre>"))
     return "".join(parts)
 
 
 def _invalid(reasons: Sequence[str]) -> str:
-    items = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+    items = "".join(f"<li>{escaped(reason)}</li>" for reason in reasons)
     return f'<div class="bad"><b>This run is invalid:</b><ul>{items}</ul></div>'
 
 
@@ -111,7 +110,7 @@ def _latency_table(latency: Figures) -> str:
         above = title if not title.startswith(" ") else above
         if figures["count"]:
             whole = title if title == above else f"{above}, {title.strip()}"
-            rows.append([html.escape(whole), *(_with_interval(figures, column) for column in names)])
+            rows.append([escaped(whole), *(_with_interval(figures, column) for column in names)])
     head = ["milliseconds (95 % interval)", *names]
     words = (
         "An interval without an end: so few requests have nothing beyond. Those that waited together count as fewer."
@@ -143,7 +142,7 @@ def _groups(title: str, groups: Figures) -> str:
     if not groups:
         return ""
     rows = []
-    for name, own in groups.items():
+    for name, own in list(groups.items())[:MAX_ROWS]:
         cells = [
             name,
             f"{own['count']:,}",
@@ -153,28 +152,32 @@ def _groups(title: str, groups: Figures) -> str:
         ]
         cells += [milliseconds(own["ttft"].get(share)) for share in ("p50", "p99")]
         rows.append([*cells, *(milliseconds(own["e2e"].get(share)) for share in ("p50", "p99"))])
-    head = ["", "requests", "failed", "good", "tokens out", "TTFT p50", "p99", "end to end p50", "p99"]
+    if len(groups) > MAX_ROWS:
+        rows.append([f"and {len(groups) - MAX_ROWS:,} more"])
+    head = ["ms", "requests", "failed", "good", "tokens out", "TTFT p50", "p99", "end to end p50", "p99"]
     return f'<h2>{title}</h2><div class="wide">{_table(rows, head)}</div>'
 
 
 def _errors(report: Report) -> str:
     kinds = report.errors["kinds"]
     rows = [[name, f"{count:,}", report.errors["examples"].get(name, "")] for name, count in kinds.items()]
+    if len(rows) > MAX_ROWS:
+        rows = [*rows[:MAX_ROWS], [f"and {len(rows) - MAX_ROWS:,} more kinds", "", ""]]
     return f"<h2>Failures</h2>{_table(rows, ('kind', 'requests', 'in the words of the server'))}" if rows else ""
 
 
 def _charts(charts: Sequence[pictures.Picture], kind: str = "") -> str:
-    cells = "".join(f'<div class="{kind}"><h3>{html.escape(title)}</h3>{chart.svg()}</div>' for title, chart in charts)
+    cells = "".join(f'<div class="{kind}"><h3>{escaped(title)}</h3>{chart.svg()}</div>' for title, chart in charts)
     return f'<div class="charts">{cells}</div>'
 
 
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), *, is_raw: bool = False) -> str:
     def cells(row: Sequence[str], tag: str) -> str:
-        return "".join(f"<{tag}>{cell if is_raw else html.escape(cell)}</{tag}>" for cell in row)
+        return "".join(f"<{tag}>{cell if is_raw else escaped(cell)}</{tag}>" for cell in row)
 
     first = f"<tr>{cells(head, 'th')}</tr>" if head else ""
     return f"<table>{first}{''.join(f'<tr>{cells(row, chr(116) + chr(100))}</tr>' for row in rows)}</table>"
 
 
 def _details(title: str, content: str) -> str:
-    return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
+    return f"<details><summary>{escaped(title)}</summary>{content}</details>"

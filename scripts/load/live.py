@@ -3,6 +3,7 @@
 import sys
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from scripts.load.report import Report
 from scripts.load.run import run_load
 from scripts.load.wire import Tick
 from scripts.load.workload import Plan
+
+if TYPE_CHECKING:
+    from rich.panel import Panel
 
 KEPT = 400
 STEPS = " ▁▂▃▄▅▆▇█"
@@ -26,7 +30,6 @@ def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0)
     try:
         from rich.console import Console
         from rich.live import Live
-        from rich.panel import Panel
     except ImportError:
         return run_load(config, server=server, salt=salt)
     view = View()
@@ -34,9 +37,18 @@ def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0)
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
 
         def on_tick(ticks: Sequence[Tick], plan: Plan) -> None:
-            live.update(Panel(view.text(ticks, plan), title=title, subtitle="Ctrl-C ends it", expand=False))
+            live.update(panel(view.text(ticks, plan), title))
 
         return run_load(config, on_tick=on_tick, server=server, salt=salt)
+
+
+def panel(words: str, title: str) -> "Panel":
+    """Words in a frame, cut off where the terminal ends; nothing in them is markup (an address may have brackets)."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    content = Text(words, no_wrap=True, overflow="ellipsis")
+    return Panel(content, title=Text(title.strip()), subtitle=Text("Ctrl-C ends it"), expand=False)
 
 
 class View:

@@ -24,14 +24,18 @@ def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
         ("Prompt tokens computed per second", _rates(scrape, "node_prompt_tokens_computed_total"), None),
         ("Output tokens per second", _rates(scrape, "node_output_tokens_total"), None),
     ]
-    charts = [(title, _chart(title, lines, bounds)) for title, lines, bounds in found if lines]
+    charts = [(_of(title, lines), _chart(title, lines, bounds)) for title, lines, bounds in found if lines]
     families: dict[str, Lines] = {}
     for name, series in scrape.items():
         family = name.partition("{")[0]
         if UTILISATION.search(family) and not COUNTERS.search(family):
             families.setdefault(family, []).append((_node(name), [(at, value) for at, value in series]))
-    charts += [(_title(family), _chart(family[:44], lines, None)) for family, lines in families.items()]
+    charts += [(_of(_title(family), lines), _chart(family[:44], lines, None)) for family, lines in families.items()]
     return charts[:MAX_CHARTS]
+
+
+def _of(title: str, lines: Lines) -> str:
+    return title if len(lines) <= MAX_LINES else f"{title} (the first {MAX_LINES} of {len(lines)})"
 
 
 def _title(family: str) -> str:
@@ -66,7 +70,9 @@ def _rates(scrape: Series, ending: str) -> Lines:
         points: list[tuple[float, float]] = []
         moved_at, value = series[0]
         for at, now in series[1:]:
-            if now > value or at - moved_at > STALE_S:
+            if now < value:  # the node was replaced, and counts anew
+                moved_at, value = at, now
+            elif now > value or at - moved_at > STALE_S:
                 rate = (now - value) / (at - moved_at)
                 points += [(moved_at, rate), (at, rate)]
                 moved_at, value = at, now

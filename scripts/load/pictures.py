@@ -19,6 +19,7 @@ Picture = tuple[str, Chart]  # with its title
 MAX_BARS = 240
 NUM_CLOSE = 40
 WIDE = 1300
+MAX_ROLLING = 1000
 
 
 def of_run(report: Report) -> list[tuple[str, str, bool, list[Picture]]]:
@@ -26,7 +27,8 @@ def of_run(report: Report) -> list[tuple[str, str, bool, list[Picture]]]:
     records = report.records
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     return [
-        ("Over time", "Each dot is a request, at the instant for which it was intended.", False, over_time(records)),
+        ("Over time", "Each dot is a request, at the instant for which it was intended, warm-up and cool-down "
+         "included; of too many to draw, the fastest and the slowest of each stretch.", False, over_time(records)),
         ("Distributions", "Share of requests (of gaps) that took at most so long.", False, distributions(good)),
         ("Requests", "Each bar is a request, from its intended instant to its last token.", True, gantt(records)),
         ("Stages", "Medians, by the server's own clocks and the client's. The way to the first token is filled up "
@@ -45,27 +47,42 @@ def by_rate(sweeps: Mapping[str, Sequence[Figures]]) -> list[Picture]:
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
         chart = Chart("requests/s, intended", "ms", is_log_y=True)
         for number, (sweep, runs) in enumerate(sweeps.items()):
+            answered = [run for run in _by_rate(runs) if run["latency"][name]["count"]]
             for place, share in enumerate(("p50", "p95", "p99") if len(sweeps) == 1 else ("p50", "p99")):
                 colour = place if len(sweeps) == 1 else number
-                points = [(r["rate"], r["latency"][name][share] * 1e3) for r in runs if r["latency"][name]["count"]]
+                points = [(run["rate"], run["latency"][name][share] * 1e3) for run in answered if run["is_valid"]]
                 label = f"{sweep} {share}" if len(sweeps) > 1 else share
                 chart.line(points, colour, label, is_dashed=len(sweeps) > 1 and share == "p50")
                 chart.dots(points, colour)
+                _invalid(chart, [(r["rate"], r["latency"][name][share] * 1e3) for r in answered if not r["is_valid"]])
         charts.append((f"{title} by rate", chart))
     chart = Chart("requests/s, intended", "requests/s")
     for number, (sweep, runs) in enumerate(sweeps.items()):
         end = f", {sweep}" if len(sweeps) > 1 else ""
-        answered = [(run["rate"], run["throughput"]["requests_per_s"]) for run in runs]
-        chart.line(answered, number, "answered" + end, is_dashed=True)
-        chart.line([(run["rate"], run["service"]["goodput_per_s"]) for run in runs], number + 2, "good" + end)
+        valid = [run for run in _by_rate(runs) if run["is_valid"]]
+        done = [(run["rate"], run["throughput"]["requests_per_s"]) for run in valid]
+        chart.line(done, number, "answered" + end, is_dashed=True)
+        chart.line([(run["rate"], run["service"]["goodput_per_s"]) for run in valid], number + 2, "good" + end)
     charts.append(("Throughput and goodput by rate", chart))
     return charts
 
 
+def _by_rate(runs: Sequence[Figures]) -> list[Figures]:
+    """Those that have a rate, in its order: a search goes up and down."""
+    return sorted((run for run in runs if run["rate"]), key=lambda run: float(run["rate"]))
+
+
+def _invalid(chart: Chart, points: Points) -> None:
+    """Grey, and in no line: of such runs nobody knows what the server would have done."""
+    if points:
+        chart.keys["invalid"] = INVALID
+        chart.dots(points, INVALID)
+
+
 def rated(reports: Sequence[Report]) -> list[Figures]:
-    """What ``by_rate`` needs, of reports that have a rate, in its order."""
-    ordered = sorted((report for report in reports if report.rate), key=lambda report: report.rate or 0.0)
-    return [{"rate": r.rate, "latency": r.latency, "throughput": r.throughput, "service": r.service} for r in ordered]
+    """What ``by_rate`` needs of reports."""
+    names = ("rate", "is_valid", "latency", "throughput", "service")
+    return [{name: getattr(report, name) for name in names} for report in reports]
 
 
 def over_time(records: Sequence[Record]) -> list[Picture]:
@@ -128,10 +145,10 @@ def distributions(good: Sequence[Record]) -> list[Picture]:
 
 #: Colour of each stage in the Gantt chart, with its name in the legend; others share the first.
 STAGE_COLOURS = {
-    stages.LATE: 3, stages.GATEWAY: 6, "queue": 4, "prefill queue": 4, "prefill": 1, stages.WAITING: 1,
-    stages.FIRST_GAP: 2, stages.STEADY: 0,
+    stages.LATE: 3, stages.GATEWAY: 6, stages.UNTIMED: 6, "queue": 4, "prefill queue": 4, "prefill": 1,
+    stages.WAITING: 1, stages.FIRST_GAP: 2, stages.STEADY: 0,
 }  # fmt: skip
-FAILED = 5
+FAILED, INVALID = 5, 6
 
 
 def distributions_of(runs: Mapping[str, Figures]) -> list[Picture]:
@@ -206,9 +223,13 @@ def waterfall(good: Sequence[Record]) -> list[Picture]:
 
 
 def _rolling(points: Points, count: int = 20) -> Points:
+    """The median of so many points up to each, in order of x; of many points only so often as can be seen."""
     ordered = sorted(points)
-    values = [value for _, value in ordered]
-    return [(at, float(np.median(values[max(0, i - count + 1) : i + 1]))) for i, (at, _) in enumerate(ordered)]
+    values = np.array([value for _, value in ordered])
+    step = -(-len(ordered) // MAX_ROLLING)
+    return [
+        (ordered[i][0], float(np.median(values[max(0, i - count + 1) : i + 1]))) for i in range(0, len(values), step)
+    ]
 
 
 def _level(spans: Sequence[tuple[float, float]]) -> Points:

@@ -1,7 +1,8 @@
 """A request's way as stages on one axis: what the client saw, filled in with what the server timed itself.
 
 The prefill leg ends with the first token and the decode leg with the second, so their stages are laid out backwards
-from there; what they leave of the time since the send is the gateway's and the network's. A decode node is asked at the
+from there; what they leave of the time since the send is the gateway's and the network's, and the queue's if the server
+does not time it. A decode node is asked at the
 same time as the prefill node, so its queue lies beside the prefill leg. The gap between first and second token, in
 which disaggregation shows, always stands on its own, as the client saw it.
 """
@@ -14,6 +15,7 @@ import numpy as np
 from scripts.load.records import Record
 
 LATE, GATEWAY, WAITING = "sent late", "gateway and network", "until the first token"
+UNTIMED = "queue, gateway and network"  # of servers that time the prefill alone
 FIRST_GAP, STEADY = "first to second token", "steady decode, a token"
 #: Stages that follow each other up to the first token, and up to the second; as servers name them.
 PREFILL_LEG = {"queue_s": "queue", "prefill_queue_s": "prefill queue", "prefill_s": "prefill"}
@@ -42,15 +44,22 @@ class Span:
 def spans_of(record: Record) -> list[Span]:
     """The stages of a request that brought a token; ``STEADY`` is the mean gap after the second token."""
     sent_s, first_s, gaps = record.released_s - record.intended_s, record.ttft_s, record.gaps_s
-    prefill = _ending_at(first_s, PREFILL_LEG, record)
-    asked_s = max(sent_s, prefill[0].begin_s) if prefill else first_s
-    spans = [Span(LATE, 0.0, sent_s), Span(GATEWAY if prefill else WAITING, sent_s, asked_s - sent_s), *prefill]
+    spans = [Span(LATE, 0.0, sent_s), *_to_first_token(sent_s, first_s, record)]
     if gaps:
         spans += _ending_at(first_s + gaps[0], DECODE_LEG, record)
         spans.append(Span(FIRST_GAP, first_s, gaps[0]))
     if len(gaps) > 1:
         spans.append(Span(STEADY, first_s + gaps[0], float(np.mean(gaps[1:]))))
     return spans
+
+
+def _to_first_token(sent_s: float, first_s: float, record: Record) -> list[Span]:
+    """Of a leg of which only the queue was timed nobody knows where it lies: it is left to the wait as a whole."""
+    if "prefill_s" not in record.timings:
+        return [Span(WAITING, sent_s, first_s - sent_s)]
+    prefill = _ending_at(first_s, PREFILL_LEG, record)
+    asked_s = max(sent_s, prefill[0].begin_s)
+    return [Span(GATEWAY if len(prefill) > 1 else UNTIMED, sent_s, asked_s - sent_s), *prefill]
 
 
 def _ending_at(end_s: float, leg: dict[str, str], record: Record) -> list[Span]:

@@ -21,6 +21,7 @@ QUANTILES: dict[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99,
 RESAMPLES = 1000
 MIN_FREE = 6  # of fewer independent values, all lie on one side of their median once in 32 times or more
 MIN_BLOCKS = 8
+UNBOUNDED = 0.025  # with more than this probability all values lie on one side of a quantile: no bound of it
 MAX_ALONE = 1.5  # correlation times up to this are chance
 Interval = list[float | None]
 Intervals = dict[str, Interval]
@@ -105,7 +106,7 @@ def quantile_interval(
     k = max(1.0, share * (free - 1) + 1) if num_free else min(count, max(1, round(share * (count - 1)) + 1))
     picks = (count * rng.beta(k, max(free - k + 1, 1e-9), RESAMPLES)).astype(np.int64)
     low, high = np.quantile(ordered[np.minimum(picks, count - 1)], (0.025, 0.975))
-    return [None if (1 - share) ** free > 0.025 else float(low), None if share**free > 0.025 else float(high)]
+    return [None if (1 - share) ** free > UNBOUNDED else float(low), None if share**free > UNBOUNDED else float(high)]
 
 
 def clustered_intervals(clusters: Sequence[Floats], rng: np.random.Generator, resamples: int = 200) -> Intervals:

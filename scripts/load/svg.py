@@ -4,14 +4,15 @@ Colours are CSS classes (``c0`` ... ``c6``), defined here for light and dark; a 
 show as a tooltip. ``svg`` is for a page that has the style, ``file`` stands alone.
 """
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scripts.load.plain import escaped
+
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
-MAX_POINTS = 1500
+MAX_POINTS = 3000
 LETTER = 6.2  # mean width of one, for what no browser has laid out yet
 COLOURS = {
     "light": "#2563b8 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
@@ -107,7 +108,7 @@ class Chart:
 
     def svg(self) -> str:
         """The chart, with its legend above."""
-        label = html.escape(self.y_label)
+        label = escaped(self.y_label)
         head = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}">'
         return self._legend() + head + self._drawing() + "</svg>"
 
@@ -119,13 +120,13 @@ class Chart:
             if x + length > self.width and x > self.left:
                 x, y = float(self.left), y + 16
             keys += f'<rect class="f {colour}" x="{x:.0f}" y="{y}" width="10" height="10"/>'
-            keys += f'<text x="{x + 14:.0f}" y="{y + 9}">{html.escape(name)}</text>'
+            keys += f'<text x="{x + 14:.0f}" y="{y + 9}">{escaped(name)}</text>'
             x += length
         head = y + 11
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height + head}" '
             f'width="{self.width}" role="img"><style>{STYLE}</style>'
-            f'<text class="t" x="{self.left}" y="14">{html.escape(title)}</text>{keys}'
+            f'<text class="t" x="{self.left}" y="14">{escaped(title)}</text>{keys}'
             f'<g transform="translate(0,{head})">{self._drawing()}</g></svg>\n'
         )
 
@@ -138,7 +139,7 @@ class Chart:
         size = max(1.0, min(10.0, (self.height - TOP - BOTTOM) / max(1, len({bar[0] for bar in self._bars})) - 0.6))
         for at, begin, end, colour, title in self._bars:
             width = max(0.8, to_x(end) - to_x(begin))
-            label = f"<title>{html.escape(title)}</title>" if title else ""
+            label = f"<title>{escaped(title)}</title>" if title else ""
             parts.append(
                 f'<rect class="f {colour}" x="{to_x(begin):.1f}" y="{to_y(at) - size / 2:.1f}" width="{width:.1f}" '
                 f'height="{size:.1f}">{label}</rect>'
@@ -159,14 +160,14 @@ class Chart:
         for value, name in (self.rows or heights).items():
             at = to_y(value)
             parts.append(f'<line class="g" x1="{self.left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-            parts.append(f'<text class="e" x="{self.left - 6}" y="{at + 3:.1f}">{html.escape(name)}</text>')
+            parts.append(f'<text class="e" x="{self.left - 6}" y="{at + 3:.1f}">{escaped(name)}</text>')
         for value in log_ticks(*x) if self.is_log_x else ticks(*x, self.width // 80):
             parts.append(f'<line class="g" x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{TOP}" y2="{bottom}"/>')
             parts.append(f'<text class="m" x="{to_x(value):.1f}" y="{bottom + 14}">{number(value)}</text>')
         middle = (self.left + right) / 2
-        parts.append(f'<text class="m" x="{middle}" y="{self.height - 6}">{html.escape(self.x_label)}</text>')
+        parts.append(f'<text class="m" x="{middle}" y="{self.height - 6}">{escaped(self.x_label)}</text>')
         turned = f"rotate(-90 12 {self.height / 2})"
-        label = html.escape(self.y_label)
+        label = escaped(self.y_label)
         if not self.rows:
             parts.append(f'<text class="m" x="12" y="{self.height / 2}" transform="{turned}">{label}</text>')
         return parts
@@ -181,7 +182,7 @@ class Chart:
         return f'<path class="l {colour}" d="{path}"{dashes}/>'
 
     def _legend(self) -> str:
-        keys = "".join(f'<span><i class="{colour}"></i>{html.escape(name)}</span>' for colour, name in self.names)
+        keys = "".join(f'<span><i class="{colour}"></i>{escaped(name)}</span>' for colour, name in self.names)
         return f'<div class="legend">{keys}</div>' if len(self.names) > 1 else ""
 
 
@@ -213,6 +214,13 @@ def _fit(values: Sequence[float], is_log: bool) -> tuple[float, float]:
 
 
 def _thinned(points: Points) -> Points:
-    """Every k-th point, where there are more than can be told apart."""
-    step = -(-len(points) // MAX_POINTS)
-    return points if step <= 1 else [*points[::step], points[-1]]
+    """Of more points than can be told apart the first, lowest and highest of each stretch: no spike is lost."""
+    width = -(-3 * len(points) // MAX_POINTS)
+    if width <= 3:
+        return points
+    kept: list[tuple[float, float]] = []
+    for begin in range(0, len(points), width):
+        heights = [y for _, y in points[begin : begin + width]]
+        places = {0, heights.index(min(heights)), heights.index(max(heights))}
+        kept += [points[begin + place] for place in sorted(places)]
+    return [*kept, points[-1]]

@@ -3,10 +3,13 @@
 from typing import Any
 
 from scripts.load.metrics import Figures
+from scripts.load.plain import plain
 from scripts.load.report import Report
 from scripts.load.stages import NAMES
+from scripts.load.stats import QUANTILES, UNBOUNDED
 
 WIDTH = 100
+MAX_KINDS = 20
 MAX_KNOWN_BEFORE = 0.05  # a chat template is in every prompt, and is not the harness's own
 ROWS = (
     ("time to first token", "ttft"),
@@ -28,17 +31,21 @@ def milliseconds(value: Any) -> str:
 
 
 def percent(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, int | float) else "-"
+    """A share; none but all is 100.0 %, and none but nothing 0.0 %."""
+    if not isinstance(value, int | float):
+        return "-"
+    words = f"{value:.1%}"
+    return ">99.9%" if words == "100.0%" and value < 1 else "<0.1%" if words == "0.0%" and value > 0 else words
 
 
 def summary_lines(report: Report) -> list[str]:
-    """The whole summary."""
+    """The whole summary, fit for a terminal whatever a server said."""
     notes = [*report.notes, ""] if report.notes else []
     lines = [*notes, *_load_lines(report), "", *_latency_lines(report.latency), "", *_rate_lines(report)]
     lines += _service_lines(report) + _group_lines("class", report.classes) + _group_lines("tenant", report.tenants)
     lines += _other_lines(report)
     lines += ["", *verdict_lines(report)]
-    return lines
+    return [plain(line) for line in lines]
 
 
 def fact_lines(report: Report) -> list[str]:
@@ -76,6 +83,13 @@ def _latency_lines(latency: Figures) -> list[str]:
         if figures["count"]:
             lines.append(f"{title:24}" + "".join(f"{milliseconds(figures[column]):>10}" for column in names))
     lines.append("Latencies count from the intended instant; 95 % intervals are in the JSON and on the page.")
+    count = latency["ttft"]["count"]
+    beyond = [name for name, share in QUANTILES.items() if share**count > UNBOUNDED]
+    if count and beyond:
+        lines.append(
+            f"Of {count:,} requests {' and '.join(beyond)} are little more than the slowest few: the next run's may"
+        )
+        lines[-1] += " be far off."
     return lines
 
 
@@ -97,9 +111,11 @@ def _service_lines(report: Report) -> list[str]:
     ]
     if service["misses"]:
         lines.append("misses     " + ", ".join(f"{name} {count:,}" for name, count in service["misses"].items()))
-    for name, count in report.errors["kinds"].items():
+    for name, count in list(report.errors["kinds"].items())[:MAX_KINDS]:
         example = report.errors["examples"].get(name, "")
         lines.append(f"error      {name} x {count:,}{': ' + example if example else ''}"[:WIDTH])
+    if len(report.errors["kinds"]) > MAX_KINDS:
+        lines.append(f"error      and {len(report.errors['kinds']) - MAX_KINDS:,} more kinds")
     return lines
 
 
@@ -107,11 +123,13 @@ def _group_lines(title: str, groups: Figures) -> list[str]:
     if not groups:
         return []
     lines = ["", f"{title:24}{'count':>10}{'failed':>10}{'good':>10}{'TTFT p50':>10}{'TTFT p99':>10}{'E2E p50':>10}"]
-    for name, own in list(groups.items())[:20]:
+    for name, own in list(groups.items())[:MAX_KINDS]:
         cells = [f"{own['count']:,}", f"{own['failed']:,}", percent(own["attainment"])]
         cells += [milliseconds(own["ttft"].get(share)) for share in ("p50", "p99")]
         cells.append(milliseconds(own["e2e"].get("p50")))
         lines.append(f"{name[:23]:24}" + "".join(f"{cell:>10}" for cell in cells))
+    if len(groups) > MAX_KINDS:
+        lines.append(f"and {len(groups) - MAX_KINDS:,} more")
     return lines
 
 
