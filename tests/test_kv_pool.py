@@ -52,6 +52,8 @@ def test_a_page_exported_into_another_pool_is_the_same_page(device: str, dtype: 
     geometry = PageGeometry(2, 2, 4, 8, dtype)
     source, target = KVPool(geometry, 3, device), KVPool(geometry, 4, device)
     source.tensor.normal_()
+    if device != "cpu":
+        torch.cuda.synchronize()  # as a step does before it is over
     with memoryview(target.memory) as memory:
         with memory[3 * geometry.page_bytes : 4 * geometry.page_bytes] as place:
             source.export_page(1, place)

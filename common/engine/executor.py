@@ -71,7 +71,8 @@ class TorchExecutor:
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Apply admits, then page deltas, then rows; one sampled token per row with ``sample``, in row order."""
+        """Apply admits, then page deltas, then rows; one sampled token per row with ``sample``, in row order. When it
+        returns, the KV of all rows is in the pool."""
         with torch.inference_mode():
             for admit in plan.admits:
                 self._admit(admit)

@@ -2,7 +2,9 @@
 
 On the CPU the pool *is* anonymous shared memory (a memfd): another process on the host that holds the descriptor writes
 pages straight into place, and nothing survives the death of both. On CUDA the pool lives on the device, and a memfd of
-the same size, touched only where pages land, takes what others write until ``landed`` copies it up.
+the same size, touched only where pages land, takes what others write until ``landed`` copies it up. Pages go up and
+down on a stream of their own, so that whoever moves them does not wait for the step that the engine is in: what is
+moved was computed, and waited for, before; or is read later.
 """
 
 import errno
@@ -46,6 +48,7 @@ class KVPool:
         self._landing: torch.Tensor | None = torch.frombuffer(self.memory, dtype=dtype).view(shape)
         on_cpu = self.device.type == "cpu"
         self.tensor = self._landing if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
+        self._moves = None if on_cpu else torch.cuda.Stream(self.device)
         self._is_open = True
 
     @property
@@ -91,20 +94,23 @@ class KVPool:
         return start
 
     def export_page(self, page: int, into: memoryview) -> None:
-        """Copy one page's bytes out; ``into`` is writable, ``geometry.page_bytes`` long."""
+        """Copy one page's bytes out; ``into`` is writable, ``geometry.page_bytes`` long. The step that computed them is
+        over: ``Executor.run`` has returned."""
         assert 0 <= page < self.num_pages
         assert into.nbytes == self.geometry.page_bytes
         target = torch.frombuffer(into, dtype=self.tensor.dtype).view(self.geometry.shape)
-        target.copy_(self.tensor[page])
+        with torch.cuda.stream(self._moves):
+            target.copy_(self.tensor[page])
 
     def landed(self, pages: Sequence[int]) -> None:
         """The bytes of these pages have arrived in ``memory``: make them part of the pool."""
         assert self._landing is not None
         if self.tensor is self._landing:
             return
-        for page in pages:
-            assert 0 <= page < self.num_pages
-            self.tensor[page].copy_(self._landing[page])
+        with torch.cuda.stream(self._moves):
+            for page in pages:
+                assert 0 <= page < self.num_pages
+                self.tensor[page].copy_(self._landing[page])
 
     def close(self) -> None:
         """Let go of the memory. Views handed out earlier keep the mapping alive, never the descriptor. Idempotent."""
