@@ -148,6 +148,17 @@ def test_prompts_that_the_server_knew_before_the_run_are_told_from_hits_of_the_r
     assert (found["achieved_share"], found["ideal_share"], found["known_before_share"]) == (14 / 40, 10 / 40, 6 / 40)
 
 
+def test_hits_and_the_most_that_was_possible_are_of_the_same_requests() -> None:
+    """The second failed: it could have found 10, and nobody knows what it found."""
+    found = metrics.caching(
+        [
+            record(1.0, num_input=20, usage_prompt=20, usage_cached=10, ideal_cached=10),
+            record(error="dropped", num_input=20, ideal_cached=19),
+        ]
+    )
+    assert (found["achieved_share"], found["ideal_share"]) == (0.5, 0.5)
+
+
 def test_usage_is_checked_against_counted_tokens() -> None:
     right = record(0.1, 0.2, usage_output=2, has_counts=True, num_output_asked=2)
     wrong = record(0.1, 0.2, usage_output=3, has_counts=True, num_output=3)

@@ -262,7 +262,11 @@ def lines_of(changes: list[Change], before: Figures, after: Figures) -> list[str
 def _too_few(changes: Sequence[Change]) -> list[str]:
     if not any(change.p is None and change.unit == "s" for change in changes):
         return []
-    return ["", f"latencies are judged from {MIN_FREE} requests on that did not wait together"]
+    return [
+        "",
+        f"not judged: requests that follow each other were slow together, so that they count for fewer than {MIN_FREE} "
+        "that are independent. Make the runs longer.",
+    ]
 
 
 def _differences(before: Figures, after: Figures) -> list[str]:

@@ -58,13 +58,17 @@ def page(reports: Sequence[Report], *, found: str = "") -> str:
     if len(reports) > 1:
         charts = _charts(pictures.by_rate({"": pictures.rated(reports)}))
         parts.append(f"<p><b>{escaped(found)}</b></p><h2>Rate against latency</h2>{charts}")
-        parts += [
-            f"<details><summary>Run at {report.rate or 0:.4g}/s</summary>{_run(report)}</details>" for report in reports
-        ]
+        parts += [f"<details><summary>{_title(report)}</summary>{_run(report)}</details>" for report in reports]
     else:
         parts.append(_run(last))
     parts.append(_details("Configuration", _table([[name, str(value)] for name, value in last.config.items()])))
     return "\n".join(parts) + "</html>\n"
+
+
+def _title(report: Report) -> str:
+    """Of one run among several."""
+    drawn = f" ({report.rate:.4g}/s as drawn)" if report.rate else ""
+    return escaped(f"Run at {report.config['rate']}/s{drawn}{'' if report.is_valid else ': invalid'}")
 
 
 def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence[pictures.Picture]) -> str:

@@ -83,7 +83,7 @@ def misses(record: Record, limits: dict[str, float]) -> list[str]:
         value: float | None
         if name == "itl":
             # The least that 99 % of the gaps are within; between two gaps lies no limit.
-            value = float(np.quantile(gaps, 0.99, method="inverted_cdf")) if gaps else None
+            value = sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1] if gaps else None
         else:
             value = {"ttft": record.ttft_s, "e2e": record.e2e_s, "tpot": record.tpot_s}[name]
         if value is not None and value > limit:
@@ -253,21 +253,24 @@ def _served_while_backlogged(records: Sequence[Record], begin_s: float, end_s: f
 
 
 def caching(records: Sequence[Record]) -> Figures:
-    """Prompt tokens that the server found cached, against the most that any cache could have from this run alone.
+    """Prompt tokens that the server found cached, against the most that any cache could have from this run alone; both
+    of those requests of which the server says it.
 
     ``known_before_share``: of prompt tokens, those found cached beyond that: the server had them before the run, so
     its latencies are not those of new prompts.
     """
-    asked = sum(record.num_input for record in records)
+    said = [record for record in records if record.usage_cached is not None and record.usage_prompt]
+    compared = said or records
+    asked = sum(record.num_input for record in compared)
+    ideal = sum(record.ideal_cached for record in compared)
     found: Figures = {
         "prompt_tokens": asked,
-        "ideal_tokens": sum(record.ideal_cached for record in records),
-        "ideal_share": sum(record.ideal_cached for record in records) / asked if asked else 0.0,
+        "ideal_tokens": ideal,
+        "ideal_share": ideal / asked if asked else 0.0,
         "achieved_tokens": None,
         "achieved_share": None,
         "known_before_share": None,
     }
-    said = [record for record in records if record.usage_cached is not None and record.usage_prompt]
     if said:
         cached = sum(record.usage_cached or 0 for record in said)
         prompts = sum(record.usage_prompt or 0 for record in said)

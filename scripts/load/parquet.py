@@ -46,7 +46,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("request_id", "string", "the server's id"),
     ("prompt_digest", "string", "names the prompt, the same in every run with one seed"),
     ("timings", "map<double>", "stages that the server timed itself, seconds"),
-    ("is_measured", "bool", "outside of warm-up and cool-down"),
+    ("is_measured", "bool", "outside of warm-up and cool-down, and not cut off by Ctrl-C"),
     ("is_expected", "bool", "output equals the expected one; null if none is known"),
     ("is_retry", "bool", "sent again because a kept-alive connection had been closed"),
 )

@@ -29,7 +29,7 @@ class Record(msgspec.Struct, kw_only=True):
         usage_prompt, usage_output, usage_cached: what the server says; None if it does not.
         num_pieces: events of the stream, those without output included.
         timings: stages that the server reports, by name, in seconds.
-        is_measured: outside of warm-up and cool-down.
+        is_measured: outside of warm-up and cool-down, and not cut off by Ctrl-C.
         is_expected: whether the output equals the expected one; None if none is expected.
     """
 

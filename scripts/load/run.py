@@ -33,6 +33,7 @@ from scripts.load.wire import Tick
 from scripts.load.workload import Plan, make_plan
 
 OnTick = Callable[[Sequence[Tick], Plan], None]
+NOT_STREAMED = "answers are not streamed: all tokens of one come at its end, so its first comes no sooner"
 FIGURES = 99  # the stream of the seed that bootstraps use
 
 
@@ -154,7 +155,9 @@ class _Load:
         begin_s, end_s, is_open = self._window(outcome, records)
         for record in records:
             is_before_cooldown = not config.cooldown_s or record.intended_s < end_s
-            record.is_measured = record.intended_s >= begin_s and is_before_cooldown
+            # What was under way when the run was stopped has neither failed nor succeeded.
+            is_ended = record.error != "halted"
+            record.is_measured = record.intended_s >= begin_s and is_before_cooldown and is_ended
         measured = [record for record in records if record.is_measured]
         firsts = [record for record in records if record.turn == 0]
         num_events = sum(len(record.stamps_s) for record in records)
@@ -171,7 +174,7 @@ class _Load:
             config=config_figures(config),
             server={"model": server.model, "kind": server.kind, **server.details},
             started_at=started_at,
-            notes=[*plan.notes, *scraper.notes],
+            notes=[*plan.notes, *scraper.notes, *([] if config.stream else [NOT_STREAMED])],
             length_s=outcome.ended_at - outcome.start_at,
             reasons=reasons,
             arrivals=arrivals,
@@ -203,7 +206,7 @@ class _Load:
         config, plan = self._config, self._plan
         end_s = plan.seconds
         if end_s is None:
-            end_s = max((record.ended_s for record in records), default=0.0)
+            end_s = _last_token_s(records)
         if outcome.was_halted:
             end_s = min(end_s, outcome.ended_at - outcome.start_at)
         return config.warmup_s, end_s - config.cooldown_s, plan.is_open
@@ -211,10 +214,17 @@ class _Load:
     def _throughput_window(
         self, begin_s: float, end_s: float, is_open: bool, records: list[Record]
     ) -> tuple[float, float]:
-        """With a duration: the measured part of it. Otherwise until the last answer, as other tools count."""
+        """With a duration: the measured part of it. Otherwise until the last token, as other tools count; but one
+        request that hangs until its time-out does not make minutes of it."""
         if self._config.duration_s is None or end_s <= begin_s:
-            end_s = max([end_s, *(record.ended_s for record in records if record.is_measured)])
+            end_s = max(end_s, _last_token_s([record for record in records if record.is_measured]))
         return begin_s, end_s
+
+
+def _last_token_s(records: Sequence[Record]) -> float:
+    """When the last output came; without any, when the last request ended."""
+    stamps = [record.stamps_s[-1] for record in records if record.stamps_s]
+    return max(stamps or [record.ended_s for record in records], default=0.0)
 
 
 def read_tokenizer(path: str) -> Tokenizer:

@@ -87,9 +87,8 @@ def _latency_lines(latency: Figures) -> list[str]:
     beyond = [name for name, share in QUANTILES.items() if share**count > UNBOUNDED]
     if count and beyond:
         lines.append(
-            f"Of {count:,} requests {' and '.join(beyond)} are little more than the slowest few: the next run's may"
+            f"Of {count:,} requests {', '.join(beyond)} hang on the slowest few: another run's may be far off."
         )
-        lines[-1] += " be far off."
     return lines
 
 
