@@ -3,6 +3,7 @@
 Imports nothing but pytest at load time, so that a bare CUDA machine can run the engine's tests with it.
 """
 
+import contextlib
 import hashlib
 import math
 import os
@@ -13,6 +14,15 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="run every long test, not a sample of them")
     parser.addoption("--deep-seed", type=int, default=0, help="which sample of the long tests runs without --deep")
+
+
+def pytest_configure() -> None:
+    """How long an example takes says how busy the machine is."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -61,7 +61,7 @@ class Intruder(Stranger):
 
     def join(self, connect: Connect, pages: Pages) -> None:
         self.group = form(self.line(connect), "gloo", WRITER, pages)
-        self.connection.settimeout(5.0)
+        self.connection.settimeout(20.0)
 
     def announce(self, page: int, value: int) -> None:
         """Say what comes."""

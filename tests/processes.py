@@ -22,15 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port on which nobody listens, and that the kernel gives to no outgoing connection meanwhile."""
+    """A port on which nobody listens, that the kernel gives to no outgoing connection meanwhile, and never the same."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def environment() -> dict[str, str]:

@@ -127,7 +127,7 @@ class Service:
         began = time.monotonic()
         process = self.processes.pop(name)
         process.send_signal(number)
-        return process.wait(10), time.monotonic() - began
+        return process.wait(20), time.monotonic() - began
 
     def pause(self, name: str) -> None:
         self.processes[name].send_signal(signal.SIGSTOP)

@@ -129,7 +129,7 @@ class Client:
         async with self.session.get("/v1/workers") as answer:
             return {worker["name"]: worker for worker in (await answer.json())["workers"]}
 
-    async def fresh(self, timeout_s: float = 10.0) -> dict[str, dict[str, Any]]:
+    async def fresh(self, timeout_s: float = 20.0) -> dict[str, dict[str, Any]]:
         """Rows of which each tells of a moment after this call: of all nodes that should run and are not paused."""
         began = time.monotonic()
         rows: dict[str, dict[str, Any]] = {}
@@ -150,8 +150,8 @@ class Client:
         """Totals of every node since its start."""
         return {name: heartbeat["counters"] for name, heartbeat in (await self.heartbeats()).items()}
 
-    async def settled(self, timeout_s: float = 5.0) -> dict[str, dict[str, float]]:
-        """Waits until all is released and proves that it is; returns the nodes' totals."""
+    async def settled(self, timeout_s: float = 9.0) -> dict[str, dict[str, float]]:
+        """Waits until all is released, sooner than by any lease, and proves that it is; returns the nodes' totals."""
         ends = time.monotonic() + timeout_s
         while True:
             rows = await self.fresh()

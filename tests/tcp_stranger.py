@@ -79,7 +79,7 @@ class Stranger:
         self.reader = reader
         self.met.append(self)
         self.connection = socket.create_connection(("127.0.0.1", reader.port))
-        self.connection.settimeout(5.0)
+        self.connection.settimeout(20.0)
         self.terms: Terms | None = None
         self.num_sent = 0
 

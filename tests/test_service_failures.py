@@ -11,7 +11,7 @@ import pytest
 from service import Service, running
 from service_client import Client, Exchange, prompt_of
 
-AT_ONCE_S = 2.0  # with every core busy
+AT_ONCE_S = 8.0  # with every core busy; a heartbeat that is missed tells after 30
 OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 4, "max_total_tokens": 16384}
 LOST = {"node_lost", "shutting_down", "transfer_failed"}
 
@@ -81,10 +81,10 @@ async def replace(service: Service, client: Client, name: str) -> None:
     assert (await client.settled())[name]["requests"] > 0
 
 
-@pytest.mark.parametrize("victim", ["prefill-1", "decode-0"])
-async def test_a_killed_node_takes_only_its_own_requests_along(pairs: Service, victim: str) -> None:
+@pytest.mark.parametrize(("victim", "seed"), [("prefill-1", 0), ("decode-0", 500)])
+async def test_a_killed_node_takes_only_its_own_requests_along(pairs: Service, victim: str, seed: int) -> None:
     async with pairs.client() as client:
-        streaming, waiting, computing = begin_load(client, seed=hash(victim) % 1000)
+        streaming, waiting, computing = begin_load(client, seed)
         for exchange in streaming:
             await exchange.has(3)
         died_at = pairs.kill(victim)
@@ -117,14 +117,14 @@ async def test_a_killed_gateway_ends_everything_and_nodes_find_its_replacement(p
             await exchange.has(3)
         died_at = pairs.kill("gateway")
         everything = [exchange for group in exchanges for exchange in group]
-        await asyncio.gather(*(exchange.end(5) for exchange in everything))
+        await asyncio.gather(*(exchange.end() for exchange in everything))
         for exchange in everything:
             if exchange.ended_at > died_at:
                 assert exchange.is_broken
                 assert exchange.ended_at - died_at < AT_ONCE_S
     pids = {name: pairs.pid(name) for name in pairs.nodes}
     pairs.start("gateway")
-    await asyncio.to_thread(pairs.wait_until_ready, 10)
+    await asyncio.to_thread(pairs.wait_until_ready, 30)
     async with pairs.client() as client:
         await client.settled()
         await asyncio.gather(*(client.generate(prompt_of(40, 90 + i), 4) for i in range(4)))
@@ -163,7 +163,7 @@ async def test_a_node_told_to_stop_ends_its_requests_with_a_word(pair: Service) 
             stopped_at = time.monotonic()
             status, took_s = await asyncio.to_thread(pair.stop, name)
             assert status == 0
-            assert took_s < 3
+            assert took_s < AT_ONCE_S
             await asyncio.gather(streaming.end(), computing.end())
             assert computing.code in LOST
             assert computing.ended_at - stopped_at < AT_ONCE_S
@@ -180,6 +180,11 @@ async def test_pages_that_a_frozen_prefill_node_might_write_stay_aside_until_it_
     pair: Service, ending: str
 ) -> None:
     async with pair.client() as client:
+
+        async def aside() -> int:
+            count: int = (await client.workers())["decode-0"]["heartbeat"]["num_quarantined_pages"]
+            return count
+
         before = await client.settled()
         exchange = client.begin(prompt_of(3500, 11), 5)
         sent = before["prefill-0"]["pages_sent"]
@@ -188,11 +193,10 @@ async def test_pages_that_a_frozen_prefill_node_might_write_stay_aside_until_it_
         pair.pause("prefill-0")
         try:
             await exchange.leave()
+            while await aside() != -(-3500 // 16):
+                await asyncio.sleep(0.02)
             await asyncio.sleep(1.0)
-            frozen = (await client.workers())["decode-0"]["heartbeat"]
-            assert frozen["num_quarantined_pages"] == -(-3500 // 16), (
-                "pages were given back while they might be written"
-            )
+            assert await aside() == -(-3500 // 16), "pages were given back while they might be written"
         finally:
             if ending == "wakes":
                 pair.resume("prefill-0")
@@ -207,7 +211,7 @@ async def test_pages_that_a_frozen_prefill_node_might_write_stay_aside_until_it_
 async def test_a_node_that_falls_silent_counts_as_lost_until_it_speaks_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    impatient = {"heartbeat_timeout": 0.7}
+    impatient = {"heartbeat_timeout": 2.0}
     with running(tmp_path_factory.mktemp("silent"), node_options=OPTIONS, gateway_options=impatient) as service:
         async with service.client() as client:
             exchange = client.begin(prompt_of(30, 1), 3000)
@@ -216,9 +220,9 @@ async def test_a_node_that_falls_silent_counts_as_lost_until_it_speaks_again(
             service.pause("decode-0")
             await exchange.end()
             assert exchange.code == "node_lost"
-            assert exchange.ended_at - paused_at < 0.7 + AT_ONCE_S
+            assert exchange.ended_at - paused_at < 2.0 + AT_ONCE_S
             service.resume("decode-0")
-            ends = time.monotonic() + 5
+            ends = time.monotonic() + 20
             while "decode-0" not in await client.workers():
                 assert time.monotonic() < ends, "it did not come back"
                 await asyncio.sleep(0.02)

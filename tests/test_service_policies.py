@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import ROOT, environment
@@ -21,6 +22,11 @@ def very_long_ones_wait(facts):
 """
 
 
+def num_requests(heartbeat: dict[str, Any]) -> int:
+    found: int = heartbeat["num_waiting"] + heartbeat["num_running"]
+    return found
+
+
 async def test_what_the_user_wrote_orders_the_requests(tmp_path: Path) -> None:
     (tmp_path / "own_scheduling.py").write_text(MODULE)
     options = {
@@ -35,11 +41,14 @@ async def test_what_the_user_wrote_orders_the_requests(tmp_path: Path) -> None:
         variables={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     ) as service:
         async with service.client() as client:
-            begun = client.begin(list(range(5, 15)), 400)
+            begun = client.begin(list(range(5, 15)), 3000)
             await begun.has(1)
             lengths = (20, 30, 40, 50)
             others = [client.begin(list(range(100, 100 + length)), 20) for length in lengths]
-            await asyncio.gather(*(exchange.end() for exchange in (begun, *others)))
+            while num_requests((await client.heartbeats())["decode-0"]) < 1 + len(others):
+                assert not begun.ended_at
+            await begun.leave()
+            await asyncio.gather(*(exchange.end() for exchange in others))
             by_end = sorted(zip(others, lengths, strict=True), key=lambda pair: pair[0].ended_at)
             # Who came first had nobody to be compared with, and its prompt was computed at once.
             later = [length for _, length in by_end[1:]]

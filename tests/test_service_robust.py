@@ -119,7 +119,7 @@ async def refused(client: Client, path: str, body: Any, status: int) -> dict[str
     async with client.session.post(path, data=io.BytesIO(data), headers=headers) as answer:
         error: dict[str, Any] = (await answer.json())["error"]
         assert answer.status == status, (path, data[:100], error)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 8.0
     assert error["message"] and error["code"] and error["type"]
     return error
 
@@ -156,7 +156,7 @@ async def test_what_is_not_http_is_hung_up_on(service: Service) -> None:
         for data in (b"\0" * 50, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"\x16\x03\x01" * 9):
             reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
             writer.write(data)
-            await asyncio.wait_for(reader.read(), 5)
+            await asyncio.wait_for(reader.read(), 20)
             writer.close()
             await writer.wait_closed()
         for method, path, status in (("GET", "/generate", 405), ("POST", "/nothing", 404), ("PUT", "/v1/models", 405)):
@@ -175,7 +175,7 @@ async def test_a_burst_over_the_bounds_gets_429_with_a_time_and_everything_ends(
     nodes = {**bounds, "max_running_requests": 2}
     with running(tmp_path_factory.mktemp("burst"), gateway_options=bounds, node_options=nodes) as service:
         async with service.client() as client:
-            exchanges = [client.begin(prompt_of(30, i), 60) for i in range(40)]
+            exchanges = [client.begin(prompt_of(30, i), 250) for i in range(40)]
             await asyncio.gather(*(exchange.end() for exchange in exchanges))
             well = [exchange for exchange in exchanges if exchange.status == 200 and exchange.error is None]
             full = [exchange for exchange in exchanges if exchange.status == 429]
@@ -184,7 +184,7 @@ async def test_a_burst_over_the_bounds_gets_429_with_a_time_and_everything_ends(
             for exchange in full:
                 assert exchange.code == "queue_full"
                 assert 1 <= int(exchange.headers["Retry-After"]) <= 60
-                assert exchange.ended_at - exchange.began_at < 2.0
+                assert exchange.ended_at - exchange.began_at < 8.0
             await client.settled()
             await client.generate(prompt_of(30, 99), 4)
 
@@ -300,11 +300,13 @@ async def test_garbage_on_the_control_port_is_counted_and_dropped(service: Servi
     async with service.client() as client:
         expected = (await client.generate(prompt_of(20, 3), 200))["output_ids"]
         exchange = client.begin(prompt_of(20, 3), 200)
-        throw_bytes(service.control_port, 1)
-        await asyncio.sleep(0.3)  # some of it passes for frames of ZMQ's earliest version
         before = await dropped_by_gateway(client)
         await throw_frames(service.control_port, STRAY["gateway"])
-        assert await dropped_by_gateway(client) - before == NUM_COUNTED + 1  # a node sends no Abort
+        async with asyncio.timeout(20):
+            while await dropped_by_gateway(client) - before < NUM_COUNTED + 1:  # a node sends no Abort
+                await asyncio.sleep(0.02)
+        assert await dropped_by_gateway(client) - before == NUM_COUNTED + 1
+        throw_bytes(service.control_port, 1)  # some of it passes for frames of ZMQ's earliest version
         await exchange.end()
         assert list(exchange.ids) == expected
         assert set(await client.fresh()) == set(service.nodes)
@@ -316,12 +318,17 @@ async def test_garbage_on_a_prefill_nodes_data_port_is_counted_and_dropped(servi
         row = (await client.fresh())["prefill-0"]
         expected = (await client.generate(prompt_of(20, 3), 200))["output_ids"]
         exchange = client.begin(prompt_of(20, 3), 200)
-        throw_bytes(data_port(row), 2)
-        await asyncio.sleep(0.3)
-        before = (await client.counters())["prefill-0"]["dropped_messages"]
+
+        async def dropped() -> float:
+            return (await client.counters())["prefill-0"]["dropped_messages"]
+
+        before = await dropped()
         await throw_frames(data_port(row), STRAY["prefill"])
-        counters = (await client.counters())["prefill-0"]
-        assert counters["dropped_messages"] - before == NUM_COUNTED + 1  # a decode node sends no Abort
+        async with asyncio.timeout(20):
+            while await dropped() - before < NUM_COUNTED + 1:  # a decode node sends no Abort
+                await asyncio.sleep(0.02)
+        assert await dropped() - before == NUM_COUNTED + 1
+        throw_bytes(data_port(row), 2)
         await exchange.end()
         assert list(exchange.ids) == expected
         assert await client.generate(prompt_of(900, 4), 4)

@@ -232,7 +232,7 @@ async def test_a_request_ends_at_its_own_deadline_with_a_typed_error(service: Se
     async with service.client() as client:
         exchange = await client.begin(VERSE, 3000, deadline_ms=300).end()
         assert exchange.code == "deadline_exceeded"
-        assert 0.25 < exchange.ended_at - exchange.began_at < 1.5
+        assert 0.25 < exchange.ended_at - exchange.began_at < 8.0  # nobody else ends it, for ten minutes
         late = await client.begin(prompt_of(3500, 9), 5, deadline_ms=5).end()
         assert (late.status, late.code) == (504, "deadline_exceeded")
         await client.settled()

@@ -63,7 +63,8 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
         writer.store.fill(index, content(KEY, index))
     sender.finish(KEY, Handoff("r", 0, 15, 9), [0, 1, 2, 3])
     events, released = [], []
-    for _ in range(50):
+    until = time.monotonic() + 20
+    while not (events and released) and time.monotonic() < until:
         select.select(writer.files(), [], [], 0.1)
         receiver.poll(0.0)
         sender.pump(0.0)
@@ -156,7 +157,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     receiver.poll(1e6)
     assert books.count(Owner.QUARANTINE) == 4
     child.kill()
-    select.select(reader.files(), [], [], 5.0)
+    select.select(reader.files(), [], [], 20.0)
     receiver.poll(1e6)
     receiver.check()
     assert books.num_free == NUM_PAGES
@@ -230,7 +231,7 @@ class SlowStore(MemfdStore):
 
     def export_page(self, page: int, into: memoryview) -> None:
         self.has_begun.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(30)
         if self.error is not None:
             raise self.error
         super().export_page(page, into)
@@ -245,7 +246,7 @@ def slow(reader: ShmReader) -> Iterator[tuple[SlowStore, ShmWriter]]:
         source.fill(page, 7)
     assert attach(reader, writer, offer(reader)) == ""
     writer.write(DECODE, [(0, 0), (1, 1), (2, 2)])
-    assert source.has_begun.wait(5)
+    assert source.has_begun.wait(20)
     yield source, writer
     source.may_end.set()
     writer.close()
@@ -259,7 +260,7 @@ def test_the_loop_goes_on_while_pages_are_copied_and_is_woken_when_they_are_in_p
     writer.done()
     assert select.select(writer.files(), [], [], 0)[0] == []
     source.may_end.set()
-    assert select.select(writer.files(), [], [], 5)[0] == list(writer.files())
+    assert select.select(writer.files(), [], [], 20)[0] == list(writer.files())
     assert writer.done() == [1]
     assert [set(store.read(page)) for page in range(4)] == [{7}, {7}, {7}, {0}]
     assert writer.counters() == {"bytes_by_shm": 3 * GEOMETRY.page_bytes}
@@ -270,8 +271,8 @@ def test_letting_go_waits_for_the_page_that_is_being_copied_and_for_no_other(
     reader: ShmReader, store: MemfdStore, slow: tuple[SlowStore, ShmWriter]
 ) -> None:
     source, writer = slow
-    threading.Timer(0.2, source.may_end.set).start()
     began = time.monotonic()
+    threading.Timer(0.2, source.may_end.set).start()
     assert writer.detach(DECODE) is True
     assert time.monotonic() - began > 0.1
     assert wait_for_news(reader)[0].epoch == 1
@@ -281,7 +282,7 @@ def test_letting_go_waits_for_the_page_that_is_being_copied_and_for_no_other(
     assert attach(reader, writer, offer(reader, 2)) == ""
     writer.write(DECODE, [(3, 3)])  # after the others in the thread's queue
     done: list[int] = []
-    until = time.monotonic() + 5
+    until = time.monotonic() + 20
     while not done and time.monotonic() < until:
         done = writer.done()
     assert done == [2]
@@ -294,13 +295,13 @@ def test_a_copy_that_fails_breaks_the_pair_with_a_sentence_that_names_it(
     source, writer = slow
     source.error = RuntimeError("the device is lost")
     source.may_end.set()
-    assert select.select(writer.files(), [], [], 5)[0]
+    assert select.select(writer.files(), [], [], 20)[0]
     why = "writing into the shared memory of decode-0 failed: the device is lost"
     assert writer.poll() == [Attached(DECODE, 1, why)]
     assert (writer.poll(), writer.done()) == ([], [])
     source.error = None
     writer.write(DECODE, [(3, 3)])
-    assert select.select(writer.files(), [], [], 5)[0]
+    assert select.select(writer.files(), [], [], 20)[0]
     assert writer.done() == []
     assert writer.detach(DECODE) is True
 
@@ -336,7 +337,7 @@ def test_kill_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
     child.attach(reader, offer(reader))
     child.ask(do="write", peer=DECODE, page=1, value=5)
     child.kill()
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(os.listdir("/dev/shm")) <= before
     sockets = Path("/proc/net/unix").read_text()
     name = reader._name
     assert f"@{name}" in sockets

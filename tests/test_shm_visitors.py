@@ -146,7 +146,7 @@ def _as_nobody(act: Any) -> Any:
 
 def _visit(reader: ShmReader) -> socket.socket:
     visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    visitor.settimeout(5)
+    visitor.settimeout(20)
     visitor.connect(f"\0{reader._name}")
     return visitor
 

@@ -90,14 +90,16 @@ def test_taking_leave_waits_for_the_copy_under_way(
 ) -> None:
     is_copying, receive = threading.Event(), Inlet._receive
 
-    def slow(inlet: Inlet, into: memoryview) -> int:
-        is_copying.set()
-        time.sleep(0.2)
+    def slow(inlet: Inlet, into: list[memoryview]) -> int:
+        if inlet._lock.locked():  # not a header
+            is_copying.set()
+            until(lambda: 2 not in inlet._leave._grants)
+            time.sleep(0.1)
         return receive(inlet, into)
 
     monkeypatch.setattr(Inlet, "_receive", slow)
     stranger.page(2, 7)
-    assert is_copying.wait(5)
+    assert is_copying.wait(20)
     stranger.reader.forbid([2])
     store.fill(2, 99)  # someone else's by now
     assert stranger.answer() == (0, 2)
