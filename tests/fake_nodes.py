@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import zmq
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -92,6 +93,12 @@ def make_model_folder(folder: Path) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's; nobody changes it."""
+    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 def make_register(role: str, name: str, **changes: Any) -> Register:

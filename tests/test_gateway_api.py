@@ -5,16 +5,13 @@ import itertools
 import time
 
 import pytest
-from fake_nodes import EOS, MODEL, events, make_model_folder, make_tokenizer, running, silent
+from fake_nodes import EOS, MODEL, events, folder, make_tokenizer, running, silent
 
 from gateway.text import Text
 
+__all__ = ["folder"]
+
 TEXT = Text(make_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

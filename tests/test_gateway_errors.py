@@ -5,15 +5,12 @@ import threading
 import time
 
 import pytest
-from fake_nodes import MODEL, make_model_folder, running, silent
+from fake_nodes import MODEL, folder, running, silent
 
 from common.errors import ErrorCode
 from common.messages import Generate
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
+__all__ = ["folder"]
 
 
 @pytest.fixture

@@ -7,12 +7,9 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
-from fake_nodes import make_model_folder, running
+from fake_nodes import folder, running
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
+__all__ = ["folder"]
 
 
 @pytest.fixture

@@ -4,14 +4,11 @@ import asyncio
 import contextlib
 
 import pytest
-from fake_nodes import echo, events, make_model_folder, running, silent
+from fake_nodes import echo, events, folder, running, silent
 
 from common.errors import ErrorCode
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
+__all__ = ["folder"]
 
 
 @pytest.fixture

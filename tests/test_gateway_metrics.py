@@ -7,18 +7,15 @@ import re
 import msgspec
 import pytest
 import zmq
-from fake_nodes import echo, make_model_folder, running, silent
+from fake_nodes import echo, folder, running, silent
 
 from common.errors import ErrorCode
 from common.messages import Pairs, PairState
 from gateway.metrics import Gaps
 
+__all__ = ["folder"]
+
 LABEL = '{model="tiny"}'
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

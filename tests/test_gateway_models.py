@@ -5,7 +5,7 @@ import asyncio
 import json
 
 import pytest
-from fake_nodes import MODEL, make_model_folder, make_tokenizer, running, silent
+from fake_nodes import MODEL, folder, make_model_folder, make_tokenizer, running, silent
 
 from common.config import GatewayConfig
 from common.errors import ConfigError
@@ -13,12 +13,9 @@ from common.messages import Flush
 from gateway.model_files import model_folders
 from gateway.models import Models
 
+__all__ = ["folder"]
+
 HI = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

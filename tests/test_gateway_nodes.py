@@ -9,15 +9,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import zmq
-from fake_nodes import BODY, echo, error_of, events, make_model_folder, running, silent, under_way
+from fake_nodes import BODY, echo, error_of, events, folder, running, silent, under_way
 
 from common.errors import ErrorCode
 from common.messages import Abort, Registered, Unknown
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
+__all__ = ["folder"]
 
 
 @pytest.fixture

@@ -13,14 +13,11 @@ import time
 
 import aiohttp
 import pytest
-from fake_nodes import MODEL, FakeNode, events, make_model_folder, silent
+from fake_nodes import MODEL, FakeNode, events, folder, silent
+
+__all__ = ["folder"]
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 def command(folder, *flags):

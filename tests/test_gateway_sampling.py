@@ -3,18 +3,15 @@
 import asyncio
 
 import pytest
-from fake_nodes import MODEL, echo, events, make_model_folder, make_tokenizer, running, silent
+from fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
 from gateway.rules import MAX_JUDGED_BYTES
 from gateway.text import Text
 
+__all__ = ["folder"]
+
 TEXT = Text(make_tokenizer())
 HI = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -3,13 +3,9 @@
 import asyncio
 import time
 
-import pytest
-from fake_nodes import BODY, FakeNode, error_of, events, make_model_folder, running, silent, under_way
+from fake_nodes import BODY, FakeNode, error_of, events, folder, running, silent, under_way
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
+__all__ = ["folder"]
 
 
 async def test_nodes_that_were_there_before_the_gateway_work_once_it_is_back(folder):

@@ -5,17 +5,14 @@ import contextlib
 import time
 
 import pytest
-from fake_nodes import echo, make_model_folder, running, silent
+from fake_nodes import echo, folder, running, silent
 
 from common.messages import Decision, Reprioritize
 from common.request import LOWEST_PRIORITY
 
+__all__ = ["folder"]
+
 BODY = {"prompt": "a", "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.asynccontextmanager

@@ -6,12 +6,9 @@ import contextlib
 import time
 
 import pytest
-from fake_nodes import echo, make_model_folder, running, silent
+from fake_nodes import echo, folder, running, silent
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"))
+__all__ = ["folder"]
 
 
 @contextlib.asynccontextmanager
