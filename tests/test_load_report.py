@@ -30,7 +30,7 @@ from scripts.load.run import run_load
 from scripts.load.svg import log_ticks, ticks
 from scripts.load.table import percent, summary_lines
 from scripts.load.wire import Tick
-from scripts.load.workload import Plan
+from scripts.load.workload import Plan, make_plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -274,6 +274,15 @@ def test_shares_are_not_rounded_to_all_or_nothing() -> None:
     assert [percent(share) for share in (1.0, 0.9997, 0.5, 0.0002, 0.0, None)] == [
         "100.0%", ">99.9%", "50.0%", "<0.1%", "0.0%", "-",
     ]  # fmt: skip
+
+
+def test_the_live_view_of_a_closed_loop_counts_turns() -> None:
+    """Ten of the twenty requests of five sessions have ended: half of thirty."""
+    plan = make_plan(LoadtestConfig(concurrency=2, num_requests=5, turns="4"))
+    assert (plan.num_chains, plan.num_requests) == (5, 20)
+    assert make_plan(LoadtestConfig(concurrency=2, duration="1s")).num_requests is None
+    bar, *_ = View().text([Tick(4.0, 2, 10, 0, 0, 0, [], [])], plan).splitlines()
+    assert bar.count("█") == 15
 
 
 def test_the_live_view_says_how_far_and_how_fast() -> None:

@@ -154,6 +154,11 @@ class Sessions:
         self._more = 0 if count is not None else early_sessions(self._kinds)
         self._columns = [self._draws.take(self._more if count is None else count, None if self._more else MAX_REQUESTS)]
 
+    @property
+    def num_requests(self) -> int | None:
+        """All turns of all of them; None if there is no end."""
+        return None if self._more else len(self._columns[0].num_input)
+
     def __iter__(self) -> Iterator[Chain]:
         for number in itertools.count():
             if number == len(self._columns):

@@ -70,7 +70,7 @@ class View:
         for tick in ticks:  # a process may be asked again before it has told anything new
             tick.first_s.clear()
         done, failed = sum(tick.num_done for tick in ticks), sum(tick.num_failed for tick in ticks)
-        share = min(1.0, max(0.0, at / plan.seconds)) if plan.seconds else done / max(1, plan.num_chains or 1)
+        share = min(1.0, max(0.0, at / plan.seconds)) if plan.seconds else done / (plan.num_requests or 1)
         bar = "█" * round(WIDTH * min(1.0, share)) + "░" * (WIDTH - round(WIDTH * min(1.0, share)))
         end = f" of {plan.seconds:.1f}" if plan.seconds else ""
         under_way = sum(tick.num_in_flight for tick in ticks)

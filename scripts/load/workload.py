@@ -30,6 +30,7 @@ class Plan:
         notes: what to tell the user about it.
         kinds: the classes, by name.
         is_checked: whether arrivals follow ``--arrival`` (not those of a trace).
+        num_requests: all turns of all chains; None if endless.
     """
 
     chains: Iterable[Chain]
@@ -39,6 +40,7 @@ class Plan:
     notes: list[str]
     kinds: dict[str, Kind]
     is_checked: bool = True
+    num_requests: int | None = None
 
 
 def make_plan(config: LoadOptions) -> Plan:
@@ -52,7 +54,7 @@ def make_plan(config: LoadOptions) -> Plan:
         return _trace_plan(config, kinds)
     at, num_chains, length = _instants(config, None)
     chains = Sessions(config.seed, kinds, config.tenants, count=num_chains, at=at)
-    return Plan(chains, num_chains, at is not None, length, [], kinds)
+    return Plan(chains, num_chains, at is not None, length, [], kinds, num_requests=chains.num_requests)
 
 
 def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None, int | None, float | None]:
@@ -112,7 +114,7 @@ def _trace_plan(config: LoadOptions, kinds: dict[str, Kind]) -> Plan:
         return _retimed(config, plan, trace.notes, kinds)
     if not plan:
         raise ConfigError("no request of the trace comes within --duration")
-    return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, kinds, is_checked=False)
+    return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, kinds, False, len(plan))
 
 
 def _retimed(config: LoadOptions, plan: list[Planned], notes: list[str], kinds: dict[str, Kind]) -> Plan:
@@ -121,4 +123,4 @@ def _retimed(config: LoadOptions, plan: list[Planned], notes: list[str], kinds: 
     chains = [[one] for one in plan[:num_chains]]
     for (one,), instant in zip(chains, at.tolist() if at is not None else (), strict=False):
         one.at = instant
-    return Plan(chains, len(chains), at is not None, length, notes, kinds)
+    return Plan(chains, len(chains), at is not None, length, notes, kinds, num_requests=len(chains))
