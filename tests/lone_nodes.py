@@ -75,7 +75,15 @@ class PrefillNode:
 class DecodeNode:
     """A decode scheduler whose transfers end when the test says so, and whose engine always says 7."""
 
-    def __init__(self, *, num_pages: int = 100, slots: int = 8, rules: PriorityRules = ON, **limits: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int = 100,
+        slots: int = 8,
+        rules: PriorityRules = ON,
+        policy: str = "fcfs",
+        **limits: Any,
+    ) -> None:
         self.books = PageBooks(num_pages)
         self.cache = RadixCache(self.books, PAGE)
         self.now = 0.0
@@ -86,7 +94,7 @@ class DecodeNode:
             self.cache,
             self.books,
             limits=DecodeLimits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
-            order=Order(make_policy("fcfs", self.cache), rules),
+            order=Order(make_policy(policy, self.cache), rules),
             ratio=NewTokenRatio(RatioConstants(initial=0.0)),
             eos_token_ids=(),
         )

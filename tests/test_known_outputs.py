@@ -81,6 +81,16 @@ def test_under_ignore_eos_nothing_is_expected_back_from_a_prompt_still_being_com
         assert adder.add_one_req(request(4, 12, ignore_eos=True)) is expected
 
 
+def test_under_ignore_eos_nothing_is_expected_back_from_one_that_is_cut_in_this_very_step() -> None:
+    # The first has 12 tokens in 3 pages and 2 to come: 1 page more. The second, of 2 tokens in a page, grows by 12: 3
+    # more. Of the 2 that are free the second gets 3 only if the first has ended by then, which one that is cut may not.
+    for chunk, expected in [(14, CONTINUE), (10, NO_TOKEN)]:
+        adder = Pool(6).adder(chunk=chunk, reserve_output=True)
+        assert adder.add_one_req(request(12, 2, ignore_eos=True)) is CONTINUE
+        assert adder.chunks[0].is_last == (chunk == 14)
+        assert adder.add_one_req(request(2, 12, ignore_eos=True)) is expected
+
+
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), is_enabled=st.booleans())
 def test_under_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled: bool) -> None:

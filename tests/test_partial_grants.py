@@ -4,7 +4,7 @@ each other. Pages of four tokens, of which the last token of an output takes non
 from dataclasses import replace
 
 import pytest
-from lone_nodes import ON
+from lone_nodes import ON, PAGE
 from lone_nodes import DecodeNode as Node
 
 from common.pages import Owner
@@ -278,6 +278,17 @@ def test_less_urgent_ones_lose_their_pages_to_it_as_soon_as_that_is_enough() -> 
     assert node.run() == ["strong", "urgent", "low"]
 
 
+def test_it_stands_before_its_equals_whatever_the_policy_says() -> None:
+    node = Node(num_pages=16, rules=PriorityRules(), policy="short-first")
+    for rid in ("a", "b"):
+        node.run_in(rid, 12, new=30).expected_output = 5
+    large = node.submit("large", 44)
+    node.grant()
+    assert share(node, large) == (8, 3)
+    small = node.submit("small", 40)
+    assert node.scheduler.line.sort(node.now) == [large, small]
+
+
 @pytest.mark.parametrize("skip_ahead", [0, 8])
 def test_one_that_is_not_urgent_is_completed_at_others_cost_for_one_that_waits_for_it(skip_ahead: int) -> None:
     node = Node(num_pages=16, rules=ON, max_skip_ahead=skip_ahead)
@@ -323,15 +334,19 @@ def test_nobody_gives_way_to_it_for_the_sake_of_another_class() -> None:
 # ---- nobody waits for each other ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_cached", [0, 4])
 @pytest.mark.parametrize(
     ("other", "length", "may_begin"), [(19, 40, True), (19, 44, False), (20, 36, True), (20, 40, False)]
 )
 def test_it_does_not_begin_if_its_pages_would_have_to_come_from_other_transfers(
-    other: int, length: int, may_begin: bool
+    other: int, length: int, may_begin: bool, num_cached: int
 ) -> None:
-    """Of sixteen pages another transfer has five; of twenty tokens it will need another, as will the large one."""
+    """Of sixteen pages another transfer has five, some of them in the cache already, where nobody may evict them while
+    it is under way; of twenty tokens it will need another, as will the large one."""
     node = node_with_holder(16, new=40, predicted=4)
-    node.submit("other", other, new=2)
+    if pages := node.books.alloc(num_cached, Owner.REQUEST):
+        node.cache.insert(range(50, 50 + PAGE * num_cached), pages)
+    node.submit("other", other, new=2, first=50)
     assert node.grant() == ["other"]
     node.submit("large", length)
     node.grant()

@@ -201,6 +201,19 @@ def test_a_long_prompt_is_cut_at_pages_and_its_memory_is_allocated_at_once() -> 
     pool.check()
 
 
+def test_a_chunk_that_leaves_but_one_token_is_not_the_last() -> None:
+    pool = Pool(10)
+    mine = request(9)
+    adder = pool.adder(chunk=8)
+    adder.add_one_req(mine)
+    assert taken(adder) == [(0, 8, False)]
+    assert not adder.chunks[0].to_row().sample
+    compute(pool, adder)
+    adder = pool.adder(chunk=8)
+    adder.add_chunked_req(mine)
+    assert taken(adder) == [(8, 1, True)]
+
+
 def test_a_step_is_filled_by_a_tail_whole_requests_and_a_head() -> None:
     pool = Pool(100)
     adder = pool.adder(chunk=32)
