@@ -166,7 +166,7 @@ def _checked(found: Option, given: Any, source: str) -> Any:
     if found.choices and value not in found.choices:
         raise ConfigError(f"{source} must be one of {', '.join(found.choices)}, not {value!r}")
     is_number = found.kind in (int, float)
-    if is_number and not math.isfinite(value):
+    if found.kind is float and not math.isfinite(value):
         raise ConfigError(f"{source} must be a finite number, not {value}")
     if is_number and found.minimum is not None and value < found.minimum:
         raise ConfigError(f"{source} must be at least {found.minimum:g}, not {value}")

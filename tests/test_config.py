@@ -92,6 +92,7 @@ def test_a_misspelt_variable_is_refused_and_one_of_another_command_is_not(monkey
         (["--port", "65536"], "--port must be at most 65535, not 65536"),
         (["--port", "-1"], "--port must be at least 0, not -1"),
         (["--request-timeout", "nan"], "--request-timeout must be a finite number"),
+        (["--port", "9" * 400], "--port must be at most 65535"),
         (["--request-timeout", "0"], "--request-timeout must be at least 0.001"),
         (["--log-level", "loud"], "--log-level must be one of debug, info, warning, error, not 'loud'"),
         (["--prot", "1"], "No such option '?--prot"),
