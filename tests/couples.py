@@ -30,6 +30,15 @@ def failure(couple: Couple, key: Key = KEY) -> TransferFailed:
     return event
 
 
+def shipped(couple: Couple, num_pages: int) -> None:
+    """A transfer whose pages and handoff have been written, of which nobody has heard yet."""
+    couple.open(KEY, num_pages)
+    couple.begin(KEY, num_pages)
+    couple.hear_decode()
+    couple.finish(KEY)
+    couple.pump()
+
+
 def snap(couple: Couple) -> None:
     """The data connection breaks; both ends notice."""
     couple.writer.lose(DECODE, "a snap")

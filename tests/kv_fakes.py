@@ -190,9 +190,9 @@ class Couple:
 
     # ---- between them -------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        """A connection, from the offer to the answer."""
-        self.to_prefill.append(self.receiver.connect(PREFILL))
+    def connect(self, *name: str) -> None:
+        """A connection, from the offer to the answer; perhaps the prefill node has a name."""
+        self.to_prefill.append(self.receiver.connect(PREFILL, *name))
         self.settle()
         self.run()
 

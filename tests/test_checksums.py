@@ -125,9 +125,7 @@ def test_a_page_that_is_damaged_again_and_again_ends_the_transfer_with_the_pair_
 ) -> None:
     faults = {1: Fault("corrupt")} | {3 + n: Fault("corrupt") for n in range(MAX_RESENDS)}
     couple = Couple(Wire(faults=faults), wants_checksums=asks)
-    couple.to_prefill.append(couple.receiver.connect(PREFILL, "prefill-7"))
-    couple.settle()
-    couple.run()
+    couple.connect("prefill-7")
     couple.open(KEY, 3)
     couple.begin(KEY, 3)
     couple.finish(KEY)

@@ -1,7 +1,7 @@
 """Writes that cannot be called back, as NIXL's, when their pair is let go of: they hold no source pages, and nobody
 believes that they come."""
 
-from couples import KEY
+from couples import KEY, shipped
 from kv_fakes import DECODE, PREFILL, Couple
 
 from common.errors import ErrorCode
@@ -94,11 +94,7 @@ def chosen() -> Couple:
     couple.sender = Sender(ChoosingWriter([couple.writer]), digest="model")
     couple.receiver = Receiver(ChoosingReader([couple.reader]), couple.books, digest="model")
     couple.connect()
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 2)
     return couple
 
 

@@ -1,7 +1,7 @@
 """A data connection that breaks while the control connection holds: mended a few times, and what it costs."""
 
 import pytest
-from couples import KEY, halfway, slow, snap
+from couples import KEY, halfway, shipped, slow, snap
 from kv_fakes import DECODE, PREFILL, Couple
 
 from common.messages import Connect, Grant, Handoff, Received, Refused
@@ -148,11 +148,7 @@ def test_what_was_delivered_and_not_heard_of_before_the_break_is_shipped_once_mo
 def test_a_transfer_that_was_complete_when_the_connection_broke_needs_no_other() -> None:
     couple = Couple()
     couple.connect()
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 2)
     couple.drain_to_decode()
     assert list(couple.to_prefill) == [Received("r", 0)]
     snap(couple)

@@ -1,7 +1,7 @@
 """A data connection that breaks and whose transfers do not all go on: cancels, aborts, deaths, and tries that fail."""
 
 import pytest
-from couples import KEY, halfway, slow, snap
+from couples import KEY, halfway, shipped, slow, snap
 from kv_fakes import DECODE, PREFILL, Couple, owner_of
 
 from common.errors import ErrorCode
@@ -49,9 +49,7 @@ def test_pages_of_a_cancelled_transfer_leave_quarantine_with_the_break(couple: C
 
 def test_a_connection_that_breaks_at_once_each_time_ends_in_an_error_that_names_pair_and_transport() -> None:
     couple = Couple(Wire(faults={n: Fault("drop") for n in range(50)}))
-    couple.to_prefill.append(couple.receiver.connect(PREFILL, "prefill-7"))
-    couple.settle()
-    couple.run()
+    couple.connect("prefill-7")
     couple.open(KEY, 2)
     couple.begin(KEY, 2)
     couple.finish(KEY)
@@ -132,11 +130,7 @@ def test_a_break_before_a_damaged_page_is_asked_for_again_loses_no_count_of_it()
     """The decode node waited for the second writing of a page that the prefill node was to write for the first time."""
     couple = Couple(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
     couple.connect()
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 2)
     couple.drain_to_decode()
     assert [type(message) for message in couple.to_prefill] == [Resend]
     snap(couple)

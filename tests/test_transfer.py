@@ -1,6 +1,6 @@
 """Sender and receiver over the in-process wire: what leaves when, and that every page comes back exactly once."""
 
-from couples import KEY, couple, slow
+from couples import KEY, couple, shipped, slow
 from kv_fakes import Couple
 
 from common.messages import (
@@ -127,11 +127,7 @@ def test_pages_may_be_reserved_in_pieces_before_the_pair_is_connected() -> None:
 
 def test_the_handoff_overtakes_pages() -> None:
     couple = slow()
-    couple.open(KEY, 3)
-    couple.begin(KEY, 3)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 3)
     assert [type(message) for message in couple.to_decode] == [Handoff]
     couple.hear_prefill()
     couple.run()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from couples import KEY, couple, failure, slow
+from couples import KEY, couple, failure, shipped, slow
 from kv_fakes import PREFILL, Couple
 
 from common.errors import ErrorCode
@@ -179,11 +179,7 @@ def test_cancelled_pages_stay_in_quarantine_until_the_writer_says_closed() -> No
 
 
 def test_late_news_of_a_cancelled_transfer_is_ignored(couple: Couple) -> None:
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 2)
     assert [type(message) for message in couple.to_decode] == [Handoff, Delivered]
     couple.cancel(KEY)
     couple.hear_prefill()
@@ -209,11 +205,7 @@ def test_pages_that_were_never_granted_are_free_at_once() -> None:
 
 
 def test_a_cancel_takes_back_an_event_that_nobody_has_seen(couple: Couple) -> None:
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 2)
     while couple.to_decode:
         couple.receiver.on_message(PREFILL, couple.to_decode.popleft(), 0.0)
     couple.receiver.cancel(KEY)

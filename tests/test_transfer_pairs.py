@@ -1,7 +1,7 @@
 """Pairs of a prefill and a decode node: who fits whom, and what an epoch that is over can still do."""
 
 import msgspec
-from couples import KEY, couple, failure, slow
+from couples import KEY, couple, failure, shipped, slow
 from kv_fakes import DECODE, PREFILL, Couple
 
 from common.errors import ErrorCode
@@ -57,11 +57,7 @@ def test_transfers_of_a_refused_pair_fail_at_once() -> None:
 
 def test_a_lost_connection_alone_frees_nothing() -> None:
     couple = slow()
-    couple.open(KEY, 3)
-    couple.begin(KEY, 3)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 3)
     couple.receiver.peer_lost(PREFILL)  # the prefill node has not noticed, and goes on writing
     couple.settle()
     assert failure(couple).code is ErrorCode.NODE_LOST

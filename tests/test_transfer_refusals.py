@@ -1,7 +1,7 @@
 """What no peer can mean, and what comes twice: refused with a sentence or counted, and nothing changes."""
 
 import pytest
-from couples import KEY, couple
+from couples import KEY, couple, shipped
 from kv_fakes import DECODE, PREFILL, Couple, MemfdStore
 
 from common.messages import (
@@ -203,11 +203,7 @@ def test_what_a_decode_node_cannot_mean_is_counted_and_ignored(couple: Couple, m
 
 
 def test_the_same_message_twice_changes_nothing(couple: Couple) -> None:
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.hear_decode()
-    couple.finish(KEY)
-    couple.pump()
+    shipped(couple, 2)
     for message in list(couple.to_decode):
         couple.to_decode.append(message)
     couple.drain_to_decode()
