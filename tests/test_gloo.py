@@ -53,7 +53,7 @@ def test_a_page_goes_through_a_group_and_its_end_leaves_nothing(
     assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
     until(lambda: (writer.poll(), reader.poll(0.0), not threads("send-pages") + threads("receive-pages"))[-1])
     reader.poll(0.0)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 def test_pieces_of_a_page_are_gathered_and_scattered(
@@ -297,7 +297,7 @@ def test_a_writer_lets_go_of_a_reader_that_has_stopped(start: Callable[..., End]
 
 
 def test_a_reader_that_stops_for_too_long_loses_its_pair_and_others_go_on(start: Callable[..., End]) -> None:
-    writer = start("writer", "gloo", TEST_STALL_S="0.3")
+    writer = start("writer", "gloo", TEST_STALL_S="1")
     reader, other, peer = start("reader", "gloo"), start("reader", "gloo"), "e" * 32
     join(writer, reader, "gloo")
     assert writer.ask("attach", peer=peer, connect=other.ask("offer", peer=PREFILL, epoch=1)) == ""
@@ -311,7 +311,7 @@ def test_a_reader_that_stops_for_too_long_loses_its_pair_and_others_go_on(start:
     [[lost, epoch, problem, _]] = until(lambda: writer.ask("news"))
     assert (lost, epoch) == (DECODE, 1)
     assert problem.startswith("the gloo connection to decode node decode-0 at 127.0.0.1 port")
-    assert problem.endswith("broke: Timed out waiting 300ms for send operation to complete")
+    assert problem.endswith("broke: Timed out waiting 1000ms for send operation to complete")
     assert other.ask("digest", pages=[3]) == digests(2)
 
 

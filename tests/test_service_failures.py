@@ -156,10 +156,11 @@ async def test_without_a_route_the_answer_is_503_at_once_until_a_replacement_com
 async def test_a_node_told_to_stop_ends_its_requests_with_a_word(pair: Service) -> None:
     async with pair.client() as client:
         for name in ("prefill-0", "decode-0"):
-            streaming = client.begin(prompt_of(30, 2), 2000)
+            streaming = client.begin(prompt_of(30, 2), 800)
             await streaming.has(5)
             computing = client.begin(prompt_of(3000, 3), 20)
             await asyncio.sleep(0.1)
+            assert not streaming.ended_at
             stopped_at = time.monotonic()
             status, took_s = await asyncio.to_thread(pair.stop, name)
             assert status == 0

@@ -159,7 +159,7 @@ def test_garbage_harms_nobody(reader: ShmReader, writer: ShmWriter, garbage: byt
         assert reader.poll(0.0) == []
         with contextlib.suppress(ConnectionResetError):
             assert visitor.recv(100) == b""
-    assert open_descriptors() == num_before
+    assert open_descriptors() <= num_before
     assert attach(reader, writer, offer(reader)) == ""
 
 
@@ -177,7 +177,7 @@ def test_silent_visitors_are_dropped_in_time_and_in_number(reader: ShmReader, wr
     for visitor in crowd:
         visitor.close()
     reader.poll(visitors.PATIENCE_S)
-    assert open_descriptors() == num_before
+    assert open_descriptors() <= num_before
 
 
 def test_a_writer_meets_a_reader_that_talks_nonsense(writer: ShmWriter) -> None:
@@ -208,5 +208,5 @@ def test_a_writer_meets_a_reader_that_talks_nonsense(writer: ShmWriter) -> None:
         assert sentence in news.problem
         visitor.close()
     os.close(directory)
-    assert open_descriptors() == num_before
+    assert open_descriptors() <= num_before
     listener.close()
