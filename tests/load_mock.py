@@ -28,5 +28,5 @@ def mock_server(folder: Path, *flags: str) -> Iterator[MockServer]:
             yield server
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(30)
     server.truth = [json.loads(line) for line in truth.read_text().splitlines()]

@@ -119,7 +119,7 @@ class Service:
         for name in names:
             self.processes[name].kill()
         for name in names:
-            self.processes.pop(name).wait(10)
+            self.processes.pop(name).wait(30)
         return time.monotonic()
 
     def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
@@ -141,7 +141,7 @@ class Service:
             process.send_signal(signal.SIGCONT)
             process.kill()
         for process in self.processes.values():
-            process.wait(10)
+            process.wait(30)
         self.processes.clear()
         said = self.log()
         assert "Traceback" not in said, said

@@ -52,8 +52,8 @@ def test_the_demos_service_ends_with_it(
         assert len(family) >= 5, "the service, a gateway, two nodes, a client"
         end(process)
         said = process.stdout.read()
-        assert process.wait(20) == status
-        _, alive = psutil.wait_procs(family, 10)
+        assert process.wait(40) == status
+        _, alive = psutil.wait_procs(family, 30)
     assert not alive
     assert set(os.listdir("/dev/shm")) <= shared
     if status == 130:

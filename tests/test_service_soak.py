@@ -87,7 +87,7 @@ async def test_answers_stay_exact_while_clients_leave_and_everything_is_short(
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             crowd = Crowd(client, cases, seed=1)
-            await asyncio.wait_for(crowd.work(num_clients=24, num_requests=10), 60)
+            await asyncio.wait_for(crowd.work(num_clients=24, num_requests=10), 150)
             totals = await client.settled()
     assert crowd.num_failed == 0
     assert crowd.num_well > 120
@@ -118,7 +118,7 @@ async def test_requests_end_well_and_exact_however_little_there_is_of_something(
     with running(tmp_path / "logs", folder, node_options=options, variables=hopeful) as service:
         async with service.client() as client:
             crowd = Crowd(client, cases, seed=3)
-            await asyncio.wait_for(crowd.work(num_clients=12, num_requests=6), 60)
+            await asyncio.wait_for(crowd.work(num_clients=12, num_requests=6), 150)
             await client.settled()
     assert crowd.num_failed == 0
     assert crowd.num_well > 40
