@@ -36,10 +36,18 @@ def is_close(value: float, truth: float) -> bool:
     return abs(value - truth) <= max(0.02 * truth, 0.001)
 
 
-def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: Path) -> None:
+@pytest.fixture(params=["C", "Python"])
+def receives_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "Python":
+        monkeypatch.setattr(crew, "find_library", lambda: "")
+    return "C" if crew.find_library() else "Python"
+
+
+def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: Path, receives_in: str) -> None:
     slos = {"slo_ttft": "1s", "slo_itl": "1s", "slo_tpot": "1s", "slo_e2e": "1s"}
     with mock_server(tmp_path, "--ttft", "0.12", "--itl", "0.02") as server:
         report = load(server, rate="25", num_requests=50, output_len="12", input_len="40", tenants=2, seed=3, **slos)
+    assert report.client["receives_in"] == receives_in
     assert report.num_requests == len(server.truth) == 50
     truth = sorted(server.truth, key=lambda one: one["arrived_at"])
     records = sorted(report.records, key=lambda record: record.sent_s)
@@ -84,6 +92,7 @@ def test_a_stalled_server_cannot_hide_behind_its_own_delay(tmp_path: Path) -> No
     assert report.arrivals["achieved_rate"] == pytest.approx(20, rel=0.01)
 
 
+@pytest.mark.usefixtures("receives_in")
 def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: Path) -> None:
     flags = ("--drop", "5", "--refuse", "7", "--sour", "11", "--hang", "13", "--itl", "0.002")
     with mock_server(tmp_path, *flags) as server:
@@ -178,6 +187,7 @@ def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
 
 
 def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "find_library", lambda: "")
     real, started = subprocess.Popen, []
 
     def popen(*args: object, **options: object) -> object:
@@ -198,6 +208,7 @@ def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, m
     assert not server.truth
 
 
+@pytest.mark.usefixtures("receives_in")
 def test_turns_of_a_session_follow_each_other_and_carry_what_came_before(tmp_path: Path) -> None:
     options = {"turns": "3", "think": "30ms", "input_len": "20", "output_len": "4", "prefix_len": 16}
     with mock_server(tmp_path, "--ttft", "0.01") as server:
@@ -299,6 +310,7 @@ def test_a_server_that_dies_makes_failures_not_a_hang(tmp_path: Path) -> None:
     assert report.latency["ttft"]["count"] == 0
 
 
+@pytest.mark.usefixtures("receives_in")
 def test_only_a_kept_alive_connection_that_closed_unanswered_is_worth_another_try(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--slam", "1") as server:
         slammed = load(server, rate="100", num_requests=5)

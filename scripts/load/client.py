@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from scripts.load.alarm import Alarm
-from scripts.load.connection import Connection, Exchange
+from scripts.load.connection import Connection, Exchange, Reader
 from scripts.load.wire import Ask, Done, Setup, Tick
 
 MAX_GAPS = 256
@@ -29,10 +29,14 @@ class Client:
         setup: see there.
         on_done: called with each ended request.
         on_idle: called when all asks have ended and no more will come; also after each end until then it is not.
+        reader: of connections without TLS, if their transports are not to read.
     """
 
-    def __init__(self, setup: Setup, on_done: Callable[[Done], None], on_idle: Callable[[], None]) -> None:
+    def __init__(
+        self, setup: Setup, on_done: Callable[[Done], None], on_idle: Callable[[], None], reader: Reader | None = None
+    ) -> None:
         self._setup = setup
+        self._reader = reader
         self._on_done = on_done
         self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
@@ -73,6 +77,7 @@ class Client:
 
     def end_of_asks(self) -> None:
         self._has_all = True
+        self._hurry()
         self._check_idle()
 
     def go(self, start_at: float) -> None:
@@ -98,6 +103,14 @@ class Client:
             self._release(ask, self._start_at + at)
         self._fill_slots()
         self._set_alarm()
+        self._hurry()
+
+    def _hurry(self) -> None:
+        """Once nothing is left to be sent, the last ends are waited for."""
+        if self._has_all and not self._due:
+            for exchange in self._under_way:
+                if exchange.connection:
+                    exchange.connection.hurry()
 
     def _fill_slots(self) -> None:
         now = time.monotonic()
@@ -130,7 +143,7 @@ class Client:
     def _release(self, ask: Ask, intended_at: float) -> None:
         self.bytes_waiting -= len(ask.body)
         data = b"%b%d\r\n%b\r\n%b" % (self._setup.head, len(ask.body), ask.headers, ask.body)
-        exchange = Exchange(ask, data, intended_at)
+        exchange = Exchange(ask, data, intended_at, is_awaited=bool(self._setup.slots or ask.turns_left))
         exchange.released_at = time.monotonic()
         self._under_way[exchange] = None
         if self._idle:
@@ -148,7 +161,7 @@ class Client:
         setup = self._setup
         try:
             _, connection = await self._loop.create_connection(
-                lambda: Connection(self),
+                lambda: Connection(self, self._reader),
                 setup.host,
                 setup.port,
                 ssl=self._ssl,
@@ -176,7 +189,7 @@ class Client:
             if connection in self._idle:
                 self._idle.remove(connection)
             return
-        if not exchange.pieces and connection.num_used > 1 and not exchange.is_retry:
+        if not exchange.parts and connection.num_used > 1 and not exchange.is_retry:
             # The server closed a kept-alive connection just as it was used again: no fault of either.
             exchange.is_retry = True
             self._open_for(exchange)
@@ -192,7 +205,7 @@ class Client:
         assert isinstance(ask, Ask)
         self.num_done += 1
         self.num_failed += bool(exchange.error)
-        self.num_pieces += len(exchange.pieces)
+        self.num_pieces += len(exchange.sizes)
         if len(exchange.stamps) > 1:
             self.first_s.append(exchange.stamps[1] - exchange.intended_at)
         self._on_done(
@@ -202,9 +215,9 @@ class Client:
                 exchange.released_at,
                 exchange.sent_at,
                 exchange.ended_at,
-                array("d", exchange.stamps).tobytes(),
-                array("I", map(len, exchange.pieces)).tobytes(),
-                b"".join(exchange.pieces),
+                exchange.stamps.tobytes(),
+                exchange.sizes.tobytes(),
+                b"".join(exchange.parts),
                 exchange.error,
                 exchange.is_retry,
             )
@@ -237,6 +250,8 @@ class Client:
             if exchange.released_at > oldest:
                 break
             late.append(exchange)
+        if late:
+            self._catch_up()
         for exchange in late:
             self._cut(exchange, "timeout", now)
         if self._setup.slots and self._waiting and self._is_late(now):
@@ -249,12 +264,18 @@ class Client:
             exchange.connection.close()
         self._end(exchange)
 
+    def _catch_up(self) -> None:
+        """Take up all that has been received; some of what is under way may end by that."""
+        if self._reader:
+            self._reader.catch_up()
+
     def tick(self) -> Tick:
         """What a live view shows; first tokens since the last tick are handed over."""
+        self._catch_up()
         first_s, self.first_s = self.first_s, []
         at = time.monotonic() - self._start_at
         waiting = len(self._due) + len(self._waiting)
-        pieces = self.num_pieces + sum(len(exchange.pieces) for exchange in self._under_way)
+        pieces = self.num_pieces + sum(len(exchange.sizes) for exchange in self._under_way)
         gaps_s = [one.stamps[-1] - one.stamps[-2] for one in self._under_way if len(one.stamps) > 2]
         return Tick(
             at, len(self._under_way), self.num_done, self.num_failed, pieces, waiting, first_s, gaps_s[:MAX_GAPS]
@@ -268,6 +289,7 @@ class Client:
         self._turns.clear()
         self._between.clear()
         self._has_all = True
+        self._catch_up()
         now = time.monotonic()
         for exchange in list(self._under_way):
             self._cut(exchange, "halted", now)

@@ -1,7 +1,8 @@
 """A client process: reads asks from standard input, sends them in time, writes what came back to standard output.
 
-``python -m scripts.load.shard`` is started by ``scripts/load/crew.py``. It imports next to nothing, so that the first
-request goes out soon, and collects no garbage while it runs, since a pause would look like the server's.
+``python -m scripts.load.shard [LIBRARY]`` is started by ``scripts/load/crew.py``; with the library of ``receive.c``, it
+receives in C. It imports next to nothing, so that the first request goes out soon, and collects no garbage while it
+runs, since a pause would look like the server's.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from scripts.load.client import Client
+from scripts.load.connection import Reader
 from scripts.load.wire import (
     Ask,
     Done,
@@ -41,9 +43,14 @@ RESUME_S = 0.05
 
 
 class Shard:
-    """Glue between the pipes and the client."""
+    """Glue between the pipes and the client.
 
-    def __init__(self) -> None:
+    Args:
+        reader: see ``Client``.
+    """
+
+    def __init__(self, reader: Reader | None) -> None:
+        self._connection_reader = reader
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._client: Client | None = None
@@ -64,7 +71,7 @@ class Shard:
     def _on_frame(self, frame: Any) -> None:
         client = self._client
         if isinstance(frame, Setup):
-            self._client = Client(frame, self._on_done, self._finish)
+            self._client = Client(frame, self._on_done, self._finish, self._connection_reader)
             self._has_ticks = frame.has_ticks
             if not frame.has_ticks and not frame.slots:  # nobody waits for what has ended
                 self._send_after_s = SEND_AFTER_UNWATCHED_S
@@ -144,6 +151,13 @@ def main() -> None:
         os.nice(NICENESS)
     gc.freeze()
     gc.disable()
+    if len(sys.argv) > 1:
+        from scripts.load.receiver import Receiver, ReceivingSelector
+
+        receiver = Receiver(sys.argv[1])
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(ReceivingSelector(receiver))) as runner:
+            runner.run(_run(receiver))
+        return
     try:
         import uvloop
 
@@ -151,11 +165,11 @@ def main() -> None:
     except ImportError:
         runner = asyncio.Runner()
     with runner:
-        runner.run(_run())
+        runner.run(_run(None))
 
 
-async def _run() -> None:
-    await Shard().run()
+async def _run(reader: Reader | None) -> None:
+    await Shard(reader).run()
 
 
 if __name__ == "__main__":

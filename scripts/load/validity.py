@@ -81,6 +81,7 @@ def client_load(outcome: Outcome, parse_cpu_s: float, num_events: int) -> dict[s
     total_s = sum(cpu_s) + outcome.feed_cpu_s + parse_cpu_s
     return {
         "processes": len(outcome.finished),
+        "receives_in": outcome.receives_in,
         "cpu_s": {"clients": sum(cpu_s), "feed": outcome.feed_cpu_s, "parse": parse_cpu_s},
         "busiest": max((finished.cpu_s / max(finished.wall_s, 1e-9) for finished in outcome.finished), default=0.0),
         "cpu_ms_per_event": total_s * 1e3 / num_events if num_events else None,
