@@ -166,8 +166,8 @@ def run_at(rate: float | None, p50: float, *, is_valid: bool = True) -> dict[str
 
 
 def test_runs_are_drawn_by_rate_and_invalid_ones_apart() -> None:
-    """As a search made them: 4, 8 (in which the client fell behind), 5; and one that had no rate."""
-    runs = [run_at(4.0, 0.1), run_at(8.0, 0.9, is_valid=False), run_at(5.0, 0.2), run_at(None, 0.3)]
+    """As a search made them: 5, 8 (in which the client fell behind), 4; and one that had no rate."""
+    runs = [run_at(5.0, 0.2), run_at(8.0, 0.9, is_valid=False), run_at(4.0, 0.1), run_at(None, 0.3)]
     chart = dict(by_rate({"": runs}))["Time to first token by rate"]
     lines = [points for kind, points, _, name in chart._marks if kind == "line" and name == "p50"]
     assert lines == [[(4.0, 100.0), (5.0, 200.0)]]
