@@ -222,6 +222,15 @@ def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_name
     assert "3 scheduled requests" in verdict(records, arrival_check(records, config, True), load, config, 3)[0]
 
 
+def test_later_turns_that_went_out_late_are_no_less_late() -> None:
+    """Their instants follow from the answers before, so that they count in no rate, but the client owed them too."""
+    later = [record(float(at) + 1, at=float(at), late=0.1, turn=1, index=1) for at in POISSON + 0.5]
+    reasons = judged([*run_of(POISSON), *later], rate="10")
+    assert len(reasons) == 1 and "ms late" in reasons[0]
+    check = arrival_check([*run_of(POISSON), *later], LoadtestConfig(rate="10"), True)
+    assert check["count"] == 400 and check["lateness"]["max"] == pytest.approx(0.1)
+
+
 def test_a_rate_that_was_not_reached_is_named() -> None:
     slipping = run_of(POISSON, np.linspace(0, 0.02, 400) * 0 + np.arange(400) * 0.01)
     reasons = judged(slipping, rate="10", max_send_lateness="1h")

@@ -162,7 +162,7 @@ class _Load:
         firsts = [record for record in records if record.turn == 0]
         num_events = sum(len(record.stamps_s) for record in records)
         client = validity.client_load(outcome, parse_cpu_s, num_events)
-        arrivals = validity.arrival_check(firsts if is_open else records, config, plan.is_checked and is_open)
+        arrivals = validity.arrival_check(records, config, plan.is_checked and is_open, is_open)
         missing = (plan.num_chains or 0) - len(firsts) if is_open and not outcome.was_halted else 0
         reasons = validity.verdict(measured, arrivals, client, config, missing)
         if outcome.was_halted:

@@ -21,11 +21,14 @@ MAX_LAG_S = 0.05
 MAX_RESOLUTION_S = 0.001  # gaps shorter than a send takes cannot keep their distribution
 
 
-def arrival_check(records: Sequence[Record], config: LoadtestConfig, is_checked: bool) -> dict[str, Any]:
+def arrival_check(
+    records: Sequence[Record], config: LoadtestConfig, is_checked: bool, is_open: bool = True
+) -> dict[str, Any]:
     """How requests really went out, against how they should have.
 
     Args:
-        records: all of an open loop's first turns.
+        records: all of the run; of an open loop the gaps and rates are those of first turns, whose instants are drawn,
+            and the lateness is everybody's.
         is_checked: whether instants follow ``--arrival``; a trace's are only compared with the trace.
 
     Returns:
@@ -34,8 +37,9 @@ def arrival_check(records: Sequence[Record], config: LoadtestConfig, is_checked:
         the median lateness), ``distinct_gaps`` (share of gaps that differ from each other), ``lateness`` (released
         minus intended, seconds).
     """
-    released = np.sort(np.array([record.released_s for record in records if record.released_s >= 0]))
-    intended = np.sort(np.array([record.intended_s for record in records]))
+    firsts = [record for record in records if record.turn == 0 or not is_open]
+    released = np.sort(np.array([record.released_s for record in firsts if record.released_s >= 0]))
+    intended = np.sort(np.array([record.intended_s for record in firsts]))
     lateness = np.array([record.released_s - record.intended_s for record in records if record.released_s >= 0])
     found: dict[str, Any] = {
         "count": len(released),
