@@ -18,13 +18,14 @@ from load_mock import MockServer, mock_server
 
 from common.config import SMALL_MODEL
 from common.errors import ConfigError
-from scripts.load import crew, run
+from scripts.load import crew, run, shard
 from scripts.load.config import LoadtestConfig
 from scripts.load.plan import Planned
 from scripts.load.prompts import Prompts
 from scripts.load.report import Report
 from scripts.load.run import records_of as run_records
 from scripts.load.run import run_load
+from scripts.load.wire import Ask, Go, Setup
 
 
 def load(server: MockServer, **options: object) -> Report:
@@ -168,6 +169,48 @@ def test_a_session_is_at_hand_when_a_slot_becomes_free_however_many_turns_others
     assert max(made_at[record.index] - start_at - record.intended_s for record in firsts) < 0
 
 
+def test_the_clock_starts_in_the_middle_of_a_session_that_is_too_long_to_be_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its process would stop reading at some point, and never learn of the start."""
+    happened: list[int | str] = []
+    body, go = Prompts.body, crew.Crew._go
+    monkeypatch.setattr(Prompts, "body", lambda self, planned: happened.append(planned.index) or body(self, planned))
+    monkeypatch.setattr(crew.Crew, "_go", lambda self: happened.append("go") or go(self))
+    monkeypatch.setattr(crew, "MAX_BYTES_AT_ONCE", 2000)
+    with mock_server(tmp_path) as server:
+        report = load(server, rate="50", num_requests=2, turns="12", input_len="100", output_len="1")
+    assert happened.count("go") == 1 and 0 < happened.index("go") < 11
+    assert [one for one in happened if one != "go"] == list(range(24))
+    assert report.errors["count"] == 0
+    assert [record.turn for record in sorted(report.records, key=lambda r: (r.session, r.sent_s))] == [*range(12)] * 2
+
+
+async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe:
+        is_reading = True
+
+        def pause_reading(self) -> None:
+            self.is_reading = False
+
+        def write(self, data: bytes) -> None: ...
+
+        def is_closing(self) -> bool:
+            return False
+
+    monkeypatch.setattr(shard, "MAX_BYTES_WAITING", 10)
+    process = shard.Shard(None)
+    process._reader.transport = process._writer.transport = pipe = Pipe()  # type: ignore[assignment]
+    process._on_frame(Setup("127.0.0.1", 9, "", True, b"", 0, 1.0, 0.0))
+    process._on_frame(Ask(0, 900.0, -1, -1.0, 0, b"", b"x" * 11))
+    assert pipe.is_reading
+    process._on_frame(Go(time.monotonic()))
+    process._on_frame(Ask(1, 900.0, -1, -1.0, 0, b"", b"x"))
+    assert not pipe.is_reading
+    assert process._client
+    process._client.close()
+
+
 def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +249,24 @@ def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, m
         with pytest.raises(crew.ClientFailed, match="not ready within 0 s"):
             load(server)
     assert not server.truth
+
+
+def test_a_client_process_that_dies_ends_the_run_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[crew.Crew] = []
+    real = crew.Crew._go
+
+    async def go(self: crew.Crew) -> bool:
+        made.append(self)
+        self._members[1].process.kill()
+        return await real(self)
+
+    monkeypatch.setattr(crew.Crew, "_go", go)
+    with mock_server(tmp_path) as server:
+        with pytest.raises(crew.ClientFailed, match="ended early"):
+            load(server, rate="50", num_requests=200, clients=2)
+    assert all(member.process.poll() is not None for member in made[0]._members)
 
 
 @pytest.mark.usefixtures("receives_in")
@@ -359,14 +420,19 @@ def until_asked(server: MockServer, count: int) -> None:
     raise AssertionError("no requests came")
 
 
-def test_a_stopped_run_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "is_for_all"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_stopped_run_reports_what_there_is_and_leaves_no_process(
+    tmp_path: Path, number: int, is_for_all: bool
+) -> None:
+    """As a terminal or a supervisor stops it: by a signal to it, or to its whole group."""
     with mock_server(tmp_path, "--ttft", "0.02", "--itl", "0.2") as server:
         words = ["loadtest", "--url", server.url, "--rate", "40", "--duration", "60", "--output-len", "2"]
         words += ["--json", str(tmp_path / "r.json")]
-        with subprocess.Popen([sys.executable, "-m", "scripts.cli", *words], stdout=subprocess.PIPE) as process:
+        words = [sys.executable, "-m", "scripts.cli", *words]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
             until_asked(server, 20)
             clients = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, number) if is_for_all else process.send_signal(number)
             assert process.wait(30) == 130
     report = json.loads((tmp_path / "r.json").read_text())
     assert "stopped before its end" in report["reasons"][-1]

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAD_START_S = 0.02
 READY_TIMEOUT_S = 30.0
 MAX_FEED_BEFORE_START_S = 0.4
-MAX_BYTES_BEFORE_START = 16 << 20
+MAX_BYTES_AT_ONCE = 16 << 20  # bodies; after so many the clock starts, and the process must have read them
 LOOKAHEAD_S = 5.0
 FEED_EVERY_S = 1.0  # of an open loop: a batch of requests at a time, since each time wakes two processes up
 LOOK_EVERY_S = 0.25
@@ -109,7 +109,8 @@ class _Member:
     async def close(self) -> None:
         """End the process, gently if it listens."""
         if self.is_connected:
-            self.writer.transport.abort()
+            if not self.writer.transport.is_closing():  # it may have died
+                self.writer.transport.abort()
             deadline_at = time.monotonic() + EXIT_TIMEOUT_S
             while self.process.poll() is None and time.monotonic() < deadline_at:
                 await asyncio.sleep(0.005)
@@ -208,15 +209,11 @@ class Crew:
 
     async def _feed(self, chains: Iterable[Sequence[Planned]]) -> None:
         """Hand requests out, chains in turn to each process; the clock starts when there is enough of a start."""
-        for member in self._members:
-            try:
-                await asyncio.wait_for(member.is_ready.wait(), READY_TIMEOUT_S)
-            except TimeoutError:
-                raise ClientFailed(f"a client process was not ready within {READY_TIMEOUT_S:g} s") from None
+        await self._until_ready()
         began_at, has_started, num_bytes = time.monotonic(), False, 0
         for number, chain in enumerate(chains):
             member = self._member_for(number)
-            if not has_started and self._is_a_start(number, chain[0].at, num_bytes, began_at):
+            if not has_started and self._is_a_start(number, chain[0].at, began_at):
                 has_started = await self._go()
             if has_started:
                 await self._until_near(chain[0].at)
@@ -232,12 +229,23 @@ class Crew:
                 ask = self._ask(planned)
                 num_bytes += len(ask.body)
                 member.writer.send(ask)
+                if num_bytes > MAX_BYTES_AT_ONCE:  # a long session alone: nobody could read all of it before the start
+                    has_started = has_started or await self._go()
+                    await member.writer.drain()
+                    num_bytes = 0
             if number % 16 == 15:
                 await asyncio.sleep(0)
         if not has_started:
             await self._go()
         for member in self._members:
             member.writer.send(EndOfAsks())
+
+    async def _until_ready(self) -> None:
+        for member in self._members:
+            try:
+                await asyncio.wait_for(member.is_ready.wait(), READY_TIMEOUT_S)
+            except TimeoutError:
+                raise ClientFailed(f"a client process was not ready within {READY_TIMEOUT_S:g} s") from None
 
     def _is_over(self) -> bool:
         stop_s = self._setup.stop_after_s
@@ -247,9 +255,9 @@ class Crew:
         content = self._content(planned)
         return Ask(planned.index, planned.at, planned.session, planned.think_s, planned.turns_left, *content)
 
-    def _is_a_start(self, number: int, at: float, num_bytes: int, began_at: float) -> bool:
+    def _is_a_start(self, number: int, at: float, began_at: float) -> bool:
         """Whether enough has been handed out for the clock to start: a few seconds' worth, or all that time allows."""
-        if time.monotonic() - began_at > MAX_FEED_BEFORE_START_S or num_bytes > MAX_BYTES_BEFORE_START:
+        if time.monotonic() - began_at > MAX_FEED_BEFORE_START_S:
             return True
         return number >= self._lead() * len(self._members) if self._setup.slots else at > LOOKAHEAD_S
 

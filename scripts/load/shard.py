@@ -80,7 +80,8 @@ class Shard:
             raise AssertionError("Setup comes first")
         elif isinstance(frame, Ask):
             client.add(frame)
-            if client.bytes_waiting > MAX_BYTES_WAITING and not self._is_paused:
+            # Not before the start: then nothing would ever be sent, since that comes by the same pipe.
+            if client.bytes_waiting > MAX_BYTES_WAITING and not self._is_paused and self._began_at:
                 self._is_paused = True
                 self._reader.transport.pause_reading()
                 self._loop.call_later(RESUME_S, self._resume)
@@ -144,7 +145,8 @@ class Shard:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says what to do about Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # which come to the whole group: the parent says what to do then
+        signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with suppress(OSError):  # where it may: a server on the same cores must not make the clock read late
