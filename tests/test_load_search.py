@@ -77,6 +77,8 @@ def test_a_rate_that_the_client_could_not_send_does_not_count_as_held() -> None:
 
     found = find_goodput(run, 4.0, 0.9, 3)
     assert 8 <= found.best <= 10
+    high = min(point.rate for point in found.points if not point.is_valid)
+    assert found.why == f"at {high:.4g}/s the client could not keep up", "that is no limit of the server"
     assert next(point.rate for point in found.points if not point.is_valid) == 16.0
     again = counted(100, 100)
     again.reasons = ["the client could not keep up"]

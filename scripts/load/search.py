@@ -131,7 +131,8 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> Found:
         point = measure(run, middle, target)
         points.append(point)
         low, high = (middle, high) if point.holds else (low, middle)
-    return Found(low, points)
+    is_client = any(point.rate == high and not point.is_valid for point in points)
+    return Found(low, points, f"at {high:.4g}/s the client could not keep up" if is_client else "")
 
 
 def measure(run: Run, rate: float, target: float) -> Point:
