@@ -299,7 +299,7 @@ class RadixCache:
     def evict(self, num_pages: int) -> int:
         """Free ``num_pages`` pages that nobody needs, or as many as there are. Returns how many.
 
-        With a step in flight, or holds on them, they linger in the books for a while.
+        With a step in flight they linger in the books for a while.
         """
         freed: list[int] = []
         missing = num_pages

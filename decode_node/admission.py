@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.pages import Owner, PageBooks
-from common.radix import Match, Node, Pending, RadixCache
+from common.radix import TOKEN_BYTES, Match, Node, Pending, RadixCache
 from common.request import Request
 from common.request_pages import packed_tokens
 from common.room import has_room
+from common.watch import Watch
 
 
 @dataclass(slots=True)
@@ -229,6 +230,17 @@ class Admission:
                 reservation.pending = self._cache.insert_pending(whole, new, request.salt)
             else:
                 self._cache.extend_pending(reservation.pending, whole, new)
+
+    def awaited(self) -> dict[Watch, None]:
+        """Watches of those who may be waiting for a prefix that is being received for another."""
+        watches: dict[Watch, None] = {}
+        for reservation in self.reservations.values():
+            if reservation.pending is not None:
+                first = reservation.pending.nodes[0]
+                assert first.parent is not None
+                for page in (first.key[: self.page_size * TOKEN_BYTES], b""):  # b"": all of what is watched is cached
+                    watches.update(first.parent.watchers.get(page, {}))
+        return watches
 
     def pending_for(self, request: Request) -> tuple[str, int] | None:
         """Whose transfer brings the prefix that this request waits for."""

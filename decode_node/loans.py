@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from common.order import Order
 from common.request import LOWEST_PRIORITY, Request
+from common.skip_ahead import MAX_SKIP_AHEAD
 from decode_node.admission import Admission
 from decode_node.places import Key, Places
 
@@ -40,16 +41,17 @@ class Loans:
         return key
 
     def lend_behind(self, line: Sequence[Request], is_computed_here: Callable[[Request], bool]) -> list[Request]:
-        """So do those to whose turn it did not come. Returns those of them that are more urgent than some transfer."""
+        """So do those to whose turn it did not come. Returns the first that are more urgent than some transfer."""
         receiving = self._places.receiving.values()
         if not line or not receiving:
             return []
         least = min(request.priority for request in receiving)
         behind = [r for r in line if r.priority > least and r is not self._admission.partial]
+        awaited = self._admission.awaited() if behind else {}
         for request in behind:
-            if not is_computed_here(request):
+            if (request.watch is None or request.watch in awaited) and not is_computed_here(request):
                 self.lend(request)
-        return behind
+        return behind[: MAX_SKIP_AHEAD + 1]
 
     def lend_to_partial(self, waiting: Iterable[Request], must_wait: Callable[[Request], bool]) -> None:
         """The one with part of its pages is as urgent as those of its class who can get theirs only after it. Others do

@@ -227,13 +227,18 @@ def test_a_priority_that_was_lent_to_a_transfer_is_taken_back_when_the_lender_le
     assert (loans, low.inherited_priority) == ([], LOWEST_PRIORITY)
 
 
-@pytest.mark.parametrize("is_there_a_row", [True, False])
-def test_a_loan_lasts_while_its_lender_waits_whether_or_not_it_has_a_turn(is_there_a_row: bool) -> None:
-    """One that is short stands before the lender; or the transfer, as urgent as its lender now, takes the last row."""
+@pytest.mark.parametrize(("is_there_a_row", "num_cached", "length"), [(True, 0, 16), (False, 0, 16), (False, 2, 12)])
+def test_a_loan_lasts_while_its_lender_waits_whether_or_not_it_has_a_turn(
+    is_there_a_row: bool, num_cached: int, length: int
+) -> None:
+    """One that is short stands before the lender; or the transfer, as urgent as its lender now, takes the last row. The
+    lender may lack but its last page."""
     node = Node(num_pages=12, slots=2 if is_there_a_row else 1, max_skip_ahead=0 if is_there_a_row else 8)
+    if pages := node.books.alloc(num_cached, Owner.REQUEST):
+        node.cache.insert(range(50, 50 + 4 * num_cached), pages)
     low = node.submit("low", 12, 0, first=50)
     node.grant()
-    node.submit("urgent", 16, 9, first=50)
+    node.submit("urgent", length, 9, first=50)
     if is_there_a_row:
         node.submit("short", 47, 12)
     for _ in range(3):
