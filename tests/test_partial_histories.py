@@ -12,6 +12,7 @@ from lone_nodes import DecodeNode as Node
 from common.pages import Owner
 from common.request import Request
 from common.scheduling import PriorityRules
+from decode_node.admission import Reservation
 
 NUM_PAGES = 16
 RULES = (PriorityRules(), ON, replace(ON, aging_per_s=1.0))
@@ -63,7 +64,7 @@ class History:
         self.line = self.node.scheduler.line
         self.line.can_resume = lambda key: key not in self.node.places.local
         self.asked: dict[str, Request] = {}
-        self.given: dict[str, int] = {}  # pages of the one that lacks some, as they were last
+        self.given: tuple[Reservation | None, int] = (None, 0)  # to the one that lacks some, and its pages at last
 
     def arrive(self, one: Arrival) -> None:
         rid = f"r{self.node.num_submitted}"
@@ -134,9 +135,10 @@ class History:
         reservation = self.line.admission.reservations[partial.key]
         num_given = len(reservation.pages)
         assert reservation.num_lacking > 0
-        assert num_given >= self.given.get(partial.rid, 1)
+        before, num_before = self.given  # of an earlier transfer, if it was retracted since
+        assert num_given >= (num_before if before is reservation else 1)
         assert partial.pages[reservation.first :] == reservation.pages
-        self.given = {partial.rid: num_given}
+        self.given = (reservation, num_given)
 
     def wait_for_no_other_transfer(self) -> None:
         """Nothing arrives any more: whoever lacks pages gets them from this node's own."""
