@@ -130,7 +130,7 @@ def test_a_loop_with_this_selector_keeps_its_timers_and_descriptors(receiver: Re
 
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(ReceivingSelector(receiver))) as runner:
         slept_s, got, num_ended = runner.run(work())
-    assert 0.02 <= slept_s < 0.5 and got == b"abc" and num_ended == 1
+    assert 0.02 <= slept_s < 10 and got == b"abc" and num_ended == 1
     with pytest.raises(ValueError):
         receiver._poll.poll(0)  # closed with the loop
 

@@ -280,10 +280,10 @@ def test_nothing_is_drawn_once_the_plan_is_made(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_million_sessions_are_made_at_once() -> None:
-    began_at = time.monotonic()
+    began_at = time.process_time()
     plan = make_plan(LoadtestConfig(num_requests=1_000_000, rate="1000", turns="2", input_len="lognormal:500:1"))
     first = next(iter(plan.chains))
-    assert time.monotonic() - began_at < 3, "one by one they would take a minute"
+    assert time.process_time() - began_at < 3, "one by one they would take a minute"
     assert len(first) == 2 and plan.num_chains == 1_000_000
 
 
