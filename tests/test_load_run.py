@@ -33,8 +33,7 @@ def load(server: MockServer, **options: object) -> Report:
 
 
 def is_close(value: float, truth: float) -> bool:
-    """Within 2 % or 1 ms."""
-    return abs(value - truth) <= max(0.02 * truth, 0.001)
+    return abs(value - truth) <= max(0.02 * truth, 0.001)  # 2 % or 1 ms
 
 
 @pytest.fixture(params=["C", "Python"])

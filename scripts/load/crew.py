@@ -218,7 +218,7 @@ class Crew:
             if has_started:
                 await self._until_near(chain[0].at)
                 await self._until_short_of_work(member)
-                await member.writer.drain()
+                await member.writer.room()
                 if self._is_over():
                     break
             member.num_open += 1

@@ -18,7 +18,7 @@ import os
 import select
 import selectors
 from array import array
-from ctypes import POINTER, Structure, addressof, byref, c_char, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64
+from ctypes import POINTER, Structure, byref, c_char, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64
 from functools import cache
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class Receiver:
         self._poll = select.epoll()
         self._first_marked = c_uint64()
         self._numbers = itertools.count(1)
-        self._places: dict[int, tuple[_Place, Connection]] = {}
+        self._places: dict[int, tuple[_Place, memoryview, Connection]] = {}
         #: Connections for which something has to be looked at, by number.
         self.marked: list[int] = []
 
@@ -96,7 +96,7 @@ class Receiver:
         number = next(self._numbers)
         place = _Place(fd=fd, is_awaited=True, number=number)
         self._add(fd, place)
-        self._places[number] = place, connection
+        self._places[number] = place, memoryview(place).cast("B"), connection
         return number
 
     def _add(self, fd: int, place: _Place | None) -> None:
@@ -106,12 +106,12 @@ class Receiver:
 
     def expect(self, number: int, *, is_chunked: bool, is_awaited: bool) -> None:
         """Say which pieces have to be looked at, and whether at once."""
-        place, _ = self._places[number]
+        place, *_ = self._places[number]
         place.is_chunked, place.is_awaited = is_chunked, is_awaited
 
     def forget(self, number: int) -> None:
         """Receive no longer; what lies for the connection goes. Before its descriptor is closed."""
-        place, _ = self._places[number]
+        place, *_ = self._places[number]
         self._poll.unregister(place.fd)
         del self._places[number]
 
@@ -121,7 +121,7 @@ class Receiver:
         number = self._first_marked.value
         while number:
             self.marked.append(number)
-            place, _ = self._places[number]
+            place, *_ = self._places[number]
             place.is_marked = False
             number = place.next_marked
         return due
@@ -141,13 +141,13 @@ class Receiver:
     def _give(self, number: int) -> None:
         if number not in self._places:  # closed meanwhile
             return
-        place, connection = self._places[number]
-        num_pieces, at = place.num_pieces, addressof(place)
+        place, view, connection = self._places[number]
+        num_pieces = place.num_pieces
         if num_pieces:
             stamps, sizes = array("d"), array("I")
-            stamps.frombytes(ctypes.string_at(at + STAMPS_AT, 8 * num_pieces))
-            sizes.frombytes(ctypes.string_at(at + SIZES_AT, 4 * num_pieces))
-            data = ctypes.string_at(at + BYTES_AT, place.num_bytes)
+            stamps.frombytes(view[STAMPS_AT : STAMPS_AT + 8 * num_pieces])
+            sizes.frombytes(view[SIZES_AT : SIZES_AT + 4 * num_pieces])
+            data = view[BYTES_AT : BYTES_AT + place.num_bytes].tobytes()
             place.num_pieces = place.num_bytes = 0
             connection.receive_all(data, stamps, sizes)
         if place.is_closed and number in self._places:

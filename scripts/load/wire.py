@@ -201,7 +201,7 @@ class FrameReader(asyncio.Protocol):
 
 
 class FrameWriter(asyncio.BaseProtocol):
-    """The writing end of a pipe; ``await drain()`` waits while the other end is behind.
+    """The writing end of a pipe; ``await drain()`` and ``await room()`` wait while the other end is behind.
 
     Frames of one round of the loop leave together: each write wakes the other end up.
     """
@@ -238,6 +238,11 @@ class FrameWriter(asyncio.BaseProtocol):
     async def drain(self) -> None:
         self._flush()
         await self._flowing.wait()
+
+    async def room(self) -> None:
+        """As ``drain``, but what has been sent in this round still leaves together."""
+        if not self._flowing.is_set():
+            await self._flowing.wait()
 
     def close(self) -> None:
         """No more will be sent; what has been goes out first."""
