@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -48,26 +49,47 @@ def are_figures_of(figures: dict[str, float], values: list[float]) -> None:
     assert figures["p50"] == pytest.approx(float(np.median(values)))
 
 
-def is_borne_out(ours: list[float], truth: list[float]) -> None:
-    """Nothing took less than it did at the mock, since the way takes time too, and what nobody kept from a core took
-    hardly more; on a busy machine that is some of it."""
-    assert all(own >= its for own, its in zip(sorted(ours), sorted(truth), strict=True))
-    assert is_close(float(np.quantile(ours, 0.1)), float(np.quantile(truth, 0.1)))
+def astray(report: Report, truth: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Figures that are not within 2 % or 1 ms of what the mock did, and what that was."""
+    stamps = [one["stamps"] for one in truth]
+    firsts = [own[0] - one["arrived_at"] for own, one in zip(stamps, truth, strict=True)]
+    whole = [own[-1] - one["arrived_at"] for own, one in zip(stamps, truth, strict=True)]
+    gaps = [b - a for own in stamps for a, b in itertools.pairwise(own)]
+    late_s = float(np.mean([record.released_s - record.intended_s for record in report.records]))
+    expected = {
+        ("itl", "p50"): np.median(gaps),
+        ("itl", "mean"): np.mean(gaps),
+        ("tpot", "p50"): np.median([own[-1] - own[0] for own in stamps]) / 11,
+        ("first_gap", "p50"): np.median([b - a for a, b, *_ in stamps]),
+        ("ttft_sent", "p50"): np.median(firsts),
+        ("ttft_sent", "mean"): np.mean(firsts),
+        ("ttft", "mean"): np.mean(firsts) + late_s,
+        ("e2e_sent", "p50"): np.median(whole),
+        ("e2e_sent", "mean"): np.mean(whole),
+        ("e2e", "mean"): np.mean(whole) + late_s,
+    }
+    found = {" ".join(key): (report.latency[key[0]][key[1]], float(value)) for key, value in expected.items()}
+    return {name: pair for name, pair in found.items() if not is_close(*pair)}
 
 
 def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: Path, receives_in: str) -> None:
+    """Where others keep the cores busy, tokens wait for the client; of three runs one has hardly any of that."""
     slos = {"slo_ttft": "1s", "slo_itl": "1s", "slo_tpot": "1s", "slo_e2e": "1s"}
-    with mock_server(tmp_path, "--ttft", "0.12", "--itl", "0.02") as server:
-        report = load(server, rate="25", num_requests=50, output_len="12", input_len="40", tenants=2, seed=3, **slos)
+    for _ in range(3):
+        with mock_server(tmp_path, "--ttft", "0.12", "--itl", "0.02") as server:
+            report = load(
+                server, rate="25", num_requests=50, output_len="12", input_len="40", tenants=2, seed=3, **slos
+            )
+        assert report.start_up_s is not None
+        strays = astray(report, server.truth)
+        if not strays and report.start_up_s < 2:
+            break
+    assert not strays and report.start_up_s < 2, strays
     assert report.client["receives_in"] == receives_in
     assert report.num_requests == len(server.truth) == 50
     truth = sorted(server.truth, key=lambda one: one["arrived_at"])
     records = sorted(report.records, key=lambda record: record.sent_s)
     stamps = [one["stamps"] for one in truth]
-    gaps = [b - a for own in stamps for a, b in itertools.pairwise(own)]
-    spans = [last - first for first, *_, last in stamps]
-    assert is_close(report.latency["itl"]["mean"], float(np.mean(gaps)))
-    assert is_close(report.latency["tpot"]["p50"], float(np.median(spans)) / 11)
     own_gaps = [list(itertools.pairwise(record.stamps_s)) for record in records]
     are_figures_of(report.latency["itl"], [b - a for own in own_gaps for a, b in own])
     are_figures_of(report.latency["first_gap"], [b - a for (a, b), *_ in own_gaps])
@@ -75,7 +97,8 @@ def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: 
         took_s = [record.stamps_s[at] - record.released_s for record in records]
         are_figures_of(report.latency[name + "_sent"], took_s)
         are_figures_of(report.latency[name], [record.stamps_s[at] - record.intended_s for record in records])
-        is_borne_out(took_s, [one["stamps"][at] - one["arrived_at"] for one in truth])
+        true_s = [one["stamps"][at] - one["arrived_at"] for one in truth]
+        assert all(own >= its for own, its in zip(sorted(took_s), sorted(true_s), strict=True)), "the way takes time"
     # From the first intended instant, 0, to the last token.
     length = records[0].sent_s + max(last for *_, last in stamps) - truth[0]["arrived_at"]
     assert report.throughput["requests_per_s"] == pytest.approx(50 / length, rel=0.02)
@@ -83,12 +106,10 @@ def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: 
     assert report.throughput["input_tokens_per_s"] == pytest.approx(2000 / length, rel=0.02)
     assert report.service["good"] == 50 and not report.service["misses"]
     assert report.fairness["service_jain"] == 1
-    is_borne_out([r.stamps_s[0] - r.sent_s for r in records], [one["stamps"][0] - one["arrived_at"] for one in truth])
     assert report.tokens["output_said"] == report.tokens["output_counted"] == 50 * 12
     assert report.tokens["input_said"] == report.tokens["input_asked"] == 50 * 40
     assert report.tokens["usage_mismatches"] == report.tokens["other_length_than_asked"] == 0
     assert report.errors["count"] == 0 and report.service["attainment"] == 1
-    assert report.start_up_s is not None and report.start_up_s < 8  # 0.5 where nothing else runs
 
 
 def test_a_stalled_server_cannot_hide_behind_its_own_delay(tmp_path: Path) -> None:
