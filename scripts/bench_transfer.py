@@ -286,7 +286,7 @@ def _line(
     bare: Callable[[int], float] | None,
     bare_name: str,
 ) -> str:
-    repeats = max(3, min(30, 256 // count))
+    repeats = max(6, min(30, 1024 // count))
     payload = count * GEOMETRIES[geometry].page_bytes / 1e9
     rows = []
     for i in range(repeats + 1):
