@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from scripts.load.config import LoadtestConfig
+from scripts.load.report import Report
+from scripts.load.run import run_load
+
 
 class MockServer:
     """A running mock. ``truth`` is filled after the ``with``."""
@@ -30,3 +34,7 @@ def mock_server(folder: Path, *flags: str) -> Iterator[MockServer]:
             process.terminate()
             process.wait(30)
     server.truth = [json.loads(line) for line in truth.read_text().splitlines()]
+
+
+def load(server: MockServer, **options: object) -> Report:
+    return run_load(LoadtestConfig(url=server.url, scrape="none", **options))  # type: ignore[arg-type]
