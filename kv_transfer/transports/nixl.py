@@ -35,11 +35,13 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ConfigError
+from kv_transfer.pieces import Piece
 from kv_transfer.transports.base import PageStore, address_of
-from kv_transfer.transports.nixl_route import Kind, Region
+from kv_transfer.transports.nixl_route import Kind, Region, Route
 
 PROBE_BYTES = 4_096
 DEVICE_KIND: Kind = "VRAM"
@@ -116,6 +118,21 @@ class Agent:
     def page_list(self, agent: str | bytes, pool: Region, num_pages: int, size: int) -> Any:
         """A prepared descriptor for every page of a pool, here (agent "NIXL_INIT_AGENT") or there; ``size``: bytes."""
         return self.nixl.prep_xfer_dlist(agent, [pool.run(i * size, size) for i in range(num_pages)], pool.kind)
+
+    def prepare(self, sources: Any, route: Route, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
+        """A write that has not begun: of whole pages by index from the lists that are prepared (``sources``: of ours),
+        of pieces by a list of all of their runs."""
+        if piece is None:
+            ours, theirs = [source for source, _ in pages], [target for _, target in pages]
+            return self.nixl.make_prepped_xfer("WRITE", sources, ours, route.pages, theirs)
+        here, there = self.pool, route.endpoint.pool
+        local, remote = [], []
+        for source, target in pages:
+            for at, to, length in piece.runs:
+                local.append(here.run(source * piece.ours.page_bytes + at, length))
+                remote.append(there.run(target * piece.theirs.page_bytes + to, length))
+        lists = self.nixl.get_xfer_descs(local, here.kind), self.nixl.get_xfer_descs(remote, there.kind)
+        return self.nixl.initialize_xfer("WRITE", *lists, route.agent)
 
     def close(self) -> None:
         """Let go of all that UCX has: connections, registered memory, its thread."""

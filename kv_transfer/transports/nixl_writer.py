@@ -117,7 +117,7 @@ class NixlWriter:
         if not pages or expected_s > self._may_hold_s or not self._agent.lock.acquire(blocking=False):
             return False
         try:
-            write.handle = self._prepare(route, pages, piece)
+            write.handle = self._agent.prepare(self._sources, route, pages, piece)
         except Exception:  # nothing was begun; the thread will meet it, too
             return False
         else:
@@ -265,7 +265,7 @@ class NixlWriter:
             return None
         try:
             with self._agent.lock:
-                write.handle = self._prepare(route, pages, piece)
+                write.handle = self._agent.prepare(self._sources, route, pages, piece)
         except Exception as error:  # NIXL's own errors have no common root; nothing was begun
             self._fail(route, str(error))
             self._count_over(write)
@@ -290,22 +290,6 @@ class NixlWriter:
         if write.num_bytes >= TELLING_BYTES:
             write.route.s_per_byte = (time.perf_counter() - begun_at) / write.num_bytes
         return state
-
-    def _prepare(self, route: Route, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
-        """Whole pages by index from the lists that are prepared; pieces by a list of all of their runs."""
-        nixl = self._agent.nixl
-        if piece is None:
-            sources, targets = [source for source, _ in pages], [target for _, target in pages]
-            return nixl.make_prepped_xfer("WRITE", self._sources, sources, route.pages, targets)
-        ours, theirs = self._page_bytes, piece.theirs.page_bytes
-        here, there = self._agent.pool, route.endpoint.pool
-        local, remote = [], []
-        for source, target in pages:
-            for at, to, length in piece.runs:
-                local.append(here.run(source * ours + at, length))
-                remote.append(there.run(target * theirs + to, length))
-        lists = nixl.get_xfer_descs(local, here.kind), nixl.get_xfer_descs(remote, there.kind)
-        return nixl.initialize_xfer("WRITE", *lists, route.agent)
 
     def _is_over(self, write: Write) -> bool:
         """Look after one write. A failed one is over when nobody is left whose memory it could reach."""
