@@ -22,7 +22,13 @@ baton COMMAND --help shows a command's options."""
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    try:
+        return _run(sys.argv[1:])
+    except KeyboardInterrupt:  # while a command was loading; once it runs, each has its own way to stop
+        return 130
+
+
+def _run(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
     if command in ROLES:
         os.environ["PYTHONSAFEPATH"] = "1"
