@@ -53,7 +53,9 @@ def test_a_session_is_at_hand_when_a_slot_becomes_free_however_many_turns_others
     monkeypatch.setattr(Prompts, "body", body)
     monkeypatch.setattr(crew.Crew, "_lead", lambda self: 8)
     outcomes: list[crew.Outcome] = []
-    monkeypatch.setattr(run, "records_of", lambda outcome: outcomes.append(outcome) or run_records(outcome))
+    monkeypatch.setattr(
+        run, "records_of", lambda outcome, drawn: outcomes.append(outcome) or run_records(outcome, drawn)
+    )
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         report = load(server, concurrency=2, num_requests=16, turns="10", input_len="4", output_len="1")
     start_at = outcomes[0].start_at

@@ -23,6 +23,7 @@ from scripts.load.html import comparison_page, page
 from scripts.load.live import View, panel
 from scripts.load.main import DIFFERENT, FAILED, FINE, INVALID, WRONG, main
 from scripts.load.parquet import COLUMNS, write_parquet
+from scripts.load.plan import Planned
 from scripts.load.probe import probe
 from scripts.load.records import Record
 from scripts.load.report import Report
@@ -207,12 +208,55 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
         Path(saved).write_text("\n".join([*lines[:3], json.dumps(spoiled), *lines[4:-1]]))
         other = command(server, "--expect-file", saved, "--json", str(tmp_path / "other.json"))
     assert same in (FINE, INVALID)
-    counts = json.loads((tmp_path / "same.json").read_text())["outputs"]
-    assert (counts["compared"], counts["differ"]) == (30, 0)
+    assert outputs_of(tmp_path / "same.json") == COUNTS | {"is_passed": True, "expected": 30, "compared": 30}
     assert other == DIFFERENT
-    counts = json.loads((tmp_path / "other.json").read_text())["outputs"]
-    assert (counts["compared"], counts["differ"], counts["not_compared"]) == (29, 1, 1)
-    assert counts["examples"] == [{"index": 3, "first_difference": 2}]
+    differing = {"expected": 29, "compared": 29, "differ": 1, "not_expected": 1}
+    examples = [{"index": 3, "first_difference": 2}]
+    assert outputs_of(tmp_path / "other.json") == COUNTS | differing | {"examples": examples}
+
+
+COUNTS: dict[str, Any] = {
+    "is_passed": False, "expected": 0, "compared": 0, "by_text": 0, "differ": 0, "unanswered": 0, "not_sent": 0,
+    "not_expected": 0, "examples": [],
+}  # fmt: skip
+
+
+def outputs_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())["outputs"]
+    return found
+
+
+def test_a_check_that_compared_less_than_was_expected_has_not_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every fifth of 30 is cut; then only 25 are sent, then 30 others."""
+    saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
+    files = ("--expect-file", saved, "--json", str(path), "--html", str(tmp_path / "r.html"))
+    with mock_server(tmp_path) as server:
+        command(server, "--save-outputs", saved)
+        assert command(server, "--num-requests", "25", *files) == DIFFERENT
+        assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 25, "not_sent": 5}
+        assert "5 of 30 in the file are of prompts never sent" in capsys.readouterr().err
+        assert command(server, "--seed", "1", *files) == DIFFERENT
+        assert outputs_of(path) == COUNTS | {"expected": 30, "not_sent": 30, "not_expected": 30}
+        assert "the file is of other prompts" in capsys.readouterr().out
+    with mock_server(tmp_path, "--drop", "5") as server:
+        assert command(server, *files) == DIFFERENT
+    assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 24, "unanswered": 6}
+    said = capsys.readouterr()
+    assert "24 compared, 0 differ; 6 requests failed or were cut off" in said.err
+    verdict = "NOT ALL EXPECTED OUTPUTS WERE COMPARED"
+    assert verdict in said.out and f'<p class="bad">{verdict}' in (tmp_path / "r.html").read_text()
+
+
+def test_what_a_file_of_ones_own_asks_beside_the_prompt_tells_requests_apart() -> None:
+    """Of a prompt that was given, the seed is no part."""
+
+    def digest(drawn: str, **extra: object) -> str:
+        return Planned(0, 0.0, ((1, 8),), 4, extra=extra).digest(drawn)
+
+    assert digest("0", prompt="a") == digest("1", prompt="a") != digest("0", prompt="a", temperature=1)
+    assert digest("0", temperature=1) != digest("1", temperature=1) != digest("1", temperature=0)
 
 
 def test_a_run_in_which_every_request_failed_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,6 +277,9 @@ def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytes
     assert "is a file: name a folder" in capsys.readouterr().err
     assert main(["--json", str(tmp_path / "r"), "--html", str(tmp_path / "r")]) == WRONG
     assert "--json and --html name the same file" in capsys.readouterr().err
+    (tmp_path / "trace").write_text('{"prompt": "x"}')
+    assert main(["--trace", str(tmp_path / "trace"), "--jsonl", f"{tmp_path}/../{tmp_path.name}/trace"]) == WRONG
+    assert "--trace and --jsonl name the same file" in capsys.readouterr().err
     assert main(["--search-steps", "3"]) == WRONG
     assert "--search-steps needs --find-goodput" in capsys.readouterr().err
     with pytest.raises(SystemExit) as wrong:
@@ -240,11 +287,18 @@ def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytes
     assert wrong.value.code == WRONG
 
 
-def test_an_expected_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("not json\n")
-    with mock_server(tmp_path) as server:
-        with pytest.raises(ConfigError, match="--expect-file"):
-            run_load(LoadtestConfig(url=server.url, num_requests=1, rate="50", expect_file=str(tmp_path / "x")))
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("not json\n", "cannot be read"),
+        ("\n", "holds no output"),
+        ('{"prompt":"d","max_tokens":1,"text":"a"}\n{"prompt":"d","max_tokens":1,"text":"b"}\n', "that differ"),
+    ],
+)
+def test_an_expected_file_that_is_none_is_refused(content: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text(content)
+    with pytest.raises(ConfigError, match=f"--expect-file .* {complaint}"):
+        run_load(LoadtestConfig(url="http://127.0.0.1:9", expect_file=str(tmp_path / "x")))
 
 
 def test_ticks_are_round() -> None:

@@ -160,6 +160,8 @@ def compare_command(words: Sequence[str]) -> int:
 def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None]) -> int:
     for flag, path in (("--json", out["path"]), ("--html", out["page"])):
         check_file(path, flag)
+        if path and Path(path).resolve() in (Path(first).resolve(), Path(second).resolve()):
+            raise ConfigError(f"--compare and {flag} name the same file, {path}")
     check_folder(out["folder"], "--svg")
     sides = [(Path(name).stem, read_json(name)) for name in (first, second)]
     pairs = _paired(sides[0][1], sides[1][1])

@@ -191,7 +191,9 @@ class LoadtestConfig(LoadOptions, _Target):
     sweep: str | None = option(None, "One run at each of these rates.", metavar="RATE,RATE,...")
     flush_cache: bool = option(False, "Empty the server's prefix cache first (Baton, SGLang; vLLM if so started).")
     save_outputs: str | None = option(None, "Write every output, for --expect-file of another run.", metavar="FILE")
-    expect_file: str | None = option(None, "Outputs must equal these, token for token.", metavar="FILE")
+    expect_file: str | None = option(
+        None, "Outputs must equal these, token for token, and every one of them must come.", metavar="FILE"
+    )
 
     # What comes out
     json: str | None = option(

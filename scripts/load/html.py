@@ -10,7 +10,15 @@ from scripts.load import pictures, svg
 from scripts.load.metrics import Figures
 from scripts.load.plain import escaped
 from scripts.load.report import Report
-from scripts.load.table import ROWS, fact_lines, milliseconds, percent, summary_lines, verdict_lines
+from scripts.load.table import (
+    ROWS,
+    fact_lines,
+    milliseconds,
+    outputs_verdict,
+    percent,
+    summary_lines,
+    verdict_lines,
+)
 
 PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #fff; --bad: #b42318; }
@@ -89,6 +97,9 @@ def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence
 def _run(report: Report) -> str:
     verdict = f'<p class="{"bad" if report.all_failed else "good"}">{escaped(verdict_lines(report)[0])}</p>'
     verdict = verdict if report.is_valid else _invalid(report.reasons)
+    if report.outputs:
+        is_good = report.outputs["is_passed"]
+        verdict += f'<p class="{"good" if is_good else "bad"}">{escaped(outputs_verdict(report.outputs))}</p>'
     notes = "".join(f"<p>{escaped(note)}</p>" for note in report.notes)
     parts = [verdict, notes, _latency_table(report.latency), _facts(report)]
     parts += [_groups("Kinds of requests", report.classes), _groups("Tenants", report.tenants), _errors(report)]

@@ -1,7 +1,7 @@
 """``loadtest``: the command.
 
 Exit status: 0 fine, 1 the run could not be made or every request failed, 2 wrong options, 3 a run is invalid,
-4 regressed (``--compare``), 5 outputs differ from the expected ones or none could be compared, 130 stopped.
+4 regressed (``--compare``), 5 not all expected outputs came, 130 stopped.
 """
 
 import os
@@ -36,7 +36,8 @@ Examples:
   loadtest --save-outputs A.jsonl, then --expect-file A.jsonl    the same outputs, token for token?
 
 Latencies count from the instant at which a request should have gone out. Exit status: 0 fine, 1 failed, 2 wrong
-options, 3 the run is invalid (the client could not keep up), 4 regressed, 5 outputs differ, 130 stopped."""
+options, 3 the run is invalid (the client could not keep up), 4 regressed, 5 outputs of --expect-file differ or did not
+come, 130 stopped."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +102,7 @@ def process_age_s() -> float:
 
 def finish(config: LoadtestConfig, report: Report) -> int:
     """Print the summary, write the files, give the exit status."""
-    from scripts.load.table import summary_lines
+    from scripts.load.table import outputs_words, summary_lines
 
     say(*summary_lines(report))
     is_written = write_files(config, report)
@@ -109,7 +110,8 @@ def finish(config: LoadtestConfig, report: Report) -> int:
         return STOPPED
     if not is_written:
         return FAILED
-    if report.outputs and (report.outputs["differ"] or not report.outputs["compared"]):
+    if report.outputs and not report.outputs["is_passed"]:
+        print(f"loadtest: --expect-file {config.expect_file}: {outputs_words(report.outputs)}", file=sys.stderr)
         return DIFFERENT
     if report.all_failed:
         print("loadtest: every request failed", file=sys.stderr)
@@ -168,7 +170,7 @@ def check_outputs(config: LoadtestConfig) -> None:
         ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
     """
     check_needs(config, NEEDS)
-    used: dict[Path, str] = {}
+    used = {Path(path).resolve(): flag for flag, path in _inputs(config)}  # nothing is written over what is read
     for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
         path, flag = getattr(config, name), "--" + name.replace("_", "-")
         if not path or (name == "json" and path == TO_STDOUT):
@@ -184,6 +186,14 @@ def check_outputs(config: LoadtestConfig) -> None:
         require_pyarrow()
     if config.expect_file and not Path(config.expect_file).is_file():
         raise ConfigError(f"--expect-file {config.expect_file}: there is no such file")
+
+
+def _inputs(config: LoadtestConfig) -> list[tuple[str, str]]:
+    """Flags and paths of the files that are read."""
+    named = [("--" + name.replace("_", "-"), getattr(config, name)) for name in ("trace", "expect_file", "tenant_keys")]
+    lengths = (("--input-len", config.input_len), ("--output-len", config.output_len), ("--turns", config.turns))
+    named += [(flag, text[5:].partition(":max=")[0]) for flag, text in lengths if text.startswith("file:")]
+    return [(flag, path) for flag, path in named if path]
 
 
 def check_file(path: str | None, flag: str) -> None:

@@ -44,7 +44,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("message", "string", "the server's words about it"),
     ("finish", "string", "finish reason"),
     ("request_id", "string", "the server's id"),
-    ("prompt_digest", "string", "names the prompt, the same in every run with one seed"),
+    ("prompt_digest", "string", "names the prompt, the same in every run with one seed and vocabulary"),
     ("timings", "map<double>", "stages that the server timed itself, seconds"),
     ("is_measured", "bool", "outside of warm-up and cool-down, and not cut off by Ctrl-C"),
     ("is_expected", "bool", "output equals the expected one; null if none is known"),

@@ -51,12 +51,15 @@ class Planned:
     priority_class: str = ""
     extra: dict[str, Any] | None = None
 
-    @property
-    def digest(self) -> str:
-        """Names the prompt (for one seed), the same in every run."""
+    def digest(self, drawn: str) -> str:
+        """Names the prompt and what a user's own file says beside it, the same in every run.
+
+        Args:
+            drawn: what tokens follow from beside the pieces; of a prompt that was given it is no part.
+        """
         given = self.extra or {}
-        prompt = given.get("prompt", given.get("messages"))
-        content = repr(self.pieces if prompt is None else prompt)
+        is_given = "prompt" in given or "messages" in given
+        content = repr((sorted(given.items()), () if is_given else (drawn, self.pieces)))
         return hashlib.sha256(content.encode()).hexdigest()[:24]
 
     @property

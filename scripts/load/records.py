@@ -102,8 +102,8 @@ class Record(msgspec.Struct, kw_only=True):
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]
 
 
-def record_of(done: Done, planned: Planned, start_at: float, ideal_cached: int) -> Record:
-    """What a request came to."""
+def record_of(done: Done, planned: Planned, start_at: float, ideal_cached: int, drawn: str) -> Record:
+    """What a request came to; ``drawn`` is what its tokens follow from, see ``Planned.digest``."""
     answer = read_answer(done)
     num_counted = sum(answer.counts)
     usage = answer.usage_output
@@ -120,7 +120,7 @@ def record_of(done: Done, planned: Planned, start_at: float, ideal_cached: int) 
         num_input=planned.num_input,
         num_output_asked=planned.num_output,
         ideal_cached=ideal_cached,
-        prompt_digest=planned.digest,
+        prompt_digest=planned.digest(drawn),
         intended_s=done.intended_at - start_at,
         released_s=done.released_at - start_at if done.released_at else -1.0,
         sent_s=done.sent_at - start_at if done.sent_at else -1.0,

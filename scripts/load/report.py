@@ -30,7 +30,7 @@ class Report:
         reasons: why the run is invalid; empty if it is valid.
         arrivals, client: see ``validity.arrival_check``, ``validity.client_load``.
         latency, throughput, service, errors, classes, tenants, fairness, caching, tokens, stages: see ``metrics``.
-        outputs: with --expect-file: how many were compared, and how many differ.
+        outputs: with --expect-file, see ``outputs.compare_outputs``.
         scrape: the server's own series, ``{name: [[seconds, value], ...]}``.
         was_stopped: by Ctrl-C or SIGTERM, before its end.
         start_up_s: from the command's start to the first request.

@@ -129,8 +129,10 @@ class _Load:
         vocab = server.vocab
         if config.vocab_size:
             vocab = Server(None, config.vocab_size, "", {}).vocab
+        seed = config.seed + (self._salt << 40)
+        self._drawn = f"{seed} {vocab if config.sends_ids else 'words'}"
         return Prompts(
-            config.seed + (self._salt << 40),
+            seed,
             vocab,
             config.endpoint,
             config.model or server.model,
@@ -150,7 +152,7 @@ class _Load:
     def _report(self, outcome: Outcome, server: Server, scraper: Scraper, started_at: str) -> Report:
         config, plan = self._config, self._plan
         cpu_s = time.process_time()
-        records = records_of(outcome)
+        records = records_of(outcome, self._drawn)
         parse_cpu_s = time.process_time() - cpu_s
         begin_s, end_s, is_open = self._window(outcome, records)
         for record in records:
@@ -243,15 +245,15 @@ def read_tokenizer(path: str) -> Tokenizer:
     return found
 
 
-def records_of(outcome: Outcome) -> list[Record]:
-    """All requests of a run, in the order of the plan, read."""
+def records_of(outcome: Outcome, drawn: str) -> list[Record]:
+    """All requests of a run, in the order of the plan, read; for ``drawn`` see ``Planned.digest``."""
     planned = {one.index: one for one in outcome.planned}
     by_time = sorted(outcome.dones, key=lambda done: done.intended_at)
     ideal = ideal_cached(planned[done.index] for done in by_time)
     gc.disable()  # many small objects, none of them in cycles
     try:
         records = [
-            record_of(done, planned[done.index], outcome.start_at, cached)
+            record_of(done, planned[done.index], outcome.start_at, cached, drawn)
             for done, cached in zip(by_time, ideal, strict=True)
         ]
     finally:

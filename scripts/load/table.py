@@ -164,11 +164,7 @@ def _other_lines(report: Report) -> list[str]:
     if tokens["other_length_than_asked"]:
         lines.append(f"lengths    {tokens['other_length_than_asked']:,} answers are not of the length asked for")
     if outputs:
-        as_text = f" ({outputs['by_text']:,} as text, for want of token ids)" if outputs["by_text"] else ""
-        lines.append(
-            f"outputs    {outputs['compared']:,} compared{as_text}, {outputs['differ']:,} differ, "
-            f"{outputs['not_compared']:,} not compared"
-        )
+        lines.append("outputs    " + outputs_words(outputs))
     for name, figures in report.stages.items():
         title = NAMES.get(name, name.removesuffix("_s"))
         lines.append(
@@ -182,8 +178,41 @@ def is_warm(report: Report) -> bool:
     return (report.caching["known_before_share"] or 0.0) > MAX_KNOWN_BEFORE
 
 
+def outputs_words(outputs: Figures) -> str:
+    """What became of the expected outputs."""
+    as_text = f" ({outputs['by_text']:,} as text, for want of token ids)" if outputs["by_text"] else ""
+    words = [f"{outputs['compared']:,} compared{as_text}, {outputs['differ']:,} differ"]
+    if outputs["unanswered"]:
+        words.append(f"{outputs['unanswered']:,} requests failed or were cut off")
+    if outputs["not_sent"]:
+        words.append(f"{outputs['not_sent']:,} of {outputs['expected']:,} in the file are of prompts never sent")
+    if outputs["not_expected"]:
+        words.append(f"of {outputs['not_expected']:,} requests the file says nothing")
+    return "; ".join(words)
+
+
 def verdict_lines(report: Report) -> list[str]:
-    """Whether the run can be believed, and why not."""
+    """Whether the run can be believed, and why not; whether the outputs are the expected ones."""
+    return [*_run_lines(report), *filter(None, [outputs_verdict(report.outputs)])]
+
+
+def outputs_verdict(outputs: Figures) -> str:
+    """In a sentence; empty if no outputs were expected."""
+    if not outputs:
+        return ""
+    if outputs["is_passed"]:
+        return "All expected outputs came, token for token." if not outputs["by_text"] else "All expected outputs came."
+    if outputs["differ"]:
+        return "OUTPUTS DIFFER FROM THE EXPECTED ONES."
+    if not outputs["compared"] and outputs["not_sent"] == outputs["expected"]:
+        return (
+            "NO OUTPUT WAS COMPARED: the file is of other prompts (they follow from --seed, from lengths and kinds, "
+            "from the range of token ids; or from your own file)."
+        )
+    return "NOT ALL EXPECTED OUTPUTS WERE COMPARED: those that were are equal."
+
+
+def _run_lines(report: Report) -> list[str]:
     if report.is_valid and report.all_failed:
         return ["Every request failed."]
     if report.is_valid:
