@@ -88,6 +88,31 @@ def test_a_page_that_never_ends_does_not_hold_up_the_end_of_a_run() -> None:
     assert found.since(0.0) == {}
 
 
+@contextmanager
+def deaf(takes: bool) -> Iterator[str]:
+    """An address that says nothing: it accepts connections, or swallows all of them, the line of waiting ones full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16 if takes else 0) as listener:
+        waiting = [socket.socket() for _ in range(0 if takes else 4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}/metrics"
+        finally:
+            for one in waiting:
+                one.close()
+
+
+@pytest.mark.parametrize(("scheme", "takes"), [("http", True), ("http", False), ("https", True)])
+def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(scheme: str, takes: bool) -> None:
+    """It answers to nothing; it does not connect; it makes no TLS handshake. Each is tried for ten seconds."""
+    with deaf(takes) as address:
+        began_at = time.monotonic()
+        found = scrape_for(LoadtestConfig(scrape=f"{scheme}://{address}"), 0.2)
+        assert time.monotonic() - began_at < 5
+    assert found.since(0.0) == {} and "nothing answered" in found.notes[0]
+
+
 def test_a_page_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "MAX_PAGE", 1 << 20)
     with server(flood) as (url, _):

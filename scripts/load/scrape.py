@@ -8,6 +8,7 @@ import asyncio
 import http.client
 import re
 import socket
+import threading
 import time
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -42,6 +43,7 @@ class Scraper:
         self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key and is_own else {}
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket | None = None
+        self._is_over = False
 
     async def run(self) -> None:
         """Read every ``--scrape-interval``; give up quietly where there are no metrics."""
@@ -51,7 +53,7 @@ class Scraper:
         try:
             while True:
                 at = time.monotonic()
-                status, row = await asyncio.to_thread(self._read)
+                status, row = await self._read_aside()
                 if status == 200 and row:
                     self._keep(at, row)
                 elif not self._rows:
@@ -61,7 +63,29 @@ class Scraper:
                     return
                 await asyncio.sleep(max(0.0, at + self._interval_s - time.monotonic()))
         finally:
+            if config.scrape != "auto" and not self._rows and not self.notes:
+                self.notes.append(f"--scrape {config.scrape}: nothing answered before the run was over")
+            self._is_over = True
             self._hang_up()
+
+    async def _read_aside(self) -> tuple[int, dict[str, float]]:
+        """``_read`` in a thread that nobody waits for: connecting cannot be broken off from outside, and a server that
+        swallows connections must not hold up the end of a run.
+        """
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[tuple[int, dict[str, float]]] = loop.create_future()
+
+        def tell(result: tuple[int, dict[str, float]]) -> None:
+            if not found.done():
+                found.set_result(result)
+
+        def read() -> None:
+            result = self._read()
+            with suppress(RuntimeError):  # the run is over, and the loop is closed
+                loop.call_soon_threadsafe(tell, result)
+
+        threading.Thread(target=read, name="scrape", daemon=True).start()
+        return await found
 
     def _keep(self, at: float, row: dict[str, float]) -> None:
         known = self._names
@@ -83,13 +107,15 @@ class Scraper:
         """Status and figures of a page, over one connection for the whole run if the server lets it; status 0 if
         nobody answers, or with too much. In a thread of its own.
         """
+        connection = self._connection
         try:
-            connection = self._connection
             if connection is None:
                 self._connection = connection = connect(self._parts, self._config.verify_tls)
             if connection.sock is None:
                 connection.connect()
             self._socket = connection.sock
+            if self._is_over:  # while it connected, so that nobody else will hang up
+                raise OSError
             connection.request("GET", self._path, headers=self._headers)
             answer = connection.getresponse()
             page = answer.read(MAX_PAGE)
@@ -97,6 +123,8 @@ class Scraper:
                 raise http.client.HTTPException("a page without end")
             return answer.status, parse(page.decode(errors="replace")) if answer.status == 200 else {}
         except (OSError, http.client.HTTPException, ValueError, AttributeError):  # the last two: closed meanwhile
+            if connection:
+                connection.close()
             self._hang_up()  # the next try opens it again
             return 0, {}
 
