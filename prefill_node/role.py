@@ -41,6 +41,7 @@ from common.radix import RadixCache
 from common.request import Request
 from common.step import StepPlan, StepResult
 from kv_transfer.sender import Reason, Sender
+from prefill_node.early_loans import EarlyLoans
 from prefill_node.lifecycle import State
 from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
 
@@ -77,6 +78,7 @@ class PrefillRole:
         self._answered: dict[Key, None] = {}  # requests whose first token the gateway has; they may be retracted after
         self._resumed: dict[Key, None] = {}  # computed once more for a decode node, of no interest to the gateway
         self._decode: dict[Key, str] = {}  # which decode node goes on with a request
+        self._early_loans = EarlyLoans()
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         if scheduler.has_priorities:
             sender.order_by(scheduler.rank)
@@ -118,6 +120,7 @@ class PrefillRole:
 
     def peer_lost(self, peer: str, now: float) -> None:
         self._sender.peer_lost(peer)
+        self._early_loans.lost(peer)
         self._settle()
 
     def plan(self, now: float) -> StepPlan | None:
@@ -157,6 +160,7 @@ class PrefillRole:
         if request.key in self._scheduler.requests:
             return  # said twice
         self._totals["requests"] += 1
+        loan = self._early_loans.take(message.decode.incarnation, request.key, now)
         try:
             check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
@@ -166,6 +170,8 @@ class PrefillRole:
         else:
             self._decode[request.key] = message.decode.incarnation
             self._sender.open(request.key, message.decode.incarnation)
+            if loan is not None:
+                self._scheduler.lend(request.key, loan, now)
 
     def _resume(self, peer: str, message: Resume, now: float) -> None:
         """Compute once more what a decode node has lost. It hears of every end by ``Closed``, the gateway of none."""
@@ -188,6 +194,8 @@ class PrefillRole:
         key = (message.rid, message.attempt)
         if self._decode.get(key) == peer:
             self._scheduler.lend(key, message.priority, now)
+        elif key not in self._decode and peer in self._sender.peers():
+            self._early_loans.keep(peer, key, message.priority, now)
 
     def _pass_on(self, computed: Computed, now: float) -> None:
         request, first = computed.request, computed.first

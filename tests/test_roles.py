@@ -372,3 +372,23 @@ def test_tokens_may_travel_several_to_a_message() -> None:
         cluster.run()
         assert answer.output == expected_output((1, 2, 3), 10)
         assert answer.num_messages == num_messages  # the first token alone, then 9 by fours: 4, 4, 1
+
+
+@pytest.mark.parametrize(("latency", "num_overlapped"), [(0, 1), (20, 0)])
+def test_prompts_that_were_cut_are_counted_once_and_those_of_which_a_page_was_there_before_the_last_chunk(
+    latency: int, num_overlapped: int
+) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=latency)
+    for rid, prompt, num_cut in [
+        ("cut", prompt_of(40), 1),  # 16, 16 and 8 tokens
+        ("whole", prompt_of(16, 1), 1),
+        ("cached", prompt_of(48), 1),  # 32 tokens are cached, 16 are computed in one go
+        ("short", prompt_of(3, 2), 1),
+        ("cut again", prompt_of(65), 2),  # 32 tokens are cached, 16, 16 and 1 are computed
+    ]:
+        cluster.submit(rid, prompt, sampling(2))
+        cluster.run()
+        cluster.settle(30)
+        counters = cluster.counters(cluster.prefill[0])
+        assert counters["chunked_requests"] == num_cut, rid
+        assert counters["overlapped_transfers"] == num_overlapped * num_cut, rid
