@@ -182,6 +182,8 @@ def _converted(found: Option, given: Any, source: str) -> Any:
         return given
     if found.kind is float and type(given) is int:
         return float(given)
+    if found.kind is str and type(given) in (int, float):  # of a file: rate = 4 stands for rate = "4"
+        return str(given)
     if not isinstance(given, str):
         raise ConfigError(f"{source} must be {_a_kind(found)}, not {given!r}")
     if found.kind is bool:

@@ -9,7 +9,8 @@ Flaws to order: ``--capacity`` (others wait in line), ``--stall AT:FOR`` (nothin
 (every N-th connection is cut in mid-stream), ``--refuse N`` (every N-th gets a 500), ``--slam N`` (every N-th
 is cut before any answer), ``--sour N`` (every N-th stream
 brings an error event), ``--hang N`` (every N-th never goes on), ``--wrong-usage``, ``--bunch N`` (N tokens an event),
-``--split`` (writes cut at awkward places), ``--crlf``. It imports nothing of ours.
+``--split`` (writes cut at awkward places), ``--crlf``, ``--want NAME:VALUE`` (401 without that header). It
+imports nothing of ours.
 """
 
 import argparse
@@ -71,6 +72,9 @@ class Mock:
         fields = {name.lower(): value.strip() for name, _, value in (entry.partition(":") for entry in headers)}
         method, path, _ = line.split(" ")
         body = json.loads(await reader.readexactly(int(fields.get("content-length", 0))) or b"{}")
+        if self.options.want and self.options.want not in head.lower().replace(": ", ":"):
+            _whole(writer, 401, {"error": {"message": "who are you?"}})
+            return True
         if method == "GET":
             self._get(path, writer)
             return True
@@ -251,6 +255,7 @@ async def main() -> None:
     parser.add_argument("--bunch", type=int, default=1)
     parser.add_argument("--stall", default="")
     parser.add_argument("--truth", default="")
+    parser.add_argument("--want", default="")
     for name in ("wrong-usage", "split", "crlf"):
         parser.add_argument(f"--{name}", action="store_true")
     mock = Mock(parser.parse_args())

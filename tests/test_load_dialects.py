@@ -182,12 +182,12 @@ def test_a_model_in_a_folder_of_this_machine_says_how_many_ids_it_has(
     """vLLM and SGLang list the folder, not the size; SGLang dies of an id that the model does not have."""
     listed = {"id": "m", "owned_by": "sglang", "root": str(tmp_path), "parent": None, "max_model_len": 4096}
     pages = {"/v1/models": {"object": "list", "data": [listed]}, "/server_info": {"version": "0.5.23"}}
-    monkeypatch.setattr("scripts.load.probe.get_json", lambda parts, path, *_: pages[path])
-    assert probe("http://x", api_key=None).vocab_size is None
+    monkeypatch.setattr("scripts.load.probe.get_json", lambda parts, path, *_, **_more: pages[path])
+    assert probe("http://x", {}).vocab_size is None
     (tmp_path / "config.json").write_text('{"vocab_size": 1024}')
-    found = probe("http://x", api_key=None)
+    found = probe("http://x", {})
     assert (found.model, found.kind, found.vocab_size, found.vocab) == ("m", "sglang", 1024, (100, 960))
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 2048}}')
-    assert probe("http://x", api_key=None).vocab_size == 2048
+    assert probe("http://x", {}).vocab_size == 2048
     (tmp_path / "config.json").write_text("[]")
-    assert probe("http://x", api_key=None).vocab_size is None
+    assert probe("http://x", {}).vocab_size is None

@@ -96,7 +96,7 @@ def test_a_server_behind_a_key_is_refused_in_a_sentence(
 ) -> None:
     monkeypatch.setattr("scripts.load.probe.get", lambda *_: (401, b"{}"))
     with pytest.raises(ConfigError, match=words) as refused:
-        probe("http://127.0.0.1:9", api_key=key)
+        probe("http://127.0.0.1:9", {"Authorization": f"Bearer {key}"} if key else {})
     assert "wrong" not in str(refused.value), "keys are not shown"
 
 
@@ -109,7 +109,7 @@ def test_a_server_that_says_odd_things_about_itself_is_one_that_says_nothing(
     page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.load.probe.get", lambda *_: (200, page))
-    found = probe("http://127.0.0.1:9", api_key=None)
+    found = probe("http://127.0.0.1:9", {})
     assert found.vocab_size is None and found.model in (None, "m")
     assert found.vocab == (100, 10_000)
 

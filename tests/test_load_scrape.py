@@ -161,4 +161,4 @@ def test_a_server_that_never_ends_to_say_what_it_is_is_refused(
 ) -> None:
     monkeypatch.setattr("scripts.load.probe.TIMEOUT_S", 0.5)
     with server(answer) as (url, _), pytest.raises(ConfigError, match="does not come to an end"):
-        probe(url, api_key=None)
+        probe(url, {})

@@ -6,6 +6,7 @@ worse by more than the threshold, and chance would make so much of any of all th
 comparison in twenty (Holm's correction): otherwise a sweep of ten rates would regress against itself.
 """
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -158,6 +159,8 @@ def compare_command(words: Sequence[str]) -> int:
 
 
 def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None]) -> int:
+    if math.isnan(threshold):
+        raise ConfigError("--threshold must be a number")
     for flag, path in (("--json", out["path"]), ("--html", out["page"])):
         check_file(path, flag)
         if path and Path(path).resolve() in (Path(first).resolve(), Path(second).resolve()):

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.options import option
 from scripts.load.lengths import MAX_LENGTH, MAX_TURNS, parse_lengths
 from scripts.load.plan import MAX_GROUPS
-from scripts.load.schedule import MAX_REQUESTS, MAX_SECONDS, Arrival, RateProfile
+from scripts.load.schedule import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, MIN_RATE, Arrival, RateProfile
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 MAX_SEED = 2**63 - 1
@@ -127,6 +127,9 @@ class LoadOptions:
         """Limits in seconds by ttft, itl, tpot, e2e; those that are set."""
         names = ("ttft", "itl", "tpot", "e2e")
         limits = {name: seconds(getattr(self, f"slo_{name}"), f"--slo-{name}") for name in names}
+        for name, limit in limits.items():
+            if limit == 0:
+                raise ConfigError(f"--slo-{name} must be more than 0: nothing takes no time")
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     @property
@@ -157,7 +160,9 @@ class _Target:
     )
     stream: bool = option(True, "Stream answers. Without, all tokens of an answer come at its end.")
     timeout: str = option("600", f"A request that takes longer is given up and counts as failed. {SECONDS}")
-    header: str | None = option(None, "One more header for every request.", metavar="'NAME: VALUE'")
+    header: str | None = option(
+        None, "One more header for all that is sent; Host, Accept and the like are replaced.", metavar="'NAME: VALUE'"
+    )
     tenant_header: str | None = option(
         None,
         "Name a request's tenant in this header (Baton's: x-baton-tenant), not in the body's `user`.",
@@ -221,8 +226,7 @@ class LoadtestConfig(LoadOptions, _Target):
             raise ConfigError("--api-key holds characters that cannot be in a header, perhaps a line end")
         if self.clients and self.concurrency and self.clients > self.concurrency:
             raise ConfigError(f"--clients {self.clients} is more than --concurrency {self.concurrency}: lower it")
-        if self.header is not None and (":" not in self.header or "\n" in self.header or "\r" in self.header):
-            raise ConfigError("--header must be 'NAME: VALUE'")
+        _check_header(self)
         if self.tenant_header is not None and not re.fullmatch(r"[A-Za-z0-9-]+", self.tenant_header):
             raise ConfigError(f"--tenant-header must be a header's name, not {self.tenant_header!r}")
         if self.find_goodput and not self.slos:
@@ -235,8 +239,9 @@ class LoadtestConfig(LoadOptions, _Target):
             raise ConfigError(f"with --find-goodput, --rate is one number, where the search begins, not {self.rate!r}")
         if self.sweep and self.rate:
             raise ConfigError("--sweep is over rates: leave --rate out")
-        if self.sweep and not all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in self.sweep.split(",")):
-            raise ConfigError(f"--sweep must be rates, such as 1,2,4, not {self.sweep!r}")
+        if self.sweep and not all(map(_is_rate, self.sweep.split(","))):
+            limits = f"{MIN_RATE:g} to {MAX_RATE:g} per second"
+            raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {self.sweep!r}")
         for name in ("jsonl", "parquet", "save_outputs", "expect_file") if self.sweep or self.find_goodput else ():
             if getattr(self, name):
                 flag = "--" + name.replace("_", "-")
@@ -278,6 +283,10 @@ class LoadtestConfig(LoadOptions, _Target):
         return fields
 
 
+def _is_rate(word: str) -> bool:
+    return bool(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", word)) and MIN_RATE <= float(word) <= MAX_RATE
+
+
 def check_url(url: str, flag: str) -> None:
     """Raises ConfigError, naming the flag, for what is no address of a server."""
     try:
@@ -314,6 +323,19 @@ def check_needs(config: Any, needs: Sequence[tuple[str, str, Callable[[Any], Any
     for name, other, is_there in needs:
         if getattr(config, name) != usual[name] and not is_there(config):
             raise ConfigError(f"--{name.replace('_', '-')} needs {other}: without, it would do nothing")
+
+
+def _check_header(config: LoadtestConfig) -> None:
+    """Raises ConfigError, without its value, for a --header that would break a request's head."""
+    if config.header is None:
+        return
+    found = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~]*)", config.header)
+    if not found:
+        raise ConfigError("--header must be 'NAME: VALUE', in plain letters and on one line")
+    if found[1].lower() in ("content-length", "transfer-encoding"):
+        raise ConfigError(f"--header {found[1]}: the harness says itself how long its requests are")
+    if found[1].lower() == "authorization" and (config.api_key or config.tenant_keys):
+        raise ConfigError("--header Authorization says what --api-key and --tenant-keys say: choose one")
 
 
 def _check_times(config: LoadtestConfig) -> None:

@@ -6,6 +6,7 @@ What comes back is kept as received, and read when the run is over.
 import asyncio
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -169,11 +170,15 @@ class Crew:
         begin = len(self._members)
         library = "" if self._setup.server_name else find_library()  # TLS is not for C to read
         self._outcome.receives_in = "C" if library else "Python"
+        # They inherit this: Ctrl-C comes to the whole group, and they would die of it until they have imported.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             for _ in range(count):
                 self._members.append(_Member(library, self._on_frame, self._on_end))
         except OSError as error:
             raise ClientFailed(f"a client process cannot be started: {error.strerror}") from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, member in enumerate(self._members[begin:], begin):
             await member.connect()
             slots = self._setup.slots // self._num_clients + (number < self._setup.slots % self._num_clients)
@@ -204,6 +209,7 @@ class Crew:
         outcome = self._outcome
         outcome.finished = [member.finished for member in self._members if member.finished]
         outcome.ended_at = time.monotonic()
+        outcome.start_at = outcome.start_at or outcome.ended_at  # stopped before the clock was started
         outcome.feed_cpu_s = time.process_time() - cpu_s
         return outcome
 

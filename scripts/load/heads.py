@@ -62,6 +62,15 @@ def read_keys(path: str) -> dict[str, str]:
     return keys
 
 
+def own_headers(config: LoadtestConfig) -> dict[str, str]:
+    """What everything that is asked of the server carries: the key, and --header."""
+    found = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    if config.header:
+        name, _, value = config.header.partition(":")
+        found[name.strip()] = value.strip()
+    return found
+
+
 def setup_of(config: LoadtestConfig) -> Setup:
     """What client processes need to know.
 
@@ -76,16 +85,17 @@ def setup_of(config: LoadtestConfig) -> Setup:
     except OSError as error:
         raise ConfigError(f"--url {config.url}: {error}") from None
     path = parts.path.rstrip("/").removesuffix("/v1") + PATHS[config.endpoint]
-    lines = [
-        f"POST {path} HTTP/1.1",
-        f"Host: {parts.netloc.rpartition('@')[2]}",
-        "Content-Type: application/json",
-        "Accept: text/event-stream" if config.stream else "Accept: application/json",
-    ]
-    if config.api_key and not config.tenant_keys:
-        lines.append(f"Authorization: Bearer {config.api_key}")
-    if config.header:
-        lines.append(config.header)
+    fields = {
+        "Host": parts.netloc.rpartition("@")[2],
+        "Content-Type": "application/json",
+        "Accept": "text/event-stream" if config.stream else "application/json",
+    }
+    own = own_headers(config)
+    if config.tenant_keys:
+        own.pop("Authorization", None)  # each request has its own
+    given = {name.lower() for name in own}
+    fields = {name: value for name, value in fields.items() if name.lower() not in given} | own
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     head = "\r\n".join([*lines, "Content-Length: "]).encode()
     return Setup(
         address,

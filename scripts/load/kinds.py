@@ -80,8 +80,8 @@ def _with(kind: Kind, pair: str) -> Kind:
     name, _, value = pair.strip().partition("=")
     flag = f"--mix, class {kind.name}, {name}"
     try:
-        if name in ("slo-ttft", "slo-itl", "slo-tpot", "slo-e2e"):
-            return replace(kind, slos=(*kind.slos, (name[4:], seconds(value, flag) or 0.0)))
+        if name in ("slo-ttft", "slo-itl", "slo-tpot", "slo-e2e") and (limit := seconds(value, flag)):
+            return replace(kind, slos=(*kind.slos, (name[4:], limit)))
         if name in ("input", "output"):
             lengths: dict[str, Any] = {f"{name}_len": parse_lengths(value, flag)}
             return replace(kind, **lengths)
@@ -89,9 +89,10 @@ def _with(kind: Kind, pair: str) -> Kind:
             return replace(kind, turns=parse_lengths(value, flag, MAX_TURNS))
         if name == "share" and 0 < float(value) < math.inf:
             return replace(kind, share=float(value))
-        if name in ("think", "deadline"):
-            found = seconds(value, flag) or 0.0
-            return replace(kind, think_s=found) if name == "think" else replace(kind, deadline_ms=found * 1e3)
+        if name == "think":
+            return replace(kind, think_s=seconds(value, flag) or 0.0)
+        if name == "deadline" and (deadline_s := seconds(value, flag)):
+            return replace(kind, deadline_ms=deadline_s * 1e3)
         if name in ("prefix", "groups", "priority"):
             field, least, most = _WHOLE[name]
             number: dict[str, Any] = {field: int(value)}

@@ -87,7 +87,8 @@ def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
         return search_command(config)
     age_s = process_age_s() if age_s is None else age_s
     report = watched(config)
-    report.start_up_s = (report.start_up_s or 0.0) + age_s
+    if report.start_up_s is not None:
+        report.start_up_s += age_s
     return finish(config, report)
 
 
@@ -175,6 +176,8 @@ def check_outputs(config: LoadtestConfig) -> None:
         path, flag = getattr(config, name), "--" + name.replace("_", "-")
         if not path or (name == "json" and path == TO_STDOUT):
             continue
+        if path == TO_STDOUT:
+            raise ConfigError(f"{flag} -: only --json can go to standard output; for a file of that name, ./-")
         check_file(path, flag)
         other = used.setdefault(Path(path).resolve(), flag)
         if other != flag:

@@ -4,6 +4,7 @@ import http.client
 import json
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ UNKNOWN_VOCAB = (
     f"the server does not say how many token ids it has: prompts are of ids from {USUAL_VOCAB[0]} to "
     f"{USUAL_VOCAB[1]:,} (--vocab-size, or --prompt text)"
 )
+Headers = Mapping[str, str]
 FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")
 
 
@@ -53,18 +55,21 @@ class Server:
         return low, max(low + 1, self.vocab_size - max(SHARE_OF_SPECIALS, self.vocab_size // 100))
 
 
-def probe(url: str, *, api_key: str | None, verify_tls: bool = True) -> Server:
+def probe(url: str, headers: Headers, *, verify_tls: bool = True) -> Server:
     """Ask the server.
+
+    Args:
+        headers: sent along, the key among them.
 
     Raises:
         ConfigError: nothing answers, or it wants a key.
     """
     parts = urlsplit(url)
-    models = get_json(parts, "/v1/models", api_key, verify_tls)
+    models = get_json(parts, "/v1/models", headers, verify_tls, is_refusable=True)
     entries = models.get("data") if isinstance(models, dict) else None
     first = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
     meta = first.get("meta") if isinstance(first.get("meta"), dict) else {}
-    server = get_json(parts, "/server_info", api_key, verify_tls)
+    server = get_json(parts, "/server_info", headers, verify_tls)
     server = server if isinstance(server, dict) else {}
     limits = server.get("limits") if isinstance(server.get("limits"), dict) else {}
     said = ((limits or {}).get("vocab_size"), (meta or {}).get("n_vocab"), _vocab_of(first.get("root")))
@@ -84,20 +89,24 @@ def _vocab_of(folder: Any) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def get_json(parts: SplitResult, path: str, api_key: str | None, verify_tls: bool) -> Any:
-    """The answer to a GET as JSON; an empty dict if it is none, or an error."""
-    status, body = get(parts, path, api_key, verify_tls)
-    if status in (401, 403):
-        if api_key:
+def get_json(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, is_refusable: bool = False) -> Any:
+    """The answer to a GET as JSON; an empty dict if it is none, or an error.
+
+    Raises:
+        ConfigError: ``is_refusable``, and the server wants a key, or another.
+    """
+    status, body = get(parts, path, headers, verify_tls)
+    if status in (401, 403) and is_refusable:
+        if "Authorization" in headers:
             raise ConfigError(f"--url {parts.geturl()} refuses this --api-key (HTTP {status})")
-        raise ConfigError(f"--url {parts.geturl()} wants an API key: set BATON_LOADTEST_API_KEY")
+        raise ConfigError(f"--url {parts.geturl()} wants an API key: set BATON_LOADTEST_API_KEY (HTTP {status})")
     try:
         return json.loads(body) if status == 200 else {}
     except (ValueError, RecursionError):  # no JSON, not even text, or brackets without end
         return {}
 
 
-def flush_cache(url: str, *, api_key: str | None, verify_tls: bool = True) -> None:
+def flush_cache(url: str, headers: Headers, *, verify_tls: bool = True) -> None:
     """Empty the server's prefix cache.
 
     Raises:
@@ -105,24 +114,21 @@ def flush_cache(url: str, *, api_key: str | None, verify_tls: bool = True) -> No
     """
     statuses = []
     for path in FLUSH_PATHS:
-        statuses.append(get(urlsplit(url), path, api_key, verify_tls, method="POST")[0])
+        statuses.append(get(urlsplit(url), path, headers, verify_tls, method="POST")[0])
         if statuses[-1] == 200:
             return
     raise ConfigError(f"--flush-cache: the server does not do that (HTTP {', '.join(map(str, statuses))})")
 
 
-def get(
-    parts: SplitResult, path: str, api_key: str | None, verify_tls: bool, *, method: str = "GET"
-) -> tuple[int, bytes]:
+def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, method: str = "GET") -> tuple[int, bytes]:
     """Status and body of a GET, or of a POST without a body.
 
     Raises:
         ConfigError: nothing answers, or without end.
     """
     connection = connect(parts, verify_tls)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, headers=headers)
+        connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, headers=dict(headers))
         answer = connection.getresponse()
         return answer.status, _bounded(answer, parts)
     except (OSError, http.client.HTTPException) as error:

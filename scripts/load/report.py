@@ -33,7 +33,7 @@ class Report:
         outputs: with --expect-file, see ``outputs.compare_outputs``.
         scrape: the server's own series, ``{name: [[seconds, value], ...]}``.
         was_stopped: by Ctrl-C or SIGTERM, before its end.
-        start_up_s: from the command's start to the first request.
+        start_up_s: from the command's start to the first request; None if none was sent.
         records: one for each request; not in the JSON.
     """
 

@@ -9,9 +9,11 @@
 import asyncio
 import datetime
 import gc
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from scripts.load import metrics, validity
 from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Crew, Outcome, busiest, num_clients_for
 from scripts.load.draws import rng_of
-from scripts.load.heads import Heads, setup_of
+from scripts.load.heads import Heads, own_headers, setup_of
 from scripts.load.kinds import kinds_of, mean_load
 from scripts.load.outputs import compare_outputs, read_expected
 from scripts.load.plan import ideal_cached
@@ -53,7 +55,8 @@ def run_load(
         ConfigError: the server does not answer, or the plan cannot be made.
         ClientFailed: a client process died.
     """
-    return asyncio.run(run_load_async(config, on_tick=on_tick, server=server, salt=salt))
+    with _interruptible():
+        return asyncio.run(run_load_async(config, on_tick=on_tick, server=server, salt=salt))
 
 
 async def run_load_async(
@@ -81,9 +84,9 @@ class _Load:
         crew = Crew(setup, self._num_clients(), lambda planned: (heads.of(planned), prompts.body(planned)), on_tick)
         try:
             await crew.start()  # they import while we think
-            found = server or probe(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
+            found = server or probe(config.url, own_headers(config), verify_tls=config.verify_tls)
             if config.flush_cache:
-                flush_cache(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
+                flush_cache(config.url, own_headers(config), verify_tls=config.verify_tls)
             self._plan = make_plan(config)
             await self._fit(crew, heads)
             if found.vocab_size is None and not config.vocab_size and config.sends_ids:
@@ -162,6 +165,7 @@ class _Load:
             record.is_measured = record.intended_s >= begin_s and is_before_cooldown and is_ended
         measured = [record for record in records if record.is_measured]
         firsts = [record for record in records if record.turn == 0]
+        sent_s = [record.sent_s for record in records if record.sent_s >= 0]
         num_events = sum(len(record.stamps_s) for record in records)
         client = validity.client_load(outcome, parse_cpu_s, num_events)
         arrivals = validity.arrival_check(records, config, plan.is_checked and is_open, is_open)
@@ -196,9 +200,7 @@ class _Load:
             num_requests=len(records),
             num_measured=len(measured),
             was_stopped=outcome.was_halted,
-            start_up_s=outcome.start_at
-            - self._began_at
-            + min((r.sent_s for r in records if r.sent_s >= 0), default=0.0),
+            start_up_s=outcome.start_at - self._began_at + min(sent_s) if sent_s else None,
             rate=arrivals["intended_rate"],
             records=records,
         )
@@ -261,6 +263,25 @@ def records_of(outcome: Outcome, drawn: str) -> list[Record]:
     return sorted(records, key=lambda record: record.index)
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C while the server is asked about itself, or a plan is made, counts at once: asyncio's own handler would
+    wait until the coroutine pauses."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT)
+    is_mine = usual is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_mine:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if is_mine:
+            signal.signal(signal.SIGINT, usual)
+
+
 class _halted_by_signal:
     """While inside, Ctrl-C and SIGTERM end the run early, with a report of what there is."""
 
@@ -270,9 +291,6 @@ class _halted_by_signal:
         self._signals: list[int] = []
 
     def __enter__(self) -> None:
-        import signal
-        import threading
-
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._loop.add_signal_handler(number, self._crew.halt)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from scripts.load.config import LoadtestConfig
+from scripts.load.heads import own_headers
 from scripts.load.probe import connect
 
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}\n]*\})?[ \t]+([-+\d.eE]+)(?=\s|$)", re.MULTILINE)
@@ -40,7 +41,7 @@ class Scraper:
         root = self._parts.path.rstrip("/").removesuffix("/v1")
         self._path = self._parts.path if is_page else root + "/metrics"
         is_own = self._parts.netloc == urlsplit(config.url).netloc  # nobody else is told the key
-        self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key and is_own else {}
+        self._headers = own_headers(config) if is_own else {}
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket | None = None
         self._is_over = False

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from scripts.load import stats
 from scripts.load.config import LoadtestConfig
+from scripts.load.heads import own_headers
 from scripts.load.live import watched
 from scripts.load.main import FAILED, FINE, INVALID, at_rate, say
 from scripts.load.metrics import Figures
@@ -162,7 +163,7 @@ def measure(run: Run, rate: float, target: float) -> Point:
 
 def search_command(config: LoadtestConfig) -> int:
     """``--find-goodput`` and ``--sweep``: run, print a table, write the files."""
-    server = probe(config.url, api_key=config.api_key, verify_tls=config.verify_tls)
+    server = probe(config.url, own_headers(config), verify_tls=config.verify_tls)
     shown: list[Report] = []
 
     def run(rate: float, number: int) -> Report:

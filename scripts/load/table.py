@@ -63,6 +63,9 @@ def _load_lines(report: Report) -> list[str]:
         shape += f" ({arrivals['cv_expected']:.2f} expected)"
     if arrivals["ks_p"] is not None:
         shape += f", KS p {arrivals['ks_p']:.2g}"
+    first = (
+        "no request was sent" if report.start_up_s is None else f"first request {report.start_up_s:.2f} s after start"
+    )
     per_event = f"{client['cpu_ms_per_event']:.4f} ms per token event" if client["cpu_ms_per_event"] else "-"
     return [
         f"requests   {report.num_requests:,} sent, {report.num_measured:,} measured, "
@@ -70,8 +73,7 @@ def _load_lines(report: Report) -> list[str]:
         f"arrivals   {rate}{intended}{shape}; sent late p50 {milliseconds(late['p50'])} ms, "
         f"p99 {milliseconds(late['p99'])} ms",
         f"client     {client['processes']} process{'es' if client['processes'] > 1 else ''}, CPU {per_event}, "
-        f"loop lag p99 {milliseconds(client['lag_p99_s'])} ms, "
-        f"first request {report.start_up_s or 0:.2f} s after start",
+        f"loop lag p99 {milliseconds(client['lag_p99_s'])} ms, {first}",
     ]
 
 
@@ -216,5 +218,6 @@ def _run_lines(report: Report) -> list[str]:
     if report.is_valid and report.all_failed:
         return ["Every request failed."]
     if report.is_valid:
-        return ["The run is valid: requests went out as they were meant to, and the client kept up."]
+        failed = f" {report.errors['count']:,} of {report.num_measured:,} failed." if report.errors["count"] else ""
+        return ["The run is valid: requests went out as they were meant to, and the client kept up." + failed]
     return ["THE RUN IS INVALID:", *(f"  - {reason}" for reason in report.reasons)]
