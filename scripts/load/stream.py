@@ -5,9 +5,10 @@ last byte came. Then one JSON decoder, typed to what is looked at and nothing el
 completions and chat (vLLM, SGLang, llama.cpp's server, Baton) and the native ``/generate`` of SGLang and Baton.
 """
 
+import re
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -67,6 +68,8 @@ class _Event(msgspec.Struct):
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
 #: The decoder's own error, and Python's where a string is not UTF-8.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+NEWLINE = 10
+EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
@@ -116,18 +119,22 @@ def read_answer(done: Done) -> Answer:
         return answer
     answer.status, headers = read_head(done.raw[:head_end])
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
-    parts = _dechunked(done.raw, head_end + 4) if is_chunked else iter([(head_end + 4, done.raw[head_end + 4 :])])
-    if answer.status != 200:
-        _read_refusal(answer, b"".join(body for _, body in parts))
-    elif b"event-stream" in headers.get(b"content-type", b""):
-        _read_events(answer, parts, done)
+    if answer.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
+        _read_events(answer, done, events(done.raw, head_end + 4, is_chunked))
+        return answer
+    body = b"".join(body for _, body in _parts(done.raw, head_end + 4, is_chunked))
+    if answer.status == 200:
+        _read_whole(answer, body, done.ended_at)
     else:
-        _read_whole(answer, b"".join(body for _, body in parts), done.ended_at)
+        _read_refusal(answer, body)
     return answer
 
 
-def _dechunked(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
-    """Offset in ``raw`` and bytes of each chunk; of an unfinished last one what there is."""
+def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+    """Offset in ``raw`` and bytes of each chunk of a body, of an unfinished last one what there is; or of all of it."""
+    if not is_chunked:
+        yield at, raw[at:]
+        return
     while True:
         line_end = raw.find(b"\r\n", at)
         if line_end < 0:
@@ -140,42 +147,35 @@ def _dechunked(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
         at = begin + size + 2
 
 
-def events(parts: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Offset in the raw bytes just behind each server-sent event, and the event without the empty line after it."""
+def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+    """Offset in ``raw`` just behind each server-sent event of the body that begins at ``at``, and the event's data."""
+    sizes: dict[bytes, int] = {}
+    for chunk in raw[at:].split(b"\n\n\r\n")[:-1] if is_chunked else ():
+        line, _, data = chunk.partition(b"\r\ndata: ")
+        size = sizes.get(line)
+        if size is None:
+            size = sizes[line] = chunk_size(line) if line.isalnum() else -1
+        if size != len(data) + 8 or NEWLINE in data:
+            break
+        at += len(chunk) + 4
+        yield at - 2, data  # the usual: a chunk that is one event of one line
     rest = b""
-    for begin, body in parts:
-        if not rest and body.endswith(b"\n\n") and body.find(b"\n\n") == len(body) - 2:  # the usual: one in a chunk
-            yield begin + len(body), body[:-2]
-            continue
+    for begin, body in _parts(raw, at, is_chunked):
         whole = rest + body
         origin = begin - len(rest)
         at = 0
-        while True:
-            end, width = _empty_line(whole, at)
-            if end < 0:
-                break
-            yield origin + end + width, whole[at:end]
-            at = end + width
+        for empty in EMPTY_LINE.finditer(whole):
+            yield origin + empty.end(), _data_of(whole[at : empty.start()])
+            at = empty.end()
         rest = whole[at:]
 
 
-def _empty_line(data: bytes, at: int) -> tuple[int, int]:
-    plain, dos = data.find(b"\n\n", at), data.find(b"\r\n\r\n", at)
-    if dos >= 0 and (plain < 0 or dos < plain):
-        return dos, 4
-    return plain, 2
-
-
-def _read_events(answer: Answer, parts: Iterator[tuple[int, bytes]], done: Done) -> None:
+def _read_events(answer: Answer, done: Done, found: Iterator[tuple[int, bytes]]) -> None:
     stamps = array("d", done.stamps)
-    ends = array("Q")
-    total = 0
-    for size in array("I", done.sizes):
-        total += size
-        ends.append(total)
+    piece_ends = list(accumulate(array("I", done.sizes)))
+    piece, last = 0, len(stamps) - 1
     is_done = False
-    for end, event in events(parts):
-        data = event[6:] if event.startswith(b"data: ") and b"\n" not in event else _data_of(event)
+    for end, data in found:
         if not data:
             continue
         if data == b"[DONE]":
@@ -187,7 +187,9 @@ def _read_events(answer: Answer, parts: Iterator[tuple[int, bytes]], done: Done)
             answer.error, answer.message = answer.error or "bad_json", str(error)
             return
         answer.num_events += 1
-        _take(answer, parsed, stamps[min(bisect_left(ends, end), len(stamps) - 1)])
+        while piece < last and piece_ends[piece] < end:
+            piece += 1
+        _take(answer, parsed, stamps[piece])
     if not answer.error and not is_done and not answer.finish:
         answer.error, answer.message = "truncated", "the stream ended without [DONE] and without a finish reason"
     if not answer.error and not answer.stamps:
