@@ -39,6 +39,13 @@ def test_a_file_in_mooncakes_format_with_fractions_counts_seconds(tmp_path: Path
     assert [row.at for row in trace.rows] == [0, 0, 3]
 
 
+def test_whole_numbers_too_close_together_for_milliseconds_are_seconds(tmp_path: Path) -> None:
+    """One request a second; as milliseconds they would be a thousand."""
+    rows = [dict(MOONCAKE[0], timestamp=number) for number in range(10)]
+    trace = read_trace(write(tmp_path / "t", *rows))
+    assert (trace.unit, trace.rows[-1].at) == ("s", 9)
+
+
 def test_the_unit_can_be_given(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "t", *MOONCAKE), "us")
     assert trace.rows[-1].at == pytest.approx(0.003)
@@ -77,6 +84,22 @@ def test_jitter_spreads_requests_over_their_tick(tmp_path: Path) -> None:
     at = np.array([planned.at for planned in plan])
     assert len(set(at.tolist())) == 200
     assert at.max() < 12 and np.histogram(at, bins=4, range=(0, 12))[0] == pytest.approx(50, abs=10)
+
+
+@pytest.mark.parametrize(
+    ("gaps_ms", "tick_s"),
+    [
+        ([43_000, 7_000, 43_000, 12_000, 43_000, 30_000], 1.0),  # of a clock of seconds in which little happens
+        ([3_000, 2_999, 3_001, 6_000, 3_000, 3_002, 3_000, 2_999, 3_000, 3_000], 3.0),  # Mooncake's
+    ],
+)
+def test_a_tick_is_a_step_of_the_clock_not_the_usual_gap(tmp_path: Path, gaps_ms: list[int], tick_s: float) -> None:
+    at_ms = np.cumsum([0, *gaps_ms]).tolist()
+    trace = read_trace(write(tmp_path / "t", *(dict(MOONCAKE[0], timestamp=at) for at in at_ms)))
+    plan = replayed(trace, Replay(has_jitter=True, window=(1e-9, 1e9)), np.random.default_rng(0))
+    assert trace.notes[1] == f"requests spread within ticks of {tick_s:g} s"
+    moved = [planned.at - at / 1000 for planned, at in zip(plan, at_ms[1:], strict=True)]
+    assert min(moved) >= 0 and max(moved) < tick_s and len(set(moved)) == len(moved)
 
 
 def test_a_window_is_a_part_of_the_trace_from_its_beginning_on(tmp_path: Path) -> None:

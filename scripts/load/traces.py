@@ -26,6 +26,8 @@ from scripts.load.schedule import MAX_SECONDS
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MOONCAKE_TOKENS, QWEN_TOKENS = 512, 16
+MAX_PER_MS = 0.2  # requests: of whole numbers that come closer together, milliseconds are less likely than seconds
+NEARLY_ALL, UNEVEN = 0.9, 0.05  # of gaps between instants: this share must be multiples of a tick, give or take so much
 
 
 @dataclass(slots=True)
@@ -119,14 +121,14 @@ def _unit(name: str, instants: list[float]) -> str:
     """What the timestamps of a format are in, unless they themselves say otherwise.
 
     Mooncake counts whole milliseconds; files "in its format" made by others count seconds, which shows in fractions, or
-    in so slow a pace as milliseconds that it must be them.
+    in a pace that as milliseconds would be 200 requests per second and more.
     """
     if name != "Mooncake":
         return "s"
     if any(at != int(at) for at in instants[:10_000]):
         return "s"
     span = max(instants) - min(instants)
-    return "ms" if span == 0 or len(instants) / span < 10 else "s"
+    return "ms" if span == 0 or len(instants) / span < MAX_PER_MS else "s"
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------
@@ -285,11 +287,26 @@ def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
     gaps = np.diff(np.unique(at))
     if not len(gaps):
         return at
-    (tick, _), *_ = Counter(np.round(gaps, 3).tolist()).most_common(1)
+    tick = _tick(gaps)
     if not tick:
         raise ConfigError("--trace-jitter: this trace's clock has no ticks of a millisecond or more")
     notes.append(f"requests spread within ticks of {tick:g} s")
     return np.sort(at + rng.uniform(0.0, tick, len(at)))
+
+
+def _tick(gaps: Any) -> float:
+    """The step of a clock in seconds, from the gaps between its instants; 0 for less than a millisecond.
+
+    The most common gap is one step where instants come at nearly every one, even if steps are a little uneven; where
+    most steps pass without a request it is some multiple, and the step is what divides all gaps.
+    """
+    spans = np.rint(gaps * 1000).astype(np.int64)
+    ((common, _),) = Counter(spans.tolist()).most_common(1)
+    if not common:
+        return 0.0
+    astray = np.abs(spans - np.rint(spans / common) * common)
+    is_step = np.mean(astray <= UNEVEN * common) >= NEARLY_ALL
+    return (common if is_step else int(np.gcd.reduce(spans))) / 1000
 
 
 def _scale(at: Any, replay: Replay, notes: list[str]) -> float:
