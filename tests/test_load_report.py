@@ -16,6 +16,7 @@ from load_records import record
 from rich.cells import cell_len
 from rich.console import Console
 
+from common.config import SMALL_MODEL
 from common.errors import ConfigError
 from scripts.load import metrics
 from scripts.load.config import LoadtestConfig
@@ -247,6 +248,16 @@ def test_a_check_that_compared_less_than_was_expected_has_not_passed(
     assert "24 compared, 0 differ; 6 requests failed or were cut off" in said.err
     verdict = "NOT ALL EXPECTED OUTPUTS WERE COMPARED"
     assert verdict in said.out and f'<p class="bad">{verdict}' in (tmp_path / "r.html").read_text()
+
+
+def test_a_chat_is_another_prompt_than_its_words_and_so_are_trimmed_words(tmp_path: Path) -> None:
+    saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
+    trimmed = ["--prompt", "text", "--tokenizer", SMALL_MODEL]
+    with mock_server(tmp_path) as server:
+        command(server, "--prompt", "text", "--save-outputs", saved)
+        for words in (["--endpoint", "chat"], trimmed):
+            assert command(server, *words, "--expect-file", saved, "--json", str(path)) == DIFFERENT
+            assert outputs_of(path) == COUNTS | {"expected": 30, "not_sent": 30, "not_expected": 30}
 
 
 def test_what_a_file_of_ones_own_asks_beside_the_prompt_tells_requests_apart() -> None:

@@ -9,6 +9,7 @@
 import asyncio
 import datetime
 import gc
+import hashlib
 import signal
 import threading
 import time
@@ -133,7 +134,7 @@ class _Load:
         if config.vocab_size:
             vocab = Server(None, config.vocab_size, "", {}).vocab
         seed = config.seed + (self._salt << 40)
-        self._drawn = f"{seed} {vocab if config.sends_ids else 'words'}"
+        self._drawn = f"{seed} {vocab if config.sends_ids else _words_of(config)}"
         return Prompts(
             seed,
             vocab,
@@ -231,6 +232,16 @@ def _last_token_s(records: Sequence[Record]) -> float:
     return max(stamps or [record.ended_s for record in records], default=0.0)
 
 
+def _words_of(config: LoadtestConfig) -> str:
+    """What words follow from beside the seed: chats go through a template, and a tokenizer trims."""
+    trimmed = hashlib.sha256(_tokenizer_file(config.tokenizer).read_bytes()).hexdigest() if config.tokenizer else ""
+    return f"{'chat' if config.endpoint == 'chat' else 'text'} {trimmed}"
+
+
+def _tokenizer_file(path: str) -> Path:
+    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+
+
 def read_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a file, or of a model's folder.
 
@@ -239,9 +250,8 @@ def read_tokenizer(path: str) -> Tokenizer:
     """
     import tokenizers
 
-    place = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     try:
-        found: Tokenizer = tokenizers.Tokenizer.from_file(str(place))
+        found: Tokenizer = tokenizers.Tokenizer.from_file(str(_tokenizer_file(path)))
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"--tokenizer {path} is no tokenizer.json, nor a folder with one: {error}") from None
     return found
