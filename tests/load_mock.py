@@ -27,7 +27,8 @@ def mock_server(folder: Path, *flags: str) -> Iterator[MockServer]:
     command = [sys.executable, str(Path(__file__).with_name("mock_openai.py")), *flags, "--truth", str(truth)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        server = MockServer(f"http://127.0.0.1:{int(process.stdout.readline())}")
+        scheme = "https://localhost" if "--tls" in flags else "http://127.0.0.1"
+        server = MockServer(f"{scheme}:{int(process.stdout.readline())}")
         try:
             yield server
         finally:

@@ -9,8 +9,8 @@ Flaws to order: ``--capacity`` (others wait in line), ``--stall AT:FOR`` (nothin
 (every N-th connection is cut in mid-stream), ``--refuse N`` (every N-th gets a 500), ``--slam N`` (every N-th
 is cut before any answer), ``--sour N`` (every N-th stream
 brings an error event), ``--hang N`` (every N-th never goes on), ``--wrong-usage``, ``--bunch N`` (N tokens an event),
-``--split`` (writes cut at awkward places), ``--crlf``, ``--want NAME:VALUE`` (401 without that header). It
-imports nothing of ours.
+``--split`` (writes cut at awkward places), ``--crlf``, ``--want NAME:VALUE`` (401 without that header). ``--tls FILE``
+speaks TLS with the key and certificate of a file. It imports nothing of ours.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import time
 from collections import deque
 from typing import Any
@@ -256,10 +257,15 @@ async def main() -> None:
     parser.add_argument("--stall", default="")
     parser.add_argument("--truth", default="")
     parser.add_argument("--want", default="")
+    parser.add_argument("--tls", default="")
     for name in ("wrong-usage", "split", "crlf"):
         parser.add_argument(f"--{name}", action="store_true")
     mock = Mock(parser.parse_args())
-    server = await asyncio.start_server(mock.serve, "127.0.0.1", 0, backlog=1024, limit=1 << 24)
+    context = None
+    if mock.options.tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(mock.options.tls)
+    server = await asyncio.start_server(mock.serve, "127.0.0.1", 0, backlog=1024, limit=1 << 24, ssl=context)
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     print(server.sockets[0].getsockname()[1], flush=True)

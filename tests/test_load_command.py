@@ -1,6 +1,7 @@
 """The command as a user meets it: what it refuses, what it says, and how it ends when it is interrupted."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,11 @@ KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
         ({"header": "x: s3cret\r\ny: z"}, "--header must be"),
         ({"header": "content-length: 3"}, "says itself how long"),
         (KEYS, "choose one"),
+        ({"url": "http://127.0.0.1:1/\u00fc"}, "plain letters"),
+        ({"url": "http://127.0.0.1:1/a b"}, "plain letters"),
+        ({"url": "http://127.0.0.1:1?api=2"}, "would not be sent"),
+        ({"url": "http://127.0.0.1:1/v1/chat/completions"}, "leave /v1/chat/completions out"),
+        ({"scrape": "http://127.0.0.1:1/metrics#x"}, "would not be sent"),
         ({"jsonl": "-"}, "--jsonl -: only --json can go to standard output"),
     ],
 )
@@ -78,6 +84,48 @@ def test_a_header_goes_with_all_that_is_asked_and_takes_the_place_of_our_own(tmp
             load(server, num_requests=1)
         report = load(server, num_requests=2, rate="50", output_len="1", header="api-key:k")
     assert report.server["model"] == "mock" and report.errors["count"] == 0
+
+
+def test_a_certificate_of_ones_own_is_refused_unless_it_is_vouched_for_or_not_to_be_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.pem"
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(own), "-out", str(tmp_path / "c.pem")]
+    if not shutil.which("openssl") or subprocess.run([*made.split(), *names], capture_output=True).returncode:
+        pytest.skip("no openssl here to make a certificate")
+    own.write_text(own.read_text() + (tmp_path / "c.pem").read_text())
+    with mock_server(tmp_path, "--tls", str(own), "--ttft", "0.01") as server:
+        with pytest.raises(ConfigError, match=r"not to be trusted \(self-signed certificate\): --no-verify-tls"):
+            load(server, num_requests=1)
+        unchecked = load(server, num_requests=5, rate="50", output_len="3", verify_tls=False)
+        monkeypatch.setenv("SSL_CERT_FILE", str(own))
+        vouched = load(server, num_requests=5, rate="50", output_len="3")
+    for report in (unchecked, vouched):
+        assert report.errors["count"] == 0 and report.tokens["output_counted"] == 15
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint", "complaint"),
+    [
+        ('{"messages": [{"role": "user", "content": "x"}]}', "completions", "--endpoint chat takes those"),
+        ('{"prompt": "x"}', "chat", "--endpoint completions takes those"),
+    ],
+)
+def test_a_trace_of_another_endpoint_is_refused(tmp_path: Path, line: str, endpoint: str, complaint: str) -> None:
+    (tmp_path / "t.jsonl").write_text(line)
+    with mock_server(tmp_path) as server, pytest.raises(ConfigError, match=complaint):
+        load(server, trace=str(tmp_path / "t.jsonl"), endpoint=endpoint)
+
+
+def test_an_answer_after_the_timeout_counts_as_failed_though_nobody_looked_just_then(tmp_path: Path) -> None:
+    """Clients look twice a second; five tokens take 0.09 s, thirty 0.34."""
+    mix = "short:output=5;long:output=30"
+    with mock_server(tmp_path, "--ttft", "0.05", "--itl", "0.01") as server:
+        report = load(server, num_requests=12, rate="40", mix=mix, timeout="250ms")
+    failed = [record.class_name for record in report.records if record.error == "timeout"]
+    assert set(failed) == {"long"} and len(failed) == sum(one.class_name == "long" for one in report.records)
+    assert report.errors["kinds"] == {"timeout": len(failed)}
 
 
 def test_failures_are_beside_the_verdict(tmp_path: Path) -> None:

@@ -220,8 +220,10 @@ class LoadtestConfig(LoadOptions, _Target):
         check_load(self)
         _check_times(self)
         check_url(self.url, "--url")
+        if found := re.search(r"/(v1/(chat/)?completions|generate)/?$", self.url):
+            raise ConfigError(f"--url {self.url}: leave {found[0]} out, --endpoint says which it is")
         if self.scrape not in ("auto", "none"):
-            check_url(self.scrape, "--scrape (auto, none or a URL)")
+            check_url(self.scrape, "--scrape (auto, none or a URL)", has_query=True)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("--api-key holds characters that cannot be in a header, perhaps a line end")
         if self.clients and self.concurrency and self.clients > self.concurrency:
@@ -287,17 +289,21 @@ def _is_rate(word: str) -> bool:
     return bool(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", word)) and MIN_RATE <= float(word) <= MAX_RATE
 
 
-def check_url(url: str, flag: str) -> None:
-    """Raises ConfigError, naming the flag, for what is no address of a server."""
+def check_url(url: str, flag: str, *, has_query: bool = False) -> None:
+    """Raises ConfigError, naming the flag, for what is no address of a server, or would not all be used."""
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        if parts.username is not None:
-            raise ConfigError(f"{flag}: a name and password in it would not be sent: use --api-key or --header")
     except ValueError:  # a port that is no number, or out of range
         is_one = False
     if not is_one:
         raise ConfigError(f"{flag} must be http://HOST:PORT or https://HOST:PORT, not {url!r}")
+    if parts.username is not None:
+        raise ConfigError(f"{flag}: a name and password in it would not be sent: use --api-key or --header")
+    if not re.fullmatch("[!-~]+", url):
+        raise ConfigError(f"{flag} must be plain letters (xn--... for a host, %20 in a path), not {url!r}")
+    if parts.fragment or (parts.query and not has_query):
+        raise ConfigError(f"{flag}: what stands after its path, in {url!r}, would not be sent")
 
 
 #: Options that would have no effect without another: field, the other flag, and whether that is there.

@@ -131,6 +131,11 @@ def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, me
         connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, headers=dict(headers))
         answer = connection.getresponse()
         return answer.status, _bounded(answer, parts)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"--url {parts.geturl()}: its certificate is not to be trusted ({error.verify_message}): --no-verify-tls, "
+            "or name who signed it in the environment, SSL_CERT_FILE=FILE"
+        ) from None
     except (OSError, http.client.HTTPException) as error:
         raise ConfigError(f"--url {parts.geturl()}: nothing answers there ({error or type(error).__name__})") from None
     finally:

@@ -26,7 +26,7 @@ from scripts.load.draws import rng_of
 from scripts.load.heads import Heads, own_headers, setup_of
 from scripts.load.kinds import kinds_of, mean_load
 from scripts.load.outputs import compare_outputs, read_expected
-from scripts.load.plan import ideal_cached
+from scripts.load.plan import Planned, ideal_cached
 from scripts.load.probe import UNKNOWN_VOCAB, Server, flush_cache, probe
 from scripts.load.prompts import Prompts, Tokenizer
 from scripts.load.records import Record, record_of
@@ -112,6 +112,7 @@ class _Load:
         """Now that the plan is known: can its tenants be named, and does a trace need more processes?"""
         plan, is_trace = self._plan, self._config.trace is not None
         requests = [one for chain in plan.chains for one in chain] if is_trace else []
+        check_endpoint(self._config.endpoint, requests)
         heads.check({*(kind.tenant for kind in plan.kinds.values()), *(one.tenant for one in requests)})
         if is_trace and plan.is_open and not self._config.clients:
             await crew.grow(num_clients_for(*busiest(requests), 0))
@@ -158,6 +159,9 @@ class _Load:
         cpu_s = time.process_time()
         records = records_of(outcome, self._drawn)
         parse_cpu_s = time.process_time() - cpu_s
+        for record in records:  # clients look only now and then at what has taken too long
+            if record.is_ok and record.ended_s - record.released_s > config.timeout_s:
+                record.error = "timeout"
         begin_s, end_s, is_open = self._window(outcome, records)
         for record in records:
             is_before_cooldown = not config.cooldown_s or record.intended_s < end_s
@@ -224,6 +228,16 @@ class _Load:
         if self._config.duration_s is None or end_s <= begin_s:
             end_s = max(end_s, _last_token_s([record for record in records if record.is_measured]))
         return begin_s, end_s
+
+
+def check_endpoint(endpoint: str, requests: Sequence[Planned]) -> None:
+    """Raises ConfigError for what the user's own file asks of an endpoint that does not know it."""
+    for planned in requests:
+        given = planned.extra or {}
+        if "messages" in given and endpoint != "chat":
+            raise ConfigError(f"--trace: a line has messages: --endpoint chat takes those, not {endpoint}")
+        if "prompt" in given and endpoint == "chat":
+            raise ConfigError("--trace: a line has a prompt: --endpoint completions takes those, not chat")
 
 
 def _last_token_s(records: Sequence[Record]) -> float:

@@ -40,6 +40,7 @@ class Scraper:
         is_page = config.scrape != "auto" and self._parts.path not in ("", "/")
         root = self._parts.path.rstrip("/").removesuffix("/v1")
         self._path = self._parts.path if is_page else root + "/metrics"
+        self._path += f"?{self._parts.query}" if self._parts.query else ""
         is_own = self._parts.netloc == urlsplit(config.url).netloc  # nobody else is told the key
         self._headers = own_headers(config) if is_own else {}
         self._connection: http.client.HTTPConnection | None = None

@@ -38,6 +38,11 @@ def percent(value: Any) -> str:
     return ">99.9%" if words == "100.0%" and value < 1 else "<0.1%" if words == "0.0%" and value > 0 else words
 
 
+def per_second(value: float) -> str:
+    """A rate with three or four digits that count, and no powers of ten where they can be said."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def summary_lines(report: Report) -> list[str]:
     """The whole summary, fit for a terminal whatever a server said."""
     notes = [*report.notes, ""] if report.notes else []
@@ -56,8 +61,8 @@ def fact_lines(report: Report) -> list[str]:
 def _load_lines(report: Report) -> list[str]:
     arrivals, client = report.arrivals, report.client
     late = arrivals["lateness"]
-    rate = f"{arrivals['achieved_rate']:.4g}/s" if arrivals["achieved_rate"] else "-"
-    intended = f" of {arrivals['intended_rate']:.4g}/s intended" if arrivals["intended_rate"] else ""
+    rate = f"{_exact(arrivals['achieved_rate'])}/s" if arrivals["achieved_rate"] else "-"
+    intended = f" of {_exact(arrivals['intended_rate'])}/s intended" if arrivals["intended_rate"] else ""
     shape = f", CV {arrivals['cv']:.2f}" if arrivals["cv"] is not None else ""
     if arrivals["cv_expected"] is not None and shape:
         shape += f" ({arrivals['cv_expected']:.2f} expected)"
@@ -75,6 +80,10 @@ def _load_lines(report: Report) -> list[str]:
         f"client     {client['processes']} process{'es' if client['processes'] > 1 else ''}, CPU {per_event}, "
         f"loop lag p99 {milliseconds(client['lag_p99_s'])} ms, {first}",
     ]
+
+
+def _exact(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def _latency_lines(latency: Figures) -> list[str]:
@@ -97,8 +106,8 @@ def _latency_lines(latency: Figures) -> list[str]:
 def _rate_lines(report: Report) -> list[str]:
     rates = report.throughput
     return [
-        f"throughput {rates['requests_per_s']:.3g} requests/s, {rates['output_tokens_per_s']:,.1f} tokens/s out, "
-        f"{rates['input_tokens_per_s']:,.1f} tokens/s in"
+        f"throughput {per_second(rates['requests_per_s'])} requests/s, "
+        f"{rates['output_tokens_per_s']:,.1f} tokens/s out, {rates['input_tokens_per_s']:,.1f} tokens/s in"
     ]
 
 
@@ -107,7 +116,7 @@ def _service_lines(report: Report) -> list[str]:
     low, high = service["attainment_ci"]
     limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in service["limits_s"].items())
     lines = [
-        f"goodput    {service['goodput_per_s']:.3g} requests/s; {percent(service['attainment'])} good "
+        f"goodput    {per_second(service['goodput_per_s'])} requests/s; {percent(service['attainment'])} good "
         f"({percent(low)} to {percent(high)}) within {limits or 'no limit but success'}"
     ]
     if service["misses"]:

@@ -17,6 +17,7 @@ MIN_FOR_TEST = 20
 P_VALUE = 1e-4
 RATE_TOLERANCE = 0.02
 MAX_CPU = 0.9
+MIN_WALL_S = 1.0  # of a process that had next to nothing to do, the start is all of it
 MAX_LAG_S = 0.05
 MAX_RESOLUTION_S = 0.001  # gaps shorter than a send takes cannot keep their distribution
 
@@ -94,7 +95,7 @@ def client_load(outcome: Outcome, parse_cpu_s: float, num_events: int) -> dict[s
         "processes": len(outcome.finished),
         "receives_in": outcome.receives_in,
         "cpu_s": {"clients": sum(cpu_s), "feed": outcome.feed_cpu_s, "parse": parse_cpu_s},
-        "busiest": max((finished.cpu_s / max(finished.wall_s, 1e-9) for finished in outcome.finished), default=0.0),
+        "busiest": max((one.cpu_s / max(one.wall_s, MIN_WALL_S) for one in outcome.finished), default=0.0),
         "cpu_ms_per_event": total_s * 1e3 / num_events if num_events else None,
         "lag_p50_s": float(np.quantile(lags, 0.5)) if lags else 0.0,
         "lag_p99_s": float(np.quantile(lags, 0.99)) if lags else 0.0,
