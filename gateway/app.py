@@ -37,6 +37,7 @@ from gateway.quotas import Quotas
 from gateway.relay import Ask, Relay
 from gateway.render import ChatRender, CompletionRender, NativeRender, Usage
 from gateway.schema import Chat, Codec, Completion, Native, OpenAI
+from gateway.weight import MAX_VALUES
 
 GRACE_S = 2.0
 Asked = TypeVar("Asked", Completion, Chat, Native)
@@ -99,6 +100,7 @@ class Gateway:
             callers=self._callers,
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=self._body_timeout_s,
+            max_values=self._max_values,
             on_done=self._metrics.answered,
         )
         queries.body, queries.tenant = self._front.body, self._front.tenant
@@ -151,6 +153,11 @@ class Gateway:
         with self._metrics.refusing[""]:
             body = self._codec.decode(kind, await self._front.body(request))
             return body, self._models.get(body.model)
+
+    def _max_values(self) -> int:
+        """Of a body: it may be all of the longest prompt's token ids."""
+        limits = [model.fleet.registry.limits() for model in self._models]
+        return max([MAX_VALUES, *(known.context_length for known in limits if known is not None)])
 
     def _terms(self, request: web.BaseRequest, body: Completion | Chat | Native, model: Model) -> Terms:
         claim = self._claims.claim(self._front.tenant(request), body.priority, body.priority_class)

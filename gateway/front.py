@@ -17,6 +17,7 @@ from aiohttp.web_exceptions import HTTPException
 from common.errors import HTTP_STATUS, ErrorCode, RequestError
 from gateway.keys import Callers
 from gateway.render import as_error, encode_json, error_body
+from gateway.weight import LIGHT_BYTES, check_weight
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +64,19 @@ class Front:
         callers: knows whose key a request carries.
         max_body_bytes: larger bodies get 413.
         body_timeout_s: slower bodies get 408.
+        max_values: of a body; more get 413.
         on_done: told of every answer's path and status.
     """
 
     def __init__(
         self, routes: Mapping[str, Mapping[str, Handler]], *, callers: Callers, max_body_bytes: int,
-        body_timeout_s: float, on_done: OnDone,
+        body_timeout_s: float, max_values: Callable[[], int], on_done: OnDone,
     ) -> None:  # fmt: skip
         self._routes = routes
         self._callers = callers
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._max_values = max_values
         self._on_done = on_done
         self.is_stopping = False
 
@@ -134,7 +137,7 @@ class Front:
         return self._callers.tenant(request.headers)
 
     async def body(self, request: web.BaseRequest) -> bytes:
-        """The JSON body's bytes. Raises RequestError: not JSON, too large, too slow."""
+        """The JSON body's bytes. Raises RequestError: not JSON, too large, too slow, too much in it."""
         kind = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise HttpError(415, "the Content-Type must be application/json")
@@ -144,13 +147,17 @@ class Front:
             request.transport.write(CONTINUE)
         try:
             if request.content.is_eof() and request.content.total_bytes <= self._max_body_bytes:
-                return request.content.read_nowait()  # all of it came with the headers
-            async with asyncio.timeout(self._body_timeout_s):
-                return await self._read(request)
+                body = request.content.read_nowait()  # all of it came with the headers
+            else:
+                async with asyncio.timeout(self._body_timeout_s):
+                    body = await self._read(request)
         except TimeoutError as error:
             raise HttpError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise HttpError(400, "the body cannot be read: its transfer or content encoding is broken") from error
+        if len(body) > LIGHT_BYTES:
+            await check_weight(body, self._max_values())
+        return body
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         body = bytearray()
