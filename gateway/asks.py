@@ -45,12 +45,17 @@ from gateway.schema import (
     check_no_effect,
     refuse,
 )
-from gateway.text import LONG_CHARACTERS, Text
+from gateway.text import LIST_IDS, LONG_CHARACTERS, LONG_IDS, Text
 
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
 #: Chats of more messages (or parts of them) are worth a thread: each takes some microseconds.
 MANY_PARTS = 1024
+#: What a tokenizer does for any text, however short, in characters.
+TEXT_CHARACTERS = 128
+#: Asks that are made before others have their turn.
+ASKS_AT_ONCE = 64
+MAX_TEMPLATE_KWARGS = 256
 
 Made = TypeVar("Made")
 
@@ -106,13 +111,14 @@ class Asker:
         for i, prompt in enumerate(ids):
             ask = self._openai_ask(body, rids[i], request_id, prompt, terms, COMPLETION_MAX_TOKENS, body.logprobs)
             if body.echo:
-                ask = self._echoed(ask, prompts[i], is_prompt_only=body.max_tokens == 0)
+                ask = await self._echoed(ask, prompts[i], is_prompt_only=body.max_tokens == 0)
             asks += samples(ask, body.n or 1, prompt_number=i)
+            await self._turn(i)
         return asks
 
-    def _echoed(self, ask: Ask, prompt: Prompt, *, is_prompt_only: bool) -> Ask:
+    async def _echoed(self, ask: Ask, prompt: Prompt, *, is_prompt_only: bool) -> Ask:
         """The same with the prompt shown, and judged if log-probabilities are wanted."""
-        text = prompt if isinstance(prompt, str) else self._text.decode(prompt, skip_special=ask.skip_special)
+        text = prompt if isinstance(prompt, str) else (await self.detokenize([prompt], ask.skip_special))[0]
         ask = dataclasses.replace(ask, echo=text, is_prompt_only=is_prompt_only)
         return ask if ask.sampling.logprobs is None else judged(ask, 0, "logprobs")
 
@@ -162,6 +168,7 @@ class Asker:
                     raise refuse("needs return_logprob to be true", "logprob_start_len")
                 ask = judged(ask, start, "logprob_start_len")
             asks += samples(ask, num_samples, prompt_number=i)
+            await self._turn(i)
         return asks, is_batch or num_samples > 1
 
     @staticmethod
@@ -187,6 +194,8 @@ class Asker:
             raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
         if not messages:
             raise refuse("must not be empty", "messages")
+        if kwargs is not None and len(kwargs) > MAX_TEMPLATE_KWARGS:
+            raise refuse(f"at most {MAX_TEMPLATE_KWARGS} of them", "chat_template_kwargs")
         for name in kwargs or {}:
             if name in RESERVED:
                 raise refuse(f"{name} cannot be set here", "chat_template_kwargs")
@@ -202,7 +211,7 @@ class Asker:
         """Token ids of a text; those of long ones are made on a thread, so that streams go on meanwhile, and between
         many short ones."""
         if len(text) <= LONG_CHARACTERS:
-            self._num_at_once += len(text)
+            self._num_at_once += len(text) + TEXT_CHARACTERS
             if self._num_at_once > LONG_CHARACTERS:
                 self._num_at_once = 0
                 await asyncio.sleep(0)
@@ -211,6 +220,18 @@ class Asker:
         return await self._on_thread(
             lambda: self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
         )
+
+    async def detokenize(self, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+        """Texts of lists of ids; many are made on the thread."""
+        if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
+            return [self._text.decode(ids, skip_special=skip_special) for ids in lists]
+        return await self._on_thread(lambda: self._text.decode_all(lists, skip_special=skip_special))
+
+    @staticmethod
+    async def _turn(number: int) -> None:
+        """Others have theirs after every so many asks."""
+        if number % ASKS_AT_ONCE == ASKS_AT_ONCE - 1:
+            await asyncio.sleep(0)
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
         """What takes so long that streams should go on meanwhile."""

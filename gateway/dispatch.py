@@ -6,10 +6,10 @@ way, ``ended``: at its last token, a stop string, a node's failure or loss, its 
 gone. Whichever it is, the nodes that may still work on it are told at once.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count, islice
 from typing import Protocol
 
 from common.clock import Clock
@@ -23,6 +23,9 @@ from gateway.leg import Leg, Timer, request_of
 from gateway.registry import Node
 from gateway.relay import Relay
 from gateway.router import Pair
+
+#: Outputs, and tokens of their prompts, that are sent out before others have their turn.
+SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
 
 #: How a decision to send is told, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
@@ -68,7 +71,7 @@ class Dispatch:
         self._legs: dict[str, Leg] = {}
         self._is_shut = False
         self._is_pump_due = False
-        self._attempts = itertools.count(first_attempt)
+        self._attempts = count(first_attempt)
         for fleet in fleets:
             fleet.admission.forecast = partial(self._seconds_until, fleet)
 
@@ -101,9 +104,14 @@ class Dispatch:
             leg = self._legs[relay.ask.rid] = Leg(relay, fleet, timer, siblings)
             legs.append(leg)
         credit = max(fleet.credit(), 0) if fleet.backlog.is_idle else 0
+        turn = min(credit, _num_in_turn(relay.ask.prompt for relay in relays))
+        for leg in legs[turn:credit]:
+            self._enqueue(leg)
         for leg in legs[credit:]:
             self._wait(leg, now)
-        for leg in legs[:credit]:
+        if turn < credit:
+            self.pump_soon()
+        for leg in legs[:turn]:
             if fleet.backlog.order.is_charging:
                 self._enqueue(leg)  # for no time at all, but its order must know of everybody
             if not leg.relay.is_ended and not self._send_out(leg, now):
@@ -160,14 +168,18 @@ class Dispatch:
         self._is_pump_due = False
         now = self._clock.now()
         for fleet in self._fleets:
-            while not fleet.backlog.is_idle and (credit := fleet.credit()) > 0:
-                for request in self._first(fleet, credit, now):
+            if not fleet.backlog.is_idle and (credit := fleet.credit()) > 0:
+                line = self._first(fleet, credit, now)
+                turn = _num_in_turn(request.prompt for request in line)
+                for request in line[:turn]:
                     leg = self._legs.get(request.rid)
                     if leg is None or leg.request is not request:
                         continue  # it ended just now, with a node that was found to be gone
                     if not self._send_out(leg, now):
                         fleet.backlog.strand(request, now)
                         self.decisions.note(now, request.rid, "strand", "no pool that is there could hold it")
+                if not fleet.backlog.is_idle and fleet.credit() > 0:
+                    self.pump_soon()
 
     def _first(self, fleet: Fleet, count: int, now: float) -> Sequence[Request]:
         """Who is next; tells of another policy if ``adaptive`` has chosen one."""
@@ -369,6 +381,16 @@ class Dispatch:
                 continue  # it waits, for whatever nodes there will be
             if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
                 self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
+
+
+def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
+    """How many of these are sent out at once: one in any case."""
+    num_tokens = 0
+    for number, prompt in enumerate(islice(prompts, SENT_AT_ONCE)):
+        num_tokens += len(prompt)
+        if num_tokens > TOKENS_AT_ONCE:
+            return max(number, 1)
+    return SENT_AT_ONCE
 
 
 def _peer(node: Node) -> Peer:

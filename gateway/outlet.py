@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -14,6 +15,8 @@ from gateway.render import as_error, error_body, event
 
 log = logging.getLogger(__name__)
 
+#: Tokens with log-probabilities that are worth a thread: each takes some microseconds to be written down.
+MANY_JUDGED = 2_048
 #: A client that stops reading keeps its connection so long after its request's deadline.
 STALL_S = 60.0
 SSE_HEADERS = {
@@ -21,6 +24,9 @@ SSE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+
+
+Made = TypeVar("Made")
 
 
 class Render(Protocol):
@@ -65,7 +71,15 @@ async def whole(relays: list[Relay], outlet: Outlet, render: Render) -> web.Resp
             num_open -= 1
             if relay.error is not None:
                 raise relay.error
-    return json_response(render.answer(relays))
+    num_judged = sum(len(relay.prompt_logprobs) + len(relay.logprobs) for relay in relays)
+    return await _made(num_judged, lambda: json_response(render.answer(relays)))
+
+
+async def _made(num_judged: int, make: Callable[[], Made]) -> Made:
+    """What so many tokens with log-probabilities are written down in; on a thread if they are many."""
+    if num_judged <= MANY_JUDGED:
+        return make()
+    return await asyncio.get_running_loop().run_in_executor(None, make)
 
 
 async def stream(request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render) -> web.StreamResponse:
@@ -107,7 +121,8 @@ async def _write_events(
                 raise relay.error
             delta = relay.take()
             if delta is not None:
-                out.append(render.chunk(relay, delta))
+                num_judged = len(relay.prompt_logprobs) + len(relay.logprobs) if delta.is_last else 0  # else it goes on
+                out.append(await _made(num_judged, partial(render.chunk, relay, delta)))
                 num_open -= delta.is_last
         if not num_open:
             out.append(render.last(relays))

@@ -117,10 +117,10 @@ class Queries:
         model = self._models.get(body.model)
         tokens: list[Any] = body.tokens
         is_batch = bool(tokens) and isinstance(tokens[0], list)
-        if any(isinstance(item, list) is not is_batch for item in tokens):
+        if len(set(map(type, tokens))) > 1:
             raise refuse("token ids and lists of token ids cannot be mixed", "tokens")
         skip = body.skip_special_tokens
-        texts = [model.text.decode(ids, skip_special=skip) for ids in (tokens if is_batch else [tokens])]
+        texts = await model.asker.detokenize(tokens if is_batch else [tokens], skip)
         answer = texts if is_batch else texts[0]
         return json_response({"text": answer, "prompt": answer})
 

@@ -16,7 +16,9 @@ from tokenizers import Tokenizer
 from common.errors import ConfigError, ErrorCode, RequestError
 
 #: Texts longer than this are worth a thread of their own.
-LONG_CHARACTERS = 64 << 10
+LONG_CHARACTERS = 16 << 10
+#: So are so many token ids; a list of them counts as ``LIST_IDS`` more.
+LONG_IDS, LIST_IDS = 8_192, 16
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -127,6 +129,10 @@ class Text:
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """Text of all these ids at once; ids that the tokenizer does not know stand for nothing."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+    def decode_all(self, lists: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """As ``decode`` each. Other threads run meanwhile."""
+        return list(self._tokenizer.decode_batch([list(ids) for ids in lists], skip_special_tokens=skip_special))
 
     def detokenizer(self, *, skip_special: bool) -> Detokenizer:
         if self._pieces is None:

@@ -8,7 +8,7 @@ from common.config import GatewayConfig
 from common.errors import RequestError
 from common.messages import Abort, Generate, Tokens
 from common.sampling import SamplingParams
-from gateway.dispatch import Dispatch
+from gateway.dispatch import SENT_AT_ONCE, Dispatch
 from gateway.fleet import Fleets, make_fleet
 from gateway.relay import Ask, Relay
 
@@ -189,3 +189,36 @@ def test_what_a_tenant_is_served_counts_though_it_never_had_to_wait():
     table.end("first")  # the output's token is tenant a's
     table.post.turn()
     assert table.post.at_decode() == ["first", "b"]
+
+
+def test_of_many_outputs_so_many_go_out_at_once_and_the_rest_after_others_had_their_turn():
+    table = Table(rows=300)
+    rids = [f"r{i}" for i in range(SENT_AT_ONCE * 2 + 10)]
+    table.come(*rids, prompts=[0] * len(rids))
+    assert table.post.at_decode() == rids[:SENT_AT_ONCE]
+    table.come("later")
+    assert len(table.post.soon) == 1
+    table.post.turn()
+    assert table.post.at_decode() == rids[: 2 * SENT_AT_ONCE]
+    table.post.turn()
+    assert table.post.at_decode() == [*rids, "later"]
+    assert not table.post.soon
+    told = table.requests.decisions.last(999, 0.0)
+    assert all("full" not in decided.reason for decided in told if decided.rid in rids)
+
+
+def test_long_prompts_go_out_one_by_one(monkeypatch):
+    monkeypatch.setattr("gateway.dispatch.TOKENS_AT_ONCE", 5)  # each has two
+    table = Table(rows=4)
+    table.come(*"abcdef", prompts=[0] * 6)
+    assert table.post.at_decode() == ["a", "b"]
+    table.post.turn()
+    assert table.post.at_decode() == ["a", "b", "c", "d"]
+    assert not table.post.soon, "there are four rows"
+    for rid in "abcd":
+        table.end(rid)
+    monkeypatch.setattr("gateway.dispatch.TOKENS_AT_ONCE", 1)  # fewer than any has
+    table.post.turn()
+    assert table.post.at_decode()[4:] == ["e"]
+    table.post.turn()
+    assert table.post.at_decode()[4:] == ["e", "f"]

@@ -24,7 +24,7 @@ async def stack(folder):
 
 
 HI = [{"role": "user", "content": "Hi"}]
-DEEP = b"[" * 200_000
+DEEP = b"[" * 50_000
 
 BAD_COMPLETIONS = [
     (b"", None),
@@ -325,6 +325,40 @@ async def test_a_chat_of_many_messages_or_parts_is_rendered_while_streams_go_on(
     status, answer = await stack.post("/tokenize", {"messages": messages})
     assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)
     assert [thread is not threading.main_thread() for thread in threads] == [is_elsewhere]
+
+
+async def test_template_arguments_are_bounded(stack):
+    for count, expected in ((256, 200), (257, 400)):
+        kwargs = {f"k{i}": 1 for i in range(count)}
+        status, answer = await stack.post("/tokenize", {"messages": HI, "chat_template_kwargs": kwargs})
+        assert status == expected
+    assert answer["error"]["param"] == "chat_template_kwargs"
+
+
+async def test_long_outputs_are_detokenized_and_judged_prompts_written_down_while_streams_go_on(stack, monkeypatch):
+    """With the same result as if they were short."""
+    ids = list(b"to be, or not to be")
+    lists, judged = {"tokens": [ids, [500, 65], ids]}, {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+
+    async def answers():
+        texts = [(await stack.post("/detokenize", body))[1]["text"] for body in (lists, {"tokens": ids})]
+        _, whole = await stack.post("/v1/completions", judged)
+        *chunks, _ = await stack.stream("/v1/completions", judged)
+        return texts, whole["choices"], [chunk["choices"] for chunk in chunks]
+
+    threads, to_thread = [], asyncio.BaseEventLoop.run_in_executor
+
+    def noted(loop, executor, make):
+        threads.append(executor)
+        return to_thread(loop, executor, make)
+
+    monkeypatch.setattr("asyncio.BaseEventLoop.run_in_executor", noted)
+    short = await answers()
+    assert threads == []
+    monkeypatch.setattr("gateway.asks.LONG_IDS", 10)
+    monkeypatch.setattr("gateway.outlet.MANY_JUDGED", 10)
+    assert await answers() == short
+    assert len(threads) >= 5  # each text, each prompt that is shown, the answer, and the last chunk
 
 
 async def test_too_many_requests_are_told_when_to_come_again(folder):
