@@ -11,7 +11,7 @@ from scripts.load.nodes import node_charts
 from scripts.load.pictures import by_rate, gantt, over_time, waterfall
 from scripts.load.records import Record
 from scripts.load.stages import Span, median_spans, spans_of
-from scripts.load.svg import Chart
+from scripts.load.svg import Chart, log_ticks
 
 TIMINGS = {
     "prefill_queue_s": 0.1, "prefill_s": 0.3, "decode_queue_s": 0.02, "prompt_wait_s": 0.38, "transfer_s": 0.05,
@@ -151,12 +151,43 @@ def test_of_many_points_no_spike_is_lost() -> None:
     assert len(points) <= 3001 and {(33_333.0, 9.0), (70_001.0, 0.1), (99_999.0, 1.0)} <= set(points)
 
 
+def test_what_no_logarithm_has_is_not_drawn_as_something_else() -> None:
+    """Tokens that came together, 5 ms before the third; a request that failed at 8; all pictures are of 8 s."""
+    charts = dict(over_time([record(1.0, 1.0, 1.005), record(at=7.0, index=1, error="dropped", ended_s=8.0)]))
+    ((_, gaps, _, _),) = charts["Gap between tokens"]._marks
+    assert gaps == [(1.0, 0.1), (1.005, pytest.approx(5.0))]
+    assert charts["Gap between tokens"].svg().count("<circle") == 2
+    failed = {
+        title: [points for _, points, _, name in chart._marks if name == "failed"] for title, chart in charts.items()
+    }
+    assert failed["Time to first token"] == failed["End to end"] == [[(7.0, 0.0)]]
+    assert {chart.x for chart in charts.values()} == {(0.0, 1.02 * 8.0)}
+    ((_, tokens, _, _),) = charts["Tokens per second"]._marks
+    assert tokens[-1] == (pytest.approx(7.875), 0.0), "none came after the first two seconds"
+    (rated,) = [chart for title, chart in by_rate({"": [run_at(1.0, 0.0)]}) if title == "Gap between tokens by rate"]
+    assert rated._marks[0][1] == [(1.0, 0.1)]
+
+
+def test_a_dashed_line_is_named_as_one_and_a_lone_sample_is_seen() -> None:
+    chart = Chart("s", "ms")
+    chart.line([(1, 2.0), (2, 3.0)], 0, "p50", is_dashed=True)
+    assert chart.names == [("c0", "p50, dashed")]
+    ((_, lone),) = node_charts({"mock_running": [[0.5, 2.0]]})
+    assert "<circle" in lone.svg()
+
+
 def test_tokens_are_counted_by_usage_where_events_hold_several() -> None:
     """Four events in a second, and usage says 40 tokens."""
     one = record(0.05, 0.15, 0.2, 0.24, num_output=40, usage_output=40)
     tokens = dict(over_time([one]))["Tokens per second"]
     ((_, points, _, _),) = tokens._marks
     assert points == [(0.125, 160.0)]
+
+
+def test_near_bounds_have_ticks_too() -> None:
+    assert log_ticks(11, 88) == [15, 20, 30, 40, 50, 60, 80]
+    assert log_ticks(31, 54) == [35, 40, 45, 50]
+    assert log_ticks(0.01, 1000) == [0.01, 0.1, 1, 10, 100, 1000]
 
 
 def run_at(rate: float | None, p50: float, *, is_valid: bool = True) -> dict[str, Any]:

@@ -35,7 +35,7 @@ h3 { font-size: .95rem; margin: 0 0 .2rem; } p { margin: .3rem 0; color: var(--s
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }
 .wide { overflow-x: auto; } th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color: var(--soft); font-weight: 500; }
-table.facts td { text-align: left; }
+table.facts td, table.facts th { text-align: left; }
 small { color: var(--soft); } pre { white-space: pre-wrap; font-size: .8rem; } details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--soft); }
 """
@@ -178,7 +178,8 @@ def _errors(report: Report) -> str:
     rows = [[name, f"{count:,}", report.errors["examples"].get(name, "")] for name, count in kinds.items()]
     if len(rows) > MAX_ROWS:
         rows = [*rows[:MAX_ROWS], [f"and {len(rows) - MAX_ROWS:,} more kinds", "", ""]]
-    return f"<h2>Failures</h2>{_table(rows, ('kind', 'requests', 'in the words of the server'))}" if rows else ""
+    table = _table(rows, ("kind", "requests", "for example")).replace("<table>", '<table class="facts">')
+    return f"<h2>Failures</h2>{table}" if rows else ""
 
 
 def _charts(charts: Sequence[pictures.Picture], kind: str = "") -> str:

@@ -48,6 +48,8 @@ def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Char
     chart = Chart("s", label, y=bounds)
     for colour, (name, points) in enumerate(lines[:MAX_LINES]):
         chart.line(points, colour, name)
+        if len(points) == 1:  # which no line shows
+            chart.dots(points, colour)
     return chart
 
 

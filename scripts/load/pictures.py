@@ -20,6 +20,7 @@ MAX_BARS = 240
 NUM_CLOSE = 40
 WIDE = 1300
 MAX_ROLLING = 1000
+LEAST_MS = 0.1  # tokens that came together have no gap, and a logarithmic axis no 0
 
 
 def of_run(report: Report) -> list[tuple[str, str, bool, list[Picture]]]:
@@ -28,8 +29,10 @@ def of_run(report: Report) -> list[tuple[str, str, bool, list[Picture]]]:
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     return [
         ("Over time", "Each dot is a request, at the instant for which it was intended, warm-up and cool-down "
-         "included; of too many to draw, the fastest and the slowest of each stretch.", False, over_time(records)),
-        ("Distributions", "Share of requests (of gaps) that took at most so long.", False, distributions(good)),
+         "included; of too many to draw, the fastest and the slowest of each stretch. Failed ones lie on the "
+         "axis; what took less than 0.1 ms is drawn as that.", False, over_time(records)),
+        ("Distributions", "Share of requests (of gaps) that took at most so long; less than 0.1 ms is drawn as "
+         "that.", False, distributions(good)),
         ("Requests", "Each bar is a request, from its intended instant to its last token.", True, gantt(records)),
         ("Stages", "Medians, by the server's own clocks and the client's. The way to the first token is filled up "
          "with what the server did not account for.", True, waterfall(good)),
@@ -50,19 +53,19 @@ def by_rate(sweeps: Mapping[str, Sequence[Figures]]) -> list[Picture]:
             answered = [run for run in _by_rate(runs) if run["latency"][name]["count"]]
             for place, share in enumerate(("p50", "p95", "p99") if len(sweeps) == 1 else ("p50", "p99")):
                 colour = place if len(sweeps) == 1 else number
-                points = [(run["rate"], run["latency"][name][share] * 1e3) for run in answered if run["is_valid"]]
+                points = [(run["rate"], _ms(run["latency"][name][share])) for run in answered if run["is_valid"]]
                 label = f"{sweep} {share}" if len(sweeps) > 1 else share
                 chart.line(points, colour, label, is_dashed=len(sweeps) > 1 and share == "p50")
                 chart.dots(points, colour)
-                _invalid(chart, [(r["rate"], r["latency"][name][share] * 1e3) for r in answered if not r["is_valid"]])
+                _invalid(chart, [(r["rate"], _ms(r["latency"][name][share])) for r in answered if not r["is_valid"]])
         charts.append((f"{title} by rate", chart))
     chart = Chart("requests/s, intended", "requests/s")
     for number, (sweep, runs) in enumerate(sweeps.items()):
         end = f", {sweep}" if len(sweeps) > 1 else ""
         valid = [run for run in _by_rate(runs) if run["is_valid"]]
-        done = [(run["rate"], run["throughput"]["requests_per_s"]) for run in valid]
-        chart.line(done, number, "answered" + end, is_dashed=True)
         chart.line([(run["rate"], run["service"]["goodput_per_s"]) for run in valid], number + 2, "good" + end)
+        done = [(run["rate"], run["throughput"]["requests_per_s"]) for run in valid]
+        chart.line(done, number, "answered" + end, is_dashed=True)  # over it, so that both are seen where they agree
     charts.append(("Throughput and goodput by rate", chart))
     return charts
 
@@ -90,19 +93,21 @@ def over_time(records: Sequence[Record]) -> list[Picture]:
     good = [record for record in records if record.is_ok and record.stamps_s]
     if not good:
         return []
-    first = Chart("s", "ms", is_log_y=True)
-    first.dots([(record.intended_s, record.ttft_s * 1e3) for record in good], 0, "time to first token")
-    first.line(_rolling([(record.intended_s, record.ttft_s * 1e3) for record in good]), 1, "median of the last 20")
-    whole = Chart("s", "ms", is_log_y=True)
-    whole.dots([(record.intended_s, record.e2e_s * 1e3) for record in good], 0, "end to end")
-    whole.line(_rolling([(record.intended_s, record.e2e_s * 1e3) for record in good]), 1, "median of the last 20")
-    gaps = [(at, (at - before) * 1e3) for r in good for before, at in itertools.pairwise(r.stamps_s)]
-    decode = Chart("s", "ms", is_log_y=True)
+    x = (0.0, 1.02 * max(record.ended_s for record in records))  # of all, so that they can be read side by side
+    first, whole, decode = (Chart("s", "ms", x=x, is_log_y=True) for _ in range(3))
+    first.dots([(record.intended_s, _ms(record.ttft_s)) for record in good], 0, "time to first token")
+    first.line(_rolling([(record.intended_s, _ms(record.ttft_s)) for record in good]), 1, "median of the last 20")
+    whole.dots([(record.intended_s, _ms(record.e2e_s)) for record in good], 0, "end to end")
+    whole.line(_rolling([(record.intended_s, _ms(record.e2e_s)) for record in good]), 1, "median of the last 20")
+    lost = [(record.intended_s, 0.0) for record in records if record.error and record.error != "halted"]
+    for chart in (first, whole) if lost else ():  # on the axis itself, since they have no latency
+        chart.dots(lost, FAILED, "failed")
+    gaps = [(at, _ms(at - before)) for r in good for before, at in itertools.pairwise(r.stamps_s)]
     decode.dots(sorted(gaps), 0, "gap between tokens")
-    under_way, tokens = Chart("s", "requests"), Chart("s", "tokens/s")
+    under_way, tokens = Chart("s", "requests", x=x), Chart("s", "tokens/s", x=x)
     under_way.line(_level([(r.intended_s, r.ended_s) for r in records]), 0, "under way")
     under_way.line(_level([(r.intended_s, r.stamps_s[0] if r.stamps_s else r.ended_s) for r in records]), 1, "waiting")
-    tokens.line(_per_second(good), 2)
+    tokens.line(_per_second(good, x[1]), 2)
     return [
         ("Time to first token", first),
         ("Gap between tokens", decode),
@@ -135,7 +140,7 @@ def distributions(good: Sequence[Record]) -> list[Picture]:
     for title, lines in samples.items():
         chart = Chart("ms", "share", y=(0.0, 1.0), is_log_x=True)
         for colour, (name, values) in enumerate(lines.items()):
-            ordered = np.sort(np.array(values)) * 1e3
+            ordered = np.maximum(np.sort(np.array(values)) * 1e3, LEAST_MS)
             if len(ordered):
                 chart.line(list(zip(ordered.tolist(), _shares(len(ordered)), strict=True)), colour, name)
         if any(len(values) for values in lines.values()):
@@ -158,6 +163,7 @@ def distributions_of(runs: Mapping[str, Figures]) -> list[Picture]:
         chart = Chart("ms", "share", y=(0.0, 1.0), is_log_x=True)
         for colour, (run, figures) in enumerate(runs.items()):
             values = np.sort(np.concatenate([np.empty(0), *map(np.atleast_1d, figures["samples"][name])])) * 1e3
+            values = np.maximum(values, LEAST_MS)
             if len(values):
                 chart.line(list(zip(values.tolist(), _shares(len(values)), strict=True)), colour, run)
         charts.append((f"{title}, distribution", chart))
@@ -242,11 +248,15 @@ def _level(spans: Sequence[tuple[float, float]]) -> Points:
     return points
 
 
-def _per_second(good: Sequence[Record]) -> Points:
+def _ms(seconds: float) -> float:
+    return max(seconds * 1e3, LEAST_MS)
+
+
+def _per_second(good: Sequence[Record], end_s: float) -> Points:
     stamps = np.concatenate([record.stamps_s for record in good])
     counts = np.concatenate([record.tokens_per_count * np.array(record.counts) for record in good])
-    width = max(0.25, float(stamps.max()) / 200)
-    numbers = np.bincount((stamps / width).astype(int), weights=counts)
+    width = max(0.25, end_s / 200)
+    numbers = np.bincount((stamps / width).astype(int), weights=counts, minlength=int(end_s / width))
     return [((i + 0.5) * width, float(number) / width) for i, number in enumerate(numbers)]
 
 

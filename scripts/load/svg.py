@@ -13,6 +13,7 @@ from scripts.load.plain import escaped
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 MAX_POINTS = 3000
+MIN_TICKS = 4  # of a logarithmic axis: fewer leave one guessing
 LETTER = 6.2  # mean width of one, for what no browser has laid out yet
 COLOURS = {
     "light": "#2563b8 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
@@ -48,10 +49,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 def log_ticks(low: float, high: float) -> list[float]:
     """1, 2, 5, 10, ... between two positive bounds; more of them where the bounds are near, only tens where far."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    multiples: tuple[float, ...] = (1, 2, 5) if high / low < 1e4 else (1,)
-    if high / low < 8:
-        multiples = (1, 1.5, 2, 3, 4, 5, 6, 8)
-    return [m * 10.0**power for power in powers for m in multiples if low <= m * 10.0**power <= high]
+    choices: list[tuple[float, ...]] = [(1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)]
+    for multiples in [(1,), *choices] if high / low >= 1e4 else choices:
+        found = [m * 10.0**power for power in powers for m in multiples if low <= m * 10.0**power <= high]
+        if len(found) >= MIN_TICKS:
+            return found
+    return ticks(low, high)
 
 
 def number(value: float) -> str:
@@ -89,7 +92,8 @@ class Chart:
     _bars: list[tuple[float, float, float, str, str]] = field(default_factory=list)
 
     def line(self, points: Points, colour: int, name: str = "", *, is_dashed: bool = False) -> None:
-        """A line through points in order of x; ``name`` goes into the legend."""
+        """A line through points in order of x; ``name`` goes into the legend, and says there if it is dashed."""
+        name += ", dashed" if name and is_dashed else ""
         self._marks.append(("dashed" if is_dashed else "line", _thinned(points), f"c{colour}", name))
 
     def dots(self, points: Points, colour: int, name: str = "") -> None:

@@ -8,7 +8,7 @@ from scripts.load.report import Report
 from scripts.load.stages import NAMES
 from scripts.load.stats import QUANTILES, UNBOUNDED
 
-WIDTH = 100
+WIDTH = 160
 MAX_KINDS = 20
 MAX_KNOWN_BEFORE = 0.05  # a chat template is in every prompt, and is not the harness's own
 ROWS = (
@@ -123,7 +123,8 @@ def _service_lines(report: Report) -> list[str]:
         lines.append("misses     " + ", ".join(f"{name} {count:,}" for name, count in service["misses"].items()))
     for name, count in list(report.errors["kinds"].items())[:MAX_KINDS]:
         example = report.errors["examples"].get(name, "")
-        lines.append(f"error      {name} x {count:,}{': ' + example if example else ''}"[:WIDTH])
+        line = f"error      {name} x {count:,}{': ' + example if example else ''}"
+        lines.append(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
     if len(report.errors["kinds"]) > MAX_KINDS:
         lines.append(f"error      and {len(report.errors['kinds']) - MAX_KINDS:,} more kinds")
     return lines
