@@ -146,4 +146,17 @@ def test_a_sweep_gives_a_row_and_a_report_for_each_rate(tmp_path: Path, capsys: 
     content = json.loads((tmp_path / "s.json").read_text())
     assert [run["config"]["rate"] for run in content["runs"]] == ["40", "80"]
     assert "Rate against latency" in (tmp_path / "s.html").read_text()
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4 and said[-1].startswith("written in ")
+
+
+def test_a_file_of_a_sweep_that_cannot_be_written_costs_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    page = tmp_path / "s.html"
+    with mock_server(tmp_path) as server:
+        words = ["--url", server.url, "--sweep", "90", "--num-requests", "3", "--output-len", "1"]
+        assert main([*words, "--json", "/dev/full", "--html", str(page)]) == FAILED
+    assert "/dev/full could not be written" in capsys.readouterr().err and page.exists()

@@ -106,7 +106,7 @@ def finish(config: LoadtestConfig, report: Report) -> int:
     from scripts.load.table import outputs_words, summary_lines
 
     say(*summary_lines(report))
-    is_written = write_files(config, report)
+    is_written = write_files(_writers(config, report))
     if report.was_stopped:
         return STOPPED
     if not is_written:
@@ -128,13 +128,11 @@ def say(*lines: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def write_files(config: LoadtestConfig, report: Report) -> bool:
-    """Those of --json, --jsonl, --parquet, --html, --svg and --save-outputs that are asked for; one that cannot be
-    written does not keep the others from it. Whether all were.
-    """
+def write_files(writers: Sequence[tuple[str, Callable[[str], object]]]) -> bool:
+    """Whether all files, by path and writer, were written; one that cannot be does not keep the others from it."""
     began_at = time.monotonic()
     written, is_whole = [], True
-    for name, write in _writers(config, report):
+    for name, write in writers:
         try:
             write(name)
             written.append(name)

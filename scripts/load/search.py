@@ -17,7 +17,7 @@ from scripts.load import stats
 from scripts.load.config import LoadtestConfig
 from scripts.load.heads import own_headers
 from scripts.load.live import watched
-from scripts.load.main import FAILED, FINE, INVALID, at_rate, say
+from scripts.load.main import FAILED, FINE, INVALID, at_rate, say, write_files
 from scripts.load.metrics import Figures
 from scripts.load.probe import probe
 from scripts.load.report import SCHEMA, Report, write_json
@@ -183,9 +183,9 @@ def search_command(config: LoadtestConfig) -> int:
             for word in (config.sweep or "").split(","):
                 run(float(word), 0)
     finally:  # stopped, too: what there is
-        if shown:
-            _write(config, shown, found)
-    return _verdict(shown) if found is None else _verdict_of_search(config, found)
+        is_written = not shown or write_files(_writers(config, shown, found))
+    status = _verdict(shown) if found is None else _verdict_of_search(config, found)
+    return status if is_written else FAILED
 
 
 def _verdict(shown: list[Report]) -> int:
@@ -250,19 +250,24 @@ def _row(rate: float, report: Report) -> str:
     return "".join(cells) + ("" if report.is_valid else "  INVALID: " + report.reasons[0])
 
 
-def _write(config: LoadtestConfig, reports: list[Report], found: Found | None) -> None:
-    if config.json:
-        runs = [report.to_dict() for report in reports]
-        search = None
-        if found:
-            points = [point.to_dict() for point in found.points]
-            search = {"best_rate": found.best, "is_enclosed": not found.why, "points": points}
-        write_json({"schema": SCHEMA, "search": search, "runs": runs}, config.json)
-    if config.html:
-        from scripts.load.html import write_html
+def _writers(
+    config: LoadtestConfig, reports: list[Report], found: Found | None
+) -> list[tuple[str, Callable[[str], object]]]:
+    from scripts.load.html import write_html
+    from scripts.load.pictures import by_rate, rated, write_svgs
 
-        write_html(reports, config.html, found=words_of(config, found) if found else "")
-    if config.svg:
-        from scripts.load.pictures import by_rate, rated, write_svgs
+    words = words_of(config, found) if found else ""
+    writers: tuple[tuple[str | None, Callable[[str], object]], ...] = (
+        (config.json, lambda path: write_json(_to_dict(reports, found), path)),
+        (config.html, lambda path: write_html(reports, path, found=words)),
+        (config.svg, lambda path: write_svgs(by_rate({"": rated(reports)}), path)),
+    )
+    return [(path, write) for path, write in writers if path]
 
-        write_svgs(by_rate({"": rated(reports)}), config.svg)
+
+def _to_dict(reports: list[Report], found: Found | None) -> Figures:
+    search = None
+    if found:
+        points = [point.to_dict() for point in found.points]
+        search = {"best_rate": found.best, "is_enclosed": not found.why, "points": points}
+    return {"schema": SCHEMA, "search": search, "runs": [report.to_dict() for report in reports]}
