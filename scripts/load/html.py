@@ -95,7 +95,8 @@ def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence
 
 
 def _run(report: Report) -> str:
-    verdict = f'<p class="{"bad" if report.all_failed else "good"}">{escaped(verdict_lines(report)[0])}</p>'
+    kind = "bad" if report.all_failed else "" if report.errors["count"] else "good"
+    verdict = f'<p class="{kind}">{escaped(verdict_lines(report)[0])}</p>'
     verdict = verdict if report.is_valid else _invalid(report.reasons)
     if report.outputs:
         is_good = report.outputs["is_passed"]
