@@ -126,6 +126,24 @@ def test_what_cannot_be_compared_or_written_is_one_sentence(tmp_path: Path, caps
     assert len(lines) == 8 and all(line.startswith("loadtest: ") for line in lines)
 
 
+@pytest.mark.parametrize("value", [None, [], {}, "x", True])
+def test_whatever_a_file_says_is_no_traceback(tmp_path: Path, value: Any) -> None:
+    """Each field of a run, and of a run in a sweep, replaced in turn."""
+    base = report(ttft(1.0, 5))
+    for name in base:
+        if name != "schema":
+            spoiled = base | {name: value}
+            paths = written(tmp_path, a=base, b=spoiled, c=sweep(base), d=sweep(spoiled))
+            for pair in (paths[:2], paths[2:]):
+                assert main(["--compare", *pair, "--html", str(tmp_path / "p.html")]) in (FINE, WRONG, INVALID)
+    runs = {"schema": 1, "search": None, "runs": value}
+    assert main(["--compare", *written(tmp_path, c=sweep(base), d=runs)]) == WRONG
+
+
+def sweep(run: Figures) -> Figures:
+    return {"schema": 1, "search": None, "runs": [run]}
+
+
 def test_a_search_that_ran_a_rate_twice_is_compared_try_by_try(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import numpy as np
@@ -20,6 +21,9 @@ from scripts.load import stats
 from scripts.load.main import FINE, INVALID, REGRESSED, check_file, check_folder
 from scripts.load.metrics import Figures
 from scripts.load.report import read_json, write_json
+
+if TYPE_CHECKING:
+    from scripts.load.pictures import Picture
 
 STATISTICS: dict[str, Callable[[stats.Floats], float]] = {
     "mean": lambda values: float(values.mean()),
@@ -167,37 +171,43 @@ def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None
             raise ConfigError(f"--compare and {flag} name the same file, {path}")
     check_folder(out["folder"], "--svg")
     sides = [(Path(name).stem, read_json(name)) for name in (first, second)]
-    pairs = _paired(sides[0][1], sides[1][1])
-    try:
+    try:  # all that is read of the files
+        pairs = _paired(sides[0][1], sides[1][1])
         found = judged([changes_of(before, after) for _, before, after in pairs], threshold)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        lines = [line for pair, own in zip(pairs, found, strict=True) for line in _titled(pair, own)]
+        reasons = _reasons([name for name, _ in sides], pairs)
+        names, charts = _charts(sides) if out["page"] or out["folder"] else ([], [])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{first} and {second} are not both reports of this version: {error!r}") from None
-    changes = {title: own for (title, *_), own in zip(pairs, found, strict=True)}
-    lines = [
-        line
-        for title, before, after in pairs
-        for line in ([f"\n{title}"] if title else []) + lines_of(changes[title], before, after)
-    ]
     print("\n".join(lines))
     if out["path"]:
-        names = Change.__dataclass_fields__
+        fields = Change.__dataclass_fields__
         flat = [
-            {"rate": title} | {name: getattr(one, name) for name in names}
-            for title in changes
-            for one in changes[title]
+            {"rate": title} | {name: getattr(one, name) for name in fields}
+            for (title, *_), own in zip(pairs, found, strict=True)
+            for one in own
         ]
         write_json({"changes": flat}, out["path"])
-    _draw(sides, lines, out)
-    reasons = [
-        f"{name}{f', {title}' if title else ''} is not a valid run: {side['reasons'][0]}"
-        for title, *both in pairs
-        for (name, _), side in zip(sides, both, strict=True)
-        if not side["is_valid"]
-    ]
+    _draw(names, charts, lines, out)
     print("\n".join(reasons), file=sys.stderr, end="\n" if reasons else "")
     if reasons:
         return INVALID
-    return REGRESSED if any(change.verdict == "worse" for own in changes.values() for change in own) else FINE
+    return REGRESSED if any(change.verdict == "worse" for own in found for change in own) else FINE
+
+
+def _titled(pair: tuple[str, Figures, Figures], changes: list[Change]) -> list[str]:
+    title, before, after = pair
+    return ([f"\n{title}"] if title else []) + lines_of(changes, before, after)
+
+
+def _reasons(names: Sequence[str], pairs: Sequence[tuple[str, Figures, Figures]]) -> list[str]:
+    """Which runs are not valid, and why."""
+    return [
+        f"{name}{f', {title}' if title else ''} is not a valid run: {side['reasons'][0]}"
+        for title, *both in pairs
+        for name, side in zip(names, both, strict=True)
+        if not side["is_valid"]
+    ]
 
 
 def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures]]:
@@ -227,19 +237,23 @@ def _by_rate(runs: Sequence[Figures]) -> dict[str, Figures]:
     return found
 
 
-def _draw(sides: Sequence[tuple[str, Figures]], lines: Sequence[str], out: dict[str, str | None]) -> None:
-    """The page and the pictures, if they are asked for."""
-    if not (out["page"] or out["folder"]):
-        return
-    from scripts.load.html import comparison_page
-    from scripts.load.pictures import by_rate, distributions_of, write_svgs
+def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["Picture"]]:
+    """Names to tell the two apart, and the pictures of both."""
+    from scripts.load.pictures import by_rate, distributions_of
 
     names = [name for name, _ in sides]
     if names[0] == names[1]:
         names = [f"{names[0]} before", f"{names[1]} after"]
     whole = dict(zip(names, (side for _, side in sides), strict=True))
     is_sweep = "runs" in sides[0][1]
-    charts = by_rate({name: side["runs"] for name, side in whole.items()}) if is_sweep else distributions_of(whole)
+    return names, by_rate({name: side["runs"] for name, side in whole.items()}) if is_sweep else distributions_of(whole)
+
+
+def _draw(names: Sequence[str], charts: Sequence["Picture"], lines: list[str], out: dict[str, str | None]) -> None:
+    """The page and the pictures, if they are asked for."""
+    from scripts.load.html import comparison_page
+    from scripts.load.pictures import write_svgs
+
     if out["page"]:
         Path(out["page"]).write_text(comparison_page(names, lines, charts), encoding="utf-8")
     if out["folder"]:
