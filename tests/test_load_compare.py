@@ -58,6 +58,31 @@ def test_a_change_counts_only_if_it_is_large_and_sure() -> None:
     assert list(verdicts(base, better).values()) == ["better", "better", "same", "better"]
 
 
+def test_a_queue_that_grows_to_the_end_of_a_run_is_worse_though_all_of_it_waited_together() -> None:
+    """Whether chance could make it nobody can tell from itself; the other run says that it makes no twofold change."""
+    steady, growing = report(ttft(1.0, 200), count=200), report(np.linspace(1, 20, 200), count=200)
+    names = ("time to first token mean", "time to first token p50", "time to first token p99")
+    assert [verdicts(steady, growing)[name] for name in names] == ["worse"] * 3
+    assert [verdicts(growing, steady)[name] for name in names] == ["better"] * 3
+    slightly = report(np.linspace(1, 2, 200), count=200)
+    assert [verdicts(steady, slightly)[name] for name in names] == ["unknown"] * 3
+    assert [verdicts(slightly, growing)[name] for name in names] == ["unknown"] * 3, "neither of them can tell"
+
+
+def test_requests_that_were_good_together_count_for_fewer() -> None:
+    """0.9 and 0.6 are no chance of 100 requests each, and some of ten; if nearly all are bad, ten are enough."""
+
+    def good(share: float, num_free: float) -> Figures:
+        found = report(ttft(1.0), good=round(100 * share))
+        found["service"]["num_free"] = num_free
+        return found
+
+    assert verdicts(good(0.9, 100.0), good(0.6, 100.0))["good requests"] == "worse"
+    assert verdicts(good(0.9, 100.0), good(0.6, 10.0))["good requests"] == "same"
+    assert verdicts(good(0.9, 10.0), good(0.6, 100.0))["good requests"] == "same"
+    assert verdicts(good(1.0, 100.0), good(0.1, 2.0))["good requests"] == "worse"
+
+
 def test_two_runs_of_one_request_each_tell_nothing() -> None:
     """A bootstrap of one value has no spread, and would call any difference certain."""
     one, other = compare(report([0.1]), report([0.2]), 0.05)[:2]

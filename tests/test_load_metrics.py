@@ -44,6 +44,19 @@ def test_failures_have_no_latency_and_count_as_misses() -> None:
     assert metrics.errors(records)["kinds"] == {"timeout": 1, "dropped": 1}
 
 
+def test_what_was_good_or_bad_together_counts_for_fewer() -> None:
+    """Of forty the first twenty are bad, and then every second one: the same share, but far less of a sample."""
+
+    def service_of(is_good: list[bool]) -> metrics.Figures:
+        records = [record(at + (0.1 if good else 2.0), at=float(at)) for at, good in enumerate(is_good)]
+        return metrics.service(records[::-1], {"ttft": 1.0}, {}, 40.0)
+
+    together, apart = service_of([False] * 20 + [True] * 20), service_of([False, True] * 20)
+    assert together["attainment"] == apart["attainment"] == 0.5
+    assert apart["num_free"] == 40 and apart["attainment_ci"] == pytest.approx([0.352, 0.648], abs=1e-3)
+    assert together["num_free"] < 10 and together["attainment_ci"][0] < 0.25 < 0.75 < together["attainment_ci"][1]
+
+
 def test_each_limit_is_judged_on_its_own_measure() -> None:
     slow_gap = record(0.1, 0.2, 0.9, 1.0)
     assert metrics.misses(slow_gap, {"itl": 0.5}) == ["itl"]

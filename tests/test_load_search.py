@@ -13,10 +13,13 @@ from scripts.load.report import Report
 from scripts.load.search import _too_short, _verdict, find_goodput, measure, words_of
 
 
-def counted(good: int, count: int, *, alone: tuple[int, int] = (0, 0), failed: int = 0) -> Report:
+def counted(
+    good: int, count: int, *, alone: tuple[int, int] = (0, 0), failed: int = 0, free: float | None = None
+) -> Report:
     """A report that holds nothing but its verdict. ``alone``: how many were good of how many that met no other."""
     report = Report.__new__(Report)
-    report.service = {"good": good, "count": count, "alone_good": alone[0], "alone_count": alone[1]}
+    report.service = {"good": good, "count": count, "num_free": count if free is None else free}
+    report.service |= {"alone_good": alone[0], "alone_count": alone[1]}
     report.errors, report.num_measured = {"count": failed}, count
     report.reasons = []
     return report
@@ -54,6 +57,14 @@ def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
     assert (point.good, point.count, point.holds, point.is_sure, len(point.reports)) == (27, 30, True, False, 3)
     clear = measure(lambda *_: counted(50, 100), 1.0, 0.9)
     assert (clear.holds, clear.is_sure, len(clear.reports)) == (False, True, 1)
+
+
+def test_a_rate_is_less_certain_where_requests_were_good_or_bad_together() -> None:
+    """Of 99 good in 100 the true share is 0.945 at least; if they count for ten, perhaps 0.7, and for thirty, 0.87."""
+    assert [len(measure(lambda *_: counted(99, 100), 1.0, 0.9).reports)] == [1]
+    point = measure(lambda *_: counted(99, 100, free=10.0), 1.0, 0.9)
+    assert (len(point.reports), point.holds, point.is_sure) == (3, True, False)
+    assert point.to_dict()["attainment_ci"][0] == pytest.approx(0.87, abs=0.01)
 
 
 def test_what_arrived_of_a_rate_is_told_beside_it() -> None:

@@ -162,6 +162,24 @@ def test_the_ratio_of_two_samples_says_whether_they_differ() -> None:
     assert more.low > 1.05 and more.value == pytest.approx(1.1, abs=0.02) and more.p < 1e-9
 
 
+def test_the_larger_of_two_deviations_counts_for_both() -> None:
+    """A run that seems calmer than another was lucky, if they are the same."""
+    rng = np.random.default_rng(0)
+    calm, wild = (stats.Blocks(list(rng.normal(10, spread, (300, 1)))) for spread in (0.1, 2.0))
+    found = stats.ratio(calm, wild, mean, rng)
+    assert math.log(found.high / found.low) == pytest.approx(2 * 1.96 * 2**0.5 * 0.2 / 300**0.5, rel=0.2)
+
+
+def test_only_more_than_twice_as_much_is_far() -> None:
+    """Of a run that hardly deviates; of one whose mean's logarithm deviates by 0.1, tenfold is, and 2.5-fold is not."""
+    rng = np.random.default_rng(0)
+    same = stats.Blocks([np.array([1.0])] * 100)
+    assert [stats.far_p(same, mean, 100, ratio, rng) for ratio in (1.9, 2.1, 0.51, 0.49)] == [1, 0, 1, 0]
+    loose = stats.Blocks(list(np.random.default_rng(1).normal(10, 10, (100, 1))))
+    assert stats.far_p(loose, mean, 100, 10.0, rng) < 1e-3 and stats.far_p(loose, mean, 100, 2.5, rng) > 0.3
+    assert stats.far_p(loose, mean, 5, 5.0, rng) > 5 * stats.far_p(loose, mean, 100, 5.0, rng), "five say little"
+
+
 def test_two_halves_of_one_queue_do_not_differ() -> None:
     """The mean wait of 500 customers moves by a fifth from half to half: chance, since they waited together."""
     rng = np.random.default_rng(9)

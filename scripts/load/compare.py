@@ -1,9 +1,11 @@
 """``--compare BEFORE.json AFTER.json``: what changed, and whether chance could have done it.
 
 Latencies are compared by the ratio of a statistic, with its bootstrap interval over stretches of requests that waited
-together; shares of good and of failed requests by the difference of two proportions. A figure has *regressed* if it is
-worse by more than the threshold, and chance would make so much of any of all the compared figures in less than one
-comparison in twenty (Holm's correction): otherwise a sweep of ten rates would regress against itself.
+together; shares of good and of failed requests by the difference of two proportions. Where all requests of one run
+waited together (its queue grew to the end), only a change by more than a factor of two is judged, by the other run. A
+figure has *regressed* if it is worse by more than the threshold, and chance would make so much of any of all the
+compared figures in less than one comparison in twenty (Holm's correction): otherwise a sweep of ten rates would regress
+against itself.
 """
 
 import math
@@ -32,6 +34,8 @@ STATISTICS: dict[str, Callable[[stats.Floats], float]] = {
 }
 MIN_FOR_P99 = 200  # of fewer requests it is as good as the maximum, and says nothing about the next run
 MIN_FREE = 10  # of fewer independent requests no deviation can be told
+MIN_FREE_FOR_P99 = 50
+MIN_FOR_FAR = 20
 CERTAINTY = 0.05
 FAILED, GOOD = "failed requests", "good requests"
 TITLES = {"ttft": "time to first token", "itl": "gap between tokens", "tpot": "time per token", "e2e": "end to end"}
@@ -103,16 +107,20 @@ def changes_of(before: Figures, after: Figures) -> list[Change]:
                 continue
             one, other = statistic(a.values), statistic(b.values)
             change = Change(f"{title} {label}", "s", one, other, other / one if one else 1.0)
-            if is_enough:
+            if is_enough and (label != "p99" or min(a.num_free, b.num_free) >= MIN_FREE_FOR_P99):
                 found = stats.ratio(a, b, statistic, rng)
                 change = replace(change, ratio=found.value, low=found.low, high=found.high, p=found.p)
+            elif num_requests >= MIN_FOR_FAR and max(a.num_free, b.num_free) >= MIN_FREE and one > 0 and other > 0:
+                steady, jammed = (a, b) if a.num_free > b.num_free else (b, a)
+                p = stats.far_p(steady, statistic, jammed.num_clusters, change.ratio, rng)
+                change = replace(change, p=p if p <= CERTAINTY else None)
             changes.append(change)
     failed = [(side["errors"]["count"], side["num_measured"]) for side in (before, after)]
     good = [(side["service"]["good"], side["service"]["count"]) for side in (before, after)]
     return [
         *changes,
         _share(FAILED, failed, is_judged=True),
-        _share(GOOD, good, is_judged=_limits_agree(before, after)),
+        _share(GOOD, good, is_judged=_limits_agree(before, after), free=_free(before, after)),
     ]
 
 
@@ -127,12 +135,28 @@ def _limits_agree(before: Figures, after: Figures) -> bool:
     return sides[0] == sides[1]
 
 
-def _share(name: str, counts: Sequence[tuple[int, int]], *, is_judged: bool) -> Change:
-    """A share of requests as (how many, of how many) before and after."""
+def _free(before: Figures, after: Figures) -> float:
+    """What share of requests are good or not on their own; as with latencies, the run with the fewer such counts for
+    both. A report that does not say counts them all."""
+    shares = [1.0]
+    for service in (before["service"], after["service"]):
+        shares.append(float(service.get("num_free", service["count"])) / max(1, service["count"]))
+    return min(shares)
+
+
+def _share(name: str, counts: Sequence[tuple[int, int]], *, is_judged: bool, free: float = 1.0) -> Change:
+    """A share of requests as (how many, of how many) before and after.
+
+    Args:
+        free: share of them that count. At least ``MIN_FREE`` do: what has been so for most of a run is no chance.
+    """
     (one, of_one), (other, of_other) = counts
-    change, low, high = stats.difference(one, of_one, other, of_other)
-    p = stats.difference_p(one, of_one, other, of_other) if is_judged and of_one and of_other else None
-    return Change(name, "share", one / max(1, of_one), other / max(1, of_other), change, low, high, p)
+    shares = one / max(1, of_one), other / max(1, of_other)
+    sizes = [max(min(count, MIN_FREE), free * count) for count in (of_one, of_other)]
+    change, low, high = stats.difference(shares[0] * sizes[0], sizes[0], shares[1] * sizes[1], sizes[1])
+    is_judged = is_judged and of_one > 0 and of_other > 0
+    p = stats.difference_p(shares[0] * sizes[0], sizes[0], shares[1] * sizes[1], sizes[1]) if is_judged else None
+    return Change(name, "share", *shares, change, low, high, p)
 
 
 def compare_command(words: Sequence[str]) -> int:
@@ -284,7 +308,7 @@ def _too_few(changes: Sequence[Change]) -> list[str]:
     return [
         "",
         f"not judged: requests that follow each other were slow together, so that they count for fewer than {MIN_FREE} "
-        "that are independent. Make the runs longer.",
+        f"that are independent ({MIN_FREE_FOR_P99} for p99). Make the runs longer.",
     ]
 
 

@@ -99,8 +99,9 @@ def limits_of(kind: Kind | None, slos: dict[str, float]) -> dict[str, float]:
 
 
 def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, Kind], seconds: float) -> Figures:
-    """Attainment and goodput. Without any limit every answered request is good. ``alone_good`` and ``alone_count`` are
-    of those that met no other request: what a lower rate could bring all to.
+    """Attainment and goodput. Without any limit every answered request is good. ``num_free``: as how many requests they
+    count that do not depend on each other. ``alone_good`` and ``alone_count`` are of those that met no other request:
+    what a lower rate could bring all to.
 
     Args:
         records: the measured ones.
@@ -109,13 +110,16 @@ def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, 
     broken = [misses(record, limits_of(kinds.get(record.class_name), slos)) for record in records]
     good = sum(not names for names in broken)
     alone = _alone(records)
-    low, high = stats.proportion_interval(good, len(records))
+    in_time = sorted(range(len(records)), key=lambda place: records[place].intended_s)
+    num_free = len(records) / stats.correlation_time(np.array([float(not broken[place]) for place in in_time]))
+    low, high = stats.proportion_interval(good * num_free / max(1, len(records)), num_free)
     return {
         "limits_s": slos,
         "good": good,
         "count": len(records),
         "attainment": good / len(records) if records else 0.0,
         "attainment_ci": [low, high],
+        "num_free": num_free,
         "goodput_per_s": good / seconds if seconds > 0 else 0.0,
         "alone_good": sum(not names and is_alone for names, is_alone in zip(broken, alone, strict=True)),
         "alone_count": sum(alone),

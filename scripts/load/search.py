@@ -1,11 +1,11 @@
 """Several runs: one at each of some rates, or a search for the highest rate at which the service level holds.
 
 The search doubles (or halves) the rate until the limit is enclosed, then bisects on a logarithmic scale. Whether a rate
-holds is decided by Wilson's interval around the share of good requests: where the target lies inside the interval, the
-rate is tried again with another seed and the counts are added up, at most ``MAX_TRIES`` times. A run in which the
-client did not keep up counts neither way: it is made again, and a rate at which that happens twice bounds the search
-without having failed. Going down ends where it is of no use: where every request failed, or those that met no other
-were not good enough either.
+holds is decided by Wilson's interval around the share of good requests, in which those that were good or bad together
+count for fewer: where the target lies inside the interval, the rate is tried again with another seed and the counts are
+added up, at most ``MAX_TRIES`` times. A run in which the client did not keep up counts neither way: it is made again,
+and a rate at which that happens twice bounds the search without having failed. Going down ends where it is of no use:
+where every request failed, or those that met no other were not good enough either.
 """
 
 import math
@@ -36,6 +36,7 @@ class Point:
 
     Attributes:
         holds: whether the share of good requests reaches the target.
+        num_free: as how many requests they count that do not depend on each other.
         alone_good, alone_count: of those requests that met no other: what a lower rate could bring all to.
         is_valid: whether the client kept up; if not, nobody knows what the server would have done.
         is_sure: whether that is so with 95 % confidence, or only by the mean.
@@ -44,6 +45,7 @@ class Point:
     rate: float
     good: int = 0
     count: int = 0
+    num_free: float = 0.0
     alone_good: int = 0
     alone_count: int = 0
     holds: bool = False
@@ -56,13 +58,18 @@ class Point:
         return self.good / self.count if self.count else 0.0
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """Of the share of good requests, with 95 %."""
+        return stats.proportion_interval(self.attainment * self.num_free, self.num_free)
+
+    @property
     def arrived(self) -> float | None:
         """Requests per second that really were to come: drawn instants are not quite as many as their mean."""
         rates = [report.rate for report in self.reports if report.rate]
         return sum(rates) / len(rates) if rates else None
 
     def to_dict(self) -> Figures:
-        low, high = stats.proportion_interval(self.good, self.count)
+        low, high = self.interval
         own = {"rate": self.rate, "good": self.good, "count": self.count, "attainment": self.attainment}
         return own | {
             "arrived": self.arrived,
@@ -150,9 +157,10 @@ def measure(run: Run, rate: float, target: float) -> Point:
             continue
         point.good += report.service["good"]
         point.count += report.service["count"]
+        point.num_free += report.service["num_free"]
         point.alone_good += report.service["alone_good"]
         point.alone_count += report.service["alone_count"]
-        low, high = stats.proportion_interval(point.good, point.count)
+        low, high = point.interval
         point.is_sure = low >= target or high < target
         if point.is_sure:
             break

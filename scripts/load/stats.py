@@ -23,6 +23,7 @@ MIN_FREE = 6  # of fewer independent values, all lie on one side of their median
 MIN_BLOCKS = 8
 UNBOUNDED = 0.025  # with more than this probability all values lie on one side of a quantile: no bound of it
 MAX_ALONE = 1.5  # correlation times up to this are chance
+FAR = 2.0  # times as large: what counts where only one of two runs tells how far chance moves it
 Interval = list[float | None]
 Intervals = dict[str, Interval]
 Summary = dict[str, float | int | Interval]
@@ -148,6 +149,7 @@ class Blocks:
         kept = [cluster for cluster in clusters if len(cluster)]
         self.values = np.concatenate([np.empty(0), *kept])
         self.size = len(self.values)
+        self.num_clusters = len(kept)
         time = correlation_time(np.array([cluster.mean() for cluster in kept]))
         length = max(1, min(len(kept) // MIN_BLOCKS, math.ceil(3 * time))) if time > MAX_ALONE else 1
         self.num_free = len(kept) / time
@@ -248,17 +250,17 @@ class Ratio:
 def ratio(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], rng: np.random.Generator) -> Ratio:
     """Ratio ``after / before`` of a positive statistic, by the bootstrap's deviation of its logarithm.
 
-    Deviations of few blocks are too small; they are widened as Student's t is wider than the normal distribution.
+    Nothing having changed, both runs would deviate alike, and the one that seems to by less was lucky: the larger
+    deviation counts for both.
     """
     base, now = statistic(before.values), statistic(after.values)
     if base <= 0 or now <= 0:
         value = 1.0 if base == now else math.inf if now > base else 0.0
         return Ratio(value, value, value, float(base == now))
-    variance = 0.0
-    for side in (before, after):
-        drawn = [statistic(side.redrawn(rng)) for _ in range(RESAMPLES // 2)]
-        spread = float(np.var(np.log([value for value in drawn if value > 0] or [1.0])))
-        variance += spread * (side.count - 1) / max(side.count - 3, 1)
+    sides = (before, after), (after, before)
+    variance = max(
+        _variance(side, statistic, rng) * (1 + side.num_clusters / other.num_clusters) for side, other in sides
+    )
     change, error = math.log(now / base), math.sqrt(variance)
     return Ratio(
         now / base,
@@ -268,7 +270,35 @@ def ratio(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], r
     )
 
 
-def difference(good_a: int, count_a: int, good_b: int, count_b: int, z: float = 1.96) -> tuple[float, float, float]:
+def far_p(
+    steady: Blocks, statistic: Callable[[Floats], float], size: int, ratio: float, rng: np.random.Generator
+) -> float:
+    """Probability by chance that another run's statistic is more than ``FAR`` times this one's, and by so much.
+
+    Of a run whose requests all waited together nobody can tell how far chance moves it. Were it no other than the
+    steady one, that one's deviation would be its own; it counts twice, since the steady one may have been lucky.
+
+    Args:
+        size: requests of the other run.
+        ratio: of its statistic to this one's, or the other way round.
+    """
+    beyond = abs(math.log(ratio)) - math.log(FAR)
+    variance = 4 * _variance(steady, statistic, rng) * (1 + steady.num_clusters / size)
+    return math.erfc(beyond / math.sqrt(2 * variance)) if beyond > 0 and variance else float(beyond <= 0)
+
+
+def _variance(side: Blocks, statistic: Callable[[Floats], float], rng: np.random.Generator) -> float:
+    """Of the statistic's logarithm, by bootstrap. That of few blocks is too small; it is widened as Student's t is
+    wider than the normal distribution.
+    """
+    drawn = [statistic(side.redrawn(rng)) for _ in range(RESAMPLES // 2)]
+    spread = float(np.var(np.log([value for value in drawn if value > 0] or [1.0])))
+    return spread * (side.count - 1) / max(side.count - 3, 1)
+
+
+def difference(
+    good_a: float, count_a: float, good_b: float, count_b: float, z: float = 1.96
+) -> tuple[float, float, float]:
     """``b - a`` of two proportions with Newcombe's interval (Statistics in Medicine 17, 1998, method 10)."""
     a, b = good_a / max(1, count_a), good_b / max(1, count_b)
     low_a, high_a = proportion_interval(good_a, count_a, z)
@@ -278,7 +308,7 @@ def difference(good_a: int, count_a: int, good_b: int, count_b: int, z: float = 
     return b - a, b - a - below, b - a + above
 
 
-def difference_p(good_a: int, count_a: int, good_b: int, count_b: int) -> float:
+def difference_p(good_a: float, count_a: float, good_b: float, count_b: float) -> float:
     """Probability of such a difference by chance: of the widest interval that leaves 0 out."""
     least, most = 0.0, 40.0
     for _ in range(50):
@@ -304,7 +334,7 @@ def jain_index(shares: Sequence[float]) -> float:
     return total * total / (len(shares) * squares) if squares else 1.0
 
 
-def proportion_interval(good: int, count: int, z: float = 1.96) -> tuple[float, float]:
+def proportion_interval(good: float, count: float, z: float = 1.96) -> tuple[float, float]:
     """Wilson's interval of a proportion (JASA 22, 1927), the 95 % one unless told otherwise."""
     if not count:
         return 0.0, 1.0
