@@ -18,7 +18,7 @@ from scripts.load.draws import Chain, Draws, Sessions, rng_of
 from scripts.load.kinds import kinds_of, mean_load
 from scripts.load.lengths import parse_lengths
 from scripts.load.plan import ANSWER, UNIQUE, Planned, ideal_cached, key
-from scripts.load.prompts import Prompts
+from scripts.load.prompts import WORDS, Prompts
 from scripts.load.schedule import MAX_REQUESTS
 from scripts.load.workload import make_plan
 
@@ -186,6 +186,23 @@ def test_equal_pieces_have_equal_tokens_and_a_shorter_one_is_a_prefix() -> None:
     assert prompts(seed=2).tokens((piece, 100)) != long
     assert made.tokens((key(UNIQUE, 6), 100)) != long
     assert all(10 <= token < 1000 for token in long)
+
+
+PIECES = st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 70), st.booleans()), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 2**64 - 1), st.sampled_from([(0, 2), (100, 960), (3, 151_000), (0, 2**40)]), PIECES)
+def test_each_piece_is_drawn_from_a_generator_of_its_own_whatever_was_drawn_before(
+    seed: int, vocab: tuple[int, int], pieces: list[tuple[int, int, bool]]
+) -> None:
+    made = prompts(seed=seed, vocab=vocab)
+    for number, length, is_text in pieces:
+        rng = np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
+        if is_text:
+            words = [WORDS[at] for at in rng.integers(0, len(WORDS), length)]
+            assert made.text((number, length)).split() == words
+        else:
+            assert made.tokens((number, length)) == rng.integers(*vocab, length).tolist()
 
 
 def test_the_prompt_of_a_turn_begins_with_all_of_the_turn_before() -> None:

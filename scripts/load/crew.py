@@ -4,6 +4,7 @@ What comes back is kept as received, and read when the run is over.
 """
 
 import asyncio
+import fcntl
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -42,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAD_START_S = 0.02
 READY_TIMEOUT_S = 30.0
 MAX_FEED_BEFORE_START_S = 0.4
+PIPE_BYTES = 1 << 20  # as many as a process lets pile up before it sends them
 MAX_BYTES_AT_ONCE = 16 << 20  # bodies; after so many the clock starts, and the process must have read them
 LOOKAHEAD_S = 5.0
 FEED_EVERY_S = 1.0  # of an open loop: a batch of requests at a time, since each time wakes two processes up
@@ -92,6 +94,8 @@ class _Member:
             stdout=subprocess.PIPE,
             env=environ,
         )
+        assert self.process.stdout
+        _widen(self.process.stdout)
         self.reader = FrameReader(to_parent, lambda frame: on_frame(self, frame), lambda: on_end(self))
         self.writer = FrameWriter()
         self.is_ready = asyncio.Event()
@@ -339,6 +343,13 @@ class Crew:
             return
         self._failure = f"a client process ended early (status {member.process.poll()})"
         self._all_ended.set()
+
+
+def _widen(pipe: IO[bytes]) -> None:
+    """Room for a whole frame of answers, where the system gives it: of each part of one, both ends wake up."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def resolve_host(host: str, port: int) -> str:

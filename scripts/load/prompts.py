@@ -64,17 +64,24 @@ class Prompts:
         self._kept: OrderedDict[Piece, bytes] = OrderedDict()
         self._num_kept = 0
         self.is_text = self.is_text or self.endpoint == "chat"
+        bits = np.random.Philox(key=np.array([self.seed, 0], dtype=np.uint64))
+        self._bits, self._unused = bits, bits.state
+        self._integers = np.random.Generator(bits).integers
 
     def tokens(self, piece: Piece) -> list[int]:
         """The token ids of a piece."""
-        rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, piece[0]], dtype=np.uint64)))
-        ids: list[int] = rng.integers(self.vocab[0], self.vocab[1], piece[1], dtype=np.int64).tolist()
-        return ids
+        return self._drawn(piece, *self.vocab)
+
+    def _drawn(self, piece: Piece, low: int, high: int) -> list[int]:
+        """As many numbers, low <= n < high, as the piece has tokens, from the beginning of a stream of its own."""
+        self._unused["state"]["key"][1] = piece[0]
+        self._bits.state = self._unused  # a new generator would first ask the system for a seed, to no purpose
+        numbers: list[int] = self._integers(low, high, piece[1], dtype=np.int64).tolist()
+        return numbers
 
     def text(self, piece: Piece) -> str:
         """The words of a piece, each with a space after it, so that pieces can be put together."""
-        rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, piece[0]], dtype=np.uint64)))
-        words = [WORDS[number] for number in rng.integers(0, len(WORDS), piece[1], dtype=np.int64)]
+        words = [WORDS[number] for number in self._drawn(piece, 0, len(WORDS))]
         if self.tokenizer is None:
             return " ".join(words) + " "
         ids = self.tokenizer.encode(" ".join(words)).ids[: piece[1]]
