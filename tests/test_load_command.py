@@ -1,5 +1,6 @@
 """The command as a user meets it: what it refuses, what it says, and how it ends when it is interrupted."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -155,8 +156,9 @@ def test_a_run_stopped_before_its_first_request_has_no_length(tmp_path: Path, mo
     real = Crew._until_ready
 
     async def stopped(self: Crew) -> None:
-        self.halt()
         await real(self)
+        self.halt()
+        await asyncio.sleep(60)  # the processes end first
 
     monkeypatch.setattr(Crew, "_until_ready", stopped)
     with mock_server(tmp_path) as server:
