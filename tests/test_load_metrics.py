@@ -1,5 +1,7 @@
 """Figures from records that were made by hand, and what makes a run invalid."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from load_records import record
@@ -9,6 +11,7 @@ from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Outcome
 from scripts.load.kinds import kinds_of
 from scripts.load.records import Record
+from scripts.load.schedule import unit_arrivals
 from scripts.load.validity import arrival_check, client_load, verdict
 from scripts.load.wire import Finished
 
@@ -223,6 +226,21 @@ def test_ten_requests_at_a_time_are_not_poisson() -> None:
     reasons = judged(run_of(together), rate="10")
     assert any("not those of poisson" in reason for reason in reasons)
     assert arrival_check(run_of(together), LoadtestConfig(rate="10"), True)["distinct_gaps"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "cv"), [({"arrival": "constant"}, 0.0), ({"arrival": "burst", "burst_size": 5}, 2.0)]
+)
+def test_even_arrivals_are_where_they_should_be(options: dict[str, Any], cv: float) -> None:
+    """Processes that send the same half of a schedule, and a schedule at twice the rate, are on time, and wrong."""
+    config = LoadtestConfig(rate="10", **options)
+    unit = unit_arrivals(config.arrival, 400, RNG, burst_size=config.burst_size)
+    assert judged(run_of(unit / 10), rate="10", **options) == []
+    check = arrival_check(run_of(unit / 10), config, True)
+    assert check["cv"] == pytest.approx(cv, abs=0.02) and check["cv_expected"] == cv and check["ks_p"] is None
+    for wrong in (np.repeat(unit[:200] / 5, 2), unit / 20):
+        reasons = judged(run_of(wrong), rate="10", **options)
+        assert len(reasons) == 1 and "away from" in reasons[0], reasons
 
 
 def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_named() -> None:

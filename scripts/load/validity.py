@@ -3,6 +3,7 @@
 A run that fails here is marked invalid and the command exits non-zero, whatever its latencies look like.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from scripts.load import stats
 from scripts.load.config import LoadtestConfig
 from scripts.load.crew import Outcome
 from scripts.load.records import Record
+from scripts.load.schedule import unit_arrivals
 
 MIN_FOR_TEST = 20
 P_VALUE = 1e-4
@@ -35,8 +37,8 @@ def arrival_check(
     Returns:
         ``achieved_rate`` and ``intended_rate`` (per second), ``cv`` of the gaps and ``cv_expected`` (in operational
         time, where the rate is 1), ``ks_p`` (None where the distribution has no spread to test; gaps count as known to
-        the median lateness), ``distinct_gaps`` (share of gaps that differ from each other), ``lateness`` (released
-        minus intended, seconds).
+        the median lateness), ``astray_s`` (only of constant and burst arrivals), ``distinct_gaps`` (share of gaps that
+        differ from each other), ``lateness`` (released minus intended, seconds).
     """
     firsts = [record for record in records if record.turn == 0 or not is_open]
     released = np.sort(np.array([record.released_s for record in firsts if record.released_s >= 0]))
@@ -55,6 +57,7 @@ def arrival_check(
         "cv_expected": None,
         "ks_p": None,
         "distinct_gaps": None,
+        "astray_s": None,
     }
     if len(released) < 3:
         return found
@@ -62,7 +65,9 @@ def arrival_check(
     gaps = np.diff(config.profile.to_operational(released) if is_checked else released)
     found["cv"] = float(gaps.std() / gaps.mean()) if gaps.mean() > 0 else None
     if is_checked:
-        found["cv_expected"] = {"poisson": 1.0, "gamma": config.cv, "constant": 0.0, "burst": None}[config.arrival]
+        # In a burst all gaps but one are 0, and that one is as long as the burst is large.
+        bursty = math.sqrt(config.burst_size - 1)
+        found["cv_expected"] = {"poisson": 1.0, "gamma": config.cv, "constant": 0.0, "burst": bursty}[config.arrival]
         resolution = (
             min(found["lateness"]["p50"], MAX_RESOLUTION_S) * len(gaps) / max(float(released[-1] - released[0]), 1e-9)
         )
@@ -71,7 +76,17 @@ def arrival_check(
         elif config.arrival == "gamma":
             shape = 1 / config.cv**2
             found["ks_p"] = stats.ks_test(gaps, lambda values: stats.gamma_cdf(values, shape), resolution)[1]
+        else:
+            found["astray_s"] = _astray_s(released, config)
     return found
+
+
+def _astray_s(released: stats.Floats, config: LoadtestConfig) -> float:
+    """How far from the instants of constant or burst arrivals requests went out, 1 % of them farther: seconds. Those
+    follow from the options alone, so that what was planned is checked with what was done.
+    """
+    unit = unit_arrivals(config.arrival, len(released), np.random.default_rng(0), burst_size=config.burst_size)
+    return float(np.quantile(np.abs(released - config.profile.to_seconds(unit)), 0.99))
 
 
 def _is_missed(arrivals: dict[str, Any], config: LoadtestConfig) -> bool:
@@ -122,6 +137,11 @@ def verdict(
     if arrivals["ks_p"] is not None and arrivals["count"] >= MIN_FOR_TEST and arrivals["ks_p"] < P_VALUE:
         reasons.append(
             f"the gaps between requests are not those of {config.arrival} arrivals (p = {arrivals['ks_p']:.1e})"
+        )
+    astray = arrivals["astray_s"]
+    if astray is not None and astray > max(config.lateness_s, late):
+        reasons.append(
+            f"requests went out up to {astray * 1e3:.1f} ms away from {config.arrival} arrivals at that rate"
         )
     if client["busiest"] > MAX_CPU:
         reasons.append(f"a client process used {client['busiest']:.0%} of a core: give it --clients")
