@@ -71,6 +71,17 @@ def test_medians_are_taken_over_the_requests_that_have_the_stage() -> None:
     assert found["until the first token"] == (0.0, 9.0)
 
 
+def test_the_waterfall_names_every_stage_in_order_those_that_took_no_time_too() -> None:
+    """What nobody waited for is an answer as well: whether there was a queue is what the reader looks for."""
+    ((_, chart),) = waterfall([record(3.0, 3.2, at=2.0, timings=TIMINGS | {"prefill_queue_s": 0.0})])
+    shown = re.findall(r"(?:>|^)([a-z ,]+)  ([\d.]+) ms<", chart.svg())
+    assert [name for name, _ in dict.fromkeys(shown)] == [
+        "sent late", "gateway and network", "decode queue", "decode waits for the prompt", "prefill queue", "prefill",
+        "first to second token", "transfer", "first decode token",
+    ]  # fmt: skip
+    assert dict(shown)["prefill queue"] == "0.00" and dict(shown)["transfer"] == "50.0"
+
+
 def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
     ((_, chart),) = gantt([timed(), record(at=1.0, error="dropped", ended_s=4.0)])
     drawn = chart.svg()

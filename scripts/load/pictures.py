@@ -217,7 +217,7 @@ def waterfall(good: Sequence[Record]) -> list[Picture]:
     """The stages on the way to steady decoding, one below the other, each at its median begin and length."""
     if not any(record.timings for record in good):
         return []
-    spans = [span for span in stages.median_spans(good) if span.length_s > 0]
+    spans = stages.median_spans(good)
     rows = {float(-row): f"{span.name}  {milliseconds(span.length_s)} ms" for row, span in enumerate(spans)}
     chart = Chart(
         "ms since the intended instant", "stages", height=60 + 24 * len(spans), width=WIDE, left=250, rows=rows
