@@ -57,7 +57,7 @@ class TokenCounters:
 
     def charge(self, account: str, tokens: float) -> None:
         """The account was served so much, in weighted tokens."""
-        self._values[account] = self.value(account) + tokens / self._weight(account)
+        self._values[account] = self.value(account) + tokens / self.weight(account)
 
     def interleave(
         self, ordered: Sequence[Request], account_of: Callable[[Request], str], cost_of: Callable[[Request], float]
@@ -79,11 +79,12 @@ class TokenCounters:
         turns: list[tuple[float, int, float, Iterator[Request], Iterator[int]]] = []
         for account, queue in queues.items():
             later = iter(places[account])
-            turns.append((self.value(account), next(later), self._weight(account), iter(queue), later))
+            turns.append((self.value(account), next(later), self.weight(account), iter(queue), later))
         heapq.heapify(turns)
         return list(_take_turns(turns, cost_of))
 
-    def _weight(self, account: str) -> float:
+    def weight(self, account: str) -> float:
+        """The account's share."""
         return self._weights.get(account, self._default_weight)
 
     def _forget(self) -> None:
@@ -128,6 +129,7 @@ class Fair(Policy):
     """
 
     name = "fair"
+    is_ranked = True  # on each tenant's account
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.counters = TokenCounters(weights)

@@ -48,10 +48,10 @@ class GivingWay:
         if not self._order.rules.is_enabled or not (places.waiting or places.retracted or partial):
             return False
         holders = places.yielding()
-        without_pages = [*places.retracted.values(), *places.waiting.values(), *partial]
-        if not self._order.may_beat(without_pages, holders):
+        others = map(self._order.priority, [*places.retracted.values(), *partial])
+        if not self._order.may_beat(max([places.waiting.highest_priority, *others]), holders):
             return False
-        first = self._line.sort(now)[0]
+        first = next(iter(self._line.sort(now)))
         weaker = self._order.least_first(other for other in holders if self._order.beats(first, other))
         if not weaker or self._waits_for_another(first):
             return False

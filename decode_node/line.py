@@ -14,8 +14,9 @@ else would move. Those who can get theirs only after it lend it their urgency.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from common.chunking import Cut
 from common.decisions import Decisions
@@ -28,6 +29,9 @@ from decode_node.admission import Admission, Others, Refusal, Reservation
 from decode_node.lifecycle import Event, State
 from decode_node.loans import Loans
 from decode_node.places import Key, Places
+
+#: So few of those that wait are sorted by themselves; among more, the ones that are wanted are near.
+MAX_SORTED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +121,35 @@ class Line:
         self.can_resume: Callable[[Key], bool] = lambda key: False
         self._last_try: tuple[int, ...] = ()
 
-    def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
+    def sort(
+        self, now: float, begun: Sequence[Request] = (), among: Collection[Request] | None = None
+    ) -> Iterable[Request]:
         """Who is next: ``begun``, retracted requests, the one with part of its pages, then the rest by policy; the more
-        urgent before all."""
+        urgent before all. Whoever is let in meanwhile has had its turn.
+
+        Args:
+            among: only these of the waiting are wanted; others may be there as well.
+        """
         retracted = sorted(self._places.retracted.values(), key=lambda request: request.arrived_at)
         partial = [] if self.partial is None else [self.partial]
-        return self._order.merge([*begun, *retracted, *partial], list(self._places.waiting.values()), now)
+        return self._places.waiting.line([*begun, *retracted, *partial], now, among)
+
+    def wanting(self, now: float) -> Iterator[Request]:
+        """In line: who is computed here, who would be, and who was short of pages just now. Others that wait want
+        neither a row yet nor any of what a step computes."""
+        places, short = self._places, self.short
+        few = None
+        if places.num_waiting_here <= MAX_SORTED:
+            few = {key: places.waiting[key] for key in [*places.local, *short] if key in places.waiting}.values()
+        num_left = len(places.extending) + len(places.retracted) + (self.partial is not None)
+        num_left += places.num_waiting_here + sum(key in places.waiting for key in short)
+        for request in self.sort(now, list(places.extending.values()), few) if num_left else ():
+            key = request.key
+            if places.states[key] is not State.WAITING or key in places.local or key in short:
+                num_left -= 1
+                yield request
+            if not num_left:
+                return
 
     @property
     def partial(self) -> Request | None:
@@ -154,7 +181,8 @@ class Line:
         Called after every event; while nothing has changed since the last time, it does nothing.
         """
         places = self._places
-        is_idle = not places.waiting and self.partial is None and not self.loans.are_any
+        num_awaiting = len(places.waiting) - places.num_waiting_here
+        is_idle = not num_awaiting and self.partial is None and not self.loans.are_any
         if is_idle and all(self.is_computed_here(request) for request in places.retracted.values()):
             return []
         num_outputs = sum(len(request.output) for request in places.running.values())
@@ -182,11 +210,12 @@ class Line:
         num_before = 0  # of ``ahead``, those before the first that is short
         partial = self.partial
         self.short.clear()
-        line = self.sort(now)
-        num_tried = 0
+        line = iter(self.sort(now))
+        behind: Iterator[Request] = iter(())
+        tried: dict[Key, Request] = {}
         for request in line:
             if request is partial:
-                num_tried += 1
+                tried[request.key] = request
                 partial = None
                 if more := self._complete(request, [*prior, *self._patient(skip_ahead)], now):
                     self.totals["skipped_ahead"] += skip_ahead.admit(request)
@@ -195,8 +224,9 @@ class Line:
                     skip_ahead.refuse(request)
                 continue
             if skip_ahead.is_closed or self.is_full_for(request):
+                behind = chain([request], line)
                 break
-            num_tried += 1
+            tried[request.key] = request
             if self.is_computed_here(request):
                 ahead.append(request)
                 prior.append(request)
@@ -219,8 +249,8 @@ class Line:
                 granted.append(self._grant(request, reservation, now, PASSING if skip_ahead.admit(request) else ""))
         patient = self._patient(skip_ahead)
         granted += self._share_out([*prior, *patient], [*ahead[:num_before], *patient], now)
-        behind = self.loans.lend_behind(line[num_tried:], self.is_computed_here)
-        self.loans.lend_to_partial([*ahead, *patient, *self.short.values(), *behind], self._must_wait)
+        first_behind = self.loans.lend_behind(behind, tried, self.is_computed_here)
+        self.loans.lend_to_partial([*ahead, *patient, *self.short.values(), *first_behind], self._must_wait)
         self.loans.settle()
         return granted
 

@@ -5,7 +5,8 @@ here, and on the prefill node that computes it. Loans are found anew with every 
 whether it comes to their turn or not: so a loan lasts for as long as its lender waits, and no longer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 
 from common.order import Order
 from common.request import LOWEST_PRIORITY, Request
@@ -40,18 +41,32 @@ class Loans:
         self._order.lend(request, self._places.receiving[key], self._lent)
         return key
 
-    def lend_behind(self, line: Sequence[Request], is_computed_here: Callable[[Request], bool]) -> list[Request]:
-        """So do those to whose turn it did not come. Returns the first that are more urgent than some transfer."""
-        receiving = self._places.receiving.values()
-        if not line or not receiving:
+    def lend_behind(
+        self, line: Iterator[Request], tried: Mapping[Key, Request], is_computed_here: Callable[[Request], bool]
+    ) -> list[Request]:
+        """So do those to whose turn it did not come. Returns the first that are more urgent than some transfer, if one
+        has part of its pages.
+
+        Args:
+            line: those, first in line first; only as many are looked at as matter.
+            tried: all others that were in line.
+        """
+        places, partial = self._places, self._admission.partial
+        if not self._order.rules.is_enabled or not places.receiving:
             return []
-        least = min(request.priority for request in receiving)
-        behind = [r for r in line if r.priority > least and r is not self._admission.partial]
-        awaited = self._admission.awaited() if behind else {}
-        for request in behind:
-            if (request.watch is None or request.watch in awaited) and not is_computed_here(request):
+        least = min(request.priority for request in places.receiving.values())
+        num_above = places.waiting.num_above(least)
+        retracted = [r for key, r in places.retracted.items() if r.priority > least and key not in tried]
+        awaited = self._admission.awaited() if num_above else {}
+        waiting = map(places.waiting.watched_by, awaited)
+        for request in [*retracted, *(r for r in waiting if r.priority > least and r.key not in tried)]:
+            if not is_computed_here(request):
                 self.lend(request)
-        return behind[: MAX_SKIP_AHEAD + 1]
+        if partial is None or not (num_above or retracted):
+            return []
+        above = (request for request in line if request.priority > least and request is not partial)
+        num_tried = sum(r.priority > least and key in places.waiting for key, r in tried.items())
+        return list(islice(above, min(MAX_SKIP_AHEAD + 1, num_above + len(retracted) - num_tried)))
 
     def lend_to_partial(self, waiting: Iterable[Request], must_wait: Callable[[Request], bool]) -> None:
         """The one with part of its pages is as urgent as those of its class who can get theirs only after it. Others do

@@ -22,6 +22,7 @@ class Places:
         local: those whose prompts are computed here, wherever they stand.
         waiting, receiving, ready, paused, retracted, extending, running: by state, as they came there.
         num_moves: how often anybody has come, gone, or changed places.
+        num_waiting_here: how many of ``waiting`` are ``local``.
     """
 
     def __init__(self, num_slots: int, waiting: WaitingQueue) -> None:
@@ -45,6 +46,7 @@ class Places:
             State.RUNNING: self.running,
         }
         self.num_moves = 0
+        self.num_waiting_here = 0  # of ``waiting``, those whose prompts are computed here
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -60,6 +62,7 @@ class Places:
         self.states[request.key] = State.WAITING
         if is_local:
             self.local[request.key] = None
+            self.num_waiting_here += 1
 
     def move(self, request: Request, event: Event, *, with_slot: bool | None = None) -> None:
         """What has happened to a request, by the table of its life.
@@ -69,6 +72,7 @@ class Places:
         """
         self.num_moves += 1
         before = self.states[request.key]
+        self.num_waiting_here -= before is State.WAITING and request.key in self.local
         del self._queues[before][request.key]
         if with_slot:
             request.slot = self._free.pop()
@@ -85,6 +89,7 @@ class Places:
         self.num_moves += 1
         state = self.states.pop(key)
         advance(TABLE, state, Event.END)
+        self.num_waiting_here -= state is State.WAITING and key in self.local
         del self._queues[state][key]
         self.local.pop(key, None)
         self._give_slot(request)
@@ -116,6 +121,8 @@ class Places:
             assert homes == [self.states[key]], f"{key} is {self.states[key]} but stands in {homes}"
         assert sum(map(len, self._queues.values())) == len(self.requests) == len(self.states)
         assert self.local.keys() <= self.requests.keys()
+        self.waiting.check()
+        assert self.num_waiting_here == sum(key in self.local for key in self.waiting)
         with_slot = [*self.running.values(), *self.extending.values()]
         assert all(request.slot < 0 for request in self.requests.values() if request not in with_slot)
         slots = sorted(self._free + [request.slot for request in with_slot])

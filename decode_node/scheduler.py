@@ -260,7 +260,7 @@ class DecodeScheduler:
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         lent: dict[Key, int] = {}
         num_begun = len(places.extending)
-        for request in self.line.sort(now, list(places.extending.values())):
+        for request in self.line.wanting(now):
             state = places.states[request.key]
             if state is State.EXTENDING:
                 num_begun -= 1

@@ -301,7 +301,7 @@ class PrefillScheduler:
         if not self._order.rules.is_enabled or not self.waiting:
             return None
         ungranted = self._ungranted()
-        if self._order.may_beat(self.waiting.values(), ungranted):
+        if self._order.may_beat(max(map(self._order.priority, self.waiting.values())), ungranted):
             first = self._order.most_urgent(self.waiting.values())
             weaker = [victim for victim in ungranted if self._order.beats(first, victim)]
             if weaker and not self._is_held_back(first):

@@ -286,7 +286,7 @@ def test_it_stands_before_its_equals_whatever_the_policy_says() -> None:
     node.grant()
     assert share(node, large) == (8, 3)
     small = node.submit("small", 40)
-    assert node.scheduler.line.sort(node.now) == [large, small]
+    assert list(node.scheduler.line.sort(node.now)) == [large, small]
 
 
 @pytest.mark.parametrize("skip_ahead", [0, 8])
