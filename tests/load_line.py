@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.load.connection import Connection, Exchange
-from scripts.load.receiver import Receiver, find_library
+from scripts.load.courier import Courier, find_library
 
 #: In C, and nobody waits for the end: nothing is looked at before ``catch_up``.
 on_every_path = pytest.mark.parametrize("path", ["Python", "C", "C, later"])
@@ -18,9 +18,10 @@ class Wire(asyncio.Transport):
     def __init__(self, near: socket.socket) -> None:
         super().__init__({"socket": near})
         self.is_aborted = False
+        self.written = b""
 
     def write(self, data: Any) -> None:
-        pass
+        self.written += data
 
     def pause_reading(self) -> None:
         pass
@@ -34,26 +35,27 @@ class Line(AbstractContextManager["Line"]):
 
     Args:
         path: one of the three.
-        receiver: to receive with, instead of one of its own.
+        courier: to receive with, instead of one of its own.
         pair: both ends, instead of a socket pair.
     """
 
     def __init__(
-        self, path: str, receiver: Receiver | None = None, pair: tuple[socket.socket, socket.socket] | None = None
+        self, path: str, courier: Courier | None = None, pair: tuple[socket.socket, socket.socket] | None = None
     ) -> None:
         self.ended: list[Exchange] = []
         self.lost: list[Exchange | None] = []
         self.errors: list[Exception | None] = []
-        self.receiver = receiver
-        if path != "Python" and receiver is None:
+        self.courier = courier
+        if path != "Python" and courier is None:
             if not find_library():
                 pytest.skip("no C compiler here")
-            self.receiver = Receiver(find_library())
-        self._is_own = receiver is None
+            self.courier = Courier(find_library())
+        self._is_own = courier is None
         self.near, self.far = pair or socket.socketpair()
         self.near.setblocking(False)
+        self.far.settimeout(10)
         self.wire = Wire(self.near)
-        self.connection = Connection(self, self.receiver)
+        self.connection = Connection(self, self.courier)
         self.connection.connection_made(self.wire)
         self.exchange = Exchange(None, b"POST", 0.0, is_awaited=path != "C, later")
         self.connection.send(self.exchange)
@@ -67,29 +69,29 @@ class Line(AbstractContextManager["Line"]):
 
     def receive(self, data: bytes) -> None:
         """The other end sends this; in C, only what has to be looked at is."""
-        if self.receiver is None:
+        if self.courier is None:
             if not self.wire.is_aborted:
                 self.connection.data_received(data)
             return
         self.far.sendall(data)
-        while self.receiver.wait(0.0):
-            self.receiver.deliver()
+        while self.courier.wait(0.0):
+            self.courier.deliver()
 
     def catch_up(self) -> None:
-        if self.receiver:
-            self.receiver.catch_up()
+        if self.courier:
+            self.courier.catch_up()
 
     def hang_up(self) -> None:
-        if self.receiver is None:
+        if self.courier is None:
             self.connection.connection_lost(None)
             return
         self.far.close()
-        assert self.receiver.wait(0.0)
-        self.receiver.deliver()
+        assert self.courier.wait(0.0)
+        self.courier.deliver()
 
     def __exit__(self, *error: object) -> None:
         self.connection.close()
-        if self.receiver and self._is_own:
-            self.receiver.close()
+        if self.courier and self._is_own:
+            self.courier.close()
         self.near.close()
         self.far.close()

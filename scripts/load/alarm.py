@@ -10,12 +10,25 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 CLOCK_MONOTONIC = 1
 TFD_NONBLOCK, TFD_CLOEXEC, TFD_TIMER_ABSTIME = os.O_NONBLOCK, getattr(os, "O_CLOEXEC", 0), 1
 
 
 TIMER = struct.Struct("4l")  # C's itimerspec: interval and value, each in seconds and nanoseconds
+
+
+def open_timer() -> int:
+    """The descriptor of a timer on the monotonic clock, not set yet.
+
+    Raises:
+        OSError, AttributeError: there is none.
+    """
+    fd = int(ctypes.CDLL(None, use_errno=True).timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 class Alarm:
@@ -32,13 +45,10 @@ class Alarm:
         self._handle: asyncio.TimerHandle | None = None
         self._set_at = float("inf")
         self._fd = -1
-        try:
-            self._libc = ctypes.CDLL(None, use_errno=True)
-            self._fd = self._libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
-            self._set_timer = self._libc.timerfd_settime
+        with suppress(OSError, AttributeError):
+            self._fd = open_timer()
+            self._set_timer = ctypes.CDLL(None).timerfd_settime
             self._set_timer.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-        except (OSError, AttributeError):
-            pass
         if self._fd >= 0:
             loop.add_reader(self._fd, self._on_timer)
 

@@ -6,20 +6,23 @@ when its slot became free. Later turns of a session are intended for the end of 
 """
 
 import asyncio
-import heapq
-import itertools
 import ssl
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from scripts.load.alarm import Alarm
-from scripts.load.connection import Connection, Exchange, Reader
+from scripts.load.connection import Connection, Exchange
+from scripts.load.departures import Departures
 from scripts.load.wire import Ask, Done, Setup, Tick
 
+if TYPE_CHECKING:
+    from scripts.load.courier import Courier
+
 MAX_GAPS = 256
-LAG_S = 0.5  # each look wakes a sleeping process up, which costs as much as a token
+LAG_S = 1.0  # each look wakes a sleeping process up, which costs as much as a token
 
 
 class Client:
@@ -29,22 +32,25 @@ class Client:
         setup: see there.
         on_done: called with each ended request.
         on_idle: called when all asks have ended and no more will come; also after each end until then it is not.
-        reader: of connections without TLS, if their transports are not to read.
+        courier: of connections without TLS, if it is not their transports that read.
     """
 
     def __init__(
-        self, setup: Setup, on_done: Callable[[Done], None], on_idle: Callable[[], None], reader: Reader | None = None
+        self,
+        setup: Setup,
+        on_done: Callable[[Done], None],
+        on_idle: Callable[[], None],
+        courier: "Courier | None" = None,
     ) -> None:
         self._setup = setup
-        self._reader = reader
+        self._courier = courier
         self._on_done = on_done
         self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
-        self._alarm = Alarm(self._loop, self._ring)
+        self._alarm = Alarm(self._loop, self.ring)
         self._ssl = _tls(setup)
         self._start_at = float("inf")
-        self._due: list[tuple[float, int, Ask]] = []  # a heap by instant
-        self._order = itertools.count()
+        self._departures = Departures(self._exchange, courier)
         self._waiting: deque[Ask] = deque()  # closed loop: first turns
         self._turns: dict[int, deque[Ask]] = {}  # later turns by session
         self._between: dict[int, float] = {}  # sessions whose next turn has not come yet: when their last one ended
@@ -58,6 +64,8 @@ class Client:
         self.num_done = self.num_failed = self.num_pieces = self.num_connections = self.num_unsent = 0
         self.first_s: list[float] = []
         self.lags = array("d")
+        if courier:
+            courier.attend(self)
 
     # ---- asks come in -----------------------------------------------------------------------------------------------
 
@@ -72,7 +80,7 @@ class Client:
             self._waiting.append(ask)
             self._fill_slots()
         else:
-            heapq.heappush(self._due, (ask.at, next(self._order), ask))
+            self._departures.add(ask.at, ask)
             self._set_alarm()
 
     def end_of_asks(self) -> None:
@@ -83,6 +91,7 @@ class Client:
     def go(self, start_at: float) -> None:
         """Time 0 of the schedule is this instant."""
         self._start_at = start_at
+        self._departures.start(start_at)
         self._free_slots = [start_at] * self._setup.slots
         self._timer = self._loop.call_later(LAG_S, self._look_around, time.monotonic() + LAG_S)
         if self._setup.slots:
@@ -93,21 +102,33 @@ class Client:
     # ---- the schedule -----------------------------------------------------------------------------------------------
 
     def _set_alarm(self) -> None:
-        if self._due and self._start_at < float("inf"):
-            self._alarm.set(self._start_at + self._due[0][0])
+        if not self._courier and (at := self._departures.next_at) < float("inf"):
+            self._alarm.set(at)
 
-    def _ring(self) -> None:
-        due = self._due
-        while due and self._start_at + due[0][0] <= time.monotonic():
-            at, _, ask = heapq.heappop(due)
-            self._release(ask, self._start_at + at)
+    def ring(self) -> None:
+        """Something is due."""
+        while exchange := self._departures.take_due():
+            self._send(exchange)
         self._fill_slots()
         self._set_alarm()
         self._hurry()
 
+    def line_up(self) -> None:
+        """The courier is about to wait."""
+        self._departures.line_up(self._idle)
+
+    def on_departed(self, connection: Connection, at: float, num_sent: int) -> None:
+        """The courier has sent the first one of its line there."""
+        exchange = self._departures.take_departed()
+        if connection.exchange is None:
+            self._idle.remove(connection)
+        self._note_release(exchange, at)
+        self.lags.append(max(0.0, at - exchange.intended_at))
+        connection.sent(exchange, at, num_sent)
+
     def _hurry(self) -> None:
         """Once nothing is left to be sent, the last ends are waited for."""
-        if self._has_all and not self._due:
+        if self._has_all and not self._departures:
             for exchange in self._under_way:
                 if exchange.connection:
                     exchange.connection.hurry()
@@ -119,7 +140,7 @@ class Client:
         if self._is_late(now):
             self._drop_waiting()
         while self._free_slots and self._waiting:
-            self._release(self._waiting.popleft(), self._free_slots.pop())
+            self._send(self._exchange(self._waiting.popleft(), self._free_slots.pop()))
 
     def _is_late(self, now: float) -> bool:
         return 0 < self._setup.stop_after_s <= now - self._start_at
@@ -135,21 +156,27 @@ class Client:
         ask = turns.popleft()
         if not turns:
             del self._turns[session]
-        heapq.heappush(self._due, (ended_at + ask.think_s - self._start_at, next(self._order), ask))
+        self._departures.add(ended_at + ask.think_s - self._start_at, ask)
         self._set_alarm()
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
-    def _release(self, ask: Ask, intended_at: float) -> None:
-        self.bytes_waiting -= len(ask.body)
+    def _exchange(self, ask: Ask, intended_at: float) -> Exchange:
         data = b"%b%d\r\n%b\r\n%b" % (self._setup.head, len(ask.body), ask.headers, ask.body)
-        exchange = Exchange(ask, data, intended_at, is_awaited=bool(self._setup.slots or ask.turns_left))
-        exchange.released_at = time.monotonic()
-        self._under_way[exchange] = None
+        return Exchange(ask, data, intended_at, is_awaited=bool(self._setup.slots or ask.turns_left))
+
+    def _send(self, exchange: Exchange) -> None:
+        self._note_release(exchange, time.monotonic())
         if self._idle:
             self._idle.pop().send(exchange)
         else:
             self._open_for(exchange)
+
+    def _note_release(self, exchange: Exchange, at: float) -> None:
+        assert isinstance(exchange.ask, Ask)
+        self.bytes_waiting -= len(exchange.ask.body)
+        exchange.released_at = at
+        self._under_way[exchange] = None
 
     def _open_for(self, exchange: Exchange) -> None:
         opening = self._loop.create_task(self._open(exchange))
@@ -161,7 +188,7 @@ class Client:
         setup = self._setup
         try:
             _, connection = await self._loop.create_connection(
-                lambda: Connection(self, self._reader),
+                lambda: Connection(self, self._courier),
                 setup.host,
                 setup.port,
                 ssl=self._ssl,
@@ -180,7 +207,7 @@ class Client:
     # ---- answers ----------------------------------------------------------------------------------------------------
 
     def on_response(self, connection: Connection, exchange: Exchange) -> None:
-        if connection.is_reusable:
+        if connection.is_reusable and connection.exchange is None:
             self._idle.append(connection)
         self._end(exchange)
 
@@ -233,7 +260,7 @@ class Client:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if self._has_all and self._start_at < float("inf") and not self._under_way and not self._due:
+        if self._has_all and self._start_at < float("inf") and not self._under_way and not self._departures:
             if not self._waiting and not self._between:
                 self._on_idle()
 
@@ -266,15 +293,15 @@ class Client:
 
     def _catch_up(self) -> None:
         """Take up all that has been received; some of what is under way may end by that."""
-        if self._reader:
-            self._reader.catch_up()
+        if self._courier:
+            self._courier.catch_up()
 
     def tick(self) -> Tick:
         """What a live view shows; first tokens since the last tick are handed over."""
         self._catch_up()
         first_s, self.first_s = self.first_s, []
         at = time.monotonic() - self._start_at
-        waiting = len(self._due) + len(self._waiting)
+        waiting = len(self._departures) + len(self._waiting)
         pieces = self.num_pieces + sum(len(exchange.sizes) for exchange in self._under_way)
         gaps_s = [one.stamps[-1] - one.stamps[-2] for one in self._under_way if len(one.stamps) > 2]
         return Tick(
@@ -283,8 +310,8 @@ class Client:
 
     def halt(self) -> None:
         """Give up everything that has not ended."""
-        self.num_unsent += len(self._due) + len(self._waiting) + sum(map(len, self._turns.values()))
-        self._due.clear()
+        self.num_unsent += len(self._departures) + len(self._waiting) + sum(map(len, self._turns.values()))
+        self._departures.clear()
         self._waiting.clear()
         self._turns.clear()
         self._between.clear()

@@ -9,6 +9,7 @@ fast it is in a loop.
 
 import asyncio
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
@@ -109,7 +110,7 @@ class Owner(Protocol):
 
 
 class Reader(Protocol):
-    """Who receives for connections, if their transports do not: ``Receiver``."""
+    """Who receives for connections, if their transports do not: ``Courier``."""
 
     def watch(self, fd: int, connection: "Connection") -> int: ...
 
@@ -117,11 +118,11 @@ class Reader(Protocol):
 
     def forget(self, number: int) -> None: ...
 
-    def catch_up(self) -> None: ...
+    def trust(self, number: int) -> None: ...
 
 
 class Connection(asyncio.Protocol):
-    """Carries one exchange at a time.
+    """Carries one exchange at a time, and keeps those in order that a courier has sent behind it.
 
     Args:
         owner: see there.
@@ -129,14 +130,15 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_framing", "_is_chunked", "_keep", "_measure", "_num_looked_at", "_number", "_owner", "_reader", "_remaining",
-        "_rest", "_size", "_stamp", "_transport", "exchange", "is_reusable", "num_used",
+        "_following", "_framing", "_is_chunked", "_keep", "_measure", "_num_looked_at", "_owner", "_reader",
+        "_remaining", "_rest", "_size", "_stamp", "_transport", "exchange", "is_reusable", "num_used", "number",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, reader: Reader | None = None) -> None:
         self._owner = owner
         self._reader = reader
-        self._number = 0  # the reader's; 0: the transport reads
+        self.number = 0  # the reader's; 0: the transport reads
+        self._following: deque[Exchange] = deque()  # sent behind a response that has ended, but was not looked at yet
         self._framing = Framing.HEAD
         self._is_chunked = False
         self._stamp: Callable[[float], None]
@@ -155,33 +157,51 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._reader:
             with suppress(OSError, MemoryError):  # no room for it: it is read as any other
-                self._number = self._reader.watch(transport.get_extra_info("socket").fileno(), self)
+                self.number = self._reader.watch(transport.get_extra_info("socket").fileno(), self)
                 self._transport.pause_reading()
 
     def send(self, exchange: Exchange) -> None:
         """Write the request; ``on_response`` or ``on_lost`` follows."""
-        assert self.exchange is None
-        self.exchange = exchange
+        self.sent(exchange, monotonic(), 0)
+
+    def sent(self, exchange: Exchange, at: float, num_sent: int) -> None:
+        """So much of the request went out at that instant, maybe behind the end of a response that nobody has looked
+        at yet; the rest goes now, and ``on_response`` or ``on_lost`` follows."""
         exchange.connection = self
+        exchange.sent_at = at
+        self.num_used += 1
+        if num_sent < len(exchange.data):
+            self._transport.write(exchange.data[num_sent:])
+        if self.exchange is None:
+            self._begin(exchange)
+        else:
+            self._following.append(exchange)
+
+    def _begin(self, exchange: Exchange) -> None:
+        """What comes from now on is the response to this one."""
+        self.exchange = exchange
         self._stamp, self._measure, self._keep = exchange.stamps.append, exchange.sizes.append, exchange.parts.append
         self._framing = Framing.HEAD
+        self._is_chunked = False
         self._size = 0
-        self.num_used += 1
         self._expect(exchange.is_awaited)
-        exchange.sent_at = monotonic()
-        self._transport.write(exchange.data)
 
     def close(self) -> None:
-        """Drop the connection and whatever it carries, without a word to the owner."""
+        """Drop the connection and what it carries, without a word to the owner; requests behind that are lost."""
         self._forget()
         self._leave()
         self.is_reusable = False
         self._transport.abort()
+        self._lose_following(None)
+
+    def _lose_following(self, error: Exception | None) -> None:
+        while self._following:
+            self._owner.on_lost(self, self._following.popleft(), error)
 
     def _forget(self) -> None:
-        if self._reader and self._number:
-            self._reader.forget(self._number)
-            self._number = 0
+        if self._reader and self.number:
+            self._reader.forget(self.number)
+            self.number = 0
 
     def _leave(self) -> None:
         self.exchange = None
@@ -192,12 +212,13 @@ class Connection(asyncio.Protocol):
     def hurry(self) -> None:
         """Somebody waits for the end of the exchange from now on."""
         if self.exchange:
-            self.exchange.is_awaited = True
+            for exchange in (self.exchange, *self._following):
+                exchange.is_awaited = True
             self._expect(True)
 
     def _expect(self, is_awaited: bool) -> None:
-        if self._reader and self._number:
-            self._reader.expect(self._number, is_chunked=self._is_chunked, is_awaited=is_awaited)
+        if self._reader and self.number:
+            self._reader.expect(self.number, is_chunked=self._is_chunked, is_awaited=is_awaited)
 
     # ---- the hot path -----------------------------------------------------------------------------------------------
 
@@ -307,7 +328,11 @@ class Connection(asyncio.Protocol):
             exchange.drop_last(num_beyond)
             self.close()
         exchange.ended_at = exchange.stamps[-1]
+        if self._reader and self.number and self._is_chunked and self.is_reusable:
+            self._reader.trust(self.number)
         self._leave()
+        if self._following:
+            self._begin(self._following.popleft())
         self._owner.on_response(self, exchange)
 
     def _fail(self, exchange: Exchange, error: str) -> None:
@@ -338,8 +363,9 @@ class Connection(asyncio.Protocol):
         if exchange is not None and self._framing is Framing.CLOSE and error is None:
             exchange.ended_at = now
             self._owner.on_response(self, exchange)
-            return
-        self._owner.on_lost(self, exchange, error)
+        else:
+            self._owner.on_lost(self, exchange, error)
+        self._lose_following(error)
 
 
 def read_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:

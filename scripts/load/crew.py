@@ -21,8 +21,8 @@ from typing import IO, Any
 import numpy as np
 
 from common.errors import BatonError
+from scripts.load.courier import find_library
 from scripts.load.plan import Planned
-from scripts.load.receiver import find_library
 from scripts.load.wire import (
     Ask,
     Done,
@@ -46,7 +46,7 @@ MAX_FEED_BEFORE_START_S = 0.4
 PIPE_BYTES = 1 << 20  # as many as a process lets pile up before it sends them
 MAX_BYTES_AT_ONCE = 16 << 20  # bodies; after so many the clock starts, and the process must have read them
 LOOKAHEAD_S = 5.0
-FEED_EVERY_S = 1.0  # of an open loop: a batch of requests at a time, since each time wakes two processes up
+FEED_EVERY_S = 2.0  # of an open loop: a batch of requests at a time, since each time wakes two processes up
 LOOK_EVERY_S = 0.25
 GRACE_S = 5.0
 EXIT_TIMEOUT_S = 2.0

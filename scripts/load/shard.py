@@ -1,8 +1,8 @@
 """A client process: reads asks from standard input, sends them in time, writes what came back to standard output.
 
-``python -m scripts.load.shard [LIBRARY]`` is started by ``scripts/load/crew.py``; with the library of ``receive.c``, it
-receives in C. It imports next to nothing, so that the first request goes out soon, and collects no garbage while it
-runs, since a pause would look like the server's.
+``python -m scripts.load.shard [LIBRARY]`` is started by ``scripts/load/crew.py``; with the library of ``courier.c``, it
+sends and receives in C. It imports next to nothing, so that the first request goes out soon, and collects no garbage
+while it runs, since a pause would look like the server's.
 """
 
 import asyncio
@@ -13,10 +13,9 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.load.client import Client
-from scripts.load.connection import Reader
 from scripts.load.wire import (
     Ask,
     Done,
@@ -33,9 +32,12 @@ from scripts.load.wire import (
     to_client,
 )
 
+if TYPE_CHECKING:
+    from scripts.load.courier import Courier
+
 TICK_S = 0.25
 SEND_AFTER_S = 0.25
-SEND_AFTER_UNWATCHED_S = 2.0
+SEND_AFTER_UNWATCHED_S = 4.0
 SEND_AFTER_BYTES = 1 << 20
 NICENESS = -10
 MAX_BYTES_WAITING = 256 << 20
@@ -46,11 +48,11 @@ class Shard:
     """Glue between the pipes and the client.
 
     Args:
-        reader: see ``Client``.
+        courier: see ``Client``.
     """
 
-    def __init__(self, reader: Reader | None) -> None:
-        self._connection_reader = reader
+    def __init__(self, courier: "Courier | None") -> None:
+        self._courier = courier
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._client: Client | None = None
@@ -71,7 +73,7 @@ class Shard:
     def _on_frame(self, frame: Any) -> None:
         client = self._client
         if isinstance(frame, Setup):
-            self._client = Client(frame, self._on_done, self._finish, self._connection_reader)
+            self._client = Client(frame, self._on_done, self._finish, self._courier)
             self._has_ticks = frame.has_ticks
             if not frame.has_ticks and not frame.slots:  # nobody waits for what has ended
                 self._send_after_s = SEND_AFTER_UNWATCHED_S
@@ -154,11 +156,11 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     if len(sys.argv) > 1:
-        from scripts.load.receiver import Receiver, ReceivingSelector
+        from scripts.load.courier import Courier, CourierSelector
 
-        receiver = Receiver(sys.argv[1])
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(ReceivingSelector(receiver))) as runner:
-            runner.run(_run(receiver))
+        courier = Courier(sys.argv[1])
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(CourierSelector(courier))) as runner:
+            runner.run(_run(courier))
         return
     try:
         import uvloop
@@ -170,8 +172,8 @@ def main() -> None:
         runner.run(_run(None))
 
 
-async def _run(reader: Reader | None) -> None:
-    await Shard(reader).run()
+async def _run(courier: "Courier | None") -> None:
+    await Shard(courier).run()
 
 
 if __name__ == "__main__":
