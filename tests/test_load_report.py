@@ -30,7 +30,7 @@ from scripts.load.records import Record
 from scripts.load.report import Report
 from scripts.load.run import run_load
 from scripts.load.svg import log_ticks, ticks
-from scripts.load.table import percent, summary_lines
+from scripts.load.table import outputs_verdict, percent, summary_lines
 from scripts.load.wire import Tick
 from scripts.load.workload import Plan, make_plan
 
@@ -246,6 +246,7 @@ def test_a_check_that_compared_less_than_was_expected_has_not_passed(
     assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 24, "unanswered": 6}
     said = capsys.readouterr()
     assert "24 compared, 0 differ; 6 requests failed or were cut off" in said.err
+    assert outputs_verdict(COUNTS | {"expected": 1, "unanswered": 1}) == "NO OUTPUT WAS COMPARED."
     verdict = "NOT ALL EXPECTED OUTPUTS WERE COMPARED"
     assert verdict in said.out and f'<p class="bad">{verdict}' in (tmp_path / "r.html").read_text()
 

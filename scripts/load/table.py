@@ -216,11 +216,12 @@ def outputs_verdict(outputs: Figures) -> str:
         return "All expected outputs came, token for token." if not outputs["by_text"] else "All expected outputs came."
     if outputs["differ"]:
         return "OUTPUTS DIFFER FROM THE EXPECTED ONES."
-    if not outputs["compared"] and outputs["not_sent"] == outputs["expected"]:
-        return (
-            "NO OUTPUT WAS COMPARED: the file is of other prompts (they follow from --seed, from lengths and kinds, "
-            "from the range of token ids; or from your own file)."
+    if not outputs["compared"]:
+        others = (
+            ": the file is of other prompts (they follow from --seed, from lengths and kinds, from the range of token "
+            "ids; or from your own file)"
         )
+        return f"NO OUTPUT WAS COMPARED{others if outputs['not_sent'] == outputs['expected'] else ''}."
     return "NOT ALL EXPECTED OUTPUTS WERE COMPARED: those that were are equal."
 
 
