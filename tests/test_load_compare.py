@@ -69,6 +69,19 @@ def test_a_queue_that_grows_to_the_end_of_a_run_is_worse_though_all_of_it_waited
     assert [verdicts(slightly, growing)[name] for name in names] == ["unknown"] * 3, "neither of them can tell"
 
 
+def test_the_slowest_of_a_few_stretches_that_waited_together_tell_nothing() -> None:
+    """Of 300 requests in 25 stretches, p99 is that of one: their mean can be judged, p99 only beyond twice as much."""
+
+    def stretches(middle: float, seed: int) -> Figures:
+        return report(np.repeat(ttft(middle, 25, seed), 12), count=300)
+
+    found = verdicts(stretches(1.0, 3), stretches(1.5, 6))
+    assert [found[f"time to first token {name}"] for name in ("mean", "p99")] == ["worse", "unknown"]
+    assert verdicts(stretches(1.0, 3), stretches(4.0, 6))["time to first token p99"] == "worse"
+    apart = (report(ttft(middle, 300, seed), count=300) for middle, seed in ((1.0, 1), (1.5, 2)))
+    assert verdicts(*apart)["time to first token p99"] == "worse"
+
+
 def test_requests_that_were_good_together_count_for_fewer() -> None:
     """0.9 and 0.6 are no chance of 100 requests each, and some of ten; if nearly all are bad, ten are enough."""
 
