@@ -89,6 +89,25 @@ def test_nothing_is_due_or_lined_up_before_the_start() -> None:
     assert waiting.take_due() is None and not line.exchanges and line.ring_at == waiting.next_at == float("inf")
 
 
+def test_once_the_last_of_all_has_gone_the_courier_rings() -> None:
+    waiting = departures(line := FakeLine())
+    waiting.start(time.monotonic())
+    waiting.add(0.5, ask(0))
+    waiting.add(1.5 + LINE_S, ask(1))
+    waiting.line_up([], are_all=True)
+    assert len(line.exchanges) == 1 and line.ring_at == waiting.next_at
+    waiting.clear()
+    waiting.add(0.7, ask(2))
+    waiting.line_up([])
+    assert line.ring_at == float("inf"), "more may come"
+    waiting.line_up([], are_all=True)
+    assert line.ring_at == line.exchanges[0].intended_at
+    line.exchanges.pop()
+    waiting.take_departed()
+    waiting.line_up([], are_all=True)
+    assert line.ring_at == float("inf")
+
+
 def test_a_line_is_as_long_as_its_time_its_places_and_its_bytes_allow() -> None:
     line = FakeLine()
     waiting = departures(line)

@@ -115,7 +115,7 @@ class Client:
 
     def line_up(self) -> None:
         """The courier is about to wait."""
-        self._departures.line_up(self._idle)
+        self._departures.line_up(self._idle, are_all=self._has_all)
 
     def on_departed(self, connection: Connection, at: float, num_sent: int) -> None:
         """The courier has sent the first one of its line there."""

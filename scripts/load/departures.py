@@ -90,8 +90,12 @@ class Departures:
         self._line_bytes -= len(exchange.data)
         return exchange
 
-    def line_up(self, idle: Sequence[Connection]) -> None:
-        """Put the next ones into the courier's line, and say on which connections they may go out."""
+    def line_up(self, idle: Sequence[Connection], *, are_all: bool = False) -> None:
+        """Put the next ones into the courier's line, and say on which connections they may go out.
+
+        Args:
+            are_all: no more will be added; then the courier rings once the last one has gone.
+        """
         line, later, courier_line = self._line, self._later, self._courier_line
         assert courier_line
         while line and later and later[0] < line[-1][0]:
@@ -104,7 +108,8 @@ class Departures:
             self._line_bytes += len(exchange.data)
             courier_line.offer(exchange)
         usable = idle[-len(line) :] if line else ()
-        courier_line.prepare([one for one in usable if one.number], self.next_at)
+        is_end = are_all and line and not later
+        courier_line.prepare([one for one in usable if one.number], line[-1][1].intended_at if is_end else self.next_at)
 
     def _withdraw_last(self) -> Entry:
         assert self._courier_line
