@@ -19,6 +19,8 @@ from common.errors import ConfigError, ErrorCode, RequestError
 LONG_CHARACTERS = 16 << 10
 #: So are so many token ids; a list of them counts as ``LIST_IDS`` more.
 LONG_IDS, LIST_IDS = 8_192, 16
+#: Lists that the tokenizer takes at once: between two such others have their turn.
+LISTS_AT_ONCE = 2_048
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -132,7 +134,11 @@ class Text:
 
     def decode_all(self, lists: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """As ``decode`` each. Other threads run meanwhile."""
-        return list(self._tokenizer.decode_batch([list(ids) for ids in lists], skip_special_tokens=skip_special))
+        texts: list[str] = []
+        for start in range(0, len(lists), LISTS_AT_ONCE):
+            some = [list(ids) for ids in lists[start : start + LISTS_AT_ONCE]]
+            texts += self._tokenizer.decode_batch(some, skip_special_tokens=skip_special)
+        return texts
 
     def detokenizer(self, *, skip_special: bool) -> Detokenizer:
         if self._pieces is None:

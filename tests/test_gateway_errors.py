@@ -356,6 +356,7 @@ async def test_long_outputs_are_detokenized_and_judged_prompts_written_down_whil
     short = await answers()
     assert threads == []
     monkeypatch.setattr("gateway.asks.LONG_IDS", 10)
+    monkeypatch.setattr("gateway.text.LISTS_AT_ONCE", 2)
     monkeypatch.setattr("gateway.outlet.MANY_JUDGED", 10)
     assert await answers() == short
     assert len(threads) >= 5  # each text, each prompt that is shown, the answer, and the last chunk
