@@ -126,11 +126,12 @@ static int receive_one(struct place *place, struct departures *departures, uint6
 /* Read what an event is about. There is none for what was there already, so the end of a connection is read at once. */
 static int receive(struct place *place, uint32_t events, struct departures *departures, uint64_t *first_marked) {
     const int is_ending = (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
-    int due = 0;
+    int due = 0, before;
     do {
         if (place->is_full || place->is_closed) return 1;
+        before = place->num_pieces;
         due |= receive_one(place, departures, first_marked);
-    } while (is_ending);
+    } while (is_ending && place->num_pieces > before);
     return due;
 }
 
