@@ -47,7 +47,6 @@ PIPE_BYTES = 1 << 20  # as many as a process lets pile up before it sends them
 MAX_BYTES_AT_ONCE = 16 << 20  # bodies; after so many the clock starts, and the process must have read them
 LOOKAHEAD_S = 5.0
 FEED_EVERY_S = 2.0  # of an open loop: a batch of requests at a time, since each time wakes two processes up
-LOOK_EVERY_S = 0.25
 GRACE_S = 5.0
 EXIT_TIMEOUT_S = 2.0
 
@@ -285,8 +284,10 @@ class Crew:
         """In a closed loop, wait until a process will soon have nothing to send."""
         while self._setup.slots and member.num_open >= self._lead() and not self._is_over():
             self._some_ended.clear()
+            stop_s = self._setup.stop_after_s
+            left_s = self._outcome.start_at + stop_s - time.monotonic() if stop_s else None
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._some_ended.wait(), LOOK_EVERY_S)
+                await asyncio.wait_for(self._some_ended.wait(), left_s)
 
     async def _until_near(self, at: float) -> None:
         """Wait until a request is due in a few seconds: making all bodies at once would take the server's cores."""
@@ -314,6 +315,7 @@ class Crew:
         if self._outcome.was_halted:
             return
         self._outcome.was_halted = True
+        self._some_ended.set()
         for member in self._members:
             if not member.finished:
                 member.writer.send(Halt())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 SEND_AFTER_S = 0.25
-SEND_AFTER_UNWATCHED_S = 4.0
+SEND_AFTER_UNWATCHED_S, SEND_AFTER_SLOTS_S, SEND_AFTER_MORE = 4.0, 1.0, 16
 SEND_AFTER_BYTES = 1 << 20
 NICENESS = -10
 MAX_BYTES_WAITING = 256 << 20
@@ -62,6 +62,7 @@ class Shard:
         self._dones: list[Done] = []
         self._num_bytes = 0
         self._send_after_s = SEND_AFTER_S
+        self._send_after_count = float("inf")
         self._sending: asyncio.TimerHandle | None = None
         self._is_paused = self._is_finished = self._has_ticks = False
 
@@ -75,8 +76,10 @@ class Shard:
         if isinstance(frame, Setup):
             self._client = Client(frame, self._on_done, self._finish, self._courier)
             self._has_ticks = frame.has_ticks
-            if not frame.has_ticks and not frame.slots:  # nobody waits for what has ended
-                self._send_after_s = SEND_AFTER_UNWATCHED_S
+            if not frame.has_ticks:  # nobody waits for what has ended but for who hands out more
+                self._send_after_s = SEND_AFTER_SLOTS_S if frame.slots else SEND_AFTER_UNWATCHED_S
+            if frame.slots:  # of several times as many that are at hand
+                self._send_after_count = frame.slots + SEND_AFTER_MORE
             self._send(Ready())
         elif client is None:
             raise AssertionError("Setup comes first")
@@ -102,7 +105,7 @@ class Shard:
         """Keep it a moment: a frame for each would cost more than the requests themselves."""
         self._dones.append(done)
         self._num_bytes += len(done.raw)
-        if self._num_bytes >= SEND_AFTER_BYTES:
+        if self._num_bytes >= SEND_AFTER_BYTES or len(self._dones) >= self._send_after_count:
             self._send_dones()
         elif self._sending is None:
             self._sending = self._loop.call_later(self._send_after_s, self._send_dones)
