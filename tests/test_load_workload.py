@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from service import SMALL_MODEL
 
 from common.cli import parse
 from common.errors import ConfigError
@@ -19,6 +20,7 @@ from scripts.load.kinds import kinds_of, mean_load
 from scripts.load.lengths import parse_lengths
 from scripts.load.plan import ANSWER, UNIQUE, Planned, ideal_cached, key
 from scripts.load.prompts import WORDS, Prompts
+from scripts.load.run import read_tokenizer
 from scripts.load.schedule import MAX_REQUESTS
 from scripts.load.workload import make_plan
 
@@ -237,6 +239,16 @@ def test_chat_makes_words_and_gives_answers_to_the_assistant() -> None:
     messages = json.loads(prompts(endpoint="chat").body(planned))["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert [len(message["content"].split()) for message in messages] == [3, 2, 4]
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "generate", "chat"])
+def test_with_a_tokenizer_words_are_exactly_so_many_tokens(endpoint: str) -> None:
+    tokenizer = read_tokenizer(str(SMALL_MODEL))
+    made = prompts(endpoint=endpoint, is_text=True, tokenizer=tokenizer)
+    for number in range(20):
+        body = json.loads(made.body(Planned(0, 0.0, ((key(UNIQUE, number), 40),), 7)))
+        words = body["messages"][0]["content"] if endpoint == "chat" else body.get("prompt") or body["text"]
+        assert len(tokenizer.encode(words).ids) == 40
 
 
 def test_ones_own_prompt_and_fields_win() -> None:

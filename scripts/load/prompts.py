@@ -105,7 +105,7 @@ class Prompts:
             return _encode(fields)
         prompt_json = b",".join(map(self._encoded, planned.pieces))
         if self.is_text:
-            prompt_json = _encode("".join(map(self.text, planned.pieces)))
+            prompt_json = _encode("".join(map(self.text, planned.pieces)).removesuffix(" "))
         else:
             prompt_json = b"[" + prompt_json + b"]"
         return b"%b,%b:%b}" % (_encode(fields)[:-1], _encode(name), prompt_json)
@@ -148,6 +148,8 @@ class Prompts:
                 messages[-1]["content"] += self.text(piece)
             else:
                 messages.append({"role": role, "content": self.text(piece)})
+        for message in messages:  # a space at the end would be a token more
+            message["content"] = message["content"].removesuffix(" ")
         return messages
 
     def _encoded(self, piece: Piece) -> bytes:
