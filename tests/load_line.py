@@ -57,6 +57,7 @@ class Line(AbstractContextManager["Line"]):
         self.wire = Wire(self.near)
         self.connection = Connection(self, self.courier)
         self.connection.connection_made(self.wire)
+        self.connection.hand_over()
         self.exchange = Exchange(None, b"POST", 0.0, is_awaited=path != "C, later")
         self.connection.send(self.exchange)
 

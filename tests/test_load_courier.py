@@ -349,6 +349,24 @@ def test_a_loop_with_this_selector_keeps_its_timers_and_descriptors(courier: Cou
         courier._poll.poll(0)  # closed with the loop
 
 
+def test_nobody_else_reads_from_a_connection_that_was_handed_over(courier: Courier) -> None:
+    selector = CourierSelector(courier)
+
+    async def work(line: Line, address: tuple[str, int]) -> bool:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: Connection(line, courier), *address)
+        connection.hand_over()
+        await asyncio.sleep(0.01)
+        read_by = [key.fd for key in selector.get_map().values()]
+        fd = courier._places[connection.number][0].fd
+        connection.close()
+        return fd in read_by
+
+    with Line("Python") as line, socket.create_server(("127.0.0.1", 0)) as server:
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            assert not runner.run(work(line, server.getsockname()))
+
+
 def test_without_a_compiler_python_receives_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -199,6 +199,7 @@ class Client:
             exchange.ended_at = time.monotonic()
             self._end(exchange)
             return
+        connection.hand_over()
         if exchange in self._under_way:
             connection.send(exchange)
         else:  # timed out meanwhile

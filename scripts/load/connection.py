@@ -155,9 +155,16 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+
+    def hand_over(self) -> None:
+        """Let the reader receive from now on, if there is one.
+
+        Not in ``connection_made``: with early releases of Python 3.11 (3.11.2, for one) a transport begins to read
+        after that, even if it was paused, and takes pieces away.
+        """
         if self._reader:
             with suppress(OSError, MemoryError):  # no room for it: it is read as any other
-                self.number = self._reader.watch(transport.get_extra_info("socket").fileno(), self)
+                self.number = self._reader.watch(self._transport.get_extra_info("socket").fileno(), self)
                 self._transport.pause_reading()
 
     def send(self, exchange: Exchange) -> None:
