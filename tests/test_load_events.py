@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scripts.load.connection import chunk_size
+from scripts.load.framing import chunk_size
 from scripts.load.stream import Answer, events, read_answer
 from scripts.load.wire import Done
 

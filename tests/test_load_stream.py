@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_line import Line, on_every_path
 
-from scripts.load.connection import follow_chunks, read_head
+from scripts.load.framing import follow_chunks, read_head
 from scripts.load.stream import read_answer
 from scripts.load.wire import Done, Dones, FrameReader, Ready, Tick, encode, to_parent
 

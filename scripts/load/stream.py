@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from scripts.load.connection import chunk_size, follow_chunks, read_head
+from scripts.load.framing import chunk_size, follow_chunks, read_head
 from scripts.load.wire import Done
 
 
