@@ -12,7 +12,6 @@ import pytest
 from common.config.cli import CLASSES
 from common.config.options import options_of
 from common.config.shared import OTHER_VARIABLES
-from scripts.benchmarks.main import names as benchmark_names
 from scripts.load_tester.config import LoadtestConfig
 from scripts.simulator.config import SimulateConfig
 
@@ -42,6 +41,14 @@ def flags_of(command: str) -> set[str]:
     """Every flag that a command takes."""
     found = {option.flag for option in options_of(CONFIGURATIONS[command]).values()} | {"--config", "--help"}
     return found | {"--no-" + flag[2:] for flag in found}
+
+
+@cache
+def benchmark_names() -> set[str]:
+    """Names that ``bench --help`` lists."""
+    words = [sys.executable, "-m", "scripts.cli", "bench", "--help"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return set(re.findall(r"^  (\w+) ", found.stdout, re.M))
 
 
 @cache
