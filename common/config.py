@@ -50,6 +50,9 @@ NOT_YET: dict[str, str] = {
     "--enable-lora": "only plain checkpoints are served",
 }
 
+#: Characters of ``--weight-version``, which has to fit into a control message beside the configuration's digest.
+MAX_WEIGHT_VERSION = 128
+
 #: Why a node cannot have ``--transport inprocess``.
 IN_PROCESS = "joins nodes of one process, as tests and the simulator have them; nodes here are processes of their own"
 
@@ -146,6 +149,12 @@ class _Engine:
     device: str = option("auto", "auto (CUDA where there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and KV pages; auto takes the checkpoint's own."
+    )
+    weight_version: str | None = option(
+        None,
+        "Name that stands for the weights when nodes are compared, in place of a hash of the weight files. All nodes of"
+        " a model need the same one.",
+        metavar="NAME",
     )
     threads: int | None = option(
         None,
@@ -279,6 +288,8 @@ def _check_engine(config: Any) -> None:
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if config.gpu_direct and (config.transport != "nixl" or config.device == "cpu"):
         raise ConfigError("--gpu-direct is NIXL's, between CUDA devices: add --transport nixl, and no --device cpu")
+    if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
+        raise ConfigError(f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters")
     check_scheduling(config)
     check_batching(config)
     if config.record and config.kv_checksum:

@@ -15,7 +15,7 @@ from common.sampling import SamplingParams, TokenLogprobs
 
 #: Rises with every change of what nodes say to each other; ``tests/test_protocol.py`` notices one. ``Header`` and
 #: ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -58,7 +58,8 @@ class Register(Message, frozen=True, tag="register"):
     role: Role
     name: Id
     model: Id
-    digest: Id  # of configuration and weights' index: nodes that differ cannot share KV
+    digest: Id  # of configuration, and of names, types and shapes of the tensors
+    weight_version: Id  # fingerprint of the weight files, or --weight-version: nodes that differ cannot share KV
     vocab_size: Annotated[int, Meta(ge=1)]
     context_length: Annotated[int, Meta(ge=1)]
     eos_token_ids: tuple[int, ...]
@@ -241,7 +242,7 @@ class Connect(Message, frozen=True, tag="connect"):
     """decode -> prefill: my pool, and how to reach it. Opens a new epoch between the two."""
 
     name: Id
-    digest: Id
+    digest: Id  # of the model, weights included
     epoch: Count
     geometry: Geometry
     num_pages: Annotated[int, Meta(ge=1)]

@@ -74,11 +74,11 @@ def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
     return content
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name, from the safetensors headers alone, in order of name.
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of the checkpoint in order of name: those of its index, or all there are.
 
     Raises:
-        ConfigError: an index names a file that is missing, or a header is damaged.
+        ConfigError: the index is damaged.
         UnsupportedModelError: there are no safetensors files at all.
     """
     index = folder / "model.safetensors.index.json"
@@ -91,8 +91,18 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UnsupportedModelError(f"{folder}: no *.safetensors files; other formats are not read")
+    return files
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of the checkpoint by name, from the safetensors headers alone, in order of name.
+
+    Raises:
+        ConfigError: an index names a file that is missing, or a header is damaged.
+        UnsupportedModelError: there are no safetensors files at all.
+    """
     found: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in weight_files(folder):
         for name, tensor in _read_header(file).items():
             if name in found:
                 raise ConfigError(f"{file}: tensor {name} is also in {found[name].file.name}")

@@ -60,8 +60,9 @@ class ModelConfig:
         context_length: tokens, prompt and output together, that the model was made for, or is scaled to.
         eos_token_ids: ids that end an output, from generation_config.json and config.json, each once.
         generation: the model's own sampling defaults, those of ``GENERATION_DEFAULTS`` that it names.
-        digest: sha256 over configuration and the names, types and shapes of all tensors; nodes that differ in it cannot
-            share KV. The tensors' bytes are not read.
+        digest: sha256 over configuration and the names, types and shapes of all tensors. The tensors' bytes are not
+            part of it.
+        weight_version: stands for the tensors' bytes: ``--weight-version`` or a fingerprint. ``load`` leaves it empty.
     """
 
     folder: Path
@@ -85,6 +86,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     generation: dict[str, float]
     digest: str
+    weight_version: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Digest and weight version: nodes that differ in it cannot share KV."""
+        return f"{self.digest}:{self.weight_version}"
 
     @classmethod
     def load(cls, path_or_hub_id: str, *, revision: str | None = None) -> "ModelConfig":

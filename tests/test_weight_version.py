@@ -1,0 +1,147 @@
+"""The fingerprint of the weights, its cache, and what nodes with different weights are told."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.config import MAX_WEIGHT_VERSION, NodeConfig
+from common.engine import weight_version
+from common.engine.checkpoint import weight_files
+from common.engine.weight_version import fingerprint
+from common.errors import ConfigError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, in which files of every size are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(weight_version, "MIN_CACHED_BYTES", 0)
+    return tmp_path / "cache" / "baton" / "weights"
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many files have been read and hashed since the last call."""
+    reads: list[int] = []
+    real = hashlib.file_digest
+
+    def counting(stream, digest):  # type: ignore[no-untyped-def]
+        reads.append(1)
+        return real(stream, digest)
+
+    monkeypatch.setattr(hashlib, "file_digest", counting)
+
+    def take() -> int:
+        count = len(reads)
+        reads.clear()
+        return count
+
+    return take
+
+
+def shards(folder: Path, *contents: bytes) -> list[Path]:
+    folder.mkdir()
+    for number, content in enumerate(contents):
+        (folder / f"model-{number}.safetensors").write_bytes(content)
+    return weight_files(folder)
+
+
+def test_one_byte_of_one_shard_makes_another_fingerprint(tmp_path: Path, cache: Path) -> None:
+    first = fingerprint(shards(tmp_path / "a", b"\0" * 1000, b"\0" * 1000))
+    assert len(first) == 32
+    assert fingerprint(shards(tmp_path / "copy", b"\0" * 1000, b"\0" * 1000)) == first
+    assert fingerprint(shards(tmp_path / "b", b"\0" * 1000, b"\0" * 999 + b"\1")) != first
+    assert fingerprint(shards(tmp_path / "c", b"\0" * 2000)) != first
+
+
+def test_the_same_files_are_hashed_once(tmp_path: Path, cache: Path, num_read: Callable[[], int]) -> None:
+    files = shards(tmp_path / "a", b"one", b"two", b"three")
+    first = fingerprint(files)
+    assert num_read() == 3
+    assert fingerprint(files) == first
+    assert num_read() == 0
+    link = tmp_path / "link"
+    link.symlink_to(files[0])  # as in the hub's cache
+    assert fingerprint([link, *files[1:]]) == first
+    assert num_read() == 0
+
+
+def test_a_file_that_was_replaced_or_written_again_is_hashed_again(
+    tmp_path: Path, cache: Path, num_read: Callable[[], int]
+) -> None:
+    files = shards(tmp_path / "a", b"one", b"two")
+    first = fingerprint(files)
+    num_read()
+    other = tmp_path / "other"
+    other.write_bytes(b"TWO")
+    other.replace(files[1])
+    second = fingerprint(files)
+    assert num_read() == 1
+    files[0].write_bytes(b"ONE")
+    os.utime(files[0], ns=(0, 1))
+    assert len({first, second, fingerprint(files)}) == 3
+    assert num_read() == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"g" * 32, b"a" * 33, b"\xff" * 32])
+def test_a_damaged_entry_is_ignored_and_mended(
+    tmp_path: Path, cache: Path, num_read: Callable[[], int], content: bytes
+) -> None:
+    files = shards(tmp_path / "a", b"one")
+    first = fingerprint(files)
+    (entry,) = cache.iterdir()
+    entry.write_bytes(content)
+    num_read()
+    assert fingerprint(files) == first
+    assert num_read() == 1
+    assert fingerprint(files) == first
+    assert num_read() == 0
+
+
+def test_without_a_place_to_keep_it_the_fingerprint_is_the_same(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, num_read: Callable[[], int]
+) -> None:
+    files = shards(tmp_path / "a", b"one")
+    first = fingerprint(files)
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    num_read()
+    assert [fingerprint(files), fingerprint(files)] == [first, first]
+    assert num_read() == 2
+
+
+def test_small_files_leave_nothing_in_the_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, num_read: Callable[[], int]
+) -> None:
+    monkeypatch.setattr(weight_version, "MIN_CACHED_BYTES", 4)
+    files = shards(tmp_path / "a", b"one", b"four")
+    assert fingerprint(files) == fingerprint(files)
+    assert num_read() == 3
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_large_model_says_in_the_log_how_far_it_is(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weight_version, "MIN_LOGGED_BYTES", 6)
+    caplog.set_level("INFO")
+    fingerprint(shards(tmp_path / "a", b"one", b"two"))
+    assert "hashing 2 weight files" in caplog.text
+    assert "hashed 2 of 2 weight files" in caplog.text
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path, cache: Path) -> None:
+    files = shards(tmp_path / "a", b"one")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"model-0\.safetensors: cannot be read \(No such file"):
+        fingerprint(files)
+
+
+@pytest.mark.parametrize("name", ["", "x" * (MAX_WEIGHT_VERSION + 1)])
+def test_a_weight_version_has_a_bounded_length(name: str) -> None:
+    with pytest.raises(ConfigError, match="--weight-version must have 1 to 128 characters"):
+        NodeConfig(weight_version=name)
