@@ -18,12 +18,10 @@ from typing import Any
 import torch
 
 from common.engine.attention import make_attention
-from common.engine.decoder import Decoder, lay_out
-from common.engine.dtypes import TORCH_DTYPES
 from common.engine.executor import TorchExecutor
-from common.engine.kv_pool import KVPool
-from common.engine.model_config import ModelConfig
-from common.engine.rope_config import RopeConfig
+from common.engine.kv_pool import TORCH_DTYPES, KVPool
+from common.engine.model import Decoder, lay_out
+from common.engine.model_config import ModelConfig, RopeConfig
 from common.geometry import ITEM_BYTES
 from common.sampling import SamplingParams
 from common.step import Admit, PageDelta, Row, StepPlan

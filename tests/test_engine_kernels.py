@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.engine.attention import make_attention
 from common.engine.kernels import LIBRARY, Kernels, load_kernels
 from common.engine.kv_pool import KVPool
-from common.engine.operations import TorchOperations
+from common.engine.layers import TorchOperations
 from common.geometry import PageGeometry
 from common.native import built
 

@@ -10,8 +10,8 @@ from devices import DEVICES
 from reference_models import load_reference, make_model, prompt_logprobs
 
 from common.engine.executor import load_executor
-from common.engine.logprobs import ROWS_AT_ONCE, judge, token_logprobs
 from common.engine.model_config import ModelConfig
+from common.engine.sampler import ROWS_AT_ONCE, judge, token_logprobs
 from common.sampling import SamplingParams
 from common.step import Admit, PageDelta, Row, StepPlan
 

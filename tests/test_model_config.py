@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from common.engine.executor import load_executor
 from common.engine.layers import inverse_frequencies
-from common.engine.model_config import ModelConfig
-from common.engine.rope_config import Llama3Scaling, RopeConfig, YarnScaling
+from common.engine.model_config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from common.errors import ConfigError, UnsupportedModelError
 
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
-from common.engine.decoder import Decoder
 from common.engine.kv_pool import KVPool
-from common.engine.logprobs import judge
+from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.penalties import History
-from common.engine.sampler import Draw, sample
+from common.engine.sampler import Draw, judge, sample
 from common.engine.weights import load_weights
 from common.errors import ConfigError
 from common.sampling import SamplingParams, TokenLogprobs

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.dtypes import TORCH_DTYPES
 from common.geometry import PageGeometry
 
+#: The number formats of weights and KV pages, by their names in configuration and messages.
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
 _POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these a signal is heard, and the time looked at
 

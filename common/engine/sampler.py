@@ -7,7 +7,7 @@ same.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.logprobs import token_logprobs
 from common.engine.penalties import History, adjust
 from common.sampling import SamplingParams, TokenLogprobs
 
 #: Strips of a row that are looked at first where a cut is asked for; the rest of the row only if that was not enough.
 NUM_STRIPS = 32
 _MOST_PER_STRIP = 256
+#: Rows of logits that exist at once while a prompt is judged: 64 of 151,936 float32 are 39 MB.
+ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,3 +276,46 @@ def _invert(weights: Tensor, where: Tensor) -> Tensor:
     sums = _RunningSums(weights)
     index = sums.find(where[:, None] * sums.total, is_beyond=True).clamp(max=weights.shape[1] - 1)
     return torch.where(weights.gather(1, index) > 0, index, _argmax(weights)[:, None])[:, 0]
+
+
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probability of one token per row, and of the likeliest at its place.
+
+    Args:
+        logits: ``[R, vocab]`` float32, as the model gave them.
+        tokens: ``[R]`` int64, on the same device.
+        num_top: R counts of alternatives, each perhaps 0.
+    """
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    own: list[float] = (logits.gather(1, tokens[:, None]) - normalizer)[:, 0].tolist()
+    width = min(max(num_top, default=0), logits.shape[1])
+    if width == 0:
+        return [TokenLogprobs(value) for value in own]
+    top = logits.topk(width, dim=-1)
+    ids: list[list[int]] = top.indices.tolist()
+    values: list[list[float]] = (top.values - normalizer).tolist()
+    return [
+        TokenLogprobs(value, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for value, row_ids, row_values, count in zip(own, ids, values, num_top, strict=True)
+    ]
+
+
+def judge(
+    hidden: Tensor, logits: Callable[[Tensor], Tensor], tokens: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of tokens that are known already, a few rows of logits at a time.
+
+    Args:
+        hidden: ``[R, hidden]`` of the positions before the tokens.
+        logits: from some rows of ``hidden`` to float32 ``[rows, vocab]``.
+        tokens, num_top: R of each; see ``token_logprobs``.
+    """
+    ids = torch.tensor(tokens, device=hidden.device)
+    found: list[TokenLogprobs] = []
+    for first in range(0, len(tokens), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        found += token_logprobs(logits(hidden[part]), ids[part], num_top[part])
+    return found

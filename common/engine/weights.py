@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.engine.checkpoint import StoredTensor, stored_tensors
-from common.engine.decoder import DecoderWeights, lay_out
-from common.engine.dtypes import TORCH_DTYPES
+from common.engine.kv_pool import TORCH_DTYPES
+from common.engine.model import DecoderWeights, lay_out
 from common.engine.model_config import ModelConfig
 from common.errors import ConfigError
 

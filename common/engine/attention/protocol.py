@@ -32,3 +32,9 @@ class AttentionBackend(Protocol):
     """One way to compute attention over one pool."""
 
     def prepare(self, batch: StepBatch) -> StepAttention: ...
+
+
+def write_kv(kv: tuple[Tensor, Tensor], k: Tensor, v: Tensor, batch: StepBatch) -> None:
+    """``k`` and ``v`` ``[N, kv_heads, head_dim]`` into one layer's views ``[pages, kv_heads, page_size, head_dim]``."""
+    for target, new in zip(kv, (k, v), strict=True):
+        target[batch.token_pages, :, batch.token_offsets] = new.to(target.dtype)

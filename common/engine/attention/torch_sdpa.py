@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.attention.write import write_kv
+from common.engine.attention.protocol import write_kv
 from common.engine.batch import StepBatch
 from common.engine.kv_pool import KVPool
 

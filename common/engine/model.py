@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.engine.attention.protocol import StepAttention
-from common.engine.layers import Linear, inverse_frequencies, rotations
+from common.engine.layers import Linear, Operations, inverse_frequencies, make_operations, rotations
 from common.engine.model_config import ModelConfig
-from common.engine.operations import Operations, make_operations
 
 
 @dataclass(slots=True)
