@@ -1,8 +1,8 @@
-"""A fingerprint of a checkpoint's weights, which tells two fine-tunes of one configuration apart.
+"""Computes a fingerprint of a checkpoint's weights, which tells two fine-tunes of one configuration apart.
 
-A large file is hashed once on a machine. Its hash is kept in ``$XDG_CACHE_HOME/baton/weights`` (``~/.cache`` if the
-variable is not set), named by the file's device, inode, size and time of modification, so that a later start reads
-nothing. Without a writable cache folder every start hashes again.
+A large file is hashed once per machine. Its hash is kept in ``$XDG_CACHE_HOME/baton/weights`` (``~/.cache`` if the
+variable is not set), named by the file's device, inode, size and modification time, so that a later start does not
+read the file. Without a writable cache folder every start hashes again.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-#: Smaller files are hashed at every start, which takes less than 0.1 s; entries of them would only fill the cache.
+#: Smaller files are hashed at every start, which takes less than 0.1 s; their entries would only fill the cache.
 MIN_CACHED_BYTES = 64 << 20
-#: From this total on, a start says in the log how far it is.
+#: From this total on, progress is logged.
 MIN_LOGGED_BYTES = 1 << 30
-#: Files hashed at the same time. hashlib releases the GIL; one thread hashes about 1 GB/s.
+#: Number of files hashed at the same time. hashlib releases the GIL; one thread hashes about 1 GB/s.
 MAX_THREADS = 4
 _DIGEST_BYTES = 16
 _HEX = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
@@ -69,7 +69,7 @@ def _hash_file(file: Path) -> str:
             after = os.fstat(stream.fileno())
     except OSError as error:
         raise _unreadable(file, error) from error
-    if _key(before) == _key(after) and after.st_size >= MIN_CACHED_BYTES:  # not while it is being written
+    if _key(before) == _key(after) and after.st_size >= MIN_CACHED_BYTES:  # else the file is being written
         _write_cached(_key(after), digest)
     return digest
 
@@ -95,7 +95,7 @@ def _cache_folder() -> Path:
 
 
 def _read_cached(file: Path) -> str | None:
-    """Return the kept hash of a file; None if there is none, or if the entry is damaged."""
+    """Return the cached hash of a file; None if there is none or the entry is damaged."""
     stat = _stat(file)
     if stat.st_size < MIN_CACHED_BYTES:
         return None
@@ -107,7 +107,7 @@ def _read_cached(file: Path) -> str | None:
 
 
 def _write_cached(key: str, digest: str) -> None:
-    """Keep a hash. An entry appears whole or not at all; a folder that cannot be written costs only time."""
+    """Store a hash atomically. If the folder cannot be written, the next start hashes again."""
     try:
         folder = _cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,4 +116,4 @@ def _write_cached(key: str, digest: str) -> None:
             entry.write_text(digest, "ascii")
             entry.replace(folder / key)
     except (OSError, RuntimeError) as error:
-        log.info("the hash of a weight file is not kept: %s", error)
+        log.info("cannot store the hash of a weight file, the next start computes it again: %s", error)
