@@ -1,4 +1,4 @@
-"""Nodes whose weights differ, as real processes: refused, unless --weight-version says that they are the same."""
+"""Node processes with different weights are refused, unless they have the same --weight-version."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from service import SMALL_MODEL, Service, running
 
 
 def fine_tune(folder: Path) -> Path:
-    """The small model with one bit of its last weight turned."""
+    """Copy the small model and flip one bit of its last weight."""
     shutil.copytree(SMALL_MODEL, folder)
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -17,7 +17,7 @@ def fine_tune(folder: Path) -> Path:
     return folder
 
 
-async def test_a_fine_tune_of_the_same_configuration_is_refused_with_a_sentence(tmp_path: Path) -> None:
+async def test_a_fine_tune_of_the_same_configuration_is_refused(tmp_path: Path) -> None:
     only: dict[str, Any] = {"decode-1": {"model": fine_tune(tmp_path / "tuned")}}
     service = Service(tmp_path / "logs", decode=2, only=only)
     try:
@@ -33,7 +33,7 @@ async def test_a_fine_tune_of_the_same_configuration_is_refused_with_a_sentence(
         service.close()
 
 
-def test_equal_weight_versions_are_taken_at_their_word(tmp_path: Path) -> None:
+def test_nodes_with_the_same_weight_version_are_accepted(tmp_path: Path) -> None:
     only: dict[str, Any] = {"decode-0": {"model": fine_tune(tmp_path / "tuned")}}
     with running(tmp_path / "logs", only=only, node_options={"weight_version": "v1"}) as service:
         workers = service._workers()

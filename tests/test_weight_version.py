@@ -1,4 +1,4 @@
-"""The fingerprint of the weights, its cache, and what nodes with different weights are told."""
+"""The fingerprint of the weight files and its cache."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ from common.errors import ConfigError
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, in which files of every size are kept."""
+    """An empty cache folder for hashes of files of every size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(weight_version, "MIN_CACHED_BYTES", 0)
     return tmp_path / "cache" / "baton" / "weights"
@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def num_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many files have been read and hashed since the last call."""
+    """Returns the number of files hashed since its last call."""
     reads: list[int] = []
     real = hashlib.file_digest
 
@@ -50,7 +50,7 @@ def shards(folder: Path, *contents: bytes) -> list[Path]:
     return weight_files(folder)
 
 
-def test_one_byte_of_one_shard_makes_another_fingerprint(tmp_path: Path, cache: Path) -> None:
+def test_one_changed_byte_of_one_shard_changes_the_fingerprint(tmp_path: Path, cache: Path) -> None:
     first = fingerprint(shards(tmp_path / "a", b"\0" * 1000, b"\0" * 1000))
     assert len(first) == 32
     assert fingerprint(shards(tmp_path / "copy", b"\0" * 1000, b"\0" * 1000)) == first
@@ -70,9 +70,7 @@ def test_the_same_files_are_hashed_once(tmp_path: Path, cache: Path, num_read: C
     assert num_read() == 0
 
 
-def test_a_file_that_was_replaced_or_written_again_is_hashed_again(
-    tmp_path: Path, cache: Path, num_read: Callable[[], int]
-) -> None:
+def test_a_replaced_or_rewritten_file_is_hashed_again(tmp_path: Path, cache: Path, num_read: Callable[[], int]) -> None:
     files = shards(tmp_path / "a", b"one", b"two")
     first = fingerprint(files)
     num_read()
@@ -88,7 +86,7 @@ def test_a_file_that_was_replaced_or_written_again_is_hashed_again(
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"g" * 32, b"a" * 33, b"\xff" * 32])
-def test_a_damaged_entry_is_ignored_and_mended(
+def test_a_damaged_cache_entry_is_ignored_and_replaced(
     tmp_path: Path, cache: Path, num_read: Callable[[], int], content: bytes
 ) -> None:
     files = shards(tmp_path / "a", b"one")
@@ -102,7 +100,7 @@ def test_a_damaged_entry_is_ignored_and_mended(
     assert num_read() == 0
 
 
-def test_without_a_place_to_keep_it_the_fingerprint_is_the_same(
+def test_without_a_cache_folder_the_fingerprint_stays_the_same(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, num_read: Callable[[], int]
 ) -> None:
     files = shards(tmp_path / "a", b"one")
@@ -114,7 +112,7 @@ def test_without_a_place_to_keep_it_the_fingerprint_is_the_same(
     assert num_read() == 2
 
 
-def test_small_files_leave_nothing_in_the_cache(
+def test_small_files_are_not_cached(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, num_read: Callable[[], int]
 ) -> None:
     monkeypatch.setattr(weight_version, "MIN_CACHED_BYTES", 4)
@@ -124,7 +122,7 @@ def test_small_files_leave_nothing_in_the_cache(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_large_model_says_in_the_log_how_far_it_is(
+def test_hashing_a_large_model_logs_its_progress(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(weight_version, "MIN_LOGGED_BYTES", 6)
@@ -134,7 +132,7 @@ def test_a_large_model_says_in_the_log_how_far_it_is(
     assert "hashed 2 of 2 weight files" in caplog.text
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path, cache: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path, cache: Path) -> None:
     files = shards(tmp_path / "a", b"one")
     shutil.rmtree(tmp_path / "a")
     with pytest.raises(ConfigError, match=r"model-0\.safetensors: cannot be read \(No such file"):
