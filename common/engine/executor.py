@@ -23,8 +23,8 @@ from common.engine.penalties import TokenHistory
 from common.engine.sampler import SamplingRow, prompt_logprobs, sample
 from common.engine.weights import load_weights
 from common.errors import ConfigError
-from common.sampling import SamplingParams, TokenLogprobs
-from common.step import Admit, PageDelta, Row, StepPlan, StepResult
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
 
 
 @dataclass(slots=True)

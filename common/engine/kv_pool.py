@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.geometry import PageGeometry
+from common.cache.page_layout import PageLayout
 
 #: The number formats of weights and KV pages, by their names in configuration and messages.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,7 +33,7 @@ class KVPool:
         tensor: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]`` on the device.
     """
 
-    def __init__(self, geometry: PageGeometry, num_pages: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, geometry: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
         assert num_pages > 0
         self.geometry = geometry
         self.num_pages = num_pages

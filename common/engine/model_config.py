@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.cache.page_layout import ITEM_BYTES, PageLayout
 from common.engine.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
 from common.errors import ConfigError, UnsupportedModelError
-from common.geometry import ITEM_BYTES, PageGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,9 @@ class ModelConfig:
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
 
-    def geometry(self, page_size: int, dtype: str) -> PageGeometry:
+    def geometry(self, page_size: int, dtype: str) -> PageLayout:
         """Return the layout of KV pages of ``page_size`` tokens; ``dtype`` as for ``resolve_dtype``."""
-        return PageGeometry(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
+        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
 
     @property
     def crossover_tokens(self) -> float:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.penalties import TokenHistory, apply_penalties
-from common.sampling import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams, TokenLogprobs
 
 #: Strips of a row that are searched first for tokens above its threshold; the whole row only if they do not suffice.
 NUM_STRIPS = 32
