@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from common.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from common.cache.prefix_watch import Watch
+    from common.cache.prefix_watch import PrefixWatch
     from common.cache.radix_cache import TreeNode
 
 #: Below every priority that a user can name.
@@ -61,7 +61,7 @@ class Request:
     inherited_priority: int = LOWEST_PRIORITY
     lent_priority: int = LOWEST_PRIORITY
     num_passed: int = 0
-    watch: "Watch | None" = None
+    watch: "PrefixWatch | None" = None
     is_charged: bool = False
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)

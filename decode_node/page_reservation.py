@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.prefix_watch import Watch
+from common.cache.prefix_watch import PrefixWatch
 from common.cache.radix_cache import TOKEN_BYTES, Match, Pending, RadixCache, TreeNode
 from common.cache.request_kv import packed_tokens
 from common.request import Request
@@ -233,9 +233,9 @@ class Admission:
             else:
                 self._cache.extend_pending(reservation.pending, whole, new)
 
-    def awaited(self) -> dict[Watch, None]:
+    def awaited(self) -> dict[PrefixWatch, None]:
         """Watches of those who may be waiting for a prefix that is being received for another."""
-        watches: dict[Watch, None] = {}
+        watches: dict[PrefixWatch, None] = {}
         for reservation in self.reservations.values():
             if reservation.pending is not None:
                 first = reservation.pending.nodes[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.cache.page_layout import conflict
+from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
 
 #: What all nodes of a deployment must have in common, and how to say it.
@@ -221,7 +221,7 @@ def _conflict(new: Register, other: Register) -> str:
     theirs = other.geometry
     if new.role == other.role:  # no page goes from one to the other, so their sizes do not matter
         theirs = msgspec.structs.replace(theirs, page_size=new.geometry.page_size)
-    problem = conflict(new.geometry, theirs)
+    problem = layout_conflict(new.geometry, theirs)
     if problem:
         return f"page geometry of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):
