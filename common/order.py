@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from common.decisions import Decisions
 from common.fair import Fair, TokenCounters, cost_of, weighted
 from common.policies import Policy
-from common.request import LOWEST_PRIORITY, Request
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling import PriorityRules
 
 #: What a ranked request stands by: lower is earlier; the last number is that of its arrival.
@@ -195,7 +195,7 @@ class Order:
         age_s = waiting.arrived_at - holder.arrived_at
         return max(LOWEST_PRIORITY, priority - math.ceil(self.rules.aging_per_s * age_s))
 
-    def lend(self, waiting: Request, holder: Request, lent: dict[tuple[str, int], int]) -> None:
+    def lend(self, waiting: Request, holder: Request, lent: dict[RequestKey, int]) -> None:
         """Note in ``lent``, by borrower, what one of these lends the other, if nobody lends it more."""
         lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self.loan(waiting, holder))
 

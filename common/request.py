@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from common.radix import Node
     from common.watch import Watch
 
+#: The request id and the number of the attempt: one request on one pair of nodes.
+RequestKey = tuple[str, int]
+
 #: Below every priority that a user can name.
 LOWEST_PRIORITY = -(2**31)
 
@@ -72,7 +75,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int = -1
     packed: bytes = b""
-    key: tuple[str, int] = field(init=False)  # (rid, attempt)
+    key: RequestKey = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = (self.rid, self.attempt)

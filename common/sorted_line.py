@@ -12,9 +12,8 @@ from itertools import chain
 
 from common.fair import TokenCounters, cost_of
 from common.order import Order, Place
-from common.request import Request
+from common.request import Request, RequestKey
 
-Key = tuple[str, int]
 Entry = tuple[Place, Request]
 Turn = tuple[float, Place, Request, float, Iterator[Entry]]
 
@@ -27,8 +26,8 @@ class SortedLine:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._lists: dict[str, list[Entry]] = {}  # by account; all are on one where nobody takes turns
-        self._entries: dict[Key, tuple[str, Entry]] = {}
-        self._falls: list[tuple[float, int, Key]] = []  # who goes last among its equals, when
+        self._entries: dict[RequestKey, tuple[str, Entry]] = {}
+        self._falls: list[tuple[float, int, RequestKey]] = []  # who goes last among its equals, when
 
     def add(self, request: Request, number: int, now: float = -float("inf")) -> None:
         """A request waits from now on. Its priority, what is lent to it included, and class must not change here.

@@ -19,7 +19,7 @@ from enum import Enum, auto
 
 from common.pages import Owner, PageBooks
 from common.radix import TOKEN_BYTES, Match, Node, Pending, RadixCache
-from common.request import Request
+from common.request import Request, RequestKey
 from common.request_pages import packed_tokens
 from common.room import has_room
 from common.watch import Watch
@@ -73,7 +73,7 @@ class Admission:
     def __init__(self, cache: RadixCache, books: PageBooks) -> None:
         self._cache = cache
         self._books = books
-        self.reservations: dict[tuple[str, int], Reservation] = {}
+        self.reservations: dict[RequestKey, Reservation] = {}
         self.partial: Request | None = None  # it has part of its pages
 
     @property
@@ -242,7 +242,7 @@ class Admission:
                     watches.update(first.parent.watchers.get(page, {}))
         return watches
 
-    def pending_for(self, request: Request) -> tuple[str, int] | None:
+    def pending_for(self, request: Request) -> RequestKey | None:
         """Whose transfer brings the prefix that this request waits for."""
         pending = self.match(request).pending
         if pending is None:

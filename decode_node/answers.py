@@ -5,8 +5,7 @@ from collections import Counter
 from common.messages import Tokens
 from common.node.outbox import Outbox
 from common.node.role import first_tokens
-from common.request import Request
-from decode_node.places import Key
+from common.request import Request, RequestKey
 from decode_node.scheduler import Sampled
 
 
@@ -21,10 +20,10 @@ class Answers:
         self._outbox = outbox
         self._stream_interval = stream_interval
         self._totals = totals
-        self._unsent: dict[Key, list[Sampled]] = {}  # tokens that wait to fill a message
-        self._received_at: dict[Key, tuple[float, float]] = {}  # the handoff, and the last of the pages
+        self._unsent: dict[RequestKey, list[Sampled]] = {}  # tokens that wait to fill a message
+        self._received_at: dict[RequestKey, tuple[float, float]] = {}  # the handoff, and the last of the pages
 
-    def received(self, key: Key, *, handed_at: float, received_at: float) -> None:
+    def received(self, key: RequestKey, *, handed_at: float, received_at: float) -> None:
         """The request's prompt has come; to be told with its next token."""
         self._received_at[key] = (handed_at, received_at)
 
@@ -51,7 +50,7 @@ class Answers:
         if unsent:
             self._tell(unsent, now)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: RequestKey) -> None:
         """The request is over, or nobody wants to hear of it."""
         self._unsent.pop(key, None)
         self._received_at.pop(key, None)

@@ -22,13 +22,13 @@ from common.chunking import Cut
 from common.decisions import Decisions
 from common.new_token_ratio import expected_left
 from common.order import Order
-from common.request import Request
+from common.request import Request, RequestKey
 from common.sharing import Sharing, SharingLimits
 from common.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
 from decode_node.admission import Admission, Others, Refusal, Reservation
 from decode_node.lifecycle import Event, State
 from decode_node.loans import Loans
-from decode_node.places import Key, Places
+from decode_node.places import Places
 
 #: So few of those that wait are sorted by themselves; among more, the ones that are wanted are near.
 MAX_SORTED = 64
@@ -112,13 +112,13 @@ class Line:
         self.admission = admission
         self.decisions = Decisions()
         self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0, partial_grants=0)
-        self.short: dict[Key, Request] = {}
+        self.short: dict[RequestKey, Request] = {}
         self.loans = Loans(admission, places, order)
         self._places = places
         self._order = order
         self._limits = limits
         self._expected = expected
-        self.can_resume: Callable[[Key], bool] = lambda key: False
+        self.can_resume: Callable[[RequestKey], bool] = lambda key: False
         self._last_try: tuple[int, ...] = ()
 
     def sort(
@@ -212,7 +212,7 @@ class Line:
         self.short.clear()
         line = iter(self.sort(now))
         behind: Iterator[Request] = iter(())
-        tried: dict[Key, Request] = {}
+        tried: dict[RequestKey, Request] = {}
         for request in line:
             if request is partial:
                 tried[request.key] = request

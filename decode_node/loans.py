@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from common.order import Order
-from common.request import LOWEST_PRIORITY, Request
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.skip_ahead import MAX_SKIP_AHEAD
 from decode_node.admission import Admission
-from decode_node.places import Key, Places
+from decode_node.places import Places
 
 
 class Loans:
@@ -23,15 +23,15 @@ class Loans:
     """
 
     def __init__(self, admission: Admission, places: Places, order: Order) -> None:
-        self.changed: list[tuple[Key, int]] = []
+        self.changed: list[tuple[RequestKey, int]] = []
         self._admission = admission
         self._places = places
         self._order = order
         self.are_any = False
-        self._lent: dict[Key, int] = {}  # in this pass, to transfers
-        self._told: dict[Key, int] = {}  # to prefill nodes
+        self._lent: dict[RequestKey, int] = {}  # in this pass, to transfers
+        self._told: dict[RequestKey, int] = {}  # to prefill nodes
 
-    def lend(self, request: Request) -> Key | None:
+    def lend(self, request: Request) -> RequestKey | None:
         """The transfer that brings the prefix this one waits for is as urgent as this one. Returns its key."""
         key, partial = self._admission.pending_for(request), self._admission.partial
         if key is None or (
@@ -42,7 +42,7 @@ class Loans:
         return key
 
     def lend_behind(
-        self, line: Iterator[Request], tried: Mapping[Key, Request], is_computed_here: Callable[[Request], bool]
+        self, line: Iterator[Request], tried: Mapping[RequestKey, Request], is_computed_here: Callable[[Request], bool]
     ) -> list[Request]:
         """So do those to whose turn it did not come. Returns the first that are more urgent than some transfer, if one
         has part of its pages.

@@ -3,11 +3,9 @@
 from collections.abc import Iterable, MutableMapping
 
 from common.lifecycle import advance
-from common.request import Request
+from common.request import Request, RequestKey
 from common.waiting import WaitingQueue
 from decode_node.lifecycle import TABLE, Event, State
-
-Key = tuple[str, int]
 
 
 class Places:
@@ -26,17 +24,17 @@ class Places:
     """
 
     def __init__(self, num_slots: int, waiting: WaitingQueue) -> None:
-        self.requests: dict[Key, Request] = {}
-        self.states: dict[Key, State] = {}
-        self.local: dict[Key, None] = {}
+        self.requests: dict[RequestKey, Request] = {}
+        self.states: dict[RequestKey, State] = {}
+        self.local: dict[RequestKey, None] = {}
         self.waiting = waiting
-        self.receiving: dict[Key, Request] = {}
-        self.ready: dict[Key, Request] = {}
-        self.paused: dict[Key, Request] = {}
-        self.retracted: dict[Key, Request] = {}
-        self.extending: dict[Key, Request] = {}
-        self.running: dict[Key, Request] = {}
-        self._queues: dict[State, MutableMapping[Key, Request]] = {
+        self.receiving: dict[RequestKey, Request] = {}
+        self.ready: dict[RequestKey, Request] = {}
+        self.paused: dict[RequestKey, Request] = {}
+        self.retracted: dict[RequestKey, Request] = {}
+        self.extending: dict[RequestKey, Request] = {}
+        self.running: dict[RequestKey, Request] = {}
+        self._queues: dict[State, MutableMapping[RequestKey, Request]] = {
             State.WAITING: self.waiting,
             State.RECEIVING: self.receiving,
             State.READY: self.ready,
@@ -81,7 +79,7 @@ class Places:
         self.states[request.key] = after = advance(TABLE, before, event)
         self._queues[after][request.key] = request
 
-    def remove(self, key: Key) -> Request | None:
+    def remove(self, key: RequestKey) -> Request | None:
         """It has ended, wherever it stood. None if it is unknown."""
         request = self.requests.pop(key, None)
         if request is None:
@@ -111,7 +109,7 @@ class Places:
 
     def yielding(self) -> list[Request]:
         """Those that hold pages which could be taken from them: all but transfers under way."""
-        queues: Iterable[dict[Key, Request]] = (self.running, self.paused, self.ready, self.extending)
+        queues: Iterable[dict[RequestKey, Request]] = (self.running, self.paused, self.ready, self.extending)
         return [request for queue in queues for request in queue.values()]
 
     def check(self) -> None:

@@ -35,10 +35,9 @@ from common.node.role import (
 )
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
-from common.request import Request
+from common.request import Request, RequestKey
 from common.step import StepPlan, StepResult
 from decode_node.answers import Answers
-from decode_node.places import Key
 from decode_node.scheduler import DecodeScheduler, Granted
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receiver import Receiver
@@ -89,9 +88,11 @@ class DecodeRole:
         self._books = books
         self._vocab_size = vocab_size
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
-        self._source: dict[Key, str] = {}  # which of them computes a request's prompt
-        self._transfers: dict[Key, Key] = {}  # of requests whose pages come a second time: the key of that transfer
-        self._owners: dict[Key, Key] = {}  # and back
+        self._source: dict[RequestKey, str] = {}  # which of them computes a request's prompt
+        self._transfers: dict[
+            RequestKey, RequestKey
+        ] = {}  # of requests whose pages come a second time: the key of that transfer
+        self._owners: dict[RequestKey, RequestKey] = {}  # and back
         self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._answers = Answers(self.outbox, stream_interval, self._totals)
@@ -257,11 +258,11 @@ class DecodeRole:
         )
         self.outbox.peers.append((source, resume))
 
-    def _transfer_of(self, key: Key) -> Key:
+    def _transfer_of(self, key: RequestKey) -> RequestKey:
         """By which key the transfer plane knows this request's pages."""
         return self._transfers.get(key, key)
 
-    def _can_resume(self, key: Key) -> bool:
+    def _can_resume(self, key: RequestKey) -> bool:
         source = self._source.get(key)
         return source is not None and self._receiver.is_connected(source)
 
@@ -285,7 +286,7 @@ class DecodeRole:
         elif self._forget(key) is not None:
             self._answer_failure(key, event.code, event.message)
 
-    def _received(self, key: Key, event: Completed, now: float) -> None:
+    def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.places.receiving[key]
         if event.handoff.num_tokens == request.num_decodable:
             self._scheduler.received(key, token=event.handoff.token)
@@ -299,7 +300,7 @@ class DecodeRole:
             self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the handoff is of another prompt")
         self._books.free(event.pages, Owner.GRANT)
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: RequestKey) -> None:
         """Finished, aborted or failed: everything goes back, and a transfer under way is called off."""
         is_receiving = key in self._scheduler.places.receiving
         transfer = self._transfer_of(key)
@@ -307,7 +308,7 @@ class DecodeRole:
         if is_receiving:
             self._receiver.cancel(transfer)
 
-    def _forget(self, key: Key) -> Request | None:
+    def _forget(self, key: RequestKey) -> Request | None:
         self._source.pop(key, None)
         self._answers.forget(key)
         self._owners.pop(self._transfers.pop(key, key), None)
@@ -318,7 +319,7 @@ class DecodeRole:
         self._end(request.key)
         self._answer_failure(request.key, code, message)
 
-    def _answer_failure(self, key: Key, code: ErrorCode, message: str) -> None:
+    def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._totals["failed_requests"] += 1
         self.outbox.gateway.append(Failed(*key, code, message))
 

@@ -18,7 +18,7 @@ from common.order import Order
 from common.pages import Owner, PageBooks
 from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
 from common.radix import RadixCache
-from common.request import LOWEST_PRIORITY, Request
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.request_pages import cache_computed, release
 from common.sampling import TokenLogprobs
 from common.sharing import Sharing
@@ -31,7 +31,7 @@ from decode_node.lifecycle import Event, State
 from decode_node.line import Granted as Granted
 from decode_node.line import Limits as Limits
 from decode_node.line import Line
-from decode_node.places import Key, Places
+from decode_node.places import Places
 
 
 class Sampled(NamedTuple):
@@ -73,7 +73,7 @@ class DecodeScheduler:
         self.totals = self.giving_way.totals
         self.totals.update(budget_rows=0, budget_rows_used=0)
         self._in_flight: dict[int, tuple[list[Request], list[Chunk]]] = {}
-        self._joining: dict[Key, Request] = {}  # they have a row that no plan has told the executor of yet
+        self._joining: dict[RequestKey, Request] = {}  # they have a row that no plan has told the executor of yet
         self._num_steps = 0
         self._were_chunks_alone = False
         self._capacity = books.num_pages * cache.page_size
@@ -108,7 +108,7 @@ class DecodeScheduler:
         self.places.add(request, is_local=is_local)
         self._deadlines.add(request)
 
-    def received(self, key: Key, *, token: int) -> Request:
+    def received(self, key: RequestKey, *, token: int) -> Request:
         """What a receiving request lacked is all here; ``token`` is its first output token, if it has none yet."""
         request = self.places.receiving[key]
         self.line.admission.settle(request)
@@ -118,7 +118,7 @@ class DecodeScheduler:
         self.places.move(request, Event.RECEIVED)
         return request
 
-    def not_received(self, key: Key, now: float) -> None:
+    def not_received(self, key: RequestKey, now: float) -> None:
         """The prefill node does not compute this retracted request again: it is done here, then."""
         request = self.places.receiving[key]
         self.line.admission.withdraw(request)
@@ -126,7 +126,7 @@ class DecodeScheduler:
         self.places.local[key] = None
         self.decisions.note(now, request.rid, "resume", "here, since no prefill node does")
 
-    def end(self, key: Key) -> Request | None:
+    def end(self, key: RequestKey) -> Request | None:
         """Finish, abort, failure: out of every queue, all pages given back. None if it is unknown.
 
         Pages granted to a transfer under way are not touched: they are the receiver's until its fence.
@@ -145,7 +145,7 @@ class DecodeScheduler:
         """Requests whose deadline has passed; each is told once."""
         return self._deadlines.passed(now)
 
-    def reprioritize(self, key: Key, priority: int, now: float, *, priority_class: str | None = None) -> None:
+    def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
         """From now on this request is so urgent, wherever it stands. An unknown one is ignored.
 
         Args:
@@ -258,7 +258,7 @@ class DecodeScheduler:
         begun: list[Request] = []
         sharing = self.line.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        lent: dict[Key, int] = {}
+        lent: dict[RequestKey, int] = {}
         num_begun = len(places.extending)
         for request in self.line.wanting(now):
             state = places.states[request.key]
@@ -293,7 +293,7 @@ class DecodeScheduler:
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
 
-    def _lend(self, request: Request, sharing: Sharing, lent: dict[Key, int], now: float) -> bool:
+    def _lend(self, request: Request, sharing: Sharing, lent: dict[RequestKey, int], now: float) -> bool:
         """Whether it waits for a prefix that is computed here now; whoever computes that is as urgent as it then."""
         if self.places.states[request.key] is not State.WAITING or not self.line.is_computed_here(request):
             return False

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from common.adaptive import Adaptive
 from common.order import Order
 from common.policies import FirstComeFirstServed
-from common.request import Request
+from common.request import Request, RequestKey
 from common.waiting import WaitingQueue
 from gateway.ranks import Ranks
-
-Key = tuple[str, int]
 
 
 class Backlog:
@@ -30,8 +28,8 @@ class Backlog:
         self._waiting = WaitingQueue(order)
         self._ranks = Ranks(order)
         self._is_ranked = type(order.policy) is FirstComeFirstServed
-        self._stranded: dict[Key, None] = {}  # those whom no pool that is there could hold
-        self._stranded_at: dict[Key, float] = {}  # when that was found first
+        self._stranded: dict[RequestKey, None] = {}  # those whom no pool that is there could hold
+        self._stranded_at: dict[RequestKey, float] = {}  # when that was found first
         self._unroutable_since: float | None = None
 
     def __len__(self) -> int:

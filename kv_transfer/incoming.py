@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 from common.messages import Handoff
 from common.pages import Owner, PageBooks
+from common.request import RequestKey
 from kv_transfer.events import Completed, Event, PairLost, TransferFailed
 from kv_transfer.lifecycle import ReceiveEvent, Receiving
-from kv_transfer.session import Key, ReceiveSession
+from kv_transfer.session import ReceiveSession
 
 #: A writer in sight answers long before that; taking pages back may break other pairs.
 RECLAIM_S = 10.0
@@ -31,10 +32,10 @@ class Incoming:
     def __init__(self, books: PageBooks, forbid: Callable[[Sequence[int]], None]) -> None:
         self._books = books
         self._forbid = forbid
-        self.sessions: dict[Key, ReceiveSession] = {}
-        self.handoffs: dict[Key, tuple[Handoff, float]] = {}
+        self.sessions: dict[RequestKey, ReceiveSession] = {}
+        self.handoffs: dict[RequestKey, tuple[Handoff, float]] = {}
         self.events: list[Event] = []
-        self._aside_since: dict[Key, float | None] = {}  # when those in quarantine were seen there first
+        self._aside_since: dict[RequestKey, float | None] = {}  # when those in quarantine were seen there first
         self._totals: Counter[str] = Counter()
 
     def of(self, peer: str) -> list[ReceiveSession]:
@@ -79,7 +80,7 @@ class Incoming:
         late = [self.sessions[key] for key, at in since.items() if at <= now - RECLAIM_S]
         return [(session.peer, session.epoch) for session in late]
 
-    def untell(self, key: Key) -> None:
+    def untell(self, key: RequestKey) -> None:
         """The role wants to hear nothing more of this key: what it has not been told goes, pages and all."""
         for event in [event for event in self.events if not isinstance(event, PairLost) and event.key == key]:
             self.events.remove(event)

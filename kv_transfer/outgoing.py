@@ -7,9 +7,10 @@ A transfer may be over for the role before the last of its writes is: see ``Send
 """
 
 from common.messages import Handoff
+from common.request import RequestKey
 from kv_transfer.lifecycle import Sending
 from kv_transfer.links import RESUME_LEASE_S
-from kv_transfer.session import Key, SendSession
+from kv_transfer.session import SendSession
 from kv_transfer.tombs import End, Tombs
 
 EARLY_LEASE_S = 30.0
@@ -27,20 +28,20 @@ class Outgoing:
     """
 
     def __init__(self) -> None:
-        self.sessions: dict[Key, SendSession] = {}
-        self.early: dict[tuple[str, Key], tuple[SendSession, float]] = {}
-        self.ends: dict[Key, End] = {}
-        self.handoffs: dict[Key, Handoff] = {}
+        self.sessions: dict[RequestKey, SendSession] = {}
+        self.early: dict[tuple[str, RequestKey], tuple[SendSession, float]] = {}
+        self.ends: dict[RequestKey, End] = {}
+        self.handoffs: dict[RequestKey, Handoff] = {}
         self.lingering: list[tuple[SendSession, End]] = []
         self.tombs = Tombs()
-        self._suspended: dict[Key, tuple[float, str]] = {}  # end of the lease, and why
+        self._suspended: dict[RequestKey, tuple[float, str]] = {}  # end of the lease, and why
 
-    def live(self, key: Key) -> SendSession | None:
+    def live(self, key: RequestKey) -> SendSession | None:
         """The role's transfer, unless it is over or ending."""
         session = self.sessions.get(key)
         return None if session is None or session.state is Sending.CLOSING else session
 
-    def open(self, key: Key, peer: str, now: float) -> SendSession | End:
+    def open(self, key: RequestKey, peer: str, now: float) -> SendSession | End:
         """The role knows the request from now on. An ``End``: the transfer was over before that."""
         assert key not in self.sessions, f"{key} is open already"
         tomb = self.tombs.get(peer, key)
@@ -56,7 +57,7 @@ class Outgoing:
         self.sessions[key] = session
         return session
 
-    def granted(self, peer: str, key: Key, now: float) -> SendSession | End:
+    def granted(self, peer: str, key: RequestKey, now: float) -> SendSession | End:
         """Whose grant this is: a known request's, or that of one which we may yet hear of. An ``End``: refused."""
         session = self.sessions.get(key)
         if session is not None and session.peer != peer:
@@ -69,7 +70,7 @@ class Outgoing:
             self.early[peer, key] = (SendSession(key, peer, Sending.EARLY), now + EARLY_LEASE_S)
         return self.early[peer, key][0]
 
-    def of_peer(self, peer: str, key: Key) -> SendSession | None:
+    def of_peer(self, peer: str, key: RequestKey) -> SendSession | None:
         """This peer's transfer by that key, opened or not."""
         session = self.sessions.get(key)
         if session is not None and session.peer == peer:
@@ -127,7 +128,7 @@ class Outgoing:
         del self.sessions[key]
         return True
 
-    def is_lingering(self, peer: str, key: Key) -> bool:
+    def is_lingering(self, peer: str, key: RequestKey) -> bool:
         """Is a transfer by that key over but for writes to this peer?"""
         return any((session.peer, session.key) == (peer, key) for session, _ in self.lingering)
 

@@ -29,13 +29,14 @@ from common.messages import (
     Resend,
 )
 from common.pages import PageBooks
+from common.request import RequestKey
 from kv_transfer.checksums import Checksums
 from kv_transfer.events import Event, Finished, PairLost, TransferFailed
 from kv_transfer.fit import parts_of
 from kv_transfer.incoming import Incoming
 from kv_transfer.lifecycle import ReceiveEvent, Receiving
 from kv_transfer.links import Link, Links
-from kv_transfer.session import MAX_RESENDS, Key, ReceiveSession
+from kv_transfer.session import MAX_RESENDS, ReceiveSession
 from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Receiver:
         self._drop_link(peer, is_all=False)
         return self._links.offer(peer, name or peer[:8])
 
-    def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
+    def begin(self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
         """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
 
         ``pages`` are owned as ``GRANT``, and may be fewer than the prompt lacks: see ``extend``. They are granted as
@@ -105,7 +106,7 @@ class Receiver:
         elif link is not None and link.is_open:
             self._grant(session)
 
-    def extend(self, key: Key, pages: Sequence[int]) -> None:
+    def extend(self, key: RequestKey, pages: Sequence[int]) -> None:
         """More pages (``GRANT``) for the indices that follow. The key must be under way."""
         session = self._incoming.sessions[key]
         at = session.first + len(session.pages)
@@ -113,7 +114,7 @@ class Receiver:
         if session.state is not Receiving.RESERVED:
             self._grant(session, at)
 
-    def cancel(self, key: Key) -> None:
+    def cancel(self, key: RequestKey) -> None:
         """Not wanted any more, at any point; no event of this key comes after. Unknown and ended keys are ignored."""
         self._incoming.untell(key)
         session = self._incoming.sessions.get(key)

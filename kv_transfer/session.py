@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from common.lifecycle import advance
+from common.request import RequestKey
 from kv_transfer.fit import Units
 from kv_transfer.lifecycle import RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, Receiving, SendEvent, Sending
-
-Key = tuple[str, int]
 
 #: How often the same part of a page may be sent again because it came with other bytes.
 MAX_RESENDS = 3
@@ -34,7 +33,7 @@ class SendSession:
         num_due: units that could be started now.
     """
 
-    def __init__(self, key: Key, peer: str, state: Sending = Sending.OPEN) -> None:
+    def __init__(self, key: RequestKey, peer: str, state: Sending = Sending.OPEN) -> None:
         self.key = key
         self.peer = peer
         self.state = state
@@ -236,7 +235,7 @@ class ReceiveSession:
     """
 
     def __init__(
-        self, key: Key, peer: str, *, first: int, num_tokens: int, page_size: int = 1, num_ranks: int = 1
+        self, key: RequestKey, peer: str, *, first: int, num_tokens: int, page_size: int = 1, num_ranks: int = 1
     ) -> None:
         self.num_tokens = num_tokens
         self.num_pages = -(-num_tokens // page_size)

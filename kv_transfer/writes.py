@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from common.clock import Clock
 from common.messages import Delivered
+from common.request import RequestKey
 from kv_transfer.checksums import Checksums
 from kv_transfer.lifecycle import Sending
 from kv_transfer.pairs import Pairs
 from kv_transfer.pieces import Piece
-from kv_transfer.session import Key, SendSession
+from kv_transfer.session import SendSession
 from kv_transfer.transports.base import WriterTransport
 
 Sums = dict[int, int]  # unit -> checksum
@@ -28,12 +29,12 @@ class Writes:
 
     def __init__(self, transport: WriterTransport, clock: Clock, pairs: Pairs) -> None:
         self.clock = clock
-        self.rank: Callable[[Key], float] | None = None  # the lowest goes first; None: first come, first served
-        self.begun: dict[Key, None] = {}  # transfers that are not over, with a page that is written
+        self.rank: Callable[[RequestKey], float] | None = None  # the lowest goes first; None: first come, first served
+        self.begun: dict[RequestKey, None] = {}  # transfers that are not over, with a page that is written
         self._transport = transport
         self._pairs = pairs
         self._checksums = Checksums(transport.store)
-        self._due: dict[Key, SendSession] = {}  # with pages to write, as they came
+        self._due: dict[RequestKey, SendSession] = {}  # with pages to write, as they came
         self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
         self._totals: Counter[str] = Counter()
         self._seconds = 0.0
@@ -81,7 +82,7 @@ class Writes:
 
     def settle(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
-        delivered: dict[Key, tuple[SendSession, list[int], Sums]] = {}
+        delivered: dict[RequestKey, tuple[SendSession, list[int], Sums]] = {}
         for ticket in self._transport.done():
             if ticket not in self._tickets:
                 continue  # over before its pair was, and nobody asked

@@ -5,9 +5,7 @@ What it lends is kept under a lease, as early grants are; each node has room of 
 pushes out nothing but what it lent itself.
 """
 
-from common.request import LOWEST_PRIORITY
-
-Key = tuple[str, int]
+from common.request import LOWEST_PRIORITY, RequestKey
 
 LEASE_S = 30.0
 #: Of one decode node. Its loans are to transfers that it has granted pages for, or will as soon as it is connected.
@@ -18,12 +16,12 @@ class EarlyLoans:
     """By decode node (incarnation) and key, with the end of the lease; the oldest first."""
 
     def __init__(self) -> None:
-        self._loans: dict[str, dict[Key, tuple[int, float]]] = {}
+        self._loans: dict[str, dict[RequestKey, tuple[int, float]]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._loans.values()))
 
-    def keep(self, peer: str, key: Key, priority: int, now: float) -> None:
+    def keep(self, peer: str, key: RequestKey, priority: int, now: float) -> None:
         """So urgent is who waits for this request, if it comes; LOWEST_PRIORITY: nobody does any more.
 
         Args:
@@ -38,7 +36,7 @@ class EarlyLoans:
         if not loans:
             del self._loans[peer]
 
-    def take(self, peer: str, key: Key, now: float) -> int | None:
+    def take(self, peer: str, key: RequestKey, now: float) -> int | None:
         """What this decode node has lent to a request that has just come; None if nothing, or too long ago."""
         loans = self._loans.get(peer, {})
         priority, until = loans.pop(key, (None, now))

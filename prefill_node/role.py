@@ -38,14 +38,12 @@ from common.node.role import (
 )
 from common.pages import Owner, PageBooks
 from common.radix import RadixCache
-from common.request import Request
+from common.request import Request, RequestKey
 from common.step import StepPlan, StepResult
 from kv_transfer.sender import Reason, Sender
 from prefill_node.early_loans import EarlyLoans
 from prefill_node.lifecycle import State
 from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
-
-Key = tuple[str, int]
 
 #: Monotonic totals, beside those of the sender. ``overlapped_transfers``: of the prompts that were cut into chunks,
 #: those whose first page was in place before their last chunk began.
@@ -75,9 +73,13 @@ class PrefillRole:
         self._cache = cache
         self._books = books
         self._vocab_size = vocab_size
-        self._answered: dict[Key, None] = {}  # requests whose first token the gateway has; they may be retracted after
-        self._resumed: dict[Key, None] = {}  # computed once more for a decode node, of no interest to the gateway
-        self._decode: dict[Key, str] = {}  # which decode node goes on with a request
+        self._answered: dict[
+            RequestKey, None
+        ] = {}  # requests whose first token the gateway has; they may be retracted after
+        self._resumed: dict[
+            RequestKey, None
+        ] = {}  # computed once more for a decode node, of no interest to the gateway
+        self._decode: dict[RequestKey, str] = {}  # which decode node goes on with a request
         self._early_loans = EarlyLoans()
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         if scheduler.has_priorities:
@@ -216,7 +218,9 @@ class PrefillRole:
         self._totals["prompt_tokens_cached"] += request.num_cached
         self.outbox.gateway.append(first_tokens(request, first.token, first.logprobs, first.finish, now))
 
-    def _close(self, key: Key, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> bool:
+    def _close(
+        self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    ) -> bool:
         if not self._scheduler.close(key):
             return False
         self._sender.abort(key, reason, message, code)

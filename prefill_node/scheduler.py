@@ -20,7 +20,7 @@ from common.order import Order
 from common.pages import PageBooks
 from common.prefill_adder import AddResult, Budgets, Chunk, ChunkResult, PrefillAdder, admit_row, chunk_results
 from common.radix import Node, RadixCache
-from common.request import LOWEST_PRIORITY, Request
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.request_pages import cache_computed, packed_tokens, release
 from common.room import has_room, victims_for
 from common.sampling import TokenLogprobs
@@ -29,8 +29,6 @@ from common.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
 from common.step import PageDelta, StepPlan, StepResult
 from common.waiting import WaitingQueue
 from prefill_node.lifecycle import TABLE, Event, State
-
-Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class PrefillScheduler:
         limits: Limits,
         order: Order,
         eos_token_ids: Collection[int],
-        is_granted: Callable[[Key], bool],
+        is_granted: Callable[[RequestKey], bool],
     ) -> None:
         self._cache = cache
         self._books = books
@@ -100,13 +98,15 @@ class PrefillScheduler:
         self.policy = order.policy
         self._eos = frozenset(eos_token_ids)
         self._is_granted = is_granted
-        self.requests: dict[Key, Request] = {}  # every request that may hold pages
-        self.states: dict[Key, State] = {}
+        self.requests: dict[RequestKey, Request] = {}  # every request that may hold pages
+        self.states: dict[RequestKey, State] = {}
         self._deadlines = Deadlines(self.requests)
         self.waiting = WaitingQueue(order, cache)
-        self.extending: dict[Key, Request] = {}
-        self._first: dict[Key, FirstToken] = {}  # of retracted requests; what was said once is not said otherwise
-        self.retracted: list[Key] = []
+        self.extending: dict[RequestKey, Request] = {}
+        self._first: dict[
+            RequestKey, FirstToken
+        ] = {}  # of retracted requests; what was said once is not said otherwise
+        self.retracted: list[RequestKey] = []
         self.decisions = Decisions()
         self.totals: Counter[str] = Counter(preemptions=0, skipped_ahead=0, budget_tokens=0, budget_tokens_used=0)
         self._slots = list(range(limits.max_running - 1, -1, -1))
@@ -133,7 +133,7 @@ class PrefillScheduler:
         self.states[request.key] = State.WAITING
         self._deadlines.add(request)
 
-    def close(self, key: Key) -> bool:
+    def close(self, key: RequestKey) -> bool:
         """Stop computing a request. Its pages stay until ``release``. False if it is unknown or closing already."""
         if self.states.get(key) in (None, State.CLOSING):
             return False
@@ -141,7 +141,7 @@ class PrefillScheduler:
         self._advance(key, Event.CLOSE)
         return True
 
-    def release(self, key: Key) -> None:
+    def release(self, key: RequestKey) -> None:
         """Nothing reads the request's pages any more: the one place where they are given back."""
         request = self.requests.pop(key)
         self._leave_batch(key)
@@ -155,12 +155,12 @@ class PrefillScheduler:
         """Whether some requests come before others whatever the policy."""
         return self._order.rules.is_enabled
 
-    def rank(self, key: Key) -> float:
+    def rank(self, key: RequestKey) -> float:
         """The lower, the sooner this request's pages should leave."""
         request = self.requests.get(key)
         return math.inf if request is None else -self._order.standing(request)
 
-    def reprioritize(self, key: Key, priority: int, now: float, *, priority_class: str | None = None) -> None:
+    def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
         """From now on this request, if it is here, is so urgent and on this class's account (None: as before)."""
         request = self.requests.get(key)
         if request is not None:
@@ -168,7 +168,7 @@ class PrefillScheduler:
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
             self.waiting.change(request, priority, priority_class)
 
-    def lend(self, key: Key, priority: int, now: float) -> None:
+    def lend(self, key: RequestKey, priority: int, now: float) -> None:
         """So urgent is who waits on another node for this request, if it is here; LOWEST_PRIORITY: nobody does."""
         request = self.requests.get(key)
         if request is not None:
@@ -181,14 +181,14 @@ class PrefillScheduler:
         """Requests whose deadline has passed and that are not closing yet; each is told once."""
         return [request for request in self._deadlines.passed(now) if self.states[request.key] is not State.CLOSING]
 
-    def _leave_batch(self, key: Key) -> None:
+    def _leave_batch(self, key: RequestKey) -> None:
         self.waiting.pop(key, None)
         request = self.extending.pop(key, None)
         if request is not None:
             self._slots.append(request.slot)
             request.slot, request.inherited_priority = -1, request.lent_priority
 
-    def _advance(self, key: Key, event: Event) -> None:
+    def _advance(self, key: RequestKey, event: Event) -> None:
         self.states[key] = advance(TABLE, self.states[key], event)
 
     # ---- one step -------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class PrefillScheduler:
             queue.insert(next((i for i, r in enumerate(queue) if r.key in self.waiting), len(queue)), urgent)
         sharing = Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        lent: dict[Key, int] = {}
+        lent: dict[RequestKey, int] = {}
         admitted: list[Request] = []
         num_begun = len(self.extending)
         may_pass = {request.key for request in granted}

@@ -7,17 +7,17 @@ from kv_fakes import DECODE, PREFILL, Couple
 from common.errors import ErrorCode
 from common.messages import Closed, Connected, Grant
 from common.pages import Owner
+from common.request import RequestKey
 from kv_transfer.events import Completed
 from kv_transfer.links import BACKOFF_S
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
-from kv_transfer.session import Key
 from kv_transfer.tombs import End
 from kv_transfer.transports.choice import ChoosingReader, ChoosingWriter
 from kv_transfer.transports.inprocess import Wire
 
 
-def in_flight(*others: Key) -> Couple:
+def in_flight(*others: RequestKey) -> Couple:
     """A transfer of two pages with one on its way that cannot be called back, and others of which nothing is."""
     couple = Couple(Wire(latency=3, can_recall=False))
     couple.connect()

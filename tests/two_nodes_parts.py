@@ -6,10 +6,10 @@ from typing import Protocol
 from common.geometry import PageGeometry
 from common.messages import Connect, Message
 from common.pages import PageBooks
+from common.request import RequestKey
 from kv_transfer.pieces import Piece
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
-from kv_transfer.session import Key
 from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
 from kv_transfer.transports.inprocess import InProcessReader, InProcessWriter
 
@@ -106,10 +106,10 @@ class Prefill:
     writer: WatchedWriter
     transport: WriterTransport
     sender: Sender
-    pages: dict[Key, list[int]] = field(default_factory=dict)
-    num_computed: dict[Key, int] = field(default_factory=dict)
-    finished: dict[Key, None] = field(default_factory=dict)
-    released: dict[Key, bool] = field(default_factory=dict)
+    pages: dict[RequestKey, list[int]] = field(default_factory=dict)
+    num_computed: dict[RequestKey, int] = field(default_factory=dict)
+    finished: dict[RequestKey, None] = field(default_factory=dict)
+    released: dict[RequestKey, bool] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -122,8 +122,8 @@ class Decode:
     reader: InProcessReader
     transport: ReaderTransport
     receiver: Receiver
-    begun: dict[Key, int] = field(default_factory=dict)  # pages that are here or granted
-    ended: dict[Key, str] = field(default_factory=dict)
+    begun: dict[RequestKey, int] = field(default_factory=dict)  # pages that are here or granted
+    ended: dict[RequestKey, str] = field(default_factory=dict)
     dialled: dict[str, None] = field(default_factory=dict)
 
 
