@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence, ValuesView
 
+from common.errors import invariant
 from common.order import Order
 from common.radix import RadixCache
 from common.request import LOWEST_PRIORITY, Request, RequestKey
@@ -108,11 +109,14 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
 
     def check(self) -> None:
         """The sorted line is in the very order that sorting would give, and priorities are counted right."""
-        assert self._num_by_priority == Counter(request.priority for request in self._requests.values())
+        invariant(
+            self._num_by_priority == Counter(request.priority for request in self._requests.values()),
+            "waiting requests are miscounted by priority",
+        )
         if self._line is not None:
             line = list(self.line([], self._now))
-            assert line == list(self._order.merge([], list(self._requests.values()), self._now)), (
-                "the line is not sorted"
+            invariant(
+                line == list(self._order.merge([], list(self._requests.values()), self._now)), "the line is not sorted"
             )
 
     def __getitem__(self, key: RequestKey) -> Request:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from common.errors import invariant
 from common.pages import Owner, PageBooks
 from common.radix import TOKEN_BYTES, Match, Node, Pending, RadixCache
 from common.request import Request, RequestKey
@@ -279,7 +280,8 @@ class Admission:
     def check(self, yielding: Sequence[Request]) -> None:
         """One at most lacks pages, and could have them if all of ``yielding`` gave way."""
         lacking = [key for key, reservation in self.reservations.items() if reservation.num_lacking]
-        assert lacking == ([] if self.partial is None else [self.partial.key]), f"{lacking} lack pages"
-        assert self._leaves_room(-self._books.num_lingering, Others(yielding)), (
-            "what it lacks would have to come from transfers"
+        invariant(lacking == ([] if self.partial is None else [self.partial.key]), f"{lacking} lack pages")
+        invariant(
+            self._leaves_room(-self._books.num_lingering, Others(yielding)),
+            "what it lacks would have to come from transfers",
         )

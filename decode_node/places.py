@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, MutableMapping
 
+from common.errors import invariant
 from common.lifecycle import advance
 from common.request import Request, RequestKey
 from common.waiting import WaitingQueue
@@ -116,12 +117,21 @@ class Places:
         """Every request is in the place its state says and in no other, and every slot is in one place."""
         for key in self.requests:
             homes = [state for state, queue in self._queues.items() if key in queue]
-            assert homes == [self.states[key]], f"{key} is {self.states[key]} but stands in {homes}"
-        assert sum(map(len, self._queues.values())) == len(self.requests) == len(self.states)
-        assert self.local.keys() <= self.requests.keys()
+            invariant(homes == [self.states[key]], f"{key} is {self.states[key]} but stands in {homes}")
+        invariant(
+            sum(map(len, self._queues.values())) == len(self.requests) == len(self.states),
+            "a request is in two queues, or in none",
+        )
+        invariant(self.local.keys() <= self.requests.keys(), "a local request is not in the table")
         self.waiting.check()
-        assert self.num_waiting_here == sum(key in self.local for key in self.waiting)
+        invariant(
+            self.num_waiting_here == sum(key in self.local for key in self.waiting),
+            "waiting local requests are miscounted",
+        )
         with_slot = [*self.running.values(), *self.extending.values()]
-        assert all(request.slot < 0 for request in self.requests.values() if request not in with_slot)
+        invariant(
+            all(request.slot < 0 for request in self.requests.values() if request not in with_slot),
+            "a request outside the batch holds a slot",
+        )
         slots = sorted(self._free + [request.slot for request in with_slot])
-        assert slots == list(range(self._num_slots)), "a slot is lost or taken twice"
+        invariant(slots == list(range(self._num_slots)), "a slot is lost or taken twice")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from common.deadlines import Deadlines
-from common.errors import ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError, invariant
 from common.finish import Finish, finish_reason
 from common.new_token_ratio import NewTokenRatio, expected_tokens
 from common.order import Order
@@ -384,5 +384,8 @@ class DecodeScheduler:
     def check(self) -> None:
         """Every request is in exactly the place its state says, and what is reserved is being received."""
         self.places.check()
-        assert self.line.admission.reservations.keys() == self.places.receiving.keys()
+        invariant(
+            self.line.admission.reservations.keys() == self.places.receiving.keys(),
+            "a reservation belongs to no transfer, or a transfer has none",
+        )
         self.line.admission.check(self.places.yielding())

@@ -7,6 +7,7 @@ any more, in quarantine until then.
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from common.errors import invariant
 from common.messages import Handoff
 from common.pages import Owner, PageBooks
 from common.request import RequestKey
@@ -93,16 +94,23 @@ class Incoming:
         return {name: float(self._totals[name]) for name in names}
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         for session in self.sessions.values():
             session.check()
-            assert session.state not in (Receiving.COMPLETE, Receiving.FREED), "an ended transfer is still in the books"
-            assert (session.epoch > 0) == (session.state is not Receiving.RESERVED)
+            invariant(
+                session.state not in (Receiving.COMPLETE, Receiving.FREED), "an ended transfer is still in the books"
+            )
+            invariant(
+                (session.epoch > 0) == (session.state is not Receiving.RESERVED),
+                "a transfer is granted without an epoch, or reserved under one",
+            )
             if session.state is not Receiving.RESERVED:
-                assert (session.key in self.handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
+                invariant(
+                    (session.key in self.handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
+                )
         pages = [page for session in self.sessions.values() for page in session.pages]
-        assert len(pages) == len(set(pages)), "a page is in two transfers"
+        invariant(len(pages) == len(set(pages)), "a page is in two transfers")
         quarantined = self.num_quarantined
-        assert self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted"
-        assert self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner"
-        assert self.handoffs.keys() <= self.sessions.keys(), "a handoff is left of an ended transfer"
+        invariant(self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
+        invariant(self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
+        invariant(self.handoffs.keys() <= self.sessions.keys(), "a handoff is left of an ended transfer")

@@ -6,6 +6,7 @@ nobody here has heard of yet is kept under a lease; so is, after its connection 
 A transfer may be over for the role before the last of its writes is: see ``Sender``. Until then it lingers.
 """
 
+from common.errors import invariant
 from common.messages import Handoff
 from common.request import RequestKey
 from kv_transfer.lifecycle import Sending
@@ -147,14 +148,21 @@ class Outgoing:
         return [*self.sessions.values(), *(session for session, _ in (*early, *lingering))]
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         for session in self.all():
             session.check()
-            assert session.state is not Sending.CLOSED, "a closed transfer is still in the books"
+            invariant(session.state is not Sending.CLOSED, "a closed transfer is still in the books")
             is_ending = session.key in self.ends or self.is_lingering(session.peer, session.key)
-            assert (session.state is Sending.CLOSING) == is_ending
+            invariant(
+                (session.state is Sending.CLOSING) == is_ending,
+                "a closing transfer has no recorded end, or an end belongs to an open one",
+            )
             has_lease = session.state is Sending.EARLY or session.key in self._suspended
-            assert has_lease or not session.is_suspended or session.state is Sending.CLOSING, "it would wait for ever"
-            assert session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
-        assert all(key in self.sessions for key in (*self.handoffs, *self.ends)), "something is left of a transfer"
-        assert len(self.early) <= MAX_EARLY
+            invariant(
+                has_lease or not session.is_suspended or session.state is Sending.CLOSING, "it would wait for ever"
+            )
+            invariant(
+                session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
+            )
+        invariant(all(key in self.sessions for key in (*self.handoffs, *self.ends)), "something is left of a transfer")
+        invariant(len(self.early) <= MAX_EARLY, "too many early grants are kept")

@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from common.errors import ErrorCode
+from common.errors import ErrorCode, invariant
 from common.messages import (
     Cancel,
     Closed,
@@ -391,11 +391,11 @@ class Receiver:
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         self._incoming.check()
         for session in self._incoming.sessions.values():
             link = self._links.get(session.peer)
             if session.state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED):
-                assert link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair"
+                invariant(link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair")
             if session.state is Receiving.RESERVED:
-                assert link is None or not (link.is_open or link.refusal), "pages are reserved and never granted"
+                invariant(link is None or not (link.is_open or link.refusal), "pages are reserved and never granted")

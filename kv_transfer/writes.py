@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from common.clock import Clock
+from common.errors import invariant
 from common.messages import Delivered
 from common.request import RequestKey
 from kv_transfer.checksums import Checksums
@@ -122,19 +123,19 @@ class Writes:
         return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._seconds}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the books against all sessions that are not over; raises ``AssertionError``."""
+        """Prove the books against all sessions that are not over; raises ``InvariantError``."""
         in_flight: Counter[int] = Counter()
         for session, units, _ in self._tickets.values():
             in_flight[id(session)] += len(units)
         keys = []
         for session in sessions:
             keys.append(session.key)
-            assert session.num_in_flight == in_flight.pop(id(session), 0), "a write is under way and not counted"
+            invariant(session.num_in_flight == in_flight.pop(id(session), 0), "a write is under way and not counted")
             is_due = bool(session.num_due) and session.state is not Sending.EARLY
-            assert is_due == (self._due.get(session.key) is session), "pages are due and nobody knows"
-        assert not in_flight, "a write is under way for nobody"
+            invariant(is_due == (self._due.get(session.key) is session), "pages are due and nobody knows")
+        invariant(not in_flight, "a write is under way for nobody")
         left = [key for table in (self._due, self.begun) for key in table if key not in keys]
-        assert not left, f"something is left of ended transfers: {left}"
+        invariant(not left, f"something is left of ended transfers: {left}")
 
 
 def delivered(session: SendSession, units: Sequence[int], sums: Sums) -> list[Delivered]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from common.chunking import Cut
 from common.deadlines import Deadlines
 from common.decisions import Decisions
-from common.errors import ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError, invariant
 from common.finish import Finish, finish_reason
 from common.lifecycle import advance
 from common.order import Order
@@ -393,8 +393,8 @@ class PrefillScheduler:
         """Every request is in the place its state says, and every slot is in one place."""
         for key in self.requests:
             state = self.states[key]
-            assert (key in self.waiting) == (state is State.WAITING), f"{key} is {state}"
-            assert (key in self.extending) == (state is State.EXTENDING), f"{key} is {state}"
-        assert self.states.keys() == self.requests.keys()
+            invariant((key in self.waiting) == (state is State.WAITING), f"{key} is {state}")
+            invariant((key in self.extending) == (state is State.EXTENDING), f"{key} is {state}")
+        invariant(self.states.keys() == self.requests.keys(), "a request has no state, or a state no request")
         slots = sorted(self._slots + [request.slot for request in self.extending.values()])
-        assert slots == list(range(self._limits.max_running)), "a slot is lost or taken twice"
+        invariant(slots == list(range(self._limits.max_running)), "a slot is lost or taken twice")

@@ -13,7 +13,7 @@ import zmq
 
 from common.address import in_url
 from common.clock import Clock
-from common.errors import ConfigError
+from common.errors import ConfigError, InvariantError
 from common.mailbox import PROBE_EVERY_S, Mailbox
 from common.messages import (
     FromDecode,
@@ -133,7 +133,7 @@ class Node:
             self._is_checked = True
             try:
                 self._role.check()
-            except AssertionError:
+            except InvariantError:
                 self._num_failed_checks += 1
                 log.exception("the books of this node do not balance; please report this")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.decisions import Decisions as Ring
-from common.errors import ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError, invariant
 from common.finish import Finish
 from common.messages import Decision, Decisions, Explain, Generate, Message, PairState, Resume, Tokens
 from common.node.outbox import Outbox
@@ -122,7 +122,7 @@ def prove_pages(books: PageBooks, cache: RadixCache, requests: Iterable[Request]
     books.check()
     cache.check()
     num_own = sum(len(request.own) for request in requests)
-    assert books.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows"
+    invariant(books.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,5 +192,5 @@ class Role(Protocol):
         ...
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         ...
