@@ -40,10 +40,13 @@ class Request:
         pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
         own: those of ``pages`` that belong to the request (``Owner.REQUEST``), not to the radix cache.
         node: the radix node whose path is locked for this request.
-        num_computed: tokens whose KV is in ``pages``.
+        num_computed: tokens whose KV is in ``pages``, as far as committed steps tell.
+        num_scheduled: the same once all planned steps have run; never less.
+        num_sampling: output tokens that planned steps sample and that are not in ``output`` yet.
         num_cached: prompt tokens that were found in this node's cache when it was admitted first.
         prompt_logprobs: of prompt tokens from ``sampling.prompt_logprobs_from`` on, as far as they are computed.
         slot: row of the executor's request table; -1 while it has none.
+        admission: number of its stay in that slot; 0 while it has none. See ``common/slots.py``.
         packed: its first tokens in the radix cache's packed form, kept by ``request_pages.packed_tokens``. Tokens are
             only ever appended, so it stays true.
     """
@@ -71,9 +74,12 @@ class Request:
     own: list[int] = field(default_factory=list)
     node: "Node | None" = None
     num_computed: int = 0
+    num_scheduled: int = 0
+    num_sampling: int = 0
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int = -1
+    admission: int = 0
     packed: bytes = b""
     key: RequestKey = field(init=False)
 

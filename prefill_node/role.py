@@ -43,7 +43,7 @@ from common.step import StepPlan, StepResult
 from kv_transfer.sender import Reason, Sender
 from prefill_node.early_loans import EarlyLoans
 from prefill_node.lifecycle import State
-from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
+from prefill_node.scheduler import Computed, Effect, FirstToken, PrefillScheduler, Retracted
 
 #: Monotonic totals, beside those of the sender. ``overlapped_transfers``: of the prompts that were cut into chunks,
 #: those whose first page was in place before their last chunk began.
@@ -56,7 +56,6 @@ COUNTERS = (
     "output_tokens",
     "chunked_requests",
     "overlapped_transfers",
-    "retractions",
     "resumes",
 )
 
@@ -73,12 +72,7 @@ class PrefillRole:
         self._cache = cache
         self._books = books
         self._vocab_size = vocab_size
-        self._answered: dict[
-            RequestKey, None
-        ] = {}  # requests whose first token the gateway has; they may be retracted after
-        self._resumed: dict[
-            RequestKey, None
-        ] = {}  # computed once more for a decode node, of no interest to the gateway
+        self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
         self._decode: dict[RequestKey, str] = {}  # which decode node goes on with a request
         self._early_loans = EarlyLoans()
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -127,19 +121,14 @@ class PrefillRole:
 
     def plan(self, now: float) -> StepPlan | None:
         plan = self._scheduler.plan(now)
-        for key in self._scheduler.retracted:
-            self._sender.retract(key)
-        self._totals["retractions"] += len(self._scheduler.retracted)
-        self._scheduler.retracted.clear()
+        self._perform(self._scheduler.take_effects(), now)
         if plan is not None:
             self._count_overlap(plan)
         return plan
 
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1
-        for computed in self._scheduler.commit(result):
-            self._totals["prompt_tokens_computed"] += computed.num_tokens
-            self._pass_on(computed, now)
+        self._perform(self._scheduler.commit(result), now)
         self._settle()
 
     def tick(self, now: float) -> bool:
@@ -187,7 +176,7 @@ class PrefillRole:
             self._sender.reject(request.key, peer, error.message, error.code)
             return
         self._totals["resumes"] += 1
-        self._resumed[request.key] = self._answered[request.key] = None
+        self._resumed[request.key] = None
         self._decode[request.key] = peer
         self._sender.open(request.key, peer)
 
@@ -199,16 +188,24 @@ class PrefillRole:
         elif key not in self._decode and peer in self._sender.peers():
             self._early_loans.keep(peer, key, message.priority, now)
 
-    def _pass_on(self, computed: Computed, now: float) -> None:
+    def _perform(self, effects: Sequence[Effect], now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Retracted):
+                self._sender.retract(effect.key)
+            else:
+                self._on_computed(effect, now)
+
+    def _on_computed(self, computed: Computed, now: float) -> None:
+        """Let pages leave; after the last chunk, answer the gateway and hand the request over."""
         request, first = computed.request, computed.first
+        self._totals["prompt_tokens_computed"] += computed.num_tokens
         if first is None:
             self._sender.computed(request.key, request.pages[: computed.num_pages])
             return
-        if request.key not in self._answered:
-            self._answered[request.key] = None
+        if not first.is_repeat and request.key not in self._resumed:
             self._answer_first(request, first, now)
         if first.finish:
-            self._close(request.key, "finished", "")
+            self._sender.abort(request.key, "finished")
         else:
             handoff = Handoff(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
             self._sender.finish(request.key, handoff, request.pages)
@@ -221,7 +218,7 @@ class PrefillRole:
     def _close(
         self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
     ) -> bool:
-        if not self._scheduler.close(key):
+        if not self._scheduler.abort(key):
             return False
         self._sender.abort(key, reason, message, code)
         return True
@@ -242,7 +239,6 @@ class PrefillRole:
             request = self._scheduler.requests[release.key]
             was_closing = self._scheduler.states[release.key] is State.CLOSING
             self._scheduler.release(release.key)
-            self._answered.pop(release.key, None)
             self._decode.pop(release.key, None)
             is_resumed = self._resumed.pop(release.key, release) is None
             if release.ok or was_closing or is_resumed or release.is_told:

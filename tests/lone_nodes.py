@@ -14,8 +14,8 @@ from common.step import StepPlan, StepResult
 from decode_node.lifecycle import State
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler import Limits as DecodeLimits
+from prefill_node.scheduler import Computed, PrefillScheduler
 from prefill_node.scheduler import Limits as PrefillLimits
-from prefill_node.scheduler import PrefillScheduler
 
 PAGE = 4
 ON = PriorityRules(is_enabled=True, preemption_threshold=2)
@@ -58,7 +58,7 @@ class PrefillNode:
             return []
         chunks = [(chunk.request.rid, chunk.num_tokens) for chunk in self.scheduler.chunks(plan)]
         for effect in self.scheduler.commit(result_of(plan)):
-            if effect.first is not None:
+            if isinstance(effect, Computed) and effect.first is not None:
                 self.done.append(effect.request.rid)
                 if is_sent:
                     self.scheduler.release(effect.request.key)

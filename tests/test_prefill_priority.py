@@ -137,7 +137,7 @@ def test_whoever_computes_a_prefix_that_an_urgent_prompt_waits_for_inherits_its_
     for _ in range(2):
         assert low.inherited_priority == urgent.priority
         assert node.step() == [("low", 8)]
-    node.scheduler.close(urgent.key)
+    node.scheduler.abort(urgent.key)
     node.scheduler.release(urgent.key)
     node.step()
     assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
