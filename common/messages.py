@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import ErrorCode
+from common.geometry import PageGeometry
 from common.sampling import SamplingParams, TokenLogprobs
 
 #: Rises with every change of what nodes say to each other; ``tests/test_protocol.py`` notices one. ``Header`` and
@@ -50,6 +51,21 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: Annotated[int, Meta(ge=1, le=65536)]
     page_size: Annotated[int, Meta(ge=1, le=65536)]
     dtype: Literal["float32", "bfloat16", "float16"]
+
+    @classmethod
+    def of(cls, geometry: PageGeometry) -> "Geometry":
+        """The message that describes this page layout."""
+        return cls(
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            page_size=geometry.page_size,
+            dtype=geometry.dtype,  # type: ignore[arg-type]  # one of the three names that PageGeometry knows
+        )
+
+    def layout(self) -> PageGeometry:
+        """The page layout that this message describes."""
+        return PageGeometry(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
 
 
 class Register(Message, frozen=True, tag="register"):

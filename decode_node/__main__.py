@@ -11,14 +11,14 @@ from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
-from kv_transfer.transports.choice import open_reader
+from kv_transfer.transports.choice import Settings, open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
 def open_transport(parts: Parts) -> ReaderTransport:
     """The transport that the configuration names, over the process's pool."""
-    return open_reader(parts.pool, parts.transport_settings())
+    return open_reader(parts.pool, Settings.of(parts.config, parts.incarnation))
 
 
 def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
