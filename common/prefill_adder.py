@@ -59,6 +59,7 @@ class Chunk:
     Attributes:
         targets: prompt tokens whose log-probabilities are wanted.
         first_target: token of the chunk that the first target follows.
+        admission: stay in a slot that the chunk was planned for; see ``common/slots.py``.
     """
 
     request: Request
@@ -67,6 +68,7 @@ class Chunk:
     is_last: bool
     targets: tuple[int, ...] = ()
     first_target: int = 0
+    admission: int = 0
 
     @classmethod
     def of(cls, request: Request, start: int, num_tokens: int) -> "Chunk":
@@ -79,8 +81,14 @@ class Chunk:
             chunk.first_target = first - 1 - start if chunk.targets else 0
         return chunk
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the request is still in the slot that the chunk was planned for, without having left it since."""
+        return self.admission == self.request.admission > 0
+
     def to_row(self) -> Row:
-        """The extend, the sample that ends it, and the targets, as the executor is asked for them."""
+        """The row that the executor computes, for the stay in a slot that the request has now."""
+        self.admission = self.request.admission
         tokens = self.request.tokens(self.start, self.start + self.num_tokens)
         return Row(
             self.request.slot, self.start, tokens, self.is_last, targets=self.targets, first_target=self.first_target

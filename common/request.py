@@ -32,7 +32,6 @@ class Request:
             counts: it arrived here so much earlier.
         waited_s: what it had waited before it came here.
         inherited_priority: the highest of those that wait for it.
-        lent_priority: of those among them that wait on another node, as that has said.
         num_passed: requests that were admitted before it since it did not fit.
         watch: while it waits on a node, how much of it is cached there.
         is_charged: its prompt is on its tenant's and class's account.
@@ -65,7 +64,6 @@ class Request:
     deadline_at: float = float("inf")
     waited_s: float = 0.0
     inherited_priority: int = LOWEST_PRIORITY
-    lent_priority: int = LOWEST_PRIORITY
     num_passed: int = 0
     watch: "Watch | None" = None
     is_charged: bool = False

@@ -2,13 +2,13 @@
 
 A scheduler may plan a second step before it commits the first. A request may leave its slot in between: it ends, is
 paused or is retracted, and it may even be admitted again, into the same slot or another. So every stay in a slot has an
-admission number of its own, an entry of a planned step remembers the number, and a result whose number is not that of
-its request any more is dropped. Nothing is lost by that: sampling is a function of seed and position.
+admission number of its own, a planned row remembers the number, and a result whose number is not that of its request
+any more is dropped. Nothing is lost by that: sampling is a function of seed and position.
 """
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from common.errors import invariant
 from common.pages import PageBooks
@@ -46,19 +46,6 @@ class SlotPool:
         """Prove that every slot is free or held by exactly one of ``requests``; raises ``InvariantError``."""
         held = [request.slot for request in requests if request.slot >= 0]
         invariant(sorted(self._free + held) == list(range(self._num_slots)), "a slot is lost or taken twice")
-
-
-class Scheduled(NamedTuple, Generic[E]):
-    """One row of a planned step: what it computes, and for which stay of its request."""
-
-    request: Request
-    admission: int
-    entry: E
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the request is still in the stay that the row was planned for."""
-        return self.request.admission == self.admission
 
 
 class OutstandingSteps(Generic[E]):

@@ -40,6 +40,13 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,
     )
+    receiver = Receiver(
+        transport,
+        parts.books,
+        name=config.node_name,
+        digest=parts.digest,
+        wants_checksums=config.kv_checksum,
+    )
     scheduler = DecodeScheduler(
         parts.cache,
         parts.books,
@@ -47,13 +54,7 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         order=parts.order(),
         ratio=NewTokenRatio(parts.constants, config.schedule_conservativeness),
         eos_token_ids=parts.eos_token_ids,
-    )
-    receiver = Receiver(
-        transport,
-        parts.books,
-        name=config.node_name,
-        digest=parts.digest,
-        wants_checksums=config.kv_checksum,
+        is_connected=receiver.is_connected,
     )
     return DecodeRole(
         scheduler,

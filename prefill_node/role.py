@@ -41,7 +41,6 @@ from common.radix import RadixCache
 from common.request import Request, RequestKey
 from common.step import StepPlan, StepResult
 from kv_transfer.sender import Reason, Sender
-from prefill_node.early_loans import EarlyLoans
 from prefill_node.lifecycle import State
 from prefill_node.scheduler import Computed, Effect, FirstToken, PrefillScheduler, Retracted
 
@@ -73,8 +72,6 @@ class PrefillRole:
         self._books = books
         self._vocab_size = vocab_size
         self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
-        self._decode: dict[RequestKey, str] = {}  # which decode node goes on with a request
-        self._early_loans = EarlyLoans()
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         if scheduler.has_priorities:
             sender.order_by(scheduler.rank)
@@ -103,8 +100,6 @@ class PrefillRole:
             self._sender.connect(peer, message)
         elif isinstance(message, Resume):
             self._resume(peer, message, now)
-        elif isinstance(message, Reprioritize):
-            self._lend(peer, message, now)
         else:
             self._sender.on_message(peer, message, now)
         self._settle()
@@ -116,7 +111,6 @@ class PrefillRole:
 
     def peer_lost(self, peer: str, now: float) -> None:
         self._sender.peer_lost(peer)
-        self._early_loans.lost(peer)
         self._settle()
 
     def plan(self, now: float) -> StepPlan | None:
@@ -151,7 +145,6 @@ class PrefillRole:
         if request.key in self._scheduler.requests:
             return  # said twice
         self._totals["requests"] += 1
-        loan = self._early_loans.take(message.decode.incarnation, request.key, now)
         try:
             check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
@@ -159,10 +152,7 @@ class PrefillRole:
             self._sender.reject(request.key, message.decode.incarnation, error.message, error.code)
             self._answer_failure(request, error.code, error.message)
         else:
-            self._decode[request.key] = message.decode.incarnation
             self._sender.open(request.key, message.decode.incarnation)
-            if loan is not None:
-                self._scheduler.lend(request.key, loan, now)
 
     def _resume(self, peer: str, message: Resume, now: float) -> None:
         """Compute once more what a decode node has lost. It hears of every end by ``Closed``, the gateway of none."""
@@ -177,16 +167,7 @@ class PrefillRole:
             return
         self._totals["resumes"] += 1
         self._resumed[request.key] = None
-        self._decode[request.key] = peer
         self._sender.open(request.key, peer)
-
-    def _lend(self, peer: str, message: Reprioritize, now: float) -> None:
-        """Somebody waits at the decode node for what is on its way there for this request, or does so no longer."""
-        key = (message.rid, message.attempt)
-        if self._decode.get(key) == peer:
-            self._scheduler.lend(key, message.priority, now)
-        elif key not in self._decode and peer in self._sender.peers():
-            self._early_loans.keep(peer, key, message.priority, now)
 
     def _perform(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:
@@ -239,7 +220,6 @@ class PrefillRole:
             request = self._scheduler.requests[release.key]
             was_closing = self._scheduler.states[release.key] is State.CLOSING
             self._scheduler.release(release.key)
-            self._decode.pop(release.key, None)
             is_resumed = self._resumed.pop(release.key, release) is None
             if release.ok or was_closing or is_resumed or release.is_told:
                 continue
@@ -275,8 +255,7 @@ class PrefillRole:
         )
 
     def counters(self) -> dict[str, float]:
-        scheduler = self._scheduler
-        return {**self._totals, **scheduler.totals, **scheduler.policy.totals(), **self._sender.counters()}
+        return {**self._totals, **self._scheduler.totals(), **self._sender.counters()}
 
     def check(self) -> None:
         prove_pages(self._books, self._cache, self._scheduler.requests.values())

@@ -29,7 +29,7 @@ from common.room import has_room, victims_for
 from common.sampling import TokenLogprobs
 from common.sharing import Sharing, SharingLimits
 from common.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
-from common.slots import OutstandingSteps, Scheduled, SlotPool
+from common.slots import OutstandingSteps, SlotPool
 from common.step import PageDelta, StepPlan, StepResult
 from common.waiting import WaitingQueue
 from prefill_node.lifecycle import TABLE, Event, State
@@ -122,7 +122,7 @@ class PrefillScheduler:
         self.waiting = WaitingQueue(order, cache)
         self.extending: dict[RequestKey, Request] = {}  # requests with a slot
         self.decisions = Decisions()
-        self.totals: Counter[str] = Counter(
+        self._totals: Counter[str] = Counter(
             retractions=0, preemptions=0, skipped_ahead=0, budget_tokens=0, budget_tokens_used=0
         )
         self._cache = cache
@@ -134,7 +134,7 @@ class PrefillScheduler:
         self._deadlines = Deadlines(self.requests)
         self._first: dict[RequestKey, FirstToken] = {}  # survive a retraction
         self._slots = SlotPool(limits.max_running)
-        self._steps: OutstandingSteps[list[Scheduled[Chunk]]] = OutstandingSteps(books)
+        self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(books)
         self._effects: list[Effect] = []
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
@@ -201,14 +201,9 @@ class PrefillScheduler:
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
             self.waiting.change(request, priority, priority_class)
 
-    def lend(self, key: RequestKey, priority: int, now: float) -> None:
-        """So urgent is who waits on another node for this request, if it is here; LOWEST_PRIORITY: nobody does."""
-        request = self.requests.get(key)
-        if request is not None:
-            reason = "{} by one that waits elsewhere" if priority > LOWEST_PRIORITY else "nothing any more"
-            self.decisions.note(now, request.rid, "lend", reason, priority)
-            here = request.inherited_priority if key in self.extending else LOWEST_PRIORITY  # until the next plan
-            request.lent_priority, request.inherited_priority = priority, max(priority, here)
+    def totals(self) -> dict[str, float]:
+        """Monotonic totals of what was scheduled and preempted."""
+        return {**self._totals, **self.policy.totals()}
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed and that have not ended; each is returned once."""
@@ -219,7 +214,7 @@ class PrefillScheduler:
         request = self.extending.pop(key, None)
         if request is not None:
             self._slots.give_back(request)
-            request.inherited_priority = request.lent_priority
+            request.inherited_priority = LOWEST_PRIORITY
 
     def _advance(self, key: RequestKey, event: Event) -> None:
         self.states[key] = advance(TABLE, self.states[key], event)
@@ -237,10 +232,10 @@ class PrefillScheduler:
         self._order.explain(self.decisions, now)
         if not adder.chunks:
             return None
-        self.totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
-        self.totals["budget_tokens_used"] += sum(chunk.num_tokens for chunk in adder.chunks)
+        self._totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
+        self._totals["budget_tokens_used"] += sum(chunk.num_tokens for chunk in adder.chunks)
         return StepPlan(
-            step=self._steps.begin([Scheduled(c.request, c.request.admission, c) for c in adder.chunks]),
+            step=self._steps.begin(adder.chunks),
             admits=tuple(admit_row(request) for request in admitted),
             pages=tuple(PageDelta(request.slot, 0, tuple(request.pages)) for request in admitted),
             rows=tuple(chunk.to_row() for chunk in adder.chunks),
@@ -308,7 +303,7 @@ class PrefillScheduler:
                 sharing.add(request)
                 admitted.append(request)
         for request in self.extending.values():
-            request.inherited_priority = max(request.lent_priority, lent.get(request.key, LOWEST_PRIORITY))
+            request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return admitted
 
     def _admit(self, request: Request, now: float, passing: str) -> None:
@@ -318,7 +313,7 @@ class PrefillScheduler:
         request.admitted_at = now
         self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
-        self.totals["skipped_ahead"] += bool(passing)
+        self._totals["skipped_ahead"] += bool(passing)
         num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
         self.decisions.note(now, request.rid, "admit", reason, num_tokens - request.num_cached, num_tokens)
 
@@ -327,7 +322,7 @@ class PrefillScheduler:
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
         """The chunks behind the rows of the plan that was made last."""
-        return [scheduled.entry for scheduled in self._steps.newest(plan.step)]
+        return self._steps.newest(plan.step)
 
     # ---- preemption -------------------------------------------------------------------------------------------------
 
@@ -363,14 +358,14 @@ class PrefillScheduler:
         extending = [victim for victim in weaker if self.states[victim.key] is State.EXTENDING]
         if not self._slots and not extending:
             return
-        num_retracted = self.totals["retractions"]
+        num_retracted = self._totals["retractions"]
         if not self._fits(first):
             if not self._slots:  # at least one victim must have a slot
                 weaker = [extending[0], *(victim for victim in weaker if victim is not extending[0])]
             self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
         elif not self._slots:
             self._retract(extending[0], now, "its slot goes to the more urgent {}", first)
-        self.totals["preemptions"] += self.totals["retractions"] - num_retracted
+        self._totals["preemptions"] += self._totals["retractions"] - num_retracted
 
     def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> None:
         """Retract as many candidates as it takes, or none if all of them would not be enough.
@@ -400,7 +395,7 @@ class PrefillScheduler:
         request.prompt_logprobs.clear()
         self._advance(request.key, Event.RETRACT)
         self.waiting.put_first(request)
-        self.totals["retractions"] += 1
+        self._totals["retractions"] += 1
         self._effects.append(Retracted(request.key))
         self.decisions.note(now, request.rid, "retract", reason, other.rid)
 
@@ -411,11 +406,10 @@ class PrefillScheduler:
 
         Rows of requests that have left the slot they were planned for are ignored.
         """
-        scheduled = self._steps.oldest(result.step)
-        chunks = [row.entry for row in scheduled]
-        for row, found in zip(scheduled, chunk_results(chunks, result), strict=True):
-            if row.is_current:
-                self._effects.append(self._commit_chunk(row.entry, found))
+        chunks = self._steps.oldest(result.step)
+        for chunk, found in zip(chunks, chunk_results(chunks, result), strict=True):
+            if chunk.is_current:
+                self._effects.append(self._commit_chunk(chunk, found))
         self._steps.end()
         return self.take_effects()
 
