@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.sampling import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from common.radix import Node
-    from common.watch import Watch
+    from common.cache.prefix_watch import Watch
+    from common.cache.radix_cache import TreeNode
 
 #: The request id and the number of the attempt: one request on one pair of nodes.
 RequestKey = tuple[str, int]
@@ -70,7 +70,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    node: "Node | None" = None
+    node: "TreeNode | None" = None
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0

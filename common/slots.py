@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
+from common.cache.page_allocator import PageAllocator
 from common.errors import invariant
-from common.pages import PageBooks
 from common.request import Request
 
 E = TypeVar("E")
@@ -55,7 +55,7 @@ class OutstandingSteps(Generic[E]):
         books: keep freed pages from being given out while a step may still use them.
     """
 
-    def __init__(self, books: PageBooks) -> None:
+    def __init__(self, books: PageAllocator) -> None:
         self._books = books
         self._steps: deque[tuple[int, E]] = deque()
         self._last = 0

@@ -8,21 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
-from common.messages import (
-    Abort,
-    Closed,
-    Explain,
-    Failed,
-    Flush,
-    Flushed,
-    Generate,
-    Message,
-    PairState,
-    Peer,
-    Reprioritize,
-    Resume,
-)
 from common.node.outbox import Outbox
 from common.node.role import (
     DEADLINE_GRACE_S,
@@ -33,14 +21,26 @@ from common.node.role import (
     request_from,
     tell_if_missed,
 )
-from common.pages import Owner, PageBooks
-from common.radix import RadixCache
 from common.request import Request, RequestKey
-from common.step import StepPlan, StepResult
-from decode_node.answers import TokenOutput
+from common.step_plan import StepPlan, StepResult
+from common.wire.messages import (
+    Abort,
+    Closed,
+    Failed,
+    Flush,
+    Flushed,
+    Generate,
+    GetDecisions,
+    Message,
+    PairState,
+    Peer,
+    Reprioritize,
+    Resume,
+)
 from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled
+from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
-from kv_transfer.receiver import Receiver
+from kv_transfer.receive.receiver import Receiver
 
 #: Monotonic totals of the role itself.
 COUNTERS = ("requests", "failed_requests", "steps", "transfers", "pages_cached", "output_tokens")
@@ -66,7 +66,7 @@ class DecodeRole:
         receiver: Receiver,
         *,
         cache: RadixCache,
-        books: PageBooks,
+        books: PageAllocator,
         vocab_size: int,
         stream_interval: int = 1,
     ) -> None:
@@ -98,7 +98,7 @@ class DecodeRole:
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
-        elif isinstance(message, Explain):
+        elif isinstance(message, GetDecisions):
             self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
         self._settle(now)
 

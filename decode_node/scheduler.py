@@ -14,29 +14,29 @@ it; that row is ignored. Calls queue what follows from them as effects, for the 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import cache_computed, release
 from common.deadlines import Deadlines
 from common.errors import ErrorCode, RequestError
-from common.finish import Finish, finish_reason
-from common.new_token_ratio import NewTokenRatio
-from common.order import Order
-from common.pages import Owner, PageBooks
-from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
-from common.radix import RadixCache
+from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
-from common.request_pages import cache_computed, release
-from common.sampling import TokenLogprobs
-from common.sharing import Sharing
-from common.skip_ahead import PASSING, SkipAhead
+from common.sampling_params import TokenLogprobs
+from common.scheduling.in_batch_prefix_caching import Sharing
+from common.scheduling.new_token_ratio import NewTokenRatio
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
+from common.scheduling.skip_ahead import PASSING, SkipAhead
+from common.scheduling.waiting_queue import WaitingQueue
 from common.slots import OutstandingSteps
-from common.step import PageDelta, Row, StepPlan, StepResult
-from common.waiting import WaitingQueue
-from decode_node.admission import PageReservations
-from decode_node.giving_way import Preemptor
-from decode_node.lifecycle import Event, State
-from decode_node.line import Limits as Limits
-from decode_node.line import PageGrant as PageGrant
-from decode_node.line import PreallocQueue
-from decode_node.places import RequestTable
+from common.step_plan import PageDelta, Row, StepPlan, StepResult
+from decode_node.page_reservation import PageReservations
+from decode_node.prealloc_queue import Limits as Limits
+from decode_node.prealloc_queue import PageGrant as PageGrant
+from decode_node.prealloc_queue import PreallocQueue
+from decode_node.preemption import Preemptor
+from decode_node.request_state import Event, State
+from decode_node.request_table import RequestTable
 
 
 class Sampled(NamedTuple):
@@ -79,10 +79,10 @@ class DecodeScheduler:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageBooks,
+        books: PageAllocator,
         *,
         limits: Limits,
-        order: Order,
+        order: RequestOrdering,
         ratio: NewTokenRatio,
         eos_token_ids: Collection[int],
         is_connected: Callable[[str], bool],

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
-from common.messages import Handoff
 from common.request import RequestKey
+from common.wire.messages import PrefillDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Completed:
     """
 
     key: RequestKey
-    handoff: Handoff
+    handoff: PrefillDone
     pages: tuple[int, ...]
     handed_at: float = field(default=0.0, compare=False)
 

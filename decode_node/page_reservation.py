@@ -1,0 +1,160 @@
+"""Page reservations for prompts that come from prefill nodes. Pure.
+
+A request gets every page that its prompt lacks, or none. A request whose prefix is being received for another request
+waits until the prefix is there, so that a prefix is shipped once. For a retracted request that a prefill node computes
+again, "prompt" means every token before the one sampled last: all that it takes to decode the next token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import Match, Pending, RadixCache
+from common.cache.request_kv import packed_tokens
+from common.errors import invariant
+from common.request import Request, RequestKey
+from common.scheduling.victim_selection import has_room
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Pages reserved for one transfer.
+
+    Attributes:
+        first: index of the first prompt page that must be shipped; the pages before it are cached here.
+        pages: destinations of page ``first`` and the following ones, owned as ``Owner.GRANT``.
+        num_pages: pages of the whole prompt.
+        pending: the whole pages among ``pages`` in the radix cache, pending until they have arrived.
+    """
+
+    first: int
+    pages: list[int]
+    num_pages: int
+    pending: Pending | None = None
+
+
+class AllocationFailure(Enum):
+    """Why a request gets no pages now."""
+
+    SHORT_OF_PAGES = auto()
+    PREFIX_PENDING = auto()  # part of the prompt is being received for another request
+
+
+class PageReservations:
+    """The reservations of one decode node, by request."""
+
+    def __init__(self, cache: RadixCache, books: PageAllocator) -> None:
+        self._cache = cache
+        self._books = books
+        self.by_key: dict[RequestKey, Reservation] = {}
+
+    @property
+    def page_size(self) -> int:
+        return self._cache.page_size
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or could be evicted."""
+        return self._books.num_free + self._cache.num_evictable_pages
+
+    def match(self, request: Request) -> Match:
+        """The cached part of the tokens that it takes to decode the request's next token."""
+        return self._cache.match(packed_tokens(request, request.num_decodable), request.salt)
+
+    def num_pages(self, request: Request) -> int:
+        """Pages of all tokens that it takes to decode the request's next token."""
+        return -(-request.num_decodable // self.page_size)
+
+    def num_pending(self, request: Request) -> int:
+        """How many of those pages are being received for another request."""
+        return self._cache.num_pending(packed_tokens(request, request.num_decodable), request.salt)
+
+    def lacks(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> bool:
+        """Whether there is no room for ``num_tokens``, counting the cached prefix of the request as room.
+
+        Pages that linger until an outstanding step is committed count as room, too.
+
+        Args:
+            without: requests whose pages count as free.
+        """
+        match = self.match(request)
+        num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._books.num_lingering
+        return not has_room(self._cache, self._books, num_pages=num_pages, keep=match.node, without=without)
+
+    def reserve(self, request: Request, *, spare_tokens: int) -> Reservation | AllocationFailure:
+        """Reserve the pages that the prompt lacks, or change nothing.
+
+        Args:
+            spare_tokens: room that must remain: free, evictable, or in the prompt's last page.
+        """
+        match = self.match(request)
+        if match.pending is not None:
+            return AllocationFailure.PREFIX_PENDING
+        num_pages = self.num_pages(request)
+        num_needed = num_pages - len(match.pages)
+        self._cache.lock(match.node)
+        room_in_last = num_pages * self.page_size - request.num_decodable
+        may_have = (self.num_available - num_needed) * self.page_size + room_in_last >= spare_tokens
+        pages = self._allocate(num_needed) if may_have else None
+        if pages is None:
+            self._cache.unlock(match.node)
+            return AllocationFailure.SHORT_OF_PAGES
+        reservation = Reservation(len(match.pages), pages, num_pages)
+        self.by_key[request.key] = reservation
+        request.node = match.node
+        if not request.output:
+            request.num_cached = match.num_tokens
+        request.pages = match.pages + pages
+        num_whole = request.num_decodable // self.page_size
+        if self._cache.is_enabled and num_whole > len(match.pages):
+            whole = packed_tokens(request, num_whole * self.page_size)
+            new = pages[: num_whole - len(match.pages)]
+            reservation.pending = self._cache.insert_pending(whole, new, request.salt)
+        return reservation
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """``count`` pages. None while pages evicted for them linger, since an outstanding step may read them."""
+        self._cache.evict(count - self._books.num_free)
+        return self._books.alloc(count, Owner.GRANT)
+
+    def awaited_from(self, request: Request) -> RequestKey | None:
+        """The request whose transfer brings the prefix that this request waits for."""
+        pending = self.match(request).pending
+        if pending is None:
+            return None
+        return next((key for key, r in self.by_key.items() if r.pending is pending.pending), None)
+
+    def settle(self, request: Request) -> None:
+        """Every page has arrived: whole pages join the cache, the rest becomes the request's own."""
+        reservation = self.by_key.pop(request.key)
+        own = reservation.pages
+        if reservation.pending is not None:
+            node = self._cache.make_ready(reservation.pending)
+            self._cache.lock(node)
+            assert request.node is not None
+            self._cache.unlock(request.node)
+            request.node = node
+            own = own[request.num_decodable // self._cache.page_size - reservation.first :]
+        self._books.move(own, Owner.GRANT, Owner.REQUEST)
+        request.own = own
+        request.num_computed = request.num_scheduled = request.num_decodable
+
+    def withdraw(self, request: Request) -> None:
+        """The transfer will not happen. Its pages are the receiver's, which frees them once no write can reach them."""
+        reservation = self.by_key.pop(request.key)
+        if reservation.pending is not None:
+            self._cache.drop_pending(reservation.pending)
+        assert request.node is not None
+        self._cache.unlock(request.node)
+        request.node = None
+        request.pages = []
+
+    def check(self, receiving: Sequence[Request]) -> None:
+        """Prove that every transfer in progress has all of its pages; raises ``InvariantError``."""
+        keys = {request.key for request in receiving}
+        invariant(self.by_key.keys() == keys, "a reservation belongs to no transfer, or a transfer has none")
+        for request in receiving:
+            reservation = self.by_key[request.key]
+            is_whole = reservation.first + len(reservation.pages) == reservation.num_pages
+            invariant(is_whole, f"{request.key} lacks pages of its prompt")

@@ -1,0 +1,267 @@
+"""The queue for pages of a decode node, and the grants to its requests. Pure.
+
+One queue holds every request that lacks pages, wherever its prompt is computed: retracted requests first, then the
+waiting ones in the policy's order; with priorities, the more urgent before all. A request never takes pages that a
+request ahead of it needs, except up to ``max_skip_ahead`` requests. A request that waits for a prefix in transfer is
+overtaken by as many; after that, only by requests that leave it room.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from common.decision_log import Decisions
+from common.request import Request, RequestKey
+from common.scheduling.chunked_prefill import ChunkAlignment
+from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits
+from common.scheduling.new_token_ratio import NewTokenRatio, expected_left, expected_tokens
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
+from decode_node.page_reservation import AllocationFailure, PageReservations, Reservation
+from decode_node.request_state import Event, State
+from decode_node.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a decode node; None means no bound.
+
+    Attributes:
+        max_running: slots, which is the number of rows of the largest batch.
+        max_queued: requests waiting for pages; one more is refused.
+        context_length: tokens of prompt and output together.
+        max_prefill_tokens: prompt tokens computed in one step.
+        chunk_tokens: prompt tokens of one step, after which a prompt is cut; None computes prompts whole.
+        cut: where a prompt may be cut.
+        max_requests: prompts in one step.
+        is_mixed: chunks ride in the same steps as decode rows; otherwise both take turns.
+        sharing: when a local prompt waits for a prefix that another request is computing.
+        clip_tokens: the most further tokens that a request is expected to need.
+        max_skip_ahead: smaller requests that may overtake a request that lacks pages.
+        is_retracted_by_priority: when the batch outgrows the pool, the least urgent request is retracted; otherwise the
+            one with the shortest output, whose loss costs the least work.
+        resume_tokens: a retracted request that lacks more tokens than this is computed again by its prefill node; None
+            computes it here in any case.
+        reserved_tokens: room kept for each request's further output; None keeps as much as it is expected to need.
+    """
+
+    max_running: int
+    max_queued: int | None = None
+    context_length: int | None = None
+    max_prefill_tokens: int = 16_384
+    chunk_tokens: int | None = None
+    cut: ChunkAlignment = field(default_factory=ChunkAlignment)
+    max_requests: int | None = None
+    is_mixed: bool = False
+    sharing: SharingLimits = field(default_factory=SharingLimits)
+    clip_tokens: int = 4_096
+    max_skip_ahead: int = MAX_SKIP_AHEAD
+    is_retracted_by_priority: bool = False
+    resume_tokens: int | None = None
+    reserved_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageGrant:
+    """Pages are reserved for a request's prompt: its transfer can begin."""
+
+    request: Request
+    reservation: Reservation
+
+
+class PreallocQueue:
+    """Requests that wait for pages, and the reservations for them.
+
+    Args:
+        ratio: how much of its allowed output a request is expected to produce.
+        is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
+
+    Attributes:
+        short: waiting requests for which there were not enough pages at the last attempt.
+    """
+
+    def __init__(
+        self,
+        reservations: PageReservations,
+        table: RequestTable,
+        order: RequestOrdering,
+        *,
+        limits: Limits,
+        ratio: NewTokenRatio,
+        is_connected: Callable[[str], bool],
+    ) -> None:
+        self.decisions = Decisions()
+        self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0)
+        self.short: dict[RequestKey, Request] = {}
+        self._reservations = reservations
+        self._table = table
+        self._order = order
+        self._limits = limits
+        self._ratio = ratio
+        self._is_connected = is_connected
+        self._last_try: tuple[int, ...] = ()
+
+    # ---- the order --------------------------------------------------------------------------------------------------
+
+    def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
+        """``begun``, retracted and waiting requests in the order in which they are served."""
+        retracted = sorted(self._table.retracted.values(), key=lambda request: request.arrived_at)
+        return self._order.merge([*begun, *retracted], list(self._table.waiting.values()), now)
+
+    def step_candidates(self, now: float) -> Iterator[Request]:
+        """Requests that the next step may compute a chunk of, in order, and requests that are short of pages.
+
+        All others wait for a prefill node and want nothing of a step.
+        """
+        table, short = self._table, self.short
+        begun = list(table.extending.values())
+        if not (begun or table.retracted or table.num_waiting_here or short):
+            return
+        for request in self.sort(now, begun):
+            key = request.key
+            if table.states[key] is not State.WAITING or key in table.local or key in short:
+                yield request
+
+    def is_computed_here(self, request: Request) -> bool:
+        """Whether the request's KV is computed by this node, and not received from a prefill node."""
+        if request.key in self._table.local:
+            return True
+        if self._table.states[request.key] is not State.RETRACTED:
+            return False
+        limit = self._limits.resume_tokens
+        if limit is None or not self._is_connected(self._table.sources[request.key]):
+            return True
+        return request.num_decodable - self._reservations.match(request).num_tokens <= limit
+
+    def sharing(self) -> Sharing:
+        """The prefixes that are being computed here and that other requests may wait for."""
+        return Sharing(self._reservations.page_size, self._limits.sharing, self._table.extending.values())
+
+    # ---- grants -----------------------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Note a change that ``grant`` does not notice by itself."""
+        self._last_try = ()
+
+    def grant(self, now: float) -> list[PageGrant]:
+        """Reserve pages for requests that a prefill node computes, in order, as far as there are pages.
+
+        Called after every event. It does nothing while nothing has changed since the last call.
+        """
+        table = self._table
+        num_awaiting = len(table.waiting) - table.num_waiting_here
+        if not num_awaiting and all(self.is_computed_here(request) for request in table.retracted.values()):
+            return []
+        num_outputs = sum(len(request.output) for request in table.running.values())
+        state = (self._reservations.num_available, table.num_moves, num_outputs)
+        if state == self._last_try:
+            return []
+        granted = self._grant_in_order(now)
+        self._last_try = () if granted else state
+        return granted
+
+    def is_full_for(self, request: Request) -> bool:
+        """Whether as many requests, no less urgent than this, are received or wait for a slot as there are slots."""
+        ahead = [*self._table.receiving.values(), *self._table.ready.values()]
+        if len(ahead) < self._limits.max_running or not self._order.rules.is_enabled:
+            return len(ahead) >= self._limits.max_running
+        standing = self._order.standing(request)
+        return sum(self._order.standing(other) >= standing for other in ahead) >= self._limits.max_running
+
+    def _grant_in_order(self, now: float) -> list[PageGrant]:
+        granted: list[PageGrant] = []
+        skip_ahead = SkipAhead(self._limits.max_skip_ahead)
+        ahead: list[Request] = []  # computed here; no later request may take their pages
+        self.short.clear()
+        for request in self.sort(now):
+            if skip_ahead.is_closed or self.is_full_for(request):
+                break
+            if self.is_computed_here(request):
+                ahead.append(request)
+                continue
+            spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.patient])
+            found = self._reservations.reserve(request, spare_tokens=spare_tokens)
+            if found is AllocationFailure.PREFIX_PENDING:
+                other = self._reservations.awaited_from(request)
+                self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", other and other[0])
+                skip_ahead.wait(request)
+            elif found is AllocationFailure.SHORT_OF_PAGES:
+                self.short[request.key] = request
+                skip_ahead.refuse(request)
+                num_pages = self._reservations.num_pages(request)
+                self.decisions.note_wait(now, request.rid, "for {} pages", num_pages)
+            else:
+                assert isinstance(found, Reservation)
+                granted.append(self._grant(request, found, now, PASSING if skip_ahead.admit(request) else ""))
+        return granted
+
+    def _grant(self, request: Request, reservation: Reservation, now: float, passing: str) -> PageGrant:
+        if request.output:
+            self.totals["resumed_remotely"] += 1
+        else:
+            request.admitted_at = now
+            self._order.admitted(request, num_input=len(request.prompt) - request.num_cached)
+        self._table.move(request, Event.GRANT)
+        self.totals["skipped_ahead"] += bool(passing)
+        num_pages = (len(reservation.pages), reservation.num_pages)
+        self.decisions.note(now, request.rid, "grant", "{} of {} pages" + passing, *num_pages)
+        return PageGrant(request, reservation)
+
+    # ---- room -------------------------------------------------------------------------------------------------------
+
+    def expectation(self) -> tuple[float, int]:
+        """The share of its remaining output that room is kept for, and the most tokens of one request."""
+        reserved = self._limits.reserved_tokens
+        return (self._ratio.value, self._limits.clip_tokens) if reserved is None else (1.0, reserved)
+
+    def expected(self, requests: Sequence[Request]) -> int:
+        """Output tokens that these requests together are expected to need still."""
+        return expected_tokens(requests, *self.expectation())
+
+    def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
+        """Tokens that must stay available beyond the prompt's pages if ``request`` gets them.
+
+        Requests ahead of it that are computed here must still find the room to be admitted. Without competition only
+        the next token counts: a lone request may use the whole pool.
+        """
+        holders = self._table.holders()
+        if not holders and not ahead:
+            return 1
+        room = self.expected([*holders, request])
+        if ahead:
+            in_last_page = -request.num_decodable % self._reservations.page_size
+            room += in_last_page + sum(self._need_here(other) for other in ahead)
+        return room
+
+    def _need_here(self, request: Request) -> int:
+        """Tokens that must be available, cached ones included, for ``PrefillAdder`` to admit the request here.
+
+        For a request that waits for a prefix in transfer: for it to be received once the prefix is there.
+        """
+        page_size = self._reservations.page_size
+        num_tokens = -(-request.num_tokens // page_size) * page_size
+        if not self.is_computed_here(request):
+            num_tokens -= self._reservations.num_pending(request) * page_size
+        clip = max(self._limits.clip_tokens, self._limits.reserved_tokens or 0)
+        return num_tokens + math.ceil(expected_left(request, 1.0, clip)) + 1
+
+    def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Whether the request would be refused now for want of pages.
+
+        Args:
+            without: requests whose pages count as free.
+        """
+        gone = {request.key, *(other.key for other in without)}
+        others = [other for other in self._table.holders() if other.key not in gone]
+        if not others:
+            num_tokens = request.num_tokens + 1
+        elif self.is_computed_here(request):
+            num_tokens = self._need_here(request) + self.expected(others)
+        else:
+            num_tokens = request.num_tokens + self.expected([*others, request])
+        return self._reservations.lacks(request, num_tokens, without)
+
+    def waits_for_prefix(self, request: Request) -> bool:
+        """Whether the request's prefix is being received for another request."""
+        return self._reservations.match(request).pending is not None

@@ -1,0 +1,126 @@
+"""Preemption on a decode node: which request is paused or retracted for a more important one. Pure.
+
+For want of a slot, the least urgent running request is paused: its pages stay, and it continues later where it was.
+For want of pages, the least urgent requests lose theirs until the first request in the queue fits; if all of them
+together would not be enough, none is touched. Without a more urgent request in the queue, pages are taken only where
+the batch itself outgrows the pool.
+"""
+
+from collections import Counter
+
+from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import release
+from common.request import Request
+from common.scheduling.ordering import RequestOrdering
+from decode_node.prealloc_queue import PreallocQueue
+from decode_node.request_state import Event, State
+from decode_node.request_table import RequestTable
+
+
+class Preemptor:
+    """Pauses and retractions of one decode node.
+
+    Args:
+        queue: of the requests that wait for pages.
+        is_by_priority: when the batch outgrows the pool the least urgent request is retracted; otherwise the one with
+            the shortest output, whose loss costs the least work.
+    """
+
+    def __init__(
+        self,
+        cache: RadixCache,
+        books: PageAllocator,
+        table: RequestTable,
+        *,
+        queue: PreallocQueue,
+        order: RequestOrdering,
+        is_by_priority: bool,
+    ) -> None:
+        self.totals: Counter[str] = Counter(retractions=0, preemptions=0, pauses=0)
+        self._cache = cache
+        self._books = books
+        self._table = table
+        self._queue = queue
+        self._order = order
+        self._is_by_priority = is_by_priority
+
+    def preempt_for_first(self, now: float) -> bool:
+        """Retract less urgent requests if that gives the first in the queue its pages. True if any was retracted."""
+        table = self._table
+        if not self._order.rules.is_enabled or not (table.waiting or table.retracted):
+            return False
+        holders = table.preemptible()
+        retracted = map(self._order.priority, table.retracted.values())
+        if not self._order.may_beat(max([table.waiting.highest_priority, *retracted]), holders):
+            return False
+        first = self._queue.sort(now)[0]
+        weaker = self._order.least_first(other for other in holders if self._order.beats(first, other))
+        if not weaker or self._waits_for_another(first):
+            return False
+        if not self._queue.lacks_pages(first) or self._queue.lacks_pages(first, weaker):
+            return False
+        num_retracted = 0
+        while weaker and self._queue.lacks_pages(first):
+            self.retract(weaker.pop(0), now, "its pages go to the more urgent {}", first.rid)
+            num_retracted += 1
+        self.totals["preemptions"] += num_retracted
+        return True
+
+    def _waits_for_another(self, request: Request) -> bool:
+        """Whether the request lacks something other than pages."""
+        if self._queue.is_computed_here(request):
+            is_new = self._table.states[request.key] is State.WAITING
+            return is_new and self._queue.sharing().waits_for(request, self._cache) is not None
+        return self._queue.is_full_for(request) or self._queue.waits_for_prefix(request)
+
+    def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
+        """Take the pages of a request; its KV stays cached while there is room."""
+        release(self._cache, self._books, request, keep=True)
+        self._table.move(request, Event.RETRACT, with_slot=False)
+        self.totals["retractions"] += 1
+        self._queue.decisions.note(now, request.rid, "retract", reason, *args)
+
+    def _slot_victim(self, request: Request) -> Request | None:
+        """The least urgent request in a slot, if this one may take its place."""
+        in_slots = [*self._table.running.values(), *self._table.extending.values()]
+        weaker = self._order.least_first(other for other in in_slots if self._order.beats(request, other))
+        return weaker[0] if weaker else None
+
+    def can_have_slot(self, request: Request) -> bool:
+        return self._table.has_slot or (self._order.rules.is_enabled and self._slot_victim(request) is not None)
+
+    def free_slot(self, request: Request, now: float) -> None:
+        """Make sure that a slot is free: pause the least urgent request, or retract it if it is half computed."""
+        if self._table.has_slot:
+            return
+        victim = self._slot_victim(request)
+        assert victim is not None
+        self.totals["preemptions"] += 1
+        if victim.key in self._table.extending:
+            self.retract(victim, now, "its row goes to the more urgent {}", request.rid)
+            return
+        self._table.move(victim, Event.PAUSE, with_slot=False)
+        self.totals["pauses"] += 1
+        self._queue.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
+
+    def victim(self) -> Request | None:
+        """The request to retract when the batch outgrows the pool; None if only one could run.
+
+        It is the least urgent, or the one with the least work to lose: fewest output tokens, then longest prompt, then
+        newest.
+        """
+        table, order = self._table, self._order
+        num_able = len(table.running) + len(table.ready) + len(table.paused)
+        if num_able < 2:
+            return None
+        return min(
+            [*table.running.values(), *table.paused.values()],
+            key=lambda r: (
+                order.claim_to_stay(r) if self._is_by_priority else (0.0, 0.0),
+                len(r.output),
+                -len(r.prompt),
+                -r.arrived_at,
+            ),
+            default=None,
+        )

@@ -1,0 +1,38 @@
+"""Who waits on a decode node for a prefix that is being received for another, and what others may take meanwhile."""
+
+from support.lone_nodes import PAGE, DecodeNode
+
+from common.cache.page_allocator import Owner
+from common.config.scheduling import PriorityRules
+
+
+def node_with(num_pages: int, max_skip_ahead: int) -> DecodeNode:
+    return DecodeNode(num_pages=num_pages, rules=PriorityRules(), max_skip_ahead=max_skip_ahead)
+
+
+def test_pages_that_are_on_their_way_are_counted_beyond_those_that_are_cached() -> None:
+    node = node_with(40, max_skip_ahead=0)
+    cached = tuple(range(2 * PAGE))
+    node.cache.insert(cached, node.books.alloc(2, Owner.REQUEST) or [])
+    node.cache.insert_pending((*cached, *range(50, 50 + 4 * PAGE)), node.books.alloc(4, Owner.GRANT) or [])
+    assert node.cache.num_pending(cached) == 0
+    assert node.cache.num_pending((*cached, *range(50, 50 + 2 * PAGE), 7, 7, 7, 7)) == 2
+    assert node.cache.num_pending((*cached, *range(50, 50 + 9 * PAGE))) == 4, "in two nodes since the last question"
+    assert node.cache.num_pending((7, *cached)) == 0
+    assert node.cache.num_pending(cached, "of another") == 0
+
+
+def test_one_whose_prefix_is_on_its_way_is_passed_by_so_many_and_then_by_who_leaves_it_room() -> None:
+    node = node_with(20, max_skip_ahead=2)
+    node.submit("bringer", 12, first=50)
+    assert node.grant() == ["bringer"]
+    # Seven pages beyond the three on their way, and two for its output.
+    sharer = node.submit("sharer", 40, first=50)
+    for number in range(4):
+        node.submit(f"small{number}", 12)
+    node.submit("tiny", 3)
+    assert node.grant() == ["small0", "small1", "tiny"]
+    assert sharer.num_passed == 3
+    assert node.scheduler.totals()["skipped_ahead"] == 1, "the tiny one passed a small one"
+    node.receive("bringer")
+    assert node.grant()[0] == "sharer"
