@@ -35,9 +35,9 @@ from common.scheduling.prefill_adder import (
     chunk_results,
 )
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
+from common.scheduling.slots import OutstandingSteps, SlotPool
 from common.scheduling.victim_selection import has_room, victims_for
 from common.scheduling.waiting_queue import WaitingQueue
-from common.slots import OutstandingSteps, SlotPool
 from common.state_machine import advance
 from common.step_plan import PageDelta, StepPlan, StepResult
 from prefill_node.request_state import TABLE, Event, State
