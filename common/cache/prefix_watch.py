@@ -8,6 +8,7 @@ SGLang matches all waiting requests again before each step.
 from collections.abc import Callable
 
 from common.cache.tree_node import TOKEN_BYTES, TokenKey, TreeNode
+from common.errors import invariant
 
 #: Watches by the page that follows their cached tokens; empty bytes if less than a page follows.
 Watchers = dict[bytes, "dict[PrefixWatch, None]"]
@@ -107,14 +108,15 @@ class WatchIndex:
 
     def check(self, node: TreeNode, path: TokenKey) -> None:
         """Verify every watch at this node; ``path`` holds the tokens from the root to it."""
-        assert not node.watchers or node.pending is None, "a watch is stored at a pending node"
+        invariant(not node.watchers or node.pending is None, "a watch is stored at a pending node")
         for page, group in node.watchers.items():
-            assert group, "an empty group of watches is kept"
+            invariant(group, "an empty group of watches is kept")
             child = node.children.get(page)
-            assert child is None or child.pending is not None, "a watch is stored above its deepest node"
+            invariant(child is None or child.pending is not None, "a watch is stored above its deepest node")
             for watch in group:
-                assert watch.node is node and watch.num_tokens * TOKEN_BYTES == len(path), (
-                    "a watch has another node or length"
+                invariant(
+                    watch.node is node and watch.num_tokens * TOKEN_BYTES == len(path),
+                    "a watch has another node or length",
                 )
-                assert watch.key.startswith(path), "a watch is stored below other tokens"
-                assert self._next_page(watch) == page, "a watch is stored under another page"
+                invariant(watch.key.startswith(path), "a watch is stored below other tokens")
+                invariant(self._next_page(watch) == page, "a watch is stored under another page")

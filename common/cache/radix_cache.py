@@ -26,6 +26,7 @@ from common.cache.eviction import EvictionPolicy, EvictionQueue
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.prefix_watch import PrefixWatch, WatchIndex
 from common.cache.tree_node import TOKEN_BYTES, Inserted, Match, Pending, TokenKey, TreeNode, pack
+from common.errors import invariant
 
 __all__ = ["TOKEN_BYTES", "Inserted", "Match", "Pending", "RadixCache", "TokenKey", "TreeNode", "pack"]
 
@@ -215,17 +216,6 @@ class RadixCache:
         self.lock(node)
         return leaf.pending
 
-    def extend_pending(self, pending: Pending, tokens: Sequence[int] | TokenKey, pages: Sequence[int]) -> None:
-        """Append pages (``Owner.GRANT``) to a pending node; ``tokens`` run from the root to the end of these pages."""
-        assert not pending.is_over, "this transfer was already completed or dropped"
-        node, key = pending.node, pack(tokens)
-        num_before = sum(len(part.key) for part in node.path())
-        assert not node.children and len(key) - num_before == len(pages) * self._page_bytes, (
-            "tokens and pages differ in number"
-        )
-        node.key += key[num_before:]
-        node.pages += pages
-
     def make_ready(self, pending: Pending) -> TreeNode:
         """Complete a transfer: its pages move to ``Owner.RADIX``. Returns the deepest node, without a lock."""
         nodes = self._end(pending)
@@ -362,46 +352,47 @@ class RadixCache:
             waiting.extend(node.children.values())
 
     def check(self) -> None:
-        """Walk the tree and verify all counts and links. Raises AssertionError: something is wrong."""
+        """Walk the tree and verify all counts and links. Raises InvariantError: something is wrong."""
         num_pages = num_evictable = num_pending = 0
         seen: set[int] = set()
         for root in self._roots.values():
-            assert root.children or root.watchers, "an empty root is kept"
+            invariant(root.children or root.watchers, "an empty root is kept")
             self._watches.check(root, b"")
         for node in self.nodes():
             self._check_node(node)
-            assert seen.isdisjoint(node.pages), "a page is in the tree twice"
+            invariant(seen.isdisjoint(node.pages), "a page is in the tree twice")
             seen.update(node.pages)
             if node.is_pending:
                 num_pending += len(node.pages)
                 continue
             num_pages += len(node.pages)
             num_evictable += 0 if node.locks else len(node.pages)
-        assert num_pages == self.num_pages, f"{num_pages} pages are in the tree, not {self.num_pages}"
-        assert num_evictable == self.num_evictable_pages, (
-            f"{num_evictable} pages are evictable, not {self.num_evictable_pages}"
+        invariant(num_pages == self.num_pages, f"{num_pages} pages are in the tree, not {self.num_pages}")
+        invariant(
+            num_evictable == self.num_evictable_pages,
+            f"{num_evictable} pages are evictable, not {self.num_evictable_pages}",
         )
-        assert num_pages == self._allocator.count(Owner.RADIX), "allocator and tree count different pages"
-        assert num_pending <= self._allocator.count(Owner.GRANT), "a pending page is not granted"
+        invariant(num_pages == self._allocator.count(Owner.RADIX), "allocator and tree count different pages")
+        invariant(num_pending <= self._allocator.count(Owner.GRANT), "a pending page is not granted")
         in_heap = list(self._leaves)
-        assert all(node.in_heap for node in in_heap), "a node in the eviction heap is not marked"
-        assert len(in_heap) == len({node.serial for node in in_heap}), "a node is in the eviction heap twice"
+        invariant(all(node.in_heap for node in in_heap), "a node in the eviction heap is not marked")
+        invariant(len(in_heap) == len({node.serial for node in in_heap}), "a node is in the eviction heap twice")
 
     def _check_node(self, node: TreeNode) -> None:
         parent = node.parent
         assert parent is not None
-        assert node.pages, "a node is empty"
-        assert len(node.key) == len(node.pages) * self._page_bytes, "a node's tokens and pages differ in length"
-        assert parent.children.get(node.key[: self._page_bytes]) is node, "a node is stored under another key"
-        assert node.locks >= sum(child.locks for child in node.children.values()), "a lock does not reach the root"
-        assert not node.pending or not node.locks, "a pending node is locked"
-        assert not parent.pending or parent.pending is node.pending, (
-            "a node is below a pending node of another transfer"
+        invariant(node.pages, "a node is empty")
+        invariant(len(node.key) == len(node.pages) * self._page_bytes, "a node's tokens and pages differ in length")
+        invariant(parent.children.get(node.key[: self._page_bytes]) is node, "a node is stored under another key")
+        invariant(node.locks >= sum(child.locks for child in node.children.values()), "a lock does not reach the root")
+        invariant(not node.pending or not node.locks, "a pending node is locked")
+        invariant(
+            not parent.pending or parent.pending is node.pending, "a node is below a pending node of another transfer"
         )
-        assert parent.parent is None or parent.last_used >= node.last_used, "a node was used without its parent"
-        assert node.pending is None or not node.pending.is_over, "a finished transfer left a pending node"
+        invariant(parent.parent is None or parent.last_used >= node.last_used, "a node was used without its parent")
+        invariant(node.pending is None or not node.pending.is_over, "a finished transfer left a pending node")
         if node.watchers:
             self._watches.check(node, b"".join(part.key for part in node.path()))
-        assert node.in_heap or not node.is_evictable_leaf, "an evictable leaf is not in the eviction heap"
+        invariant(node.in_heap or not node.is_evictable_leaf, "an evictable leaf is not in the eviction heap")
         if node.pending and not parent.pending and parent.parent is not None:
-            assert parent.locks > 0, "the prefix of a transfer is not locked"
+            invariant(parent.locks > 0, "the prefix of a transfer is not locked")

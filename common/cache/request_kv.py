@@ -56,7 +56,7 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
     request.pages = []
     request.own = []
     request.node = None
-    request.num_computed = 0
+    request.num_computed = request.num_scheduled = request.num_sampling = 0
 
 
 def _insert(cache: RadixCache, request: Request, num_pages: int) -> Inserted:

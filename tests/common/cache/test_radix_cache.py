@@ -271,43 +271,6 @@ def test_a_pending_node_needs_a_ready_prefix() -> None:
         pending_over(cache, allocator, C + D, 1)
 
 
-def test_an_extended_pending_node_is_found_as_one_prefix() -> None:
-    cache, allocator = cache_of(8)
-    first = fill(cache, allocator, A)
-    pending = pending_over(cache, allocator, A + B, 1)
-    cache.match(A + B + D)
-    cache.extend_pending(pending, A + B + C + D, take(allocator, 2, Owner.GRANT))
-    cache.check()
-    match = cache.match(A + B + C + D)
-    assert (match.pages, match.pending) == (first, pending.node)
-    assert pending.pages == [1, 2, 3]
-    watch = cache.watch(A + B + C + D)
-    cache.make_ready(pending)
-    assert watch.num_tokens == 16
-    assert cache.match(A + B + C + D).pages == [0, 1, 2, 3]
-    cache.check()
-
-
-def test_a_split_pending_node_is_extended_at_its_end_and_dropped_as_a_whole() -> None:
-    cache, allocator = cache_of(8)
-    pending = pending_over(cache, allocator, A + B, 2)
-    cache.match(A + D)  # splits the node
-    cache.extend_pending(pending, A + B + C, take(allocator, 1, Owner.GRANT))
-    assert [node.pages for node in pending.nodes] == [[0], [1, 2]]
-    cache.check()
-    assert cache.drop_pending(pending) == [0, 1, 2]
-    assert not cache._roots
-    with pytest.raises(AssertionError, match="already completed"):
-        cache.extend_pending(pending, A + B + C + D, [3])
-
-
-def test_extending_by_more_pages_than_tokens_fails_an_assertion() -> None:
-    cache, allocator = cache_of(8)
-    pending = pending_over(cache, allocator, A, 1)
-    with pytest.raises(AssertionError, match="tokens and pages differ"):
-        cache.extend_pending(pending, A + B, take(allocator, 2, Owner.GRANT))
-
-
 def test_a_watch_follows_inserts_evictions_and_splits() -> None:
     cache, allocator = cache_of(8)
     watch = cache.watch([*A, *B, *C, 9])

@@ -133,18 +133,6 @@ class RadixMachine(RuleBasedStateMachine):
             self.pending.append((handle, keys[count:], pages))
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), more=st.lists(PAGES, min_size=1, max_size=2))
-    def announce_more(self, data: st.DataObject, more: list[tuple[int, int]]) -> None:
-        at = data.draw(st.integers(0, len(self.pending) - 1))
-        handle, keys, pages = self.pending[at]
-        found = self.allocator.alloc(len(more), Owner.GRANT)
-        if found is not None:
-            salt, prefix = keys[-1]
-            longer = self.keys(salt, [*prefix, *more])
-            self.cache.extend_pending(handle, self.tokens(longer[-1]), found)
-            self.pending[at] = (handle, [*keys, *longer[len(prefix) :]], [*pages, *found])
-
-    @precondition(lambda self: self.pending)
     @rule(data=st.data(), is_locked=st.booleans())
     def make_ready(self, data: st.DataObject, is_locked: bool) -> None:
         handle, keys, pages = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
