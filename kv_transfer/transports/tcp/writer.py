@@ -1,0 +1,391 @@
+"""The prefill node's side of TCP: dial a peer's listener, and send pages straight from pool memory.
+
+One thread per connection sends; everything else, acknowledgements included, happens in the loop's thread. The package's
+docstring describes the protocol.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from common.wire.messages import Connect
+from kv_transfer.page_slices import Piece
+from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
+from kv_transfer.transports.tcp.protocol import (
+    DONE,
+    DONE_FRAME_BYTES,
+    DONE_MAGIC,
+    ENDPOINT,
+    HELLO,
+    MAGIC,
+    MAX_CONNECTIONS,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    WELCOME,
+    AuthenticatedConnection,
+    FrameAuthenticator,
+    Terms,
+    family_of,
+    tune,
+)
+from kv_transfer.transports.tcp.send_thread import SendThread
+
+log = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 10.0
+_ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: on close, drop what has not been sent
+
+
+class Stage(Enum):
+    DIALLING = auto()
+    GREETED = auto()  # waits for WELCOME
+    PROVEN = auto()  # waits for the reader's last proof
+    OPENING = auto()  # accepted; the thread has to settle something with the other end first
+    READY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One connection. ``pending``: (ticket, page of the peer, bytes) given to its thread and not acknowledged."""
+
+    index: int
+    sock: socket.socket
+    nonce: bytes
+    stage: Stage = Stage.DIALLING
+    terms: Terms | None = None
+    inbox: bytearray = field(default_factory=bytearray)
+    pending: deque[tuple[int, int, int]] = field(default_factory=deque)
+    num_done: int = 0
+    thread: SendThread | None = None
+    seal: FrameAuthenticator | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """All connections to one peer."""
+
+    peer: str
+    connect: Connect
+    address: tuple[str, int]
+    token: bytes
+    connections: list[Connection]
+    until: float
+    is_attached: bool = False
+    is_broken: bool = False
+    is_late: bool = False  # pages were being read when it was detached
+
+    @property
+    def who(self) -> str:
+        return f"decode node {self.connect.name} at {self.address[0]} port {self.address[1]}"
+
+
+class TcpWriter:
+    """``WriterTransport`` of a prefill node.
+
+    Args:
+        key: the cluster key; empty: none.
+    """
+
+    name = "tcp"
+    names: Sequence[str] = ("tcp",)
+    magic = MAGIC
+
+    def __init__(self, store: PageStore, *, key: bytes = b"") -> None:
+        self.store = store
+        self._key = key
+        self._epoll = select.epoll()
+        self._routes: dict[str, Route] = {}
+        self._by_descriptor: dict[int, tuple[Route, Connection]] = {}  # by descriptor
+        self._leaving: dict[str, Route] = {}  # detached peers for which our pages are still being read
+        self._ending: list[SendThread] = []  # threads that were stopped and end soon
+        self._remaining: dict[int, int] = {}  # ticket -> pages not acknowledged
+        self._news: list[Attached] = []
+        self._done: list[int] = []
+        self._num_tickets = 0
+        self._num_bytes = 0  # of pages, acknowledged
+
+    # ---- attaching ----------------------------------------------------------------------------------------------
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        assert peer not in self._routes and peer not in self._leaving, "detach first"
+        endpoint = ENDPOINT.fullmatch(connect.endpoint)
+        if endpoint is None or not 0 < int(endpoint[2]) < 65536 or not 0 < int(endpoint[4]) <= MAX_CONNECTIONS:
+            raise AttachError(f"the endpoint offered by {connect.name} is not one of {self.name}")
+        address = (endpoint[1], int(endpoint[2]))
+        route = Route(peer, connect, address, bytes.fromhex(endpoint[3]), [], time.monotonic() + ATTACH_TIMEOUT_S)
+        self._routes[peer] = route
+        try:
+            for index in range(int(endpoint[4])):
+                self._dial(route, index)
+        except OSError as error:
+            self.detach(peer)
+            raise AttachError(f"{route.who} cannot be reached by {self.name}: {error.strerror or error}") from error
+
+    def _dial(self, route: Route, index: int) -> None:
+        sock = socket.socket(family_of(route.address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            tune(sock)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(route.address)
+        except BaseException:
+            sock.close()
+            raise
+        connection = Connection(index, sock, secrets.token_bytes(NONCE_BYTES))
+        route.connections.append(connection)
+        self._by_descriptor[sock.fileno()] = (route, connection)
+        self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
+
+    def poll(self) -> list[Attached]:
+        self._process_events()
+        now = time.monotonic()
+        for route in self._routes.values():
+            if not route.is_attached and not route.is_broken and route.until <= now:
+                self._break(route, f"it did not answer within {ATTACH_TIMEOUT_S:.0f} s")
+        news, self._news = self._news, []
+        for attached in news:
+            if attached.problem and not self._routes[attached.peer].is_attached:
+                self.detach(attached.peer)
+        return news
+
+    def _process_events(self) -> None:
+        """Read what the connections have received."""
+        self._reap()
+        for descriptor, _ in self._epoll.poll(0):
+            found = self._by_descriptor.get(descriptor)
+            if found is None or found[0].is_broken:
+                continue
+            route, connection = found
+            try:
+                if connection.stage is Stage.READY:
+                    self._read_acknowledgements(connection)
+                else:
+                    self._continue_handshake(route, connection)
+            except OSError as error:
+                why = connection.thread.why if connection.thread is not None else ""
+                self._break(route, why or error.strerror or str(error))
+
+    def _break(self, route: Route, why: str) -> None:
+        route.is_broken = True
+        for connection in route.connections:
+            with contextlib.suppress(KeyError, FileNotFoundError, ValueError):
+                self._epoll.unregister(connection.sock)
+        verb = "broke" if route.is_attached else "could not be made"
+        problem = f"the {self.name} connection to {route.who} {verb}: {why}"
+        self._news.append(Attached(route.peer, route.connect.epoch, problem))
+
+    def _continue_handshake(self, route: Route, connection: Connection) -> None:
+        """Make the next step of the handshake when its frame is complete.
+
+        Raises:
+            OSError: the handshake cannot go on.
+        """
+        if connection.stage is Stage.DIALLING:
+            if error := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, os.strerror(error))
+            connection.sock.send(
+                HELLO.pack(self.magic, connection.index, len(route.connections), route.token, connection.nonce)
+            )
+            connection.stage = Stage.GREETED
+            self._epoll.modify(connection.sock, select.EPOLLIN)
+        elif connection.stage is Stage.GREETED:
+            if (frame := self._frame(connection, WELCOME.size)) is None:
+                return
+            nonce, proof = WELCOME.unpack(frame)
+            connection.terms = self._terms(route, connection, nonce)
+            if not connection.terms.is_proof(self._key, b"reader", proof):
+                raise ConnectionError("it does not know our cluster key, or offers another pool than it says")
+            connection.sock.send(connection.terms.proof(self._key, b"writer"))
+            connection.stage = Stage.PROVEN
+        elif connection.stage is Stage.PROVEN:
+            if (frame := self._frame(connection, PROOF_BYTES)) is None:
+                return
+            assert connection.terms is not None
+            if not connection.terms.is_proof(self._key, b"let in", frame):
+                raise ConnectionError("it accepted the connection without proof")
+            self._open(route, connection)
+
+    def _terms(self, route: Route, connection: Connection, nonce: bytes) -> Terms:
+        return Terms(
+            magic=self.magic,
+            token=route.token,
+            index=connection.index,
+            count=len(route.connections),
+            epoch=route.connect.epoch,
+            page_bytes=from_message(route.connect.geometry).page_bytes,
+            num_pages=route.connect.num_pages,
+            writer_nonce=connection.nonce,
+            reader_nonce=nonce,
+        )
+
+    @staticmethod
+    def _frame(connection: Connection, size: int) -> bytes | None:
+        """The next ``size`` bytes once all of them are there, else None."""
+        with contextlib.suppress(BlockingIOError):
+            data = connection.sock.recv(size - len(connection.inbox), socket.MSG_DONTWAIT)
+            if not data:
+                raise ConnectionError("it closed the connection (another token, cluster key or epoch?)")
+            connection.inbox += data
+        if len(connection.inbox) < size:
+            return None
+        frame = bytes(connection.inbox)
+        connection.inbox.clear()
+        return frame
+
+    def _open(self, route: Route, connection: Connection) -> None:
+        """The reader has accepted the connection: pages can be sent."""
+        assert connection.terms is not None
+        authenticated = AuthenticatedConnection(connection.sock, connection.terms, self._key)
+        connection.seal = authenticated.seal(b"acknowledgements")
+        connection.thread = self._make_send_thread(authenticated)
+        connection.thread.start()
+        self._mark_ready(route, connection)
+
+    def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
+        return SendThread(authenticated, self.store)
+
+    def _mark_ready(self, route: Route, connection: Connection) -> None:
+        connection.stage = Stage.READY
+        if all(other.stage is Stage.READY for other in route.connections):
+            route.is_attached = True
+            self._news.append(Attached(route.peer, route.connect.epoch))
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+        route = self._routes[peer]
+        assert route.is_attached, "not attached"
+        self._num_tickets += 1
+        ticket = self._num_tickets
+        self._remaining[ticket] = len(pages)
+        num_bytes = self.store.geometry.page_bytes if piece is None else piece.num_bytes
+        for source, target in pages:
+            self._stage(source)
+            connection = min(route.connections, key=lambda connection: len(connection.pending))
+            assert connection.thread is not None
+            connection.pending.append((ticket, target, num_bytes))
+            connection.thread.put((source, target, piece))
+        if not pages:
+            self._finish(ticket)
+        return ticket
+
+    def _stage(self, page: int) -> None:
+        stage(self.store, (page,))
+
+    def _read_acknowledgements(self, connection: Connection) -> None:
+        """Take acknowledgements.
+
+        Raises:
+            OSError: one is not what must come next.
+        """
+        assert connection.seal is not None
+        with contextlib.suppress(BlockingIOError):
+            data = connection.sock.recv(64 * DONE_FRAME_BYTES, socket.MSG_DONTWAIT)
+            if not data:
+                raise ConnectionError("it closed the connection")
+            connection.inbox += data
+        end = len(connection.inbox) // DONE_FRAME_BYTES * DONE_FRAME_BYTES
+        for at in range(0, end, DONE_FRAME_BYTES):
+            frame = bytes(connection.inbox[at : at + DONE_FRAME_BYTES])
+            header = frame[: DONE.size]
+            magic, is_placed, page, number = DONE.unpack(header)
+            if magic != DONE_MAGIC or not connection.seal.is_mine(header, frame[DONE.size :]):
+                raise ConnectionError("it sent a frame that is not an acknowledgement")
+            if number != connection.num_done or not connection.pending or connection.pending[0][1] != page:
+                raise ConnectionError("it acknowledged a page that was not sent")
+            connection.num_done += 1
+            ticket, _, num_bytes = connection.pending.popleft()
+            self._num_bytes += num_bytes if is_placed else 0
+            self._remaining[ticket] -= 1
+            if not self._remaining[ticket]:
+                self._finish(ticket)
+        del connection.inbox[:end]
+
+    def _finish(self, ticket: int) -> None:
+        del self._remaining[ticket]
+        self._done.append(ticket)
+
+    def done(self) -> list[int]:
+        self._process_events()
+        tickets, self._done = self._done, []
+        return tickets
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def voided(self, peer: str, endpoint: str) -> None:
+        """Does nothing: no write outlives its connection."""
+
+    def detach(self, peer: str) -> bool:
+        route = self._routes.pop(peer, None)
+        if route is not None:
+            self._news = [news for news in self._news if news.peer != peer]
+            self._hang_up(route)
+            self._leaving[peer] = route
+        return self._let_go(peer)
+
+    def _hang_up(self, route: Route) -> None:
+        for connection in route.connections:
+            self._by_descriptor.pop(connection.sock.fileno(), None)
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self._epoll.unregister(connection.sock)
+            with contextlib.suppress(OSError):
+                if connection.pending:
+                    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        for connection in route.connections:
+            if connection.thread is not None:
+                connection.thread.stop()
+                self._ending.append(connection.thread)
+
+    def _let_go(self, peer: str) -> bool:
+        """Close the connections to a detached peer once none of our pages is being read for it.
+
+        Tickets that were not over vanish, unless ``detach`` returned False: then they are over now.
+
+        Returns:
+            Whether nothing is left of the connections.
+        """
+        route = self._leaving.get(peer)
+        if route is None:
+            return True
+        if any(
+            connection.pending and connection.thread is not None and not connection.thread.is_idle
+            for connection in route.connections
+        ):
+            route.is_late = True
+            return False
+        del self._leaving[peer]
+        for connection in route.connections:
+            connection.sock.close()
+        for ticket in {ticket: None for connection in route.connections for ticket, _, _ in connection.pending}:
+            del self._remaining[ticket]
+            if route.is_late:
+                self._done.append(ticket)
+        return True
+
+    def _reap(self) -> None:
+        for peer in list(self._leaving):
+            self._let_go(peer)
+        self._ending = [thread for thread in self._ending if not thread.is_over]
+
+    def counters(self) -> dict[str, float]:
+        return {f"bytes_by_{self.name}": float(self._num_bytes)}
+
+    def files(self) -> Sequence[int]:
+        return () if self._epoll.closed else (self._epoll.fileno(),)
+
+    def close(self) -> None:
+        for peer in list(self._routes):
+            self.detach(peer)
+        for thread in self._ending:
+            thread.join()
+        self._reap()
+        self._epoll.close()
