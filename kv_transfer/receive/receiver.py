@@ -189,8 +189,7 @@ class Receiver:
     # ---- what a prefill node says -------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
-        """``Connected``, ``AttachFailed``, ``Refused``, ``PagesWritten``, ``PrefillDone`` or ``Closed``; any other message is
-        counted."""
+        """Handle a message of a prefill node; one that cannot be meant for this node is only counted."""
         if isinstance(message, Connected):
             is_ours = self._on_connected(peer, message)
         elif isinstance(message, AttachFailed):
