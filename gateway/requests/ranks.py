@@ -8,10 +8,9 @@ from bisect import bisect_left, insort
 from collections.abc import Container
 from itertools import islice
 
-from common.request import Request
+from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 
-Key = tuple[str, int]
 #: Standing, number of arrival (negative, so that of equals the last that came is the lowest), and who it is.
 Entry = tuple[float, int, Request]
 
@@ -24,7 +23,7 @@ class Ranks:
     def __init__(self, order: RequestOrdering) -> None:
         self._order = order
         self._by_class: dict[str, list[Entry]] = {}  # lowest first
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[RequestKey, Entry] = {}
         self._num_added = 0
 
     def add(self, request: Request, number: int | None = None) -> None:
@@ -47,7 +46,7 @@ class Ranks:
             del self._by_class[request.priority_class]
         return entry[1]
 
-    def first(self, count: int, but: Container[Key] = ()) -> list[Request]:
+    def first(self, count: int, but: Container[RequestKey] = ()) -> list[Request]:
         """The next ``count``, if nothing but class, standing and arrival decides.
 
         Args:

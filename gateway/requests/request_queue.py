@@ -6,14 +6,12 @@ here, where a more urgent request can still pass it, and a node that goes takes 
 
 from collections.abc import Sequence
 
-from common.request import Request
+from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.adaptive import Adaptive
 from common.scheduling.policies.base import FirstComeFirstServed
 from common.scheduling.waiting_queue import WaitingQueue
 from gateway.requests.ranks import Ranks
-
-Key = tuple[str, int]
 
 
 class RequestQueue:
@@ -30,8 +28,8 @@ class RequestQueue:
         self._waiting = WaitingQueue(order)
         self._ranks = Ranks(order)
         self._is_ranked = type(order.policy) is FirstComeFirstServed
-        self._stranded: dict[Key, None] = {}  # those whom no pool that is there could hold
-        self._stranded_at: dict[Key, float] = {}  # when that was found first
+        self._stranded: dict[RequestKey, None] = {}  # those whom no pool that is there could hold
+        self._stranded_at: dict[RequestKey, float] = {}  # when that was found first
         self._unroutable_since: float | None = None
 
     def __len__(self) -> int:
