@@ -130,10 +130,12 @@ class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: Incarnation
     transport: Id
     why: Sentence
+    problem: Sentence = ""  # why no page can travel now; empty: pages can
 
 
 class Pairs(Message, frozen=True, tag="pairs"):
-    """node -> gateway: the pairs in which pages travel, all of them; whenever they have changed."""
+    """node -> gateway: the pairs in which pages can travel, and those in which they should and cannot; all of them,
+    whenever one has changed."""
 
     pairs: Annotated[tuple[PairState, ...], Meta(max_length=1_024)]
 
@@ -277,6 +279,13 @@ class Connected(Message, frozen=True, tag="connected"):
     why: Sentence = ""  # this transport
 
 
+class AttachFailed(Message, frozen=True, tag="attach_failed"):
+    """prefill -> decode: your pool could not be attached under this epoch. The cause may pass: offer it again."""
+
+    epoch: Count
+    reason: Text
+
+
 # ---- a transfer -----------------------------------------------------------------------------------------------------
 
 
@@ -367,4 +376,4 @@ class Closed(Message, frozen=True, tag="closed"):
 FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
 FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
-FromPrefill = Connected | Refused | PagesWritten | PrefillDone | Closed | Ping
+FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping
