@@ -214,11 +214,7 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Reprioritize(Message, frozen=True, tag="reprioritize"):
-    """gateway -> both nodes: another priority, or class, from now on.
-
-    decode -> prefill: so urgent is who waits for this transfer; ``LOWEST_PRIORITY``: nobody does any more who is more
-    urgent than the request itself.
-    """
+    """gateway -> both nodes: change the priority, or the class, of a request."""
 
     rid: Id
     attempt: Count
