@@ -18,8 +18,9 @@ from common.wire.messages import Connected, Grant, Message, PagesWritten, Prefil
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.page_mapping import Units
 from kv_transfer.receive.receiver import Receiver
+from kv_transfer.receive.session import PageDelivery, ReceiveSession
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import ReceiveSession, SendSession
+from kv_transfer.send.session import SendSession
 from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 GEOMETRY = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
@@ -94,13 +95,6 @@ class Nodes:
         assert pages is not None
         self.grants[key] = (first, list(pages))
         self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=self.sizes[key])
-        self.settle()
-
-    def extend(self, key: RequestKey, count: int) -> None:
-        pages = self.books.alloc(count, Owner.GRANT)
-        assert pages is not None
-        self.grants[key][1].extend(pages)
-        self.receiver.extend(key, pages)
         self.settle()
 
     def pump(self) -> None:
@@ -186,9 +180,7 @@ def test_every_token_of_every_prompt_arrives_whatever_the_order(
             nodes.computed(key, num_computed[which])
         elif action == "grant" and key not in nodes.grants:
             first = min(held, num_targets[which])
-            nodes.begin(key, first, (num_targets[which] - first) // (1 + number % 3))
-        elif action == "grant" and sum((nodes.grants[key][0], len(nodes.grants[key][1]))) < num_targets[which]:
-            nodes.extend(key, 1)
+            nodes.begin(key, first, num_targets[which] - first)
         elif action in ("pump", "hear"):
             getattr(nodes, action)()
         elif action == "tick":
@@ -198,9 +190,6 @@ def test_every_token_of_every_prompt_arrives_whatever_the_order(
             nodes.begin(key, 0, num_targets[which])
         nodes.finish(key)
         nodes.pump()
-        missing = num_targets[which] - nodes.grants[key][0] - len(nodes.grants[key][1])
-        if missing:
-            nodes.extend(key, missing)
     nodes.run()
     nodes.assert_all_arrived()
     assert nodes.receiver.counters()["stale_messages"] == nodes.sender.counters()["stale_messages"] == 0
@@ -282,13 +271,13 @@ def test_room_behind_the_prompts_end_is_never_due() -> None:
     session.finish([0, 1, 2, 3, 4], 9)
     assert not session.has_ungrantable()
     assert session.start(9) == [0, 1, 2, 3, 4]
-    assert session.way_of(4) == (4, 5)
+    assert session.pages_of(4) == (4, 5)
     session.check()
 
 
 def test_parts_of_a_page_behind_the_prompts_end_are_not_expected() -> None:
-    session = ReceiveSession(("r", 0), "peer", first=0, num_tokens=9, page_size=6)
-    session.reserve([4, 5])
+    delivery = PageDelivery(page_size=6)
+    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, delivery=delivery)
     session.grant(1, 3)
     assert session.is_expected([0, 1], 1)
     assert session.is_expected([0], 2)

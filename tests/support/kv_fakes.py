@@ -11,7 +11,7 @@ from common.cache.page_layout import PageLayout
 from common.request import RequestKey
 from common.wire.messages import Message, PrefillDone
 from kv_transfer.events import Completed, Event, PairLost, Released
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
@@ -83,13 +83,13 @@ class WatchedWriter(InProcessWriter):
         self._source_books = source_books
         self._target_books = target_books
 
-    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+    def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         if peer not in self._leaving:
             owner_of(self._source_books, source, Owner.REQUEST)
         owner = owner_of(self._target_books, target, Owner.GRANT, Owner.QUARANTINE)
         self.num_in_quarantine += owner is Owner.QUARANTINE
         self.written.append(target)
-        return super().put(peer, source, target, piece)
+        return super().put(peer, source, target, slices)
 
 
 @dataclass
@@ -161,9 +161,9 @@ class Couple:
 
     # ---- the decode node ----------------------------------------------------------------------------------------
 
-    def begin(self, key: RequestKey, num_pages: int, first: int = 0, reserve: int | None = None) -> list[int]:
+    def begin(self, key: RequestKey, num_pages: int, first: int = 0) -> list[int]:
         """Expect a prompt of that many pages, of which the first ``first`` are here; returns the reserved pages."""
-        pages = self.books.alloc(num_pages - first if reserve is None else reserve, Owner.GRANT)
+        pages = self.books.alloc(num_pages - first, Owner.GRANT)
         assert pages is not None
         for page in pages:
             self.target.fill(page, JUNK)
@@ -172,13 +172,6 @@ class Couple:
         self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=num_tokens)
         self.settle()
         return pages
-
-    def extend(self, key: RequestKey, count: int) -> None:
-        pages = self.books.alloc(count, Owner.GRANT)
-        assert pages is not None
-        self.grants[key] += pages
-        self.receiver.extend(key, pages)
-        self.settle()
 
     def cancel(self, key: RequestKey) -> None:
         self.receiver.cancel(key)
@@ -232,12 +225,12 @@ class Couple:
         """Until nothing is left to do."""
         for _ in range(200):
             self.tick()
-            for link in self.receiver._links.by_peer.values():
+            for link in self.receiver._connections.by_peer.values():
                 self.now = max(self.now, link.retry_at or 0.0)
             self.poll()
             is_more = self.pump() or self.to_decode or self.to_prefill or self.wire.num_in_flight
             is_more = is_more or self.reader._news or self.writer._news
-            if not is_more and not any(link.retry_at for link in self.receiver._links.by_peer.values()):
+            if not is_more and not any(link.retry_at for link in self.receiver._connections.by_peer.values()):
                 return
             self.drain_to_decode()
             self.drain_to_prefill()
@@ -270,7 +263,7 @@ class Couple:
         if isinstance(event, Completed):
             assert list(event.pages) == self.grants[event.key]
             self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
-            first = GEOMETRY.num_pages(event.handoff.num_tokens) - len(event.pages)
+            first = GEOMETRY.num_pages(event.prefill_done.num_tokens) - len(event.pages)
             for index, page in enumerate(event.pages, first):
                 assert set(self.target.read(page)) == {content(event.key, index)}, f"page {index} has other bytes"
 
