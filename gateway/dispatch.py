@@ -1,14 +1,13 @@
-"""The requests that are under way: who waits, to whom each was sent, and the one way by which it leaves.
+"""The table of requests in flight: which ones wait, where each was sent, and how each ends.
 
-Requests go out as long as the nodes have room; the rest waits in the backlog of its model, and is sent out, in order,
-as others end. The pair is chosen then. Every output is in one table from its arrival to its end, and it leaves by one
-way, ``ended``: at its last token, a stop string, a node's failure or loss, its deadline, or because the client has
-gone. Whichever it is, the nodes that may still work on it are told at once.
+Requests are sent while the nodes have room. The rest wait in the queue of their model and are sent, in order, as others
+end; the pair of nodes is chosen at that moment. Every output is in the table from its arrival to its end, and leaves it
+in one place, ``_remove``: after the last token, a stop string, a failure or loss of a node, the deadline, or an abort.
+The nodes that may still work on it are told at once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol
 
@@ -18,221 +17,254 @@ from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
 from common.request import Request
 from gateway.fleet import Fleet, Fleets
-from gateway.forecast import seconds_until
-from gateway.leg import Leg, Timer, request_of
 from gateway.registry import Node
 from gateway.relay import Relay
 from gateway.router import Pair
 
-#: Outputs, and tokens of their prompts, that are sent out before others have their turn.
+#: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
 
-#: How a decision to send is told, by the number of nodes.
+#: The decision log's sentence for a request that is sent, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
 
 
 class Post(Protocol):
-    """What the table of requests needs of the control plane around it."""
+    """The way to the nodes."""
 
     def send(self, message: Message, incarnation: str) -> bool:
-        """False if the node cannot be reached."""
+        """Sends to one node; False if it cannot be reached."""
         ...
 
-    def lose(self, incarnation: str) -> None:
-        """The node could not be reached: ``Dispatch.lost`` is called before this returns."""
+    def drop_soon(self, incarnation: str) -> None:
+        """Removes an unreachable node once the current event is handled, never before this returns."""
         ...
 
-    def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer: ...
 
-    def call_soon(self, act: Callable[[], None]) -> object: ...
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Timers(Protocol):
+    """The part of an asyncio event loop that the dispatcher uses."""
+
+    def call_later(self, delay_s: float, act: Callable[[str], None], rid: str, /) -> Timer: ...
+    def call_soon(self, act: Callable[[], None], /) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRequest:
+    """Gateway state of one in-flight request.
+
+    Attributes:
+        timer: fires at its deadline.
+        siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
+        queued: the request as the queue knows it; None if it never waited and its service is not accounted.
+        pair, nodes: None and empty while it waits.
+        attempt: nodes know the request by this number and its rid.
+        failed_at: the node that failed it and need not be told of its end.
+    """
+
+    stream: Relay
+    pool: Fleet
+    timer: Timer
+    siblings: dict[int, Pair]
+    queued: Request | None = None
+    pair: Pair | None = None
+    nodes: tuple[str, ...] = ()
+    attempt: int = 0
+    is_prefill_counted: bool = False
+    is_evicted: bool = False
+    failed_at: str = ""
+
+    def nodes_to_tell(self, pair: Pair) -> Iterable[str]:
+        """Nodes that may not know that the request has ended."""
+        stream = self.stream
+        if stream.finish and not isinstance(stream.matched, str):
+            is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
+            return (pair.decode,) if is_ended_by_prefill else ()  # it may still wait for pages
+        return (node for node in pair.nodes if node != self.failed_at)
 
 
 class Dispatch:
-    """The table.
+    """Sends requests to nodes and follows each to its end.
 
     Args:
-        fleets: the pure parts of each model.
-        post: how nodes are reached.
-        on_start, on_end: told of every output that is sent out, with its pair, and of its end.
-        first_attempt: outputs are numbered from here on as they are sent out. Clients may use an id again, and nodes
-            remember for a while what has ended: the number, random at the start of a gateway, keeps them apart.
+        fleets: the nodes, queue and bounds of each model.
+        on_end: called once for every output taken, after it has left the table.
+        first_attempt: attempts are numbered from here. A random start keeps attempts of one gateway apart from those
+            of an earlier one, which nodes remember for a while.
     """
 
     def __init__(
-        self, fleets: Fleets, post: Post, clock: Clock,
-        *, on_start: Callable[[Relay, Pair], None], on_end: Callable[[Relay], None], first_attempt: int = 0,
+        self, fleets: Fleets, post: Post, timers: Timers, clock: Clock,
+        *, on_end: Callable[[Relay], None], first_attempt: int = 0,
     ) -> None:  # fmt: skip
-        self._fleets = fleets
+        self._pools = fleets
         self._post = post
+        self._timers = timers
         self._clock = clock
-        self._on_start = on_start
         self._on_end = on_end
         self.decisions = Decisions()
-        self._legs: dict[str, Leg] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._is_shut = False
         self._is_pump_due = False
         self._attempts = count(first_attempt)
-        for fleet in fleets:
-            fleet.admission.forecast = partial(self._seconds_until, fleet)
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._legs)
+        return len(self._in_flight)
 
-    # ---- in -------------------------------------------------------------------------------------------------------
+    # ---- arrival ----------------------------------------------------------------------------------------------------
 
-    def dispatch(self, relays: Sequence[Relay]) -> None:
-        """Takes the outputs of one request, all or none; the samples of a prompt go to one pair.
+    def dispatch(self, streams: Sequence[Relay]) -> None:
+        """Takes the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
 
         Raises:
-            RequestError: an id is in use, too many are in flight, or no nodes are there.
+            RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
         """
         if self._is_shut:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
-        for relay in relays:
-            if relay.ask.rid in self._legs:
-                message = f"rid: a request with the id {relay.ask.rid!r} is in flight"
+        for stream in streams:
+            if stream.ask.rid in self._in_flight:
+                message = f"rid: a request with the id {stream.ask.rid!r} is in flight"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
-        fleet = self._fleets[relays[0].ask.model]
+        pool = self._pools[streams[0].ask.model]
         now = self._clock.now()
-        self._admit(fleet, relays, now)
+        self._admit(pool, streams, now)
         siblings: dict[int, Pair] = {}
-        legs = []
-        for relay in relays:
-            left_s = max(relay.ask.timeout_s - (now - relay.started_at), 0.001)
-            timer = self._post.call_later(left_s, self._on_deadline, relay.ask.rid)
-            leg = self._legs[relay.ask.rid] = Leg(relay, fleet, timer, siblings)
-            legs.append(leg)
-        credit = max(fleet.credit(), 0) if fleet.backlog.is_idle else 0
-        turn = min(credit, _num_in_turn(relay.ask.prompt for relay in relays))
-        for leg in legs[turn:credit]:
-            self._enqueue(leg)
-        for leg in legs[credit:]:
-            self._wait(leg, now)
-        if turn < credit:
+        arrived = [self._enter(stream, pool, siblings, now) for stream in streams]
+        capacity = max(pool.credit(), 0) if pool.backlog.is_idle else 0
+        turn = min(capacity, _num_in_turn(stream.ask.prompt for stream in streams))
+        for request in arrived[turn:capacity]:
+            self._enqueue(request)
+        for request in arrived[capacity:]:
+            self._wait(request, now)
+        if turn < capacity:
             self.pump_soon()
-        for leg in legs[:turn]:
-            if fleet.backlog.order.is_charging:
-                self._enqueue(leg)  # for no time at all, but its order must know of everybody
-            if not leg.relay.is_ended and not self._send_out(leg, now):
-                message = "no nodes with a large enough pool are there at present"
-                leg.relay.fail(RequestError(ErrorCode.NO_ROUTE, message), now)
+        for request in arrived[:turn]:
+            if pool.backlog.order.is_charging:
+                self._enqueue(request)  # removed at once, but the policy accounts all service
+            if not self._send_out(request, now):
+                message = "no nodes with a large enough page pool are registered at present"
+                self._fail(request, RequestError(ErrorCode.NO_ROUTE, message))
 
-    def _admit(self, fleet: Fleet, relays: Sequence[Relay], now: float) -> None:
-        """Counts a request's outputs in. If that is too many, requests that stand lower give way, or it is refused."""
-        max_running = fleet.limits().max_running
-        excess = fleet.admission.excess(len(relays), max_running)
+    def _admit(self, pool: Fleet, streams: Sequence[Relay], now: float) -> None:
+        """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
+        max_running = pool.limits().max_running
+        excess = pool.admission.excess(len(streams), max_running)
         if excess > 0:
-            for leg in self._outranked(fleet, request_of(relays[0]), excess):
-                self._evict(leg, relays[0], now)
+            for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
+                self._evict(victim, streams[0], now)
         try:
-            fleet.admission.admit(len(relays), max_running=max_running, now=now)
+            pool.admission.admit(len(streams), max_running=max_running, now=now, in_flight=self._streams(pool))
         except RequestError as error:
-            self.decisions.note(now, relays[0].ask.rid, "refuse", "{}", error.message)
+            self.decisions.note(now, streams[0].ask.rid, "refuse", "{}", error.message)
             raise
 
-    def _outranked(self, fleet: Fleet, request: Request, count: int) -> list[Leg]:
-        """Who gives way to a newcomer: those who wait here or, if nobody does, for their first token from a node."""
-        backlog = fleet.backlog
+    def _enter(self, stream: Relay, pool: Fleet, siblings: dict[int, Pair], now: float) -> InFlightRequest:
+        left_s = max(stream.ask.timeout_s - (now - stream.started_at), 0.001)
+        timer = self._timers.call_later(left_s, self._on_deadline, stream.ask.rid)
+        request = self._in_flight[stream.ask.rid] = InFlightRequest(stream, pool, timer, siblings)
+        return request
+
+    def _eviction_candidates(self, pool: Fleet, request: Request, count: int) -> list[InFlightRequest]:
+        """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
+        have sent no token yet."""
+        queue = pool.backlog
         sent: list[Request] = []
-        if backlog.is_idle and backlog.order.rules.is_enabled:
-            legs = [leg for leg in self._legs.values() if leg.fleet is fleet and leg.pair and not leg.relay.ids]
-            sent = [request_of(leg.relay) for leg in legs]
-        return [self._legs[victim.rid] for victim in backlog.outranked(request, count, sent=sent)]
+        if queue.is_idle and queue.order.rules.is_enabled:
+            others = [other for other in self._in_flight.values() if other.pool is pool]
+            sent = [request_of(other.stream) for other in others if other.pair and not other.stream.ids]
+        return [self._in_flight[victim.rid] for victim in queue.outranked(request, count, sent=sent)]
 
-    def _seconds_until(self, fleet: Fleet, count: int) -> float:
-        return seconds_until(count, (leg.relay for leg in self._legs.values() if leg.fleet is fleet))
-
-    def _evict(self, leg: Leg, other: Relay, now: float) -> None:
+    def _evict(self, victim: InFlightRequest, other: Relay, now: float) -> None:
         reason = "a more urgent one has taken its place in a full queue"
-        self.decisions.note(now, leg.relay.ask.rid, "evict", "{} came: " + reason, other.ask.rid)
-        leg.is_evicted = True
-        retry_after_s = leg.fleet.admission.retry_after(1, now)
+        self.decisions.note(now, victim.stream.ask.rid, "evict", "{} came: " + reason, other.ask.rid)
+        victim.is_evicted = True
+        retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
         message = f"the request waited, and {reason}"
-        leg.relay.fail(RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s), now)
+        self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
 
-    def _wait(self, leg: Leg, now: float) -> None:
-        rid, backlog = leg.relay.ask.rid, leg.fleet.backlog
-        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(backlog))
-        self._enqueue(leg)
+    def _streams(self, pool: Fleet) -> Iterator[Relay]:
+        return (request.stream for request in self._in_flight.values() if request.pool is pool)
+
+    def _wait(self, request: InFlightRequest, now: float) -> None:
+        rid, queue = request.stream.ask.rid, request.pool.backlog
+        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(queue))
+        self._enqueue(request)
 
     @staticmethod
-    def _enqueue(leg: Leg) -> None:
-        leg.request = request_of(leg.relay)
-        leg.fleet.backlog.push(leg.request)
+    def _enqueue(request: InFlightRequest) -> None:
+        request.queued = request_of(request.stream)
+        request.pool.backlog.push(request.queued)
 
-    # ---- out ------------------------------------------------------------------------------------------------------
+    # ---- to the nodes -----------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Sends out whoever's turn it is, as far as the nodes have room."""
+        """Sends waiting requests, in order, as far as the nodes have room."""
         self._is_pump_due = False
         now = self._clock.now()
-        for fleet in self._fleets:
-            if not fleet.backlog.is_idle and (credit := fleet.credit()) > 0:
-                line = self._first(fleet, credit, now)
-                turn = _num_in_turn(request.prompt for request in line)
-                for request in line[:turn]:
-                    leg = self._legs.get(request.rid)
-                    if leg is None or leg.request is not request:
-                        continue  # it ended just now, with a node that was found to be gone
-                    if not self._send_out(leg, now):
-                        fleet.backlog.strand(request, now)
-                        self.decisions.note(now, request.rid, "strand", "no pool that is there could hold it")
-                if not fleet.backlog.is_idle and fleet.credit() > 0:
-                    self.pump_soon()
+        for pool in self._pools:
+            if pool.backlog.is_idle or (capacity := pool.credit()) <= 0:
+                continue
+            waiting = self._first(pool, capacity, now)
+            for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
+                if not self._send_out(self._in_flight[queued.rid], now):
+                    pool.backlog.strand(queued, now)
+                    self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
+            if not pool.backlog.is_idle and pool.credit() > 0:
+                self.pump_soon()
 
-    def _first(self, fleet: Fleet, count: int, now: float) -> Sequence[Request]:
-        """Who is next; tells of another policy if ``adaptive`` has chosen one."""
-        backlog = fleet.backlog
-        before = backlog.policy
-        line = backlog.first(count, now)
-        if backlog.policy != before:
-            self.decisions.note(
-                now, "", "adapt", "from {} to {}: {}", before, backlog.policy, backlog.order.policy.reason
-            )
-        return line
+    def _first(self, pool: Fleet, count: int, now: float) -> Sequence[Request]:
+        """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
+        queue = pool.backlog
+        before = queue.policy
+        waiting = queue.first(count, now)
+        if queue.policy != before:
+            self.decisions.note(now, "", "adapt", "from {} to {}: {}", before, queue.policy, queue.order.policy.reason)
+        return waiting
 
     def pump_soon(self) -> None:
-        """Once what happens now is over, since many may end at once."""
+        """Calls ``pump`` once the current events are handled, since many requests may end together."""
         if not self._is_pump_due:
             self._is_pump_due = True
-            self._post.call_soon(self.pump)
+            self._timers.call_soon(self.pump)
 
     def nodes_came(self, fleet: Fleet) -> None:
-        """A node registered: there is more room, and perhaps a pool for those that had none."""
+        """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
         fleet.backlog.nodes_came()
         self.pump_soon()
 
     def tick(self, now: float) -> None:
-        """Ends those who have waited long enough for nodes that did not come."""
-        for fleet in self._fleets:
-            if len(fleet.backlog):
-                for request in fleet.backlog.hopeless(now, is_routable=fleet.registry.is_ready):
+        """Ends requests that have waited too long for nodes to come back."""
+        for pool in self._pools:
+            if len(pool.backlog):
+                for queued in pool.backlog.hopeless(now, is_routable=pool.registry.is_ready):
                     message = "the nodes that it takes are gone, and no others came while the request waited"
-                    self._fail(request.rid, RequestError(ErrorCode.NO_ROUTE, message))
+                    self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
 
-    def _send_out(self, leg: Leg, now: float) -> bool:
-        """To a pair chosen now. False if no pool is large enough."""
-        relay, fleet, ask = leg.relay, leg.fleet, leg.relay.ask
-        pair = fleet.choose(ask, siblings=leg.siblings.get(ask.prompt_number))
+    def _send_out(self, request: InFlightRequest, now: float) -> bool:
+        """Sends a request to a pair chosen now; False if no page pool is large enough."""
+        stream, pool, ask = request.stream, request.pool, request.stream.ask
+        pair = pool.choose(ask, siblings=request.siblings.get(ask.prompt_number))
         if pair is None:
             return False
-        if leg.request is not None:
-            fleet.backlog.remove(leg.request)
+        if request.queued is not None:
+            pool.backlog.remove(request.queued)
             num_input = len(ask.prompt) if pair.prefill is None else pair.num_compute
-            fleet.backlog.order.admitted(leg.request, num_input=num_input)
-        leg.siblings[ask.prompt_number] = leg.pair = pair
-        leg.nodes = pair.nodes
-        leg.attempt = next(self._attempts)
-        leg.is_prefill_counted = True
-        relay.sent_at = now
-        waited_s = max(now - relay.started_at, 0.0)
-        nodes = [fleet.registry.nodes[incarnation] for incarnation in pair.nodes]
+            pool.backlog.order.admitted(request.queued, num_input=num_input)
+        request.siblings[ask.prompt_number] = request.pair = pair
+        request.nodes = pair.nodes
+        request.attempt = next(self._attempts)
+        request.is_prefill_counted = True
+        stream.sent_at = now
+        stream.is_local_prefill = pair.prefill is None
+        waited_s = max(now - stream.started_at, 0.0)
+        nodes = [pool.registry.nodes[incarnation] for incarnation in pair.nodes]
         self.decisions.note(now, ask.rid, "send", SENT[len(nodes)], waited_s, *nodes)
-        self._on_start(relay, pair)
         generate = Generate(
             rid=ask.rid,
-            attempt=leg.attempt,
+            attempt=request.attempt,
             prompt=ask.prompt,
             sampling=ask.sampling,
             prefill=None if pair.prefill is None else _peer(nodes[0]),
@@ -247,144 +279,175 @@ class Dispatch:
         )
         for incarnation in pair.nodes:
             if not self._post.send(generate, incarnation):
-                self._post.lose(incarnation)  # ends this request with the others of that node
+                pool.registry.leave(incarnation)  # no further request goes there
+                self._post.drop_soon(incarnation)  # ends this request with the node's others
                 break
         return True
 
-    # ---- another priority -----------------------------------------------------------------------------------------
+    # ---- changes ----------------------------------------------------------------------------------------------------
 
     def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
-        """Changes what is under way, wherever it is. Returns how many outputs that were.
+        """Changes the priority or class of requests, in the queue and on the nodes. Returns how many outputs.
 
         Args:
             request_id, tenant: as in ``abort_matching``.
-            priority, priority_class: None for what stays.
+            priority, priority_class: None keeps the present one.
         """
-        legs = self._matching(request_id, tenant)
+        matching = self._matching(request_id, tenant)
         now = self._clock.now()
-        for leg in legs:
-            ask = leg.relay.ask
+        for request in matching:
+            ask = request.stream.ask
             priority_now = ask.priority if priority is None else priority
             class_now = ask.priority_class if priority_class is None else priority_class
-            leg.relay.ask = replace(ask, priority=priority_now, priority_class=class_now)
+            request.stream.ask = replace(ask, priority=priority_now, priority_class=class_now)
             self.decisions.note_change(now, ask.rid, (ask.priority, ask.priority_class), (priority_now, class_now))
-            if leg.request is not None:
-                leg.fleet.backlog.change(leg.request, priority_now, class_now)
-            for incarnation in leg.nodes:
-                self._post.send(Reprioritize(ask.rid, leg.attempt, priority_now, priority_class), incarnation)
-        return len(legs)
+            if request.queued is not None:
+                request.pool.backlog.change(request.queued, priority_now, class_now)
+            for incarnation in request.nodes:
+                self._post.send(Reprioritize(ask.rid, request.attempt, priority_now, priority_class), incarnation)
+        return len(matching)
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def abort(self, rid: str, message: str = "the request was aborted") -> bool:
-        """Ends one request on the client's behalf; False if it isn't under way."""
-        return self._fail(rid, RequestError(ErrorCode.ABORTED, message))
+        """Ends one request on the client's behalf; False if it is not in flight."""
+        return self._fail_rid(rid, RequestError(ErrorCode.ABORTED, message))
 
     def abort_matching(self, request_id: str | None, tenant: str = "") -> int:
-        """Ends a request, or all the outputs of a batch, by the id that the client knows. Returns how many.
+        """Ends a request, or all outputs of a batch, by the id that the client knows. Returns how many.
 
         Args:
-            request_id: None for all.
-            tenant: one in particular, who can end only what is his own.
+            request_id: None matches all.
+            tenant: a tenant's caller ends only that tenant's requests; empty for a caller without a tenant.
         """
-        return sum(self.abort(leg.relay.ask.rid) for leg in self._matching(request_id, tenant))
+        return sum(self.abort(request.stream.ask.rid) for request in self._matching(request_id, tenant))
 
-    def _matching(self, request_id: str | None, tenant: str) -> list[Leg]:
+    def _matching(self, request_id: str | None, tenant: str) -> list[InFlightRequest]:
         return [
-            leg
-            for rid, leg in self._legs.items()
-            if (request_id is None or request_id in (rid, leg.relay.ask.request_id))
-            and (not tenant or leg.relay.ask.tenant == tenant)
+            request
+            for rid, request in self._in_flight.items()
+            if (request_id is None or request_id in (rid, request.stream.ask.request_id))
+            and (not tenant or request.stream.ask.tenant == tenant)
         ]
 
     def shut(self) -> None:
-        """The gateway stops: everything under way ends, and nothing new is sent out."""
+        """Ends all requests and refuses new ones: the gateway stops."""
         self._is_shut = True
-        for rid in list(self._legs):
-            self._fail(rid, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
+        for request in list(self._in_flight.values()):
+            self._fail(request, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
 
     def fail_internal(self, rid: str) -> None:
-        """A message about this request could not be handled, which is our fault."""
-        self._fail(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
+        """Ends a request because handling a message about it raised an unexpected error."""
+        self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _on_deadline(self, rid: str) -> None:
-        leg = self._legs[rid]
-        message = f"the request's deadline of {leg.relay.ask.timeout_s:g} s has passed"
-        self._fail(rid, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
-        if leg.request is not None:
-            leg.fleet.backlog.order.policy.missed(leg.request)
+        request = self._in_flight[rid]
+        message = f"the request's deadline of {request.stream.ask.timeout_s:g} s has passed"
+        self._fail(request, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+        if request.queued is not None:
+            request.pool.backlog.order.policy.missed(request.queued)
 
-    def _fail(self, rid: str, error: RequestError) -> bool:
-        leg = self._legs.get(rid)
-        if leg is None:
-            return False
-        leg.relay.fail(error, self._clock.now())
-        return True
+    def _fail_rid(self, rid: str, error: RequestError) -> bool:
+        request = self._in_flight.get(rid)
+        if request is not None:
+            self._fail(request, error)
+        return request is not None
 
-    def ended(self, relay: Relay) -> None:
-        """The one way out of the table; every relay calls it when it ends."""
-        leg = self._legs.pop(relay.ask.rid, None)
-        if leg is None:
-            return  # it was never taken
-        leg.timer.cancel()
-        if leg.pair is not None:
-            self._leave_nodes(leg, leg.pair)
-        elif leg.request is not None:
-            leg.fleet.backlog.remove(leg.request)
-        leg.fleet.admission.release(relay.ended_at, is_evicted=leg.is_evicted)
-        if not leg.fleet.backlog.is_idle:
+    def _fail(self, request: InFlightRequest, error: RequestError) -> None:
+        request.stream.fail(error, self._clock.now())
+        self._remove(request)
+
+    def _remove(self, request: InFlightRequest) -> None:
+        """The one way out of the table, for a request whose stream has ended."""
+        stream, pool = request.stream, request.pool
+        del self._in_flight[stream.ask.rid]
+        request.timer.cancel()
+        if request.pair is not None:
+            self._release_nodes(request, request.pair)
+        elif request.queued is not None:
+            pool.backlog.remove(request.queued)
+        pool.admission.release(stream.ended_at, is_evicted=request.is_evicted)
+        if not pool.backlog.is_idle:
             self.pump_soon()
-        self._on_end(relay)
+        self._on_end(stream)
 
-    def _leave_nodes(self, leg: Leg, pair: Pair) -> None:
-        if leg.is_prefill_counted:
-            leg.fleet.router.prefill_done(pair)
-        leg.fleet.router.decode_done(pair)
-        abort = Abort(leg.relay.ask.rid, leg.attempt)
-        for incarnation in leg.still_working(pair):
+    def _release_nodes(self, request: InFlightRequest, pair: Pair) -> None:
+        if request.is_prefill_counted:
+            request.pool.router.prefill_done(pair)
+        request.pool.router.decode_done(pair)
+        abort = Abort(request.stream.ask.rid, request.attempt)
+        for incarnation in request.nodes_to_tell(pair):
             self._post.send(abort, incarnation)
 
-    # ---- what nodes say -------------------------------------------------------------------------------------------
+    # ---- messages of nodes ------------------------------------------------------------------------------------------
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
-        leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != leg.attempt or sender not in leg.nodes:
-            # Ended here, or sent out by an earlier gateway: the node should not go on with it.
+        """Passes tokens to their stream; the sender of tokens that belong to no request is told to stop."""
+        request = self._known(sender, message)
+        if request is None:
             self._post.send(Abort(message.rid, message.attempt), sender)
             return
-        if message.index == 0 and leg.is_prefill_counted and leg.pair is not None:
-            leg.is_prefill_counted = False
-            leg.fleet.router.prefill_done(leg.pair)
-        if leg.request is not None:
-            leg.fleet.backlog.order.served(leg.request, num_output=len(message.tokens))
-        leg.relay.on_tokens(message, self._clock.now())
+        if message.index == 0 and request.is_prefill_counted and request.pair is not None:
+            request.is_prefill_counted = False
+            request.pool.router.prefill_done(request.pair)
+        if request.queued is not None:
+            request.pool.backlog.order.served(request.queued, num_output=len(message.tokens))
+        request.stream.on_tokens(message, self._clock.now())
+        if request.stream.is_ended:
+            self._remove(request)
 
     def on_failed(self, sender: str, message: Failed) -> None:
-        leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != leg.attempt or sender not in leg.nodes:
+        request = self._known(sender, message)
+        if request is None:
             return
         retry_after_s: float | None = None
         if message.code is ErrorCode.QUEUE_FULL:
-            retry_after_s = message.retry_after_s or leg.fleet.admission.retry_after(1, self._clock.now())
-        leg.failed_at = sender
-        self._fail(message.rid, RequestError(message.code, message.message, retry_after_s=retry_after_s))
+            admission, in_flight = request.pool.admission, self._streams(request.pool)
+            retry_after_s = message.retry_after_s or admission.retry_after(1, self._clock.now(), in_flight=in_flight)
+        request.failed_at = sender
+        self._fail(request, RequestError(message.code, message.message, retry_after_s=retry_after_s))
+
+    def _known(self, sender: str, message: Tokens | Failed) -> InFlightRequest | None:
+        """The request that a message is about; None if it has ended or the sender does not work on it."""
+        request = self._in_flight.get(message.rid)
+        if request is None or message.attempt != request.attempt or sender not in request.nodes:
+            return None
+        return request
 
     def lost(self, incarnation: str, name: str) -> None:
-        """Ends what was under way on a node that is no longer registered.
+        """Ends the requests of a node that is no longer registered.
 
-        A prefill node is done with a request of which decode has sent a token; that one goes on.
+        A prefill node is done with a request once the decode node has sent a token; such a request continues.
         """
         message = f"node {name} was lost while it worked on the request"
-        for rid, leg in list(self._legs.items()):
-            is_handed_over = len(leg.relay.ids) > 1
-            if leg.pair is None:
-                continue  # it waits, for whatever nodes there will be
-            if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
-                self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
+        for request in list(self._in_flight.values()):
+            if request.pair is None:
+                continue  # it waits for any node
+            is_prefilled = len(request.stream.ids) > 1
+            if incarnation == request.pair.decode or (incarnation == request.pair.prefill and not is_prefilled):
+                self._fail(request, RequestError(ErrorCode.NODE_LOST, message))
+
+
+def request_of(stream: Relay) -> Request:
+    """An output as a queue sees it."""
+    ask = stream.ask
+    return Request(
+        rid=ask.rid,
+        attempt=0,
+        prompt=ask.prompt,
+        sampling=ask.sampling,
+        salt=ask.salt,
+        priority=ask.priority,
+        priority_class=ask.priority_class,
+        tenant=ask.tenant,
+        expected_output=ask.expected_output,
+        arrived_at=stream.started_at,
+        deadline_at=stream.started_at + ask.timeout_s,
+    )
 
 
 def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
-    """How many of these are sent out at once: one in any case."""
+    """How many of these prompts are sent in one turn; at least one."""
     num_tokens = 0
     for number, prompt in enumerate(islice(prompts, SENT_AT_ONCE)):
         num_tokens += len(prompt)

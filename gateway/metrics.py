@@ -16,7 +16,6 @@ from common.errors import RequestError
 from gateway.fleet import Fleet
 from gateway.registry import Node
 from gateway.relay import Relay
-from gateway.router import Pair
 from gateway.waits import SECONDS, Waits
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -46,21 +45,6 @@ class Gaps:
         self.sum_s += seconds * count
 
 
-class _Refusing:
-    """A context that counts the named errors that leave it."""
-
-    def __init__(self, rejections: Counter, model: str) -> None:
-        self._rejections = rejections
-        self._model = model
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RequestError):
-            self._rejections.labels(self._model, str(error.code)).inc()
-
-
 @dataclass(frozen=True, slots=True)
 class _Series:
     """One model's children of the labelled series."""
@@ -84,26 +68,17 @@ class Metrics:
         fleets: the models served, with their nodes.
         dropped: counts of control messages dropped, by reason.
         starvation_bound_s: whoever waits longer starves.
-
-    Attributes:
-        refusing: by model, what to do the work under that comes before any node hears of a request: if that ends in a
-            named error, it counts as a rejection. No model stands for requests that have named none of ours yet.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(
-        self, fleets: Sequence[Fleet], dropped: Callable[[], Totals[str]], *, starvation_bound_s: float
-    ) -> None:
+    def __init__(self, fleets: Sequence[Fleet], dropped: Totals[str], *, starvation_bound_s: float) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._answers = self._counter("baton_http_answers_total", "HTTP answers by path and status.", "path", "status")
         self._rejections = self._counter(
             "baton_rejections_total", "Requests refused before any node heard of them, by code.", "model", "reason"
         )
-        self.refusing = {
-            model: _Refusing(self._rejections, model) for model in ("", *(fleet.model for fleet in fleets))
-        }
         self._outputs = self._counter(
             "baton_outputs_total", "Outputs ended: stop, length, or an error's code.", "model", "end"
         )
@@ -163,10 +138,13 @@ class Metrics:
             counter = self._labelled[path, status] = self._answers.labels(path, str(status))
         counter.inc()
 
-    def started(self, relay: Relay, pair: Pair) -> None:
-        """One output has been sent out."""
-        if pair.prefill is None:
-            self._series[relay.ask.model].local_prefills.inc()
+    def rejected(self, model: str, error: RequestError) -> None:
+        """A request was refused before it was sent to a node.
+
+        Args:
+            model: empty for a request that names no served model.
+        """
+        self._rejections.labels(model, str(error.code)).inc()
 
     def on_gap(self, model: str) -> Callable[[float, int], None]:
         """Where the outputs of a model report the time between tokens."""
@@ -185,6 +163,8 @@ class Metrics:
         if counter is None:
             counter = self._ends[end] = self._outputs.labels(*end)
         counter.inc()
+        if relay.is_local_prefill:
+            series.local_prefills.inc()
         series.prompt_tokens.inc(len(relay.ask.prompt))
         if relay.cached_tokens:
             series.cached_tokens.inc(relay.cached_tokens)
@@ -223,7 +203,7 @@ class _NodeCollector:
 
     LABELS = ("model", "node", "role")
 
-    def __init__(self, fleets: Sequence[Fleet], dropped: Callable[[], Totals[str]]) -> None:
+    def __init__(self, fleets: Sequence[Fleet], dropped: Totals[str]) -> None:
         self._fleets = fleets
         self._dropped = dropped
 
@@ -256,7 +236,7 @@ class _NodeCollector:
         yield pairs
         yield from self._totals(nodes)
         dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
-        for reason, count in self._dropped().items():
+        for reason, count in self._dropped.items():
             dropped.add_metric([reason], count)
         yield dropped
 

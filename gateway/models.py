@@ -1,68 +1,45 @@
-"""The models that are served here: for each its name, its tokenizer and chat template, and its nodes."""
+"""The served models: for each its tokenizer, chat template, output length predictor and nodes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import GatewayConfig
-from common.errors import ErrorCode
 from common.prediction import Predictor
-from gateway.asks import Asker
 from gateway.chat import ChatTemplate
 from gateway.fleet import Fleet, make_fleet
-from gateway.schema import refuse
 from gateway.text import Text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """One model as clients see it."""
+    """One served model.
+
+    Attributes:
+        chat: None if the checkpoint has no chat template.
+        predictor: learns the output lengths of requests to this model.
+    """
 
     name: str
     text: Text
-    asker: Asker
-    fleet: Fleet
+    chat: ChatTemplate | None
     predictor: Predictor
+    fleet: Fleet
 
 
-class Models:
-    """All of them by name; the first serves requests that name none.
+def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str, Model]:
+    """The served models by name; the first is the default and takes ``--chat-template``.
 
     Args:
-        config: resolved configuration.
-        folders: where the tokenizer's files of each model are, by the model's name.
+        folders: where the tokenizer files of each model are.
+
+    Raises:
+        ConfigError: a file is missing or cannot be read.
     """
-
-    def __init__(self, config: GatewayConfig, folders: Mapping[str, Path]) -> None:
-        templates = [config.chat_template] + [None] * len(folders)
-        self._by_name = {
-            name: _load(config, name, folder, template)
-            for (name, folder), template in zip(folders.items(), templates, strict=False)
-        }
-        self.first = next(iter(self._by_name.values()))
-
-    def __iter__(self) -> Iterator[Model]:
-        return iter(self._by_name.values())
-
-    def get(self, name: str | None) -> Model:
-        """The model of this name. Raises RequestError: there is none."""
-        if name is None:
-            return self.first
-        model = self._by_name.get(name)
-        if model is None:
-            served = ", ".join(repr(known) for known in self._by_name)
-            message = f"the model {name[:200]!r} is not served here, only {served}"
-            raise refuse(message, "model", ErrorCode.MODEL_NOT_FOUND)
-        return model
-
-    def close(self) -> None:
-        for model in self:
-            model.asker.close()
-
-
-def _load(config: GatewayConfig, name: str, folder: Path, template: str | None) -> Model:
-    text = Text.load(folder)
-    chat = ChatTemplate.load(folder, None if template is None else Path(template))
-    predictor = Predictor()
-    asker = Asker(name, text, chat, request_timeout_s=config.request_timeout, predictor=predictor)
-    return Model(name, text, asker, make_fleet(config, name, text.vocab_size), predictor)
+    models: dict[str, Model] = {}
+    for name, folder in folders.items():
+        text = Text.load(folder)
+        file = config.chat_template if not models else None
+        chat = ChatTemplate.load(folder, None if file is None else Path(file))
+        models[name] = Model(name, text, chat, Predictor(), make_fleet(config, name, text.vocab_size))
+    return models

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from common.errors import RequestError
 from gateway.front import json_response
-from gateway.relay import Delta, Relay
+from gateway.relay import Delta, OutputEvents, Relay
 from gateway.render import as_error, error_body, event
 
 log = logging.getLogger(__name__)
@@ -38,36 +38,11 @@ class Render(Protocol):
     def answer(self, relays: Sequence[Relay]) -> Any: ...
 
 
-class Outlet:
-    """Where the outputs of one HTTP request report that they have something new."""
-
-    def __init__(self, *, only_ends: bool) -> None:
-        self._only_ends = only_ends
-        self._changed: dict[int, Relay] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self, relay: Relay) -> None:
-        if self._only_ends and not relay.is_ended:
-            return
-        self._changed[relay.number] = relay
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def changed(self) -> list[Relay]:
-        """Waits for news; returns the outputs that have some, each once."""
-        if not self._changed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        changed, self._changed = list(self._changed.values()), {}
-        return changed
-
-
-async def whole(relays: list[Relay], outlet: Outlet, render: Render) -> web.Response:
+async def whole(relays: list[Relay], events: OutputEvents, render: Render) -> web.Response:
     """Waits for all outputs; the first error is everybody's."""
     num_open = len(relays)
     while num_open:
-        for relay in await outlet.changed():
+        for relay in await events.changed():
             num_open -= 1
             if relay.error is not None:
                 raise relay.error
@@ -82,9 +57,11 @@ async def _made(num_judged: int, make: Callable[[], Made]) -> Made:
     return await asyncio.get_running_loop().run_in_executor(None, make)
 
 
-async def stream(request: web.BaseRequest, relays: list[Relay], outlet: Outlet, render: Render) -> web.StreamResponse:
+async def stream(
+    request: web.BaseRequest, relays: list[Relay], events: OutputEvents, render: Render
+) -> web.StreamResponse:
     """Server-sent events. Nothing is sent before there is something, so that an early failure has its status."""
-    changed = await outlet.changed()
+    changed = await events.changed()
     for relay in changed:
         if relay.error is not None:
             raise relay.error
@@ -93,7 +70,7 @@ async def stream(request: web.BaseRequest, relays: list[Relay], outlet: Outlet, 
     try:
         async with asyncio.timeout(relays[0].ask.timeout_s + STALL_S):
             try:
-                await _write_events(response, relays, changed, outlet, render)
+                await _write_events(response, relays, changed, events, render)
             except ConnectionError:
                 raise
             except Exception as error:  # the status has gone out already
@@ -109,7 +86,7 @@ async def stream(request: web.BaseRequest, relays: list[Relay], outlet: Outlet, 
 
 
 async def _write_events(
-    response: web.StreamResponse, relays: list[Relay], changed: list[Relay], outlet: Outlet, render: Render
+    response: web.StreamResponse, relays: list[Relay], changed: list[Relay], events: OutputEvents, render: Render
 ) -> None:
     out = [render.first(relays)]
     num_open = len(relays)
@@ -130,4 +107,4 @@ async def _write_events(
             await response.write(data)
         out.clear()
         if num_open:
-            changed = await outlet.changed()
+            changed = await events.changed()

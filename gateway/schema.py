@@ -2,7 +2,6 @@
 that nobody knows. Bodies are decoded strictly; what is wrong comes out as one ``RequestError`` that names the field.
 """
 
-import functools
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -302,23 +301,7 @@ class Codec:
             raise refuse("the body is not valid UTF-8", None) from error
         except RecursionError as error:
             raise refuse("the body is nested too deeply", None) from error
-        check_no_effect(decoded)
         return decoded
-
-
-def check_no_effect(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Refuses every field that asks for something which does not work yet. Raises RequestError naming it."""
-    for name in no_effect_fields(type(struct)):
-        value, allowed = getattr(struct, name), NO_EFFECT[name]
-        if value is not None and not any(value == other and type(value) is type(other) for other in allowed):
-            param = prefix + name
-            raise refuse("not supported by this server yet; leave it out", param, ErrorCode.NOT_SUPPORTED)
-
-
-@functools.cache
-def no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Those of a struct's fields that ``NO_EFFECT`` knows."""
-    return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
 
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")

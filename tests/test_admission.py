@@ -1,6 +1,7 @@
 """Bounded requests in flight, and a Retry-After that comes true."""
 
 import heapq
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,9 +9,9 @@ from common.errors import ErrorCode, RequestError
 from gateway.admission import Admission
 
 
-def refused(admission, count=1, *, max_running=2, now=0.0):
+def refused(admission, count=1, *, max_running=2, now=0.0, in_flight=()):
     with pytest.raises(RequestError) as caught:
-        admission.admit(count, max_running=max_running, now=now)
+        admission.admit(count, max_running=max_running, now=now, in_flight=in_flight)
     return caught.value
 
 
@@ -86,10 +87,11 @@ def test_idle_time_does_not_make_the_rate_look_low():
 
 def test_until_one_has_ended_it_is_what_those_in_flight_are_expected_to_take():
     admission = Admission(max_queued=0)
-    admission.forecast = lambda count: 2.5 * count
+    request = SimpleNamespace(expected_output=7)
+    stream = SimpleNamespace(ids=[1, 2], ask=request, first_at=0.0, last_at=0.5)  # five tokens left, 0.5 s each
     admission.admit(2, max_running=2, now=0.0)
-    assert refused(admission, 1, now=0.0).retry_after_s == 3.0
-    assert refused(admission, 1, now=1.0).retry_after_s == 5.0  # the one before comes back sooner
+    assert refused(admission, 1, now=0.0, in_flight=[stream]).retry_after_s == 3.0
+    assert refused(admission, 1, now=1.0, in_flight=[stream]).retry_after_s == 5.0  # an earlier promise comes first
     admission.release(4.0)
     admission.admit(1, max_running=2, now=4.0)
     assert refused(admission, 1, now=4.0).retry_after_s == 8.0  # now it is known: one in 4 s; and one is to come

@@ -20,7 +20,7 @@ def travelling(said: Both, *, low_first: bool = False) -> Both:
     """What nodes hear of what the clients of a and b say."""
     options = SchedulingOptions(enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
     claims = Claims(options)
-    return claims.claim("", said[0], None).priority, claims.claim("", said[1], None).priority
+    return claims.resolve(said[0], None).priority, claims.resolve(said[1], None).priority
 
 
 #: Priorities of a and of b, and who ends first.

@@ -22,13 +22,15 @@ class Post:
     def __init__(self):
         self.sent = []
         self.soon = []
+        self.unreachable = set()
+        self.dropped = []
 
     def send(self, message, incarnation):
         self.sent.append((message, incarnation))
-        return True
+        return incarnation not in self.unreachable
 
-    def lose(self, incarnation):
-        raise AssertionError("every node can be reached")
+    def drop_soon(self, incarnation):
+        self.dropped.append(incarnation)
 
     def call_later(self, delay_s, act, rid):
         return self
@@ -73,16 +75,14 @@ class Table:
                 fleet.registry.register(incarnation, decode, 0.0)
         self.post = Post()
         self.clock = ManualClock(1.0)
-        ends = []
-        self.requests = Dispatch(
-            Fleets(fleets), self.post, self.clock, on_start=lambda relay, pair: None, on_end=ends.append
-        )
+        self.ended = []
+        self.requests = Dispatch(Fleets(fleets), self.post, self.post, self.clock, on_end=self.ended.append)
 
     def come(self, *rids, prompts=(0,), sampling=ONE_TOKEN, model="tiny", **fields):
         relays = []
         for rid, number in zip(rids, prompts, strict=True):
             ask = Ask(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
-            relays.append(Relay(ask, 0, Silent(), lambda relay: None, self.requests.ended, self.clock.now()))
+            relays.append(Relay(ask, 0, Silent, lambda relay: None, self.clock.now()))
         self.requests.dispatch(relays)
 
     def end(self, rid):
@@ -222,3 +222,15 @@ def test_long_prompts_go_out_one_by_one(monkeypatch):
     assert table.post.at_decode()[4:] == ["e"]
     table.post.turn()
     assert table.post.at_decode()[4:] == ["e", "f"]
+
+
+def test_a_node_that_cannot_be_reached_gets_no_more_requests_and_is_reported_once():
+    table = Table(rows=2, decodes=(DECODE, "e" * 32))
+    table.post.unreachable.add(DECODE)
+    table.come("a", "b", prompts=(0, 1))
+    assert table.post.dropped == [DECODE]
+    assert not table.ended, "the dispatcher leaves the node's removal to the control plane"
+    assert [message.rid for message in table.post.at("e" * 32)] == ["b"]
+    table.requests.lost(DECODE, "decode")
+    assert [stream.ask.rid for stream in table.ended] == ["a"]
+    assert table.requests.num_in_flight == 1

@@ -1,6 +1,7 @@
 """Bad input gets its answer at once, with the field at fault, and the service goes on."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -284,12 +285,12 @@ async def test_half_a_million_outputs_are_refused_before_anything_is_made_of_the
 
 async def test_others_get_their_turn_between_many_texts(stack, monkeypatch):
     monkeypatch.setattr("gateway.asks.LONG_CHARACTERS", 1000)
-    asker = stack.gateway._models.first.asker
+    inputs, model = stack.gateway._inputs, stack.gateway._models["tiny"]
     turns = []
 
     async def tokenize():
         for _ in range(20):
-            await asker.tokenize("a" * 500, add_special_tokens=False, param="text")
+            await inputs.tokenize(model, "a" * 500, add_special_tokens=False, param="text")
             turns.append("ours")
 
     async def other():
@@ -313,7 +314,7 @@ async def test_a_chat_of_many_messages_or_parts_is_rendered_while_streams_go_on(
     stack, monkeypatch, messages, is_elsewhere
 ):
     monkeypatch.setattr("gateway.asks.MANY_PARTS", 10)
-    asker = stack.gateway._models.first.asker
+    inputs = stack.gateway._inputs
     threads = []
 
     class Template:
@@ -321,7 +322,8 @@ async def test_a_chat_of_many_messages_or_parts_is_rendered_while_streams_go_on(
             threads.append(threading.current_thread())
             return messages[0]["content"]
 
-    monkeypatch.setattr(asker, "_chat", Template())
+    model = dataclasses.replace(stack.gateway._models["tiny"], chat=Template())
+    monkeypatch.setitem(inputs._models, "tiny", model)
     status, answer = await stack.post("/tokenize", {"messages": messages})
     assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)
     assert [thread is not threading.main_thread() for thread in threads] == [is_elsewhere]

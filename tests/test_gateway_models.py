@@ -11,7 +11,7 @@ from common.config import GatewayConfig
 from common.errors import ConfigError
 from common.messages import Flush
 from gateway.model_files import model_folders
-from gateway.models import Models
+from gateway.models import load_models
 
 __all__ = ["folder"]
 
@@ -143,15 +143,15 @@ def test_a_chat_template_of_ones_own_is_the_first_models(folder, other, tmp_path
     file = tmp_path / "own.jinja"
     file.write_text("{{ eos_token }}{{ messages[0].content }}?")
     settings = config(folder, also_serve=(f"b={other}",), chat_template=str(file))
-    models = Models(settings, model_folders(settings))
-    texts = [model.asker._chat.render([{"role": "user", "content": "hi"}]) for model in models]
+    models = load_models(settings, model_folders(settings))
+    texts = [model.chat.render([{"role": "user", "content": "hi"}]) for model in models.values()]
     assert texts == ["<|im_end|>hi?", "HI!"]
     file.write_text("{% if %}")
     with pytest.raises(ConfigError, match="does not parse"):
-        Models(settings, model_folders(settings))
+        load_models(settings, model_folders(settings))
     file.unlink()
     with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):
-        Models(settings, model_folders(settings))
+        load_models(settings, model_folders(settings))
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------

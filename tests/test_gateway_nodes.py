@@ -209,7 +209,7 @@ async def test_what_a_node_has_said_before_it_goes_counts(stack):
 
     await decode.kill(last_words)
     time.sleep(0.1)  # both the words and the end have come
-    stack.gateway._control._look_for_lost()
+    stack.gateway._control.on_disconnect()
     assert {await error_of(call) for call, _ in calls} == {(503, "shutting_down")}
 
 

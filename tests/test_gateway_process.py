@@ -132,7 +132,7 @@ async def test_a_port_that_is_taken_is_one_sentence(folder):
             )
             assert done.returncode == 2
             host = name.replace("port", "host")
-            sentence = f"gateway: --{name} {port} on --{host} 127.0.0.1 cannot be listened on: "
+            sentence = f"gateway: cannot bind --{host} 127.0.0.1 --{name} {port}: "
             assert done.stderr.decode().startswith(sentence), done.stderr.decode()
             assert "in use" in done.stderr.decode()
             assert done.stderr.count(b"\n") == 1

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
-from gateway.rules import MAX_JUDGED_BYTES
+from gateway.asks import MAX_JUDGED_BYTES
 from gateway.text import Text
 
 __all__ = ["folder"]

@@ -207,7 +207,7 @@ async def test_one_whose_client_leaves_is_dropped(folder):
 async def test_a_stopping_gateway_ends_those_who_wait(folder):
     async with full(folder) as (stack, first):
         call = await sent(stack, "a")
-        stack.gateway._control.requests.shut()
+        stack.gateway._dispatcher.shut()
         assert [(await result(one))[1] for one in (first, call)] == ["shutting_down"] * 2
 
 

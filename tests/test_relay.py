@@ -23,7 +23,12 @@ class Ends(list):
 def make_relay(stops=(), **sampling):
     ends = Ends()
     ask = Ask("r", "r", (1, 2), SamplingParams(max_new_tokens=100, **sampling), stops=tuple(stops))
-    return Relay(ask, 0, TEXT.detokenizer(skip_special=True), lambda relay: None, ends.append, 0.0), ends
+
+    def wake(relay):
+        if relay.is_ended:
+            ends.append(relay)
+
+    return Relay(ask, 0, lambda: TEXT.detokenizer(skip_special=True), wake, 0.0), ends
 
 
 def message(index, tokens, finish="", **fields):

@@ -187,22 +187,18 @@ class Client:
         if len(prompt) + sampling.max_new_tokens > self._context_length:
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
         name = planned.class_name if planned.class_name in self._classes else None
-        claim = self._claims.claim(planned.tenant, planned.priority, name)
-        expected = planned.num_output if is_known else self._predictor.expected(claim.tenant, prompt)
+        expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
         ask = Ask(
             rid,
             rid,
             prompt,
             sampling,
             model=MODEL,
-            priority=claim.priority,
-            is_priority_named=claim.is_named,
-            priority_class=claim.priority_class,
-            tenant=claim.tenant,
+            tenant=planned.tenant,
             expected_output=min(expected, sampling.max_new_tokens),
             timeout_s=self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3,
         )
-        return self._claims.judged([ask])[0]
+        return self._claims.assign([ask], planned.priority, name)[0]
 
     def ended(self, answer: Answer) -> None:
         """To be called when an answer is over."""

@@ -28,8 +28,8 @@ class NoText:
 NO_TEXT = NoText()
 
 
-def _nobody_reads(relay: Relay) -> None:
-    pass
+def _ignore(relay: Relay) -> None:
+    """Stands for an HTTP handler."""
 
 
 class Answer(Relay):
@@ -40,10 +40,8 @@ class Answer(Relay):
         extra: how many tokens beyond one a message brought, by its place in ``stamps_s``, where it was not one.
     """
 
-    def __init__(
-        self, ask: Ask, wake: Callable[[Relay], None], on_end: Callable[[Relay], None], started_at: float
-    ) -> None:
-        Relay.__init__(self, ask, 0, NO_TEXT, wake, on_end, started_at)
+    def __init__(self, ask: Ask, started_at: float) -> None:
+        Relay.__init__(self, ask, 0, lambda: NO_TEXT, _ignore, started_at)
         self.stamps_s: list[float] = []
         self.extra: dict[int, int] = {}
 
@@ -84,9 +82,7 @@ class Gateway:
         self._deliver = deliver
         self._on_end = on_end
         self._is_ticking = False
-        self.requests = Dispatch(
-            Fleets([fleet]), self, agenda, on_start=lambda relay, pair: None, on_end=lambda relay: None
-        )
+        self.requests = Dispatch(Fleets([fleet]), self, self, agenda, on_end=self._ended)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +95,7 @@ class Gateway:
         if not self._is_ticking:
             self._is_ticking = True
             self._agenda.idle_after(TICK_S, self._tick)
-        answer = self.answers[ask.rid] = Answer(ask, _nobody_reads, self._ended, self._agenda.now())
+        answer = self.answers[ask.rid] = Answer(ask, self._agenda.now())
         try:
             self.requests.dispatch([answer])
         except RequestError:
@@ -112,7 +108,6 @@ class Gateway:
         self.requests.abort(rid)
 
     def _ended(self, relay: Relay) -> None:
-        self.requests.ended(relay)
         answer = self.answers.pop(relay.ask.rid, None)
         if answer is not None:
             self._on_end(answer)
@@ -138,6 +133,9 @@ class Gateway:
         """To a node, which may have died without anybody's having noticed."""
         self._deliver(incarnation, message)
         return True
+
+    def drop_soon(self, incarnation: str) -> None:
+        """Never called: ``send`` always succeeds."""
 
     def lose(self, incarnation: str) -> None:
         """A node is gone."""
