@@ -183,7 +183,7 @@ class Asker:
         kwargs: dict[str, Any] | None,
     ) -> str:  # fmt: skip
         """Messages through the model's chat template. Raises RequestError."""
-        template = model.chat
+        template = model.chat_template
         if template is None:
             raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
         if not messages:
@@ -208,16 +208,16 @@ class Asker:
             if self._num_characters > LONG_CHARACTERS:
                 self._num_characters = 0
                 await asyncio.sleep(0)
-            return model.text.encode(text, add_special_tokens=add_special_tokens, param=param)
+            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
         return await self._on_thread(
-            lambda: model.text.encode(text, add_special_tokens=add_special_tokens, param=param)
+            lambda: model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
         )
 
     async def detokenize(self, model: Model, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
         """Texts of lists of token ids; many ids are decoded on the thread."""
         if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
-            return [model.text.decode(ids, skip_special=skip_special) for ids in lists]
-        return await self._on_thread(lambda: model.text.decode_all(lists, skip_special=skip_special))
+            return [model.tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
+        return await self._on_thread(lambda: model.tokenizer.decode_all(lists, skip_special=skip_special))
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
         """Runs slow tokenizer work off the event loop."""

@@ -47,7 +47,7 @@ class GenerateRoutes:
         process = partial(self._services.inputs.completion, tenant=call.tenant, request_id=request_id)
         async with self._submitted(call, Completion, process) as (body, model, streams, events):
             render = CompletionRender(
-                model.text,
+                model.tokenizer,
                 new_head(request_id, model),
                 with_logprobs=body.logprobs is not None,
                 with_ids=bool(body.return_token_ids),
@@ -60,7 +60,7 @@ class GenerateRoutes:
         process = partial(self._services.inputs.chat, tenant=call.tenant, request_id=request_id)
         async with self._submitted(call, Chat, process) as (body, model, streams, events):
             render = ChatRender(
-                model.text,
+                model.tokenizer,
                 new_head(request_id, model),
                 with_logprobs=bool(body.logprobs),
                 with_ids=bool(body.return_token_ids),
@@ -72,7 +72,7 @@ class GenerateRoutes:
         process = partial(self._services.inputs.native, tenant=call.tenant, request_id=secrets.token_hex(16))
         async with self._submitted(call, Native, process) as (body, model, streams, events):
             render = NativeRender(
-                model.text,
+                model.tokenizer,
                 with_logprobs=bool(body.return_logprob),
                 with_text=bool(body.return_text_in_logprobs),
                 is_batch=len(streams) > 1 or is_list_of_prompts(body.text if body.text is not None else body.input_ids),
@@ -121,7 +121,7 @@ class GenerateRoutes:
             Relay(
                 request,
                 number,
-                partial(model.text.detokenizer, skip_special=request.skip_special),
+                partial(model.tokenizer.detokenizer, skip_special=request.skip_special),
                 events.wake,
                 arrived_at,
                 on_gap,

@@ -8,7 +8,7 @@ from common.config import GatewayConfig
 from common.prediction import Predictor
 from gateway.chat import ChatTemplate
 from gateway.fleet import Fleet, make_fleet
-from gateway.text import Text
+from gateway.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,13 +16,13 @@ class Model:
     """One served model.
 
     Attributes:
-        chat: None if the checkpoint has no chat template.
+        chat_template: None if the checkpoint has no chat template.
         predictor: learns the output lengths of requests to this model.
     """
 
     name: str
-    text: Text
-    chat: ChatTemplate | None
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
     predictor: Predictor
     fleet: Fleet
 
@@ -38,8 +38,8 @@ def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str,
     """
     models: dict[str, Model] = {}
     for name, folder in folders.items():
-        text = Text.load(folder)
+        tokenizer = Tokenizer.load(folder)
         file = config.chat_template if not models else None
-        chat = ChatTemplate.load(folder, None if file is None else Path(file))
-        models[name] = Model(name, text, chat, Predictor(), make_fleet(config, name, text.vocab_size))
+        template = ChatTemplate.load(folder, None if file is None else Path(file))
+        models[name] = Model(name, tokenizer, template, Predictor(), make_fleet(config, name, tokenizer.vocab_size))
     return models

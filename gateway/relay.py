@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from common.errors import RequestError
 from common.messages import Tokens
 from common.sampling import SamplingParams, TokenLogprobs
+from gateway.detokenizer import Detokenizer
 from gateway.stops import StopMatcher
-from gateway.text import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)

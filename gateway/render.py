@@ -13,7 +13,7 @@ import msgspec
 from common.errors import ErrorCode, RequestError
 from common.sampling import TokenLogprobs
 from gateway.relay import Delta, Relay
-from gateway.text import Text
+from gateway.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's own floor
@@ -82,9 +82,9 @@ class _OpenAIRender:
     chunk_kind = ""
 
     def __init__(
-        self, text: Text, head: dict[str, Any], *, with_logprobs: bool, with_ids: bool, usage: Usage = ""
+        self, tokenizer: Tokenizer, head: dict[str, Any], *, with_logprobs: bool, with_ids: bool, usage: Usage = ""
     ) -> None:
-        self._text = text
+        self._tokenizer = tokenizer
         self._head = head
         self._usage = usage
         self._with_logprobs = with_logprobs
@@ -177,7 +177,7 @@ class CompletionRender(_OpenAIRender):
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for token, entry in judged:
-            shown = self._text.piece(token).decode(errors="replace")
+            shown = self._tokenizer.piece(token).decode(errors="replace")
             tokens.append(shown)
             offsets.append(offset)
             offset += len(shown)
@@ -189,7 +189,7 @@ class CompletionRender(_OpenAIRender):
     def _tops(self, shown: str, entry: TokenLogprobs) -> dict[str, float]:
         tops: dict[str, float] = {}
         for token, logprob in entry.top:
-            tops.setdefault(self._text.piece(token).decode(errors="replace"), finite(logprob))
+            tops.setdefault(self._tokenizer.piece(token).decode(errors="replace"), finite(logprob))
         tops.setdefault(shown, finite(entry.token))
         return tops
 
@@ -231,7 +231,7 @@ class ChatRender(_OpenAIRender):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._text.piece(token)
+        piece = self._tokenizer.piece(token)
         return {"token": piece.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(piece)}
 
 
@@ -244,9 +244,9 @@ class NativeRender:
     """
 
     def __init__(
-        self, text: Text, *, with_logprobs: bool, with_text: bool, is_batch: bool, is_incremental: bool
+        self, tokenizer: Tokenizer, *, with_logprobs: bool, with_text: bool, is_batch: bool, is_incremental: bool
     ) -> None:
-        self._text = text
+        self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._with_text = with_text
         self._is_batch = is_batch
@@ -298,7 +298,7 @@ class NativeRender:
         return [(finite(logprob), token, self._shown(token)) for token, logprob in entry.top]
 
     def _shown(self, token: int) -> str | None:
-        return self._text.piece(token).decode(errors="replace") if self._with_text else None
+        return self._tokenizer.piece(token).decode(errors="replace") if self._with_text else None
 
 
 def finish_reason(relay: Relay) -> dict[str, Any] | None:

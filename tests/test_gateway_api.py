@@ -7,11 +7,11 @@ import time
 import pytest
 from fake_nodes import EOS, MODEL, events, folder, make_tokenizer, running, silent
 
-from gateway.text import Text
+from gateway.text import Tokenizer
 
 __all__ = ["folder"]
 
-TEXT = Text(make_tokenizer())
+TEXT = Tokenizer(make_tokenizer())
 
 
 @pytest.fixture

@@ -322,7 +322,7 @@ async def test_a_chat_of_many_messages_or_parts_is_rendered_while_streams_go_on(
             threads.append(threading.current_thread())
             return messages[0]["content"]
 
-    model = dataclasses.replace(stack.gateway._models["tiny"], chat=Template())
+    model = dataclasses.replace(stack.gateway._models["tiny"], chat_template=Template())
     monkeypatch.setitem(inputs._models, "tiny", model)
     status, answer = await stack.post("/tokenize", {"messages": messages})
     assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)

@@ -144,7 +144,7 @@ def test_a_chat_template_of_ones_own_is_the_first_models(folder, other, tmp_path
     file.write_text("{{ eos_token }}{{ messages[0].content }}?")
     settings = config(folder, also_serve=(f"b={other}",), chat_template=str(file))
     models = load_models(settings, model_folders(settings))
-    texts = [model.chat.render([{"role": "user", "content": "hi"}]) for model in models.values()]
+    texts = [model.chat_template.render([{"role": "user", "content": "hi"}]) for model in models.values()]
     assert texts == ["<|im_end|>hi?", "HI!"]
     file.write_text("{% if %}")
     with pytest.raises(ConfigError, match="does not parse"):

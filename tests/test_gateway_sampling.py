@@ -6,11 +6,11 @@ import pytest
 from fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
 from gateway.asks import MAX_JUDGED_BYTES
-from gateway.text import Text
+from gateway.text import Tokenizer
 
 __all__ = ["folder"]
 
-TEXT = Text(make_tokenizer())
+TEXT = Tokenizer(make_tokenizer())
 HI = [{"role": "user", "content": "Hi"}]
 
 

@@ -11,9 +11,9 @@ from common.errors import ErrorCode, RequestError
 from common.messages import Tokens
 from common.sampling import SamplingParams
 from gateway.relay import Ask, Relay
-from gateway.text import Text
+from gateway.text import Tokenizer
 
-TEXT = Text(make_tokenizer())
+TEXT = Tokenizer(make_tokenizer())
 
 
 class Ends(list):

@@ -1,18 +1,19 @@
 """Text to ids and back: the pieces joined are the whole, no character is ever split, no part of a stop string shown."""
 
 import pytest
+import tokenizers
 from fake_nodes import CORPUS, EOS, TEMPLATE, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import decoders, models
 
 from common.errors import RequestError
 from gateway.chat import ChatTemplate
 from gateway.stops import StopMatcher
-from gateway.text import Text
+from gateway.text import Tokenizer
 
 TOKENIZER = make_tokenizer()
-TEXT = Text(TOKENIZER)
+TEXT = Tokenizer(TOKENIZER)
 ids_of_any_kind = st.lists(st.integers(0, TEXT.vocab_size + 20), max_size=60)
 
 
@@ -63,11 +64,11 @@ def test_special_tokens_are_left_out_unless_asked_for_and_ids_beyond_the_vocabul
 
 def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
     vocabulary = {"▁a": 0, "▁b": 1, "c": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x9A>": 5, "<0x80>": 6, "<unk>": 7}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    text = Text(tokenizer)
+    text = Tokenizer(tokenizer)
     detokenizer = text.detokenizer(skip_special=True)
     ids = [0, 1, 2, 3, 4, 5, 6, 0]
     assert [detokenizer.push((token,)) for token in ids] == ["a", " b", "c", "", "", "", "🚀", " a"]
