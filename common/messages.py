@@ -15,7 +15,7 @@ from common.sampling import SamplingParams, TokenLogprobs
 
 #: Rises with every change of what nodes say to each other; ``tests/test_protocol.py`` notices one. ``Header`` and
 #: ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -113,10 +113,12 @@ class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: Incarnation
     transport: Id
     why: Sentence
+    problem: Sentence = ""  # why no page can travel now; empty: pages can
 
 
 class Pairs(Message, frozen=True, tag="pairs"):
-    """node -> gateway: the pairs in which pages travel, all of them; whenever they have changed."""
+    """node -> gateway: the pairs in which pages can travel, and those in which they should and cannot; all of them,
+    whenever one has changed."""
 
     pairs: Annotated[tuple[PairState, ...], Meta(max_length=1_024)]
 
@@ -260,6 +262,13 @@ class Connected(Message, frozen=True, tag="connected"):
     why: Sentence = ""  # this transport
 
 
+class AttachFailed(Message, frozen=True, tag="attach_failed"):
+    """prefill -> decode: your pool could not be attached under this epoch. The cause may pass: offer it again."""
+
+    epoch: Count
+    reason: Text
+
+
 # ---- a transfer -----------------------------------------------------------------------------------------------------
 
 
@@ -350,4 +359,4 @@ class Closed(Message, frozen=True, tag="closed"):
 FromNode = Register | Heartbeat | Pairs | Leave | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | Explain | Ping
 FromDecode = Connect | Grant | Resend | Received | Cancel | Resume | Reprioritize | Ping
-FromPrefill = Connected | Refused | Delivered | Handoff | Closed | Ping
+FromPrefill = Connected | AttachFailed | Refused | Delivered | Handoff | Closed | Ping

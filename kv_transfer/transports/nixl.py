@@ -35,6 +35,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +45,17 @@ from kv_transfer.transports.base import PageStore, address_of
 from kv_transfer.transports.nixl_route import Kind, Region, Route
 
 PROBE_BYTES = 4_096
+#: Attachments that can be probed at the same time, each in an area of its own.
+NUM_PROBE_AREAS = 256
 DEVICE_KIND: Kind = "VRAM"
 
 
 class Probe:
-    """Room where pages are, to try the way with: what goes out, and behind it what comes back.
+    """Memory of the pool's kind in which attachments are tried out, divided into areas.
+
+    An area holds ``PROBE_BYTES`` that go out and behind them as many that come back. Two attachments that share an area
+    overwrite each other's bytes, so a writer takes an area for each attachment and gives it back afterwards. A reader,
+    which cannot know when a writer is done, hands areas out in turn.
 
     Raises:
         ConfigError: ``is_direct``, and the pool is not on a device.
@@ -59,20 +66,46 @@ class Probe:
         if is_direct and pages is None:
             raise ConfigError("--gpu-direct moves pages between GPUs, and this pool is in host memory")
         self.is_direct = is_direct
-        self._memory: Any = pages.new_zeros(2 * PROBE_BYTES) if is_direct else mmap.mmap(-1, 2 * PROBE_BYTES)
+        self.num_bytes = 2 * PROBE_BYTES * NUM_PROBE_AREAS
+        self._memory: Any = pages.new_zeros(self.num_bytes) if is_direct else mmap.mmap(-1, self.num_bytes)
+        self._free = deque(range(NUM_PROBE_AREAS))
         self.region = _on_device(self._memory) if is_direct else Region(address_of(self._memory))
 
-    def put(self, sent: bytes) -> None:
-        if self.is_direct:
-            self._memory[:PROBE_BYTES] = self._memory.new_tensor(list(sent))
-            self._memory[PROBE_BYTES:] = 0
-            self._memory.cpu()  # when this is over, so is what the device had to do before
-        else:
-            self._memory[:PROBE_BYTES] = sent
-            self._memory[PROBE_BYTES:] = bytes(PROBE_BYTES)
+    def take(self) -> int | None:
+        """An area that no attachment of this writer uses; None while there is none."""
+        return self._free.popleft() if self._free else None
 
-    def came_back(self) -> bytes:
-        back = self._memory[PROBE_BYTES:]
+    def give_back(self, area: int) -> None:
+        """The least recently used area is taken first."""
+        self._free.append(area)
+
+    def in_turn(self, number: int) -> int:
+        """The area of a reader's offer with this number."""
+        return number % NUM_PROBE_AREAS
+
+    def outgoing(self, area: int) -> tuple[int, int, int]:
+        """Descriptor of an area's bytes that go out."""
+        return self.region.run(2 * PROBE_BYTES * area, PROBE_BYTES)
+
+    def incoming(self, area: int) -> tuple[int, int, int]:
+        """Descriptor of an area's bytes that come back."""
+        return self.region.run(2 * PROBE_BYTES * area + PROBE_BYTES, PROBE_BYTES)
+
+    def put(self, area: int, sent: bytes) -> None:
+        """Write what is to go out, and clear what comes back."""
+        start = 2 * PROBE_BYTES * area
+        middle, end = start + PROBE_BYTES, start + 2 * PROBE_BYTES
+        if self.is_direct:
+            self._memory[start:middle] = self._memory.new_tensor(list(sent))
+            self._memory[middle:end] = 0
+            self._memory[start:end].cpu()  # waits until the device has done both
+        else:
+            self._memory[start:middle] = sent
+            self._memory[middle:end] = bytes(PROBE_BYTES)
+
+    def came_back(self, area: int) -> bytes:
+        start = 2 * PROBE_BYTES * area + PROBE_BYTES
+        back = self._memory[start : start + PROBE_BYTES]
         return bytes(back.cpu().tolist()) if self.is_direct else bytes(back)
 
 
@@ -108,7 +141,7 @@ class Agent:
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             self.nixl = nixl.nixl_agent(name, config)
-            runs = (self.pool.run(0, num_bytes), probe.region.run(0, 2 * PROBE_BYTES))
+            runs = (self.pool.run(0, num_bytes), probe.region.run(0, probe.num_bytes))
             self._registered = self.nixl.register_memory([(*run, "") for run in runs], self.pool.kind)
             self.metadata = base64.b64encode(self.nixl.get_agent_metadata()).decode()
         except Exception as error:  # NIXL's own errors have no common root

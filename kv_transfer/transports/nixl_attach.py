@@ -38,11 +38,11 @@ class Attaching:
     def begin(self, route: Route, metadata: bytes, writes: list[Write]) -> None:
         """Lay out the steps; those that transfer add to ``writes``."""
         probe = secrets.token_bytes(PROBE_BYTES)
-        here, there = self._agent.probe.region, route.endpoint.probe
+        room, there = self._agent.probe, route.endpoint.probe
 
-        def transfer(operation: str, offset: int) -> Callable[[], bool]:
+        def transfer(operation: str, ours: Callable[[int], tuple[int, int, int]]) -> Callable[[], bool]:
             def step() -> bool:
-                local_list = self._agent.nixl.get_xfer_descs([here.run(offset, PROBE_BYTES)], here.kind)
+                local_list = self._agent.nixl.get_xfer_descs([ours(route.probe_area)], room.region.kind)
                 remote_list = self._agent.nixl.get_xfer_descs([there.run(0, PROBE_BYTES)], there.kind)
                 handle = self._agent.nixl.initialize_xfer(operation, local_list, remote_list, route.agent)
                 route.num_probes += 1
@@ -55,20 +55,26 @@ class Attaching:
             return step
 
         def load() -> bool:
+            area = room.take()
+            if area is None:
+                return False
+            route.probe_area = area
             self._load(route, metadata)
-            self._agent.probe.put(probe)
+            room.put(area, probe)
             return True
 
         def is_still() -> bool:
             return route.num_probes == 0
 
         def compare() -> bool:
-            if self._agent.probe.came_back() != probe:
+            if room.came_back(route.probe_area) != probe:
                 raise ConnectionError("other bytes came back than were sent")
             return True
 
-        route.steps.extend((lambda: knock(route), lambda: self._is_let_in(route), load, transfer("WRITE", 0), is_still))
-        route.steps.extend((transfer("READ", PROBE_BYTES), is_still, compare))
+        route.steps.extend(
+            (lambda: knock(route), lambda: self._is_let_in(route), load, transfer("WRITE", room.outgoing))
+        )
+        route.steps.extend((is_still, transfer("READ", room.incoming), is_still, compare))
 
     def _load(self, route: Route, metadata: bytes) -> None:
         """Know the reader's agent. One that was known before is kept as it was: UCX leaves a socket open for each that
@@ -121,9 +127,19 @@ class Attaching:
         if route.steps and not problem:
             return None
         if problem:
-            route.steps.clear()
             problem = f"nixl cannot reach decode node {route.connect.name}: {problem}"
         return problem
+
+    def end(self, route: Route) -> None:
+        """No further step of this attachment is made."""
+        route.steps.clear()
+        self.give_back_area(route)
+
+    def give_back_area(self, route: Route) -> None:
+        """Let another attachment use the route's probe area, unless this one goes on or has probes under way."""
+        if route.probe_area >= 0 and not route.num_probes and not route.steps:
+            self._agent.probe.give_back(route.probe_area)
+            route.probe_area = -1
 
     def forget_all(self) -> None:
         for key in list(self._known):

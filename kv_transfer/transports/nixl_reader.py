@@ -92,10 +92,11 @@ class NixlReader:
             agent, self._newest_epoch = self._agent, epoch
             self._offers.setdefault(peer, []).append(_Offer(epoch, agent, time.monotonic()))
         self._is_awake.set()
-        pool, probe = agent.pool, agent.probe.region
+        pool = agent.pool
+        probe_at, _, _ = agent.probe.outgoing(agent.probe.in_turn(epoch))
         door = self._door.offer(peer, epoch)
         endpoint = Endpoint(
-            agent.metadata, pool.at, probe.at, door, self._host, self._voided, kind=pool.kind, device=pool.device
+            agent.metadata, pool.at, probe_at, door, self._host, self._voided, kind=pool.kind, device=pool.device
         )
         return sealed(endpoint, self._key)
 

@@ -124,6 +124,7 @@ class Route:
     num_open: int = 0
     s_per_byte: float = 2.5e-10
     num_probes: int = 0  # the same, of the thread's own; they reach no page
+    probe_area: int = -1  # in which the way is tried; -1: none
     failed: list[int] = field(default_factory=list)  # tickets that came to nothing before it was detached from
     is_detached: bool = False
     is_gone: bool = False

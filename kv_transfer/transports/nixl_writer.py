@@ -243,10 +243,12 @@ class NixlWriter:
     def _has_attached(self, route: Route) -> bool:
         """Go on attaching. True: it is over, one way or the other."""
         if route.is_detached:
+            self._attaching.end(route)
             return True
         problem = self._attaching.step(route)
         if problem is None:
             return False
+        self._attaching.end(route)
         self._news.append(Attached(route.peer, route.connect.epoch, problem))
         self._say()
         return True
@@ -349,6 +351,7 @@ class NixlWriter:
         pair that was let go of before: their tickets are waited for, whatever became of them."""
         if not write.ticket:
             write.route.num_probes -= 1
+            self._attaching.give_back_area(write.route)
             return
         with self._lock:
             is_told = is_written or write.route.is_detached
