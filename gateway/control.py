@@ -233,7 +233,7 @@ class Control:
             if pair.problem and pair.incarnation not in node.failed_peers:
                 log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
         if fleet.registry.set_pairs(sender, message.pairs):
-            self.requests.nodes_came(fleet)
+            self._dispatcher.nodes_came(fleet)
 
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.fleets.namesake(message)
