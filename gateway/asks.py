@@ -18,7 +18,7 @@ from common.errors import ErrorCode, RequestError
 from common.sampling import SamplingParams
 from gateway.chat import RESERVED
 from gateway.models import Model
-from gateway.registry import Limits
+from gateway.registry import ServingLimits
 from gateway.relay import Ask
 from gateway.schema import (
     MAX_STOP_LENGTH,
@@ -58,7 +58,7 @@ class _Context:
     """What every request made from one body shares."""
 
     model: Model
-    limits: Limits
+    limits: ServingLimits
     tenant: str
     request_id: str
 
@@ -103,7 +103,7 @@ class Asker:
     async def completion(self, body: Completion, model: Model, tenant: str, request_id: str) -> list[Ask]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
-        context = _Context(model, model.fleet.limits(), tenant, request_id)
+        context = self._context(model, tenant, request_id)
         _check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
             raise refuse("only supported if it equals n", "best_of", ErrorCode.NOT_SUPPORTED)
@@ -125,7 +125,7 @@ class Asker:
     async def chat(self, body: Chat, model: Model, tenant: str, request_id: str) -> list[Ask]:
         """One request for each sample; the messages pass through the model's chat template."""
         _check_no_effect(body)
-        context = _Context(model, model.fleet.limits(), tenant, request_id)
+        context = self._context(model, tenant, request_id)
         _check_stream_options(body)
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
@@ -143,7 +143,7 @@ class Asker:
     async def native(self, body: Native, model: Model, tenant: str, request_id: str) -> list[Ask]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
-        context = _Context(model, model.fleet.limits(), tenant, request_id)
+        context = self._context(model, tenant, request_id)
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
         param = "text" if body.text is not None else "input_ids"
@@ -175,6 +175,13 @@ class Asker:
             requests += _samples(request, num_samples, prompt_number=i)
             await self._yield_after(i)
         return requests
+
+    @staticmethod
+    def _context(model: Model, tenant: str, request_id: str) -> _Context:
+        limits = model.fleet.registry.limits
+        if limits is None:
+            raise model.fleet.no_route()
+        return _Context(model, limits, tenant, request_id)
 
     # ---- text and token ids -----------------------------------------------------------------------------------------
 
@@ -417,7 +424,7 @@ def _check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str
         raise refuse(f"{count} outputs in one request, {most} are possible at once", param)
 
 
-def _check_prompt(prompt: Sequence[int], limits: Limits, param: str) -> None:
+def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
     """Refuses a prompt that no node can take."""
     count = len(prompt)
     if not count:
@@ -440,13 +447,13 @@ def _too_long(count: str, context_length: int, param: str) -> RequestError:
     return refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
 
-def _tokens_left(num_prompt: int, limits: Limits) -> int:
+def _tokens_left(num_prompt: int, limits: ServingLimits) -> int:
     """Output tokens that fit behind a prompt on every decode node, or else on the largest one."""
     common = limits.common_tokens if num_prompt < limits.common_tokens else limits.total_tokens
     return min(limits.context_length, common) - num_prompt
 
 
-def _max_tokens(given: int | None, num_prompt: int, limits: Limits, default: int, param: str) -> int:
+def _max_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
     """The most output tokens. A default is cut to what fits; a client's value that does not fit is refused."""
     if given is None:
         return min(default, _tokens_left(num_prompt, limits))
@@ -461,7 +468,13 @@ def _max_tokens(given: int | None, num_prompt: int, limits: Limits, default: int
 
 
 def _sampling_params(
-    body: Sampling, limits: Limits, *, max_new_tokens: int, min_tokens: int, logprobs: int | None, prefix: str = ""
+    body: Sampling,
+    limits: ServingLimits,
+    *,
+    max_new_tokens: int,
+    min_tokens: int,
+    logprobs: int | None,
+    prefix: str = "",
 ) -> SamplingParams:
     """The client's fields over the model's defaults."""
     if min_tokens > max_new_tokens:

@@ -32,7 +32,7 @@ from common.messages import (
 from gateway.dispatch import Dispatch
 from gateway.fleet import Fleet, Fleets
 from gateway.questions import Questions
-from gateway.registry import Node
+from gateway.registry import Worker
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class Control:
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
-    async def flush(self, timeout_s: float) -> list[tuple[Node, int | None]]:
+    async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
         """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
         nodes = self.fleets.nodes()
         for fleet in self.fleets:
@@ -294,13 +294,13 @@ class Control:
         pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
         return [(node, pages.get(node.incarnation)) for node in nodes]
 
-    async def decisions(self, node: Node, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
+    async def decisions(self, node: Worker, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
         """The last decisions of a node, newest last; None if it did not answer."""
         answers = await self._questions.ask([node.incarnation], Explain(limit), Decisions, timeout_s)
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
 
-    def describe(self, node: Node) -> dict[str, Any]:
+    def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""
         register, heartbeat = node.register, node.heartbeat
         fleet = self.fleets[register.model]

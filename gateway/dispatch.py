@@ -16,10 +16,10 @@ from common.decisions import Decisions
 from common.errors import ErrorCode, RequestError
 from common.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
 from common.request import Request
-from gateway.fleet import Fleet, Fleets
-from gateway.registry import Node
+from gateway.fleet import Fleet
+from gateway.registry import Worker
 from gateway.relay import Relay
-from gateway.router import Pair
+from gateway.router import WorkerPair
 
 #: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
@@ -67,16 +67,16 @@ class InFlightRequest:
     stream: Relay
     pool: Fleet
     timer: Timer
-    siblings: dict[int, Pair]
+    siblings: dict[int, WorkerPair]
     queued: Request | None = None
-    pair: Pair | None = None
+    pair: WorkerPair | None = None
     nodes: tuple[str, ...] = ()
     attempt: int = 0
     is_prefill_counted: bool = False
     is_evicted: bool = False
     failed_at: str = ""
 
-    def nodes_to_tell(self, pair: Pair) -> Iterable[str]:
+    def nodes_to_tell(self, pair: WorkerPair) -> Iterable[str]:
         """Nodes that may not know that the request has ended."""
         stream = self.stream
         if stream.finish and not isinstance(stream.matched, str):
@@ -96,10 +96,10 @@ class Dispatch:
     """
 
     def __init__(
-        self, fleets: Fleets, post: Post, timers: Timers, clock: Clock,
+        self, fleets: Iterable[Fleet], post: Post, timers: Timers, clock: Clock,
         *, on_end: Callable[[Relay], None], first_attempt: int = 0,
     ) -> None:  # fmt: skip
-        self._pools = fleets
+        self._pools = {pool.model: pool for pool in fleets}
         self._post = post
         self._timers = timers
         self._clock = clock
@@ -131,9 +131,13 @@ class Dispatch:
         pool = self._pools[streams[0].ask.model]
         now = self._clock.now()
         self._admit(pool, streams, now)
-        siblings: dict[int, Pair] = {}
+        siblings: dict[int, WorkerPair] = {}
         arrived = [self._enter(stream, pool, siblings, now) for stream in streams]
-        capacity = max(pool.credit(), 0) if pool.backlog.is_idle else 0
+        capacity = (
+            max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
+            if pool.queue.is_idle
+            else 0
+        )
         turn = min(capacity, _num_in_turn(stream.ask.prompt for stream in streams))
         for request in arrived[turn:capacity]:
             self._enqueue(request)
@@ -142,7 +146,7 @@ class Dispatch:
         if turn < capacity:
             self.pump_soon()
         for request in arrived[:turn]:
-            if pool.backlog.order.is_charging:
+            if pool.queue.order.is_charging:
                 self._enqueue(request)  # removed at once, but the policy accounts all service
             if not self._send_out(request, now):
                 message = "no nodes with a large enough page pool are registered at present"
@@ -150,7 +154,10 @@ class Dispatch:
 
     def _admit(self, pool: Fleet, streams: Sequence[Relay], now: float) -> None:
         """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
-        max_running = pool.limits().max_running
+        limits = pool.registry.limits
+        if limits is None:
+            raise pool.no_route()
+        max_running = limits.max_running
         excess = pool.admission.excess(len(streams), max_running)
         if excess > 0:
             for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
@@ -161,7 +168,7 @@ class Dispatch:
             self.decisions.note(now, streams[0].ask.rid, "refuse", "{}", error.message)
             raise
 
-    def _enter(self, stream: Relay, pool: Fleet, siblings: dict[int, Pair], now: float) -> InFlightRequest:
+    def _enter(self, stream: Relay, pool: Fleet, siblings: dict[int, WorkerPair], now: float) -> InFlightRequest:
         left_s = max(stream.ask.timeout_s - (now - stream.started_at), 0.001)
         timer = self._timers.call_later(left_s, self._on_deadline, stream.ask.rid)
         request = self._in_flight[stream.ask.rid] = InFlightRequest(stream, pool, timer, siblings)
@@ -170,7 +177,7 @@ class Dispatch:
     def _eviction_candidates(self, pool: Fleet, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
         have sent no token yet."""
-        queue = pool.backlog
+        queue = pool.queue
         sent: list[Request] = []
         if queue.is_idle and queue.order.rules.is_enabled:
             others = [other for other in self._in_flight.values() if other.pool is pool]
@@ -189,14 +196,14 @@ class Dispatch:
         return (request.stream for request in self._in_flight.values() if request.pool is pool)
 
     def _wait(self, request: InFlightRequest, now: float) -> None:
-        rid, queue = request.stream.ask.rid, request.pool.backlog
+        rid, queue = request.stream.ask.rid, request.pool.queue
         self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(queue))
         self._enqueue(request)
 
     @staticmethod
     def _enqueue(request: InFlightRequest) -> None:
         request.queued = request_of(request.stream)
-        request.pool.backlog.push(request.queued)
+        request.pool.queue.push(request.queued)
 
     # ---- to the nodes -----------------------------------------------------------------------------------------------
 
@@ -204,20 +211,26 @@ class Dispatch:
         """Sends waiting requests, in order, as far as the nodes have room."""
         self._is_pump_due = False
         now = self._clock.now()
-        for pool in self._pools:
-            if pool.backlog.is_idle or (capacity := pool.credit()) <= 0:
+        for pool in self._pools.values():
+            if (
+                pool.queue.is_idle
+                or (capacity := pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes)) <= 0
+            ):
                 continue
             waiting = self._first(pool, capacity, now)
             for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
                 if not self._send_out(self._in_flight[queued.rid], now):
-                    pool.backlog.strand(queued, now)
+                    pool.queue.strand(queued, now)
                     self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
-            if not pool.backlog.is_idle and pool.credit() > 0:
+            if (
+                not pool.queue.is_idle
+                and pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes) > 0
+            ):
                 self.pump_soon()
 
     def _first(self, pool: Fleet, count: int, now: float) -> Sequence[Request]:
         """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
-        queue = pool.backlog
+        queue = pool.queue
         before = queue.policy
         waiting = queue.first(count, now)
         if queue.policy != before:
@@ -232,27 +245,35 @@ class Dispatch:
 
     def nodes_came(self, fleet: Fleet) -> None:
         """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
-        fleet.backlog.nodes_came()
+        fleet.queue.nodes_came()
         self.pump_soon()
 
     def tick(self, now: float) -> None:
         """Ends requests that have waited too long for nodes to come back."""
-        for pool in self._pools:
-            if len(pool.backlog):
-                for queued in pool.backlog.hopeless(now, is_routable=pool.registry.is_ready):
+        for pool in self._pools.values():
+            if len(pool.queue):
+                for queued in pool.queue.hopeless(now, is_routable=pool.registry.is_ready):
                     message = "the nodes that it takes are gone, and no others came while the request waited"
                     self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
 
     def _send_out(self, request: InFlightRequest, now: float) -> bool:
         """Sends a request to a pair chosen now; False if no page pool is large enough."""
         stream, pool, ask = request.stream, request.pool, request.stream.ask
-        pair = pool.choose(ask, siblings=request.siblings.get(ask.prompt_number))
+        pair = pool.router.choose(
+            pool.registry.prefills,
+            pool.registry.decodes,
+            ask.prompt,
+            num_new=ask.sampling.max_new_tokens,
+            num_expected=ask.expected_output,
+            salt=ask.salt,
+            siblings=request.siblings.get(ask.prompt_number),
+        )
         if pair is None:
             return False
         if request.queued is not None:
-            pool.backlog.remove(request.queued)
+            pool.queue.remove(request.queued)
             num_input = len(ask.prompt) if pair.prefill is None else pair.num_compute
-            pool.backlog.order.admitted(request.queued, num_input=num_input)
+            pool.queue.order.admitted(request.queued, num_input=num_input)
         request.siblings[ask.prompt_number] = request.pair = pair
         request.nodes = pair.nodes
         request.attempt = next(self._attempts)
@@ -302,7 +323,7 @@ class Dispatch:
             request.stream.ask = replace(ask, priority=priority_now, priority_class=class_now)
             self.decisions.note_change(now, ask.rid, (ask.priority, ask.priority_class), (priority_now, class_now))
             if request.queued is not None:
-                request.pool.backlog.change(request.queued, priority_now, class_now)
+                request.pool.queue.change(request.queued, priority_now, class_now)
             for incarnation in request.nodes:
                 self._post.send(Reprioritize(ask.rid, request.attempt, priority_now, priority_class), incarnation)
         return len(matching)
@@ -345,7 +366,7 @@ class Dispatch:
         message = f"the request's deadline of {request.stream.ask.timeout_s:g} s has passed"
         self._fail(request, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
         if request.queued is not None:
-            request.pool.backlog.order.policy.missed(request.queued)
+            request.pool.queue.order.policy.missed(request.queued)
 
     def _fail_rid(self, rid: str, error: RequestError) -> bool:
         request = self._in_flight.get(rid)
@@ -365,13 +386,13 @@ class Dispatch:
         if request.pair is not None:
             self._release_nodes(request, request.pair)
         elif request.queued is not None:
-            pool.backlog.remove(request.queued)
+            pool.queue.remove(request.queued)
         pool.admission.release(stream.ended_at, is_evicted=request.is_evicted)
-        if not pool.backlog.is_idle:
+        if not pool.queue.is_idle:
             self.pump_soon()
         self._on_end(stream)
 
-    def _release_nodes(self, request: InFlightRequest, pair: Pair) -> None:
+    def _release_nodes(self, request: InFlightRequest, pair: WorkerPair) -> None:
         if request.is_prefill_counted:
             request.pool.router.prefill_done(pair)
         request.pool.router.decode_done(pair)
@@ -391,7 +412,7 @@ class Dispatch:
             request.is_prefill_counted = False
             request.pool.router.prefill_done(request.pair)
         if request.queued is not None:
-            request.pool.backlog.order.served(request.queued, num_output=len(message.tokens))
+            request.pool.queue.order.served(request.queued, num_output=len(message.tokens))
         request.stream.on_tokens(message, self._clock.now())
         if request.stream.is_ended:
             self._remove(request)
@@ -456,5 +477,5 @@ def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
     return SENT_AT_ONCE
 
 
-def _peer(node: Node) -> Peer:
+def _peer(node: Worker) -> Peer:
     return Peer(node.name, node.incarnation, node.register.address)

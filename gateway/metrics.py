@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from common.errors import RequestError
 from gateway.fleet import Fleet
-from gateway.registry import Node
+from gateway.registry import Worker
 from gateway.relay import Relay
 from gateway.waits import SECONDS, Waits
 
@@ -242,7 +242,7 @@ class _NodeCollector:
             dropped.add_metric([reason], count)
         yield dropped
 
-    def _totals(self, nodes: Iterable[Node]) -> Iterator[Metric]:
+    def _totals(self, nodes: Iterable[Worker]) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}
         for node in nodes:
             counters = node.heartbeat.counters if node.heartbeat is not None else {}
@@ -255,5 +255,5 @@ class _NodeCollector:
         yield from families.values()
 
 
-def _labels(node: Node) -> list[str]:
+def _labels(node: Worker) -> list[str]:
     return [node.register.model, node.name, node.register.role]

@@ -152,7 +152,7 @@ class Queries:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         ready = {model.name: model.fleet.registry.is_ready for model in self._services.models}
         if not any(ready.values()):
-            self._services.models[0].fleet.limits()  # says what is missing
+            raise self._services.models[0].fleet.no_route()
         return json_response({"status": "ready", "models": ready})
 
     async def _metrics_text(self, call: HttpCall) -> web.Response:
@@ -166,7 +166,7 @@ class Queries:
         config = {key: value for key, value in values.items() if key not in known or not known[key].is_secret}
         first = self._services.models[0]
         models = {
-            model.name: {"is_ready": model.fleet.registry.is_ready, "limits": model.fleet.registry.limits()}
+            model.name: {"is_ready": model.fleet.registry.is_ready, "limits": model.fleet.registry.limits}
             for model in self._services.models
         }
         return json_response(
@@ -177,7 +177,7 @@ class Queries:
                 "num_in_flight": self._services.dispatcher.num_in_flight,
                 "is_ready": any(model["is_ready"] for model in models.values()),
                 "control_address": self._services.control.address,
-                "limits": first.fleet.registry.limits(),
+                "limits": first.fleet.registry.limits,
                 "models": models,
                 "config": config,
             }
@@ -188,7 +188,7 @@ class Queries:
             {
                 "workers": [self._services.control.describe(node) for node in self._services.control.fleets.nodes()],
                 "num_in_flight": self._services.dispatcher.num_in_flight,
-                "num_waiting": sum(len(model.fleet.backlog) for model in self._services.models),
+                "num_waiting": sum(len(model.fleet.queue) for model in self._services.models),
                 "model": self._services.models[0].name,
                 "models": [model.name for model in self._services.models],
                 "is_ready": any(model.fleet.registry.is_ready for model in self._services.models),
@@ -231,7 +231,7 @@ def limit_of(call: HttpCall) -> int:
 
 def context_length(model: Model) -> int | None:
     """Tokens of prompt and output together, as the nodes have it; None while there are none."""
-    limits = model.fleet.registry.limits()
+    limits = model.fleet.registry.limits
     return limits.context_length if limits else None
 
 

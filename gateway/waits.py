@@ -69,12 +69,12 @@ class Waits:
             labels=["model", "measure"],
         )
         for fleet in self._fleets:
-            now = Totals(request.priority_class for request in fleet.backlog.requests())
+            now = Totals(request.priority_class for request in fleet.queue.requests())
             for name in _classes(fleet):
                 waiting.add_metric([fleet.model, name], now[name])
-            chosen = fleet.backlog.order.policy
+            chosen = fleet.queue.order.policy
             why = chosen.why if isinstance(chosen, Adaptive) else "configured"
-            policy.add_metric([fleet.model, fleet.backlog.policy, why], 1)
+            policy.add_metric([fleet.model, fleet.queue.policy, why], 1)
             for name, value in chosen.measured.items() if isinstance(chosen, Adaptive) else ():
                 measured.add_metric([fleet.model, name], value)
         yield waiting
@@ -84,4 +84,4 @@ class Waits:
 
 def _classes(fleet: Fleet) -> list[str]:
     """Names of the classes; one without a name if there are none."""
-    return list(fleet.backlog.order.rules.class_weights) or [""]
+    return list(fleet.queue.order.rules.class_weights) or [""]

@@ -132,7 +132,7 @@ def test_deadlines_that_pass_are_noticed_where_the_requests_waited(lookahead: in
     assert missed >= 10
     decode = service.cluster.nodes["decode-1........"]
     assert decode.role.counters()["adaptive_orders_edf"] > 10
-    in_gateway = service.cluster.gateway.fleet.backlog.order.policy
+    in_gateway = service.cluster.gateway.fleet.queue.order.policy
     assert (in_gateway.totals()["adaptive_orders_edf"] > 10) == (lookahead == 0)
 
 

@@ -281,7 +281,7 @@ async def test_a_node_that_leaves_gets_nothing_new_and_finishes_what_it_has(stac
 async def test_a_replacement_under_the_same_name_takes_over_while_the_old_connection_lingers(stack):
     old = stack.nodes[1]
     second = await stack.joining("decode", "decode").until_refused()
-    assert "already here" in second.refusal
+    assert "is registered already" in second.refusal
     await old.kill()
     stack.nodes.remove(old)
     third = await stack.node("decode", "decode")

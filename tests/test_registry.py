@@ -23,7 +23,7 @@ def pair():
 def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
     nodes = registry()
     assert not nodes.is_ready
-    assert nodes.limits() is None
+    assert nodes.limits is None
     nodes.register(A, make_register("prefill", "p"), 0.0)
     assert not nodes.is_ready
     nodes.register(B, make_register("decode", "d"), 0.0)
@@ -35,7 +35,7 @@ def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
 def test_limits_are_those_of_the_largest_pools():
     nodes = pair()
     nodes.register(C, make_register("decode", "d2", num_pages=100), 0.0)
-    limits = nodes.limits()
+    limits = nodes.limits
     assert limits is not None
     assert (limits.prompt_tokens, limits.total_tokens, limits.common_tokens) == (64 * 16, 100 * 16, 32 * 16)
     assert limits.max_running == 16
@@ -92,7 +92,7 @@ def test_a_prefill_node_must_say_where_it_is_reached():
 
 def test_a_name_is_taken_until_its_node_is_gone():
     nodes = pair()
-    assert "already here" in nodes.register(C, make_register("decode", "d", num_pages=32), 1.0).reason
+    assert "is registered already" in nodes.register(C, make_register("decode", "d", num_pages=32), 1.0).reason
     nodes.remove(B)
     assert nodes.register(C, make_register("decode", "d", num_pages=32), 2.0) == Registered(2, 1.0)
 
@@ -136,7 +136,7 @@ def test_where_decode_nodes_compute_prompts_they_are_enough():
     nodes.register(B, make_register("decode", "d", num_pages=32), 0.0)
     assert nodes.is_ready
     nodes.remove(A)
-    limits = nodes.limits()
+    limits = nodes.limits
     assert limits is not None
     assert (limits.prompt_tokens, limits.total_tokens) == (32 * 16, 32 * 16)
     nodes.leave(B)
@@ -151,9 +151,9 @@ def test_a_registry_without_a_usable_pair_is_not_ready():
     assert nodes.lacking == "pair of a prefill and a decode node that can exchange pages (other bytes came back)"
     nodes.register(C, make_register("decode", "d2"), 0.0)
     assert nodes.is_ready
-    assert [node.name for node in nodes.able("decode")] == ["d2"]
+    assert [node.name for node in nodes.decodes] == ["d2"]
     assert nodes.set_pairs(B, (PairState("p", A, "nixl", "it was asked for"),)), "it may be used again"
-    assert [node.name for node in nodes.able("decode")] == ["d", "d2"]
+    assert [node.name for node in nodes.decodes] == ["d", "d2"]
 
 
 def test_decode_nodes_that_compute_prompts_themselves_need_no_usable_pair():
