@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from common.errors import RequestError
-from gateway.asks import is_list_of_prompts
-from gateway.front import HttpCall, Route
-from gateway.models import Model
-from gateway.outlet import Render, stream, whole
-from gateway.quotas import Quotas
-from gateway.relay import Ask, OutputEvents, Relay
-from gateway.render import ChatRender, CompletionRender, NativeRender, Usage
-from gateway.schema import Chat, Codec, Completion, Native, OpenAI
+from gateway.http.app import HttpCall, Route
+from gateway.http.protocol import Chat, Codec, Completion, Native, OpenAI
+from gateway.http.responses import ChatRender, CompletionRender, NativeRender, Usage
+from gateway.http.streaming import Render, stream, whole
+from gateway.requests.input_processor import is_list_of_prompts
+from gateway.requests.output_processor import GenerateRequest, OutputEvents, OutputStream
+from gateway.requests.quotas import Quotas
 from gateway.services import Services
+from gateway.workers.served_models import Model
 
 Body = TypeVar("Body", Completion, Chat, Native)
 
@@ -82,8 +82,8 @@ class GenerateRoutes:
 
     @contextlib.asynccontextmanager
     async def _submitted(
-        self, call: HttpCall, kind: type[Body], process: Callable[[Body, Model], Awaitable[list[Ask]]]
-    ) -> AsyncIterator[tuple[Body, Model, list[Relay], OutputEvents]]:
+        self, call: HttpCall, kind: type[Body], process: Callable[[Body, Model], Awaitable[list[GenerateRequest]]]
+    ) -> AsyncIterator[tuple[Body, Model, list[OutputStream], OutputEvents]]:
         """Decodes a body and sends its outputs to the nodes; what has not ended on exit is aborted.
 
         Refusals are counted by model; the empty name stands for requests that name no served model.
@@ -115,10 +115,12 @@ class GenerateRoutes:
                 if not output.is_ended:
                     services.dispatcher.abort(output.ask.rid, "the client has gone")
 
-    def _streams(self, requests: list[Ask], model: Model, events: OutputEvents, arrived_at: float) -> list[Relay]:
+    def _streams(
+        self, requests: list[GenerateRequest], model: Model, events: OutputEvents, arrived_at: float
+    ) -> list[OutputStream]:
         on_gap = self._on_gap[model.name]
         return [
-            Relay(
+            OutputStream(
                 request,
                 number,
                 partial(model.tokenizer.detokenizer, skip_special=request.skip_special),
@@ -129,7 +131,7 @@ class GenerateRoutes:
             for number, request in enumerate(requests)
         ]
 
-    def _submit(self, streams: list[Relay]) -> None:
+    def _submit(self, streams: list[OutputStream]) -> None:
         """Sends all outputs of a request, or none. Raises RequestError: too many for their tenant or in all."""
         services = self._services
         tenant = streams[0].ask.tenant
@@ -147,7 +149,7 @@ class GenerateRoutes:
 
 
 async def answer(
-    call: HttpCall, body: Completion | Chat | Native, streams: list[Relay], events: OutputEvents, render: Render
+    call: HttpCall, body: Completion | Chat | Native, streams: list[OutputStream], events: OutputEvents, render: Render
 ) -> web.StreamResponse:
     """The answer of a generating endpoint, streamed or whole."""
     if body.stream:
@@ -155,12 +157,12 @@ async def answer(
     return await whole(streams, events, render)
 
 
-def charge(request: Ask) -> int:
+def charge(request: GenerateRequest) -> int:
     """Tokens that an output is expected to cost its tenant."""
     return len(request.prompt) + request.expected_output
 
 
-def settle(quotas: Quotas, output: Relay) -> None:
+def settle(quotas: Quotas, output: OutputStream) -> None:
     """Replaces the expected cost of an ended output by its real one."""
     request = output.ask
     tokens = len(request.prompt) + len(output.ids)

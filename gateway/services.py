@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from common.clock import Clock
-from common.config import GatewayConfig
-from gateway.asks import Asker
-from gateway.claims import Claims
-from gateway.control import Control
-from gateway.dispatch import Dispatch
-from gateway.metrics import Metrics
-from gateway.models import Model
-from gateway.quotas import Quotas
+from common.config.gateway import GatewayConfig
+from gateway.metrics.collectors import Metrics
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.input_processor import InputProcessor
+from gateway.requests.priority import PriorityResolver
+from gateway.requests.quotas import Quotas
+from gateway.workers.control_plane import Control
+from gateway.workers.served_models import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Services:
     config: GatewayConfig
     clock: Clock
     models: tuple[Model, ...]
-    inputs: Asker
-    priorities: Claims
+    inputs: InputProcessor
+    priorities: PriorityResolver
     quotas: Quotas
-    dispatcher: Dispatch
+    dispatcher: Dispatcher
     control: Control
     metrics: Metrics

@@ -1,0 +1,483 @@
+"""The table of requests in flight: which ones wait, where each was sent, and how each ends.
+
+Requests are sent while the nodes have room. The rest wait in the queue of their model and are sent, in order, as others
+end; the pair of nodes is chosen at that moment. Every output is in the table from its arrival to its end, and leaves it
+in one place, ``_remove``: after the last token, a stop string, a failure or loss of a node, the deadline, or an abort.
+The nodes that may still work on it are told at once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Protocol
+
+from common.clock import Clock
+from common.decision_log import Decisions
+from common.errors import ErrorCode, RequestError
+from common.request import Request
+from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
+from gateway.requests.output_processor import OutputStream
+from gateway.workers.pool import WorkerPool
+from gateway.workers.registry import Worker
+from gateway.workers.router import WorkerPair
+
+#: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
+SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
+
+#: The decision log's sentence for a request that is sent, by the number of nodes.
+SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
+
+
+class NodeChannel(Protocol):
+    """The way to the nodes."""
+
+    def send(self, message: Message, incarnation: str) -> bool:
+        """Sends to one node; False if it cannot be reached."""
+        ...
+
+    def drop_soon(self, incarnation: str) -> None:
+        """Removes an unreachable node once the current event is handled, never before this returns."""
+        ...
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Timers(Protocol):
+    """The part of an asyncio event loop that the dispatcher uses."""
+
+    def call_later(self, delay_s: float, act: Callable[[str], None], rid: str, /) -> Timer: ...
+    def call_soon(self, act: Callable[[], None], /) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRequest:
+    """Gateway state of one in-flight request.
+
+    Attributes:
+        timer: fires at its deadline.
+        siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
+        queued: the request as the queue knows it; None if it never waited and its service is not accounted.
+        pair, nodes: None and empty while it waits.
+        attempt: nodes know the request by this number and its rid.
+        failed_at: the node that failed it and need not be told of its end.
+    """
+
+    stream: OutputStream
+    pool: WorkerPool
+    timer: Timer
+    siblings: dict[int, WorkerPair]
+    queued: Request | None = None
+    pair: WorkerPair | None = None
+    nodes: tuple[str, ...] = ()
+    attempt: int = 0
+    is_prefill_counted: bool = False
+    is_evicted: bool = False
+    failed_at: str = ""
+
+    def nodes_to_tell(self, pair: WorkerPair) -> Iterable[str]:
+        """Nodes that may not know that the request has ended."""
+        stream = self.stream
+        if stream.finish and not isinstance(stream.matched, str):
+            is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
+            return (pair.decode,) if is_ended_by_prefill else ()  # it may still wait for pages
+        return (node for node in pair.nodes if node != self.failed_at)
+
+
+class Dispatcher:
+    """Sends requests to nodes and follows each to its end.
+
+    Args:
+        fleets: the nodes, queue and bounds of each model.
+        on_end: called once for every output taken, after it has left the table.
+        first_attempt: attempts are numbered from here. A random start keeps attempts of one gateway apart from those
+            of an earlier one, which nodes remember for a while.
+    """
+
+    def __init__(
+        self, fleets: Iterable[WorkerPool], post: NodeChannel, timers: Timers, clock: Clock,
+        *, on_end: Callable[[OutputStream], None], first_attempt: int = 0,
+    ) -> None:  # fmt: skip
+        self._pools = {pool.model: pool for pool in fleets}
+        self._post = post
+        self._timers = timers
+        self._clock = clock
+        self._on_end = on_end
+        self.decisions = Decisions()
+        self._in_flight: dict[str, InFlightRequest] = {}
+        self._is_shut = False
+        self._is_pump_due = False
+        self._attempts = count(first_attempt)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # ---- arrival ----------------------------------------------------------------------------------------------------
+
+    def dispatch(self, streams: Sequence[OutputStream]) -> None:
+        """Takes the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
+
+        Raises:
+            RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
+        """
+        if self._is_shut:
+            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
+        for stream in streams:
+            if stream.ask.rid in self._in_flight:
+                message = f"rid: a request with the id {stream.ask.rid!r} is in flight"
+                raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
+        pool = self._pools[streams[0].ask.model]
+        now = self._clock.now()
+        self._admit(pool, streams, now)
+        siblings: dict[int, WorkerPair] = {}
+        arrived = [self._enter(stream, pool, siblings, now) for stream in streams]
+        capacity = (
+            max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
+            if pool.queue.is_idle
+            else 0
+        )
+        turn = min(capacity, _num_in_turn(stream.ask.prompt for stream in streams))
+        for request in arrived[turn:capacity]:
+            self._enqueue(request)
+        for request in arrived[capacity:]:
+            self._wait(request, now)
+        if turn < capacity:
+            self.pump_soon()
+        for request in arrived[:turn]:
+            if pool.queue.order.is_charging:
+                self._enqueue(request)  # removed at once, but the policy accounts all service
+            if not self._send_out(request, now):
+                message = "no nodes with a large enough page pool are registered at present"
+                self._fail(request, RequestError(ErrorCode.NO_ROUTE, message))
+
+    def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
+        """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
+        limits = pool.registry.limits
+        if limits is None:
+            raise pool.no_route()
+        max_running = limits.max_running
+        excess = pool.admission.excess(len(streams), max_running)
+        if excess > 0:
+            for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
+                self._evict(victim, streams[0], now)
+        try:
+            pool.admission.admit(len(streams), max_running=max_running, now=now, in_flight=self._streams(pool))
+        except RequestError as error:
+            self.decisions.note(now, streams[0].ask.rid, "refuse", "{}", error.message)
+            raise
+
+    def _enter(
+        self, stream: OutputStream, pool: WorkerPool, siblings: dict[int, WorkerPair], now: float
+    ) -> InFlightRequest:
+        left_s = max(stream.ask.timeout_s - (now - stream.started_at), 0.001)
+        timer = self._timers.call_later(left_s, self._on_deadline, stream.ask.rid)
+        request = self._in_flight[stream.ask.rid] = InFlightRequest(stream, pool, timer, siblings)
+        return request
+
+    def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
+        """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
+        have sent no token yet."""
+        queue = pool.queue
+        sent: list[Request] = []
+        if queue.is_idle and queue.order.rules.is_enabled:
+            others = [other for other in self._in_flight.values() if other.pool is pool]
+            sent = [request_of(other.stream) for other in others if other.pair and not other.stream.ids]
+        return [self._in_flight[victim.rid] for victim in queue.outranked(request, count, sent=sent)]
+
+    def _evict(self, victim: InFlightRequest, other: OutputStream, now: float) -> None:
+        reason = "a more urgent one has taken its place in a full queue"
+        self.decisions.note(now, victim.stream.ask.rid, "evict", "{} came: " + reason, other.ask.rid)
+        victim.is_evicted = True
+        retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
+        message = f"the request waited, and {reason}"
+        self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
+
+    def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
+        return (request.stream for request in self._in_flight.values() if request.pool is pool)
+
+    def _wait(self, request: InFlightRequest, now: float) -> None:
+        rid, queue = request.stream.ask.rid, request.pool.queue
+        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(queue))
+        self._enqueue(request)
+
+    @staticmethod
+    def _enqueue(request: InFlightRequest) -> None:
+        request.queued = request_of(request.stream)
+        request.pool.queue.push(request.queued)
+
+    # ---- to the nodes -----------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Sends waiting requests, in order, as far as the nodes have room."""
+        self._is_pump_due = False
+        now = self._clock.now()
+        for pool in self._pools.values():
+            if (
+                pool.queue.is_idle
+                or (capacity := pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes)) <= 0
+            ):
+                continue
+            waiting = self._first(pool, capacity, now)
+            for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
+                if not self._send_out(self._in_flight[queued.rid], now):
+                    pool.queue.strand(queued, now)
+                    self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
+            if (
+                not pool.queue.is_idle
+                and pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes) > 0
+            ):
+                self.pump_soon()
+
+    def _first(self, pool: WorkerPool, count: int, now: float) -> Sequence[Request]:
+        """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
+        queue = pool.queue
+        before = queue.policy
+        waiting = queue.first(count, now)
+        if queue.policy != before:
+            self.decisions.note(now, "", "adapt", "from {} to {}: {}", before, queue.policy, queue.order.policy.reason)
+        return waiting
+
+    def pump_soon(self) -> None:
+        """Calls ``pump`` once the current events are handled, since many requests may end together."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            self._timers.call_soon(self.pump)
+
+    def nodes_came(self, fleet: WorkerPool) -> None:
+        """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
+        fleet.queue.nodes_came()
+        self.pump_soon()
+
+    def tick(self, now: float) -> None:
+        """Ends requests that have waited too long for nodes to come back."""
+        for pool in self._pools.values():
+            if len(pool.queue):
+                for queued in pool.queue.hopeless(now, is_routable=pool.registry.is_ready):
+                    message = "the nodes that it takes are gone, and no others came while the request waited"
+                    self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
+
+    def _send_out(self, request: InFlightRequest, now: float) -> bool:
+        """Sends a request to a pair chosen now; False if no page pool is large enough."""
+        stream, pool, ask = request.stream, request.pool, request.stream.ask
+        pair = pool.router.choose(
+            pool.registry.prefills,
+            pool.registry.decodes,
+            ask.prompt,
+            num_new=ask.sampling.max_new_tokens,
+            num_expected=ask.expected_output,
+            salt=ask.salt,
+            siblings=request.siblings.get(ask.prompt_number),
+        )
+        if pair is None:
+            return False
+        if request.queued is not None:
+            pool.queue.remove(request.queued)
+            num_input = len(ask.prompt) if pair.prefill is None else pair.num_compute
+            pool.queue.order.admitted(request.queued, num_input=num_input)
+        request.siblings[ask.prompt_number] = request.pair = pair
+        request.nodes = pair.nodes
+        request.attempt = next(self._attempts)
+        request.is_prefill_counted = True
+        stream.sent_at = now
+        stream.is_local_prefill = pair.prefill is None
+        waited_s = max(now - stream.started_at, 0.0)
+        nodes = [pool.registry.nodes[incarnation] for incarnation in pair.nodes]
+        self.decisions.note(now, ask.rid, "send", SENT[len(nodes)], waited_s, *nodes)
+        generate = Generate(
+            rid=ask.rid,
+            attempt=request.attempt,
+            prompt=ask.prompt,
+            sampling=ask.sampling,
+            prefill=None if pair.prefill is None else _peer(nodes[0]),
+            decode=_peer(nodes[-1]),
+            timeout_s=max(ask.timeout_s - waited_s, 0.001),
+            cache_salt=ask.salt,
+            priority=ask.priority,
+            priority_class=ask.priority_class,
+            tenant=ask.tenant,
+            expected_output=ask.expected_output,
+            waited_s=waited_s,
+        )
+        for incarnation in pair.nodes:
+            if not self._post.send(generate, incarnation):
+                pool.registry.leave(incarnation)  # no further request goes there
+                self._post.drop_soon(incarnation)  # ends this request with the node's others
+                break
+        return True
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
+        """Changes the priority or class of requests, in the queue and on the nodes. Returns how many outputs.
+
+        Args:
+            request_id, tenant: as in ``abort_matching``.
+            priority, priority_class: None keeps the present one.
+        """
+        matching = self._matching(request_id, tenant)
+        now = self._clock.now()
+        for request in matching:
+            ask = request.stream.ask
+            priority_now = ask.priority if priority is None else priority
+            class_now = ask.priority_class if priority_class is None else priority_class
+            request.stream.ask = replace(ask, priority=priority_now, priority_class=class_now)
+            self.decisions.note_change(now, ask.rid, (ask.priority, ask.priority_class), (priority_now, class_now))
+            if request.queued is not None:
+                request.pool.queue.change(request.queued, priority_now, class_now)
+            for incarnation in request.nodes:
+                self._post.send(Reprioritize(ask.rid, request.attempt, priority_now, priority_class), incarnation)
+        return len(matching)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def abort(self, rid: str, message: str = "the request was aborted") -> bool:
+        """Ends one request on the client's behalf; False if it is not in flight."""
+        return self._fail_rid(rid, RequestError(ErrorCode.ABORTED, message))
+
+    def abort_matching(self, request_id: str | None, tenant: str = "") -> int:
+        """Ends a request, or all outputs of a batch, by the id that the client knows. Returns how many.
+
+        Args:
+            request_id: None matches all.
+            tenant: a tenant's caller ends only that tenant's requests; empty for a caller without a tenant.
+        """
+        return sum(self.abort(request.stream.ask.rid) for request in self._matching(request_id, tenant))
+
+    def _matching(self, request_id: str | None, tenant: str) -> list[InFlightRequest]:
+        return [
+            request
+            for rid, request in self._in_flight.items()
+            if (request_id is None or request_id in (rid, request.stream.ask.request_id))
+            and (not tenant or request.stream.ask.tenant == tenant)
+        ]
+
+    def shut(self) -> None:
+        """Ends all requests and refuses new ones: the gateway stops."""
+        self._is_shut = True
+        for request in list(self._in_flight.values()):
+            self._fail(request, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
+
+    def fail_internal(self, rid: str) -> None:
+        """Ends a request because handling a message about it raised an unexpected error."""
+        self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
+
+    def _on_deadline(self, rid: str) -> None:
+        request = self._in_flight[rid]
+        message = f"the request's deadline of {request.stream.ask.timeout_s:g} s has passed"
+        self._fail(request, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+        if request.queued is not None:
+            request.pool.queue.order.policy.missed(request.queued)
+
+    def _fail_rid(self, rid: str, error: RequestError) -> bool:
+        request = self._in_flight.get(rid)
+        if request is not None:
+            self._fail(request, error)
+        return request is not None
+
+    def _fail(self, request: InFlightRequest, error: RequestError) -> None:
+        request.stream.fail(error, self._clock.now())
+        self._remove(request)
+
+    def _remove(self, request: InFlightRequest) -> None:
+        """The one way out of the table, for a request whose stream has ended."""
+        stream, pool = request.stream, request.pool
+        del self._in_flight[stream.ask.rid]
+        request.timer.cancel()
+        if request.pair is not None:
+            self._release_nodes(request, request.pair)
+        elif request.queued is not None:
+            pool.queue.remove(request.queued)
+        pool.admission.release(stream.ended_at, is_evicted=request.is_evicted)
+        if not pool.queue.is_idle:
+            self.pump_soon()
+        self._on_end(stream)
+
+    def _release_nodes(self, request: InFlightRequest, pair: WorkerPair) -> None:
+        if request.is_prefill_counted:
+            request.pool.router.prefill_done(pair)
+        request.pool.router.decode_done(pair)
+        abort = Abort(request.stream.ask.rid, request.attempt)
+        for incarnation in request.nodes_to_tell(pair):
+            self._post.send(abort, incarnation)
+
+    # ---- messages of nodes ------------------------------------------------------------------------------------------
+
+    def on_tokens(self, sender: str, message: Tokens) -> None:
+        """Passes tokens to their stream; the sender of tokens that belong to no request is told to stop."""
+        request = self._known(sender, message)
+        if request is None:
+            self._post.send(Abort(message.rid, message.attempt), sender)
+            return
+        if message.index == 0 and request.is_prefill_counted and request.pair is not None:
+            request.is_prefill_counted = False
+            request.pool.router.prefill_done(request.pair)
+        if request.queued is not None:
+            request.pool.queue.order.served(request.queued, num_output=len(message.tokens))
+        request.stream.on_tokens(message, self._clock.now())
+        if request.stream.is_ended:
+            self._remove(request)
+
+    def on_failed(self, sender: str, message: Failed) -> None:
+        request = self._known(sender, message)
+        if request is None:
+            return
+        retry_after_s: float | None = None
+        if message.code is ErrorCode.QUEUE_FULL:
+            admission, in_flight = request.pool.admission, self._streams(request.pool)
+            retry_after_s = message.retry_after_s or admission.retry_after(1, self._clock.now(), in_flight=in_flight)
+        request.failed_at = sender
+        self._fail(request, RequestError(message.code, message.message, retry_after_s=retry_after_s))
+
+    def _known(self, sender: str, message: Tokens | Failed) -> InFlightRequest | None:
+        """The request that a message is about; None if it has ended or the sender does not work on it."""
+        request = self._in_flight.get(message.rid)
+        if request is None or message.attempt != request.attempt or sender not in request.nodes:
+            return None
+        return request
+
+    def lost(self, incarnation: str, name: str) -> None:
+        """Ends the requests of a node that is no longer registered.
+
+        A prefill node is done with a request once the decode node has sent a token; such a request continues.
+        """
+        message = f"node {name} was lost while it worked on the request"
+        for request in list(self._in_flight.values()):
+            if request.pair is None:
+                continue  # it waits for any node
+            is_prefilled = len(request.stream.ids) > 1
+            if incarnation == request.pair.decode or (incarnation == request.pair.prefill and not is_prefilled):
+                self._fail(request, RequestError(ErrorCode.NODE_LOST, message))
+
+
+def request_of(stream: OutputStream) -> Request:
+    """An output as a queue sees it."""
+    ask = stream.ask
+    return Request(
+        rid=ask.rid,
+        attempt=0,
+        prompt=ask.prompt,
+        sampling=ask.sampling,
+        salt=ask.salt,
+        priority=ask.priority,
+        priority_class=ask.priority_class,
+        tenant=ask.tenant,
+        expected_output=ask.expected_output,
+        arrived_at=stream.started_at,
+        deadline_at=stream.started_at + ask.timeout_s,
+    )
+
+
+def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
+    """How many of these prompts are sent in one turn; at least one."""
+    num_tokens = 0
+    for number, prompt in enumerate(islice(prompts, SENT_AT_ONCE)):
+        num_tokens += len(prompt)
+        if num_tokens > TOKENS_AT_ONCE:
+            return max(number, 1)
+    return SENT_AT_ONCE
+
+
+def _peer(node: Worker) -> Peer:
+    return Peer(node.name, node.incarnation, node.register.address)

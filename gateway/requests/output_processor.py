@@ -1,0 +1,261 @@
+"""One output on its way to the client: token messages become text, in order, and end exactly once.
+
+The prefill node sends the first token and the decode node the rest, over two connections, so the second message may
+arrive first. Each message carries the index of its first token; early messages wait. Text is released only when no stop
+string can begin in it any more. Ids and log-probabilities cover every token that was generated and counted; text ends
+before a stop string and without the stop token.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import RequestError
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.wire.messages import Tokens
+from gateway.detokenizer import Detokenizer
+from gateway.text.stop_strings import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One output that a client wants, validated and in token ids.
+
+    Attributes:
+        rid: unique among the requests in flight.
+        request_id: id of the HTTP request; the same for all outputs of a batch.
+        prompt: token ids, at least one.
+        model: name of the served model.
+        prompt_number: index of the prompt within the HTTP request; samples of one prompt share it.
+        echo: text of the prompt to show before the output, or empty.
+        judged_from: index of the first prompt token to list with log-probabilities; that first token has none.
+        is_prompt_only: the client wants prompt log-probabilities only. Nodes generate one token; it is not shown.
+        stops: stop strings; none is empty.
+        keep_stop: the stop string or token is shown.
+        salt: separates prefix caches; requests share cached pages only under the same salt.
+        priority, is_priority_named: higher is more urgent; and whether the client set one.
+        priority_class, tenant: empty for none.
+        expected_output: predicted number of output tokens; 0 without a prediction.
+        timeout_s: deadline, counted from the request's arrival.
+    """
+
+    rid: str
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    model: str = ""
+    prompt_number: int = 0
+    echo: str = ""
+    judged_from: int | None = None
+    is_prompt_only: bool = False
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False
+    skip_special: bool = True
+    salt: str = ""
+    priority: int = 0
+    is_priority_named: bool = False
+    priority_class: str = ""
+    tenant: str = ""
+    expected_output: int = 0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an output has gained since the last ``take``; ``first`` is the index of its first token."""
+
+    text: str
+    first: int
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    is_last: bool
+
+
+@dataclass(slots=True, eq=False)
+class OutputStream:
+    """One output. Written by the dispatcher, read by an HTTP handler.
+
+    Args:
+        number: index among the outputs of its HTTP request.
+        new_detokenizer: called when the first token arrives.
+        wake: called with the stream whenever there is something new to read.
+        on_gap: called with the mean time between tokens, in seconds, and how many tokens came in it.
+
+    Attributes:
+        ids, logprobs: every output token so far.
+        prompt_logprobs: of the prompt, from ``judged_from`` on; set with the first token.
+        finish: "stop" or "length" after a normal end.
+        matched: the token id or stop string that ended it.
+        error: the reason of a failure.
+        is_local_prefill: the decode node computes the prompt too.
+        started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
+    """
+
+    ask: GenerateRequest
+    number: int
+    new_detokenizer: Callable[[], Detokenizer]
+    wake: Callable[["OutputStream"], None]
+    started_at: float
+    on_gap: Callable[[float, int], None] | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: str = ""
+    matched: int | str | None = None
+    error: RequestError | None = None
+    is_local_prefill: bool = False
+    cached_tokens: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    sent_at: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    ended_at: float = 0.0
+    _text: list[str] = field(default_factory=list)
+    _num_text_taken: int = 0
+    _num_ids_taken: int = 0
+    _early: dict[int, Tokens] = field(default_factory=dict)
+    _detokenizer: Detokenizer | None = None
+    _stops: StopMatcher | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.ended_at > 0.0
+
+    @property
+    def text(self) -> str:
+        """The whole text released so far."""
+        return "".join(self._text)
+
+    def on_tokens(self, message: Tokens, now: float) -> None:
+        """Takes one token message, and early ones that it completes."""
+        if self.is_ended:
+            return
+        known = len(self.ids)
+        if message.index > known:
+            self._early[message.index] = message
+            return
+        self._append(message, known - message.index, now)
+        while self._early and not self.is_ended:
+            early = self._early.pop(len(self.ids), None)
+            if early is None:
+                break
+            self._append(early, 0, now)
+        self.wake(self)
+
+    def fail(self, error: RequestError, now: float) -> None:
+        """Ends the output with an error, unless it has ended already."""
+        if not self.is_ended:
+            self.error = error
+            self._end(now)
+            self.wake(self)
+
+    def take(self) -> Delta | None:
+        """What is new since the last call, or None. An ended output gives its last delta once."""
+        first, num_text = self._num_ids_taken, self._num_text_taken
+        if first == len(self.ids) and num_text == len(self._text) and not self.is_ended:
+            return None
+        self._num_ids_taken, self._num_text_taken = len(self.ids), len(self._text)
+        text = self._text[num_text] if len(self._text) == num_text + 1 else "".join(self._text[num_text:])
+        return Delta(text, first, self.ids[first:], self.logprobs[first:], self.is_ended)
+
+    def _append(self, message: Tokens, num_known: int, now: float) -> None:
+        if message.index == 0 and not self.first_at:
+            self.first_at = now
+            self.cached_tokens = message.cached_tokens
+            self.prompt_logprobs = message.prompt_logprobs
+        elif self.on_gap is not None and len(message.tokens) > num_known:
+            count = len(message.tokens) - num_known
+            self.on_gap((now - self.last_at) / count, count)
+        self.last_at = now
+        if message.timings:
+            self.timings.update(message.timings)
+        if self.ask.is_prompt_only:
+            self._finish("length", now)
+            return
+        tokens = message.tokens[num_known:]
+        logprobs = message.logprobs[num_known:]
+        is_hidden = message.finish == "stop" and not self.ask.keep_stop
+        num_taken = self._show(tokens[:-1] if is_hidden else tokens)
+        if self.matched is None:
+            num_taken = len(tokens)
+        self.ids.extend(tokens[:num_taken])
+        self.logprobs.extend(logprobs[:num_taken])
+        if self.matched is not None:
+            self._finish("stop", now)
+        elif message.finish:
+            if message.finish == "stop" and message.tokens:
+                self.matched = message.tokens[-1]
+            self._finish(message.finish, now)
+
+    def _show(self, tokens: tuple[int, ...]) -> int:
+        """Turns tokens into text; returns how many it took before a stop string was complete."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            detokenizer = self._detokenizer = self.new_detokenizer()
+            if self.ask.stops:
+                self._stops = StopMatcher(self.ask.stops, is_kept=self.ask.keep_stop)
+        stops = self._stops
+        if stops is None:
+            self._add(detokenizer.push(tokens))
+            return len(tokens)
+        for i, token in enumerate(tokens):
+            text = detokenizer.push((token,))
+            if len(self.ids) + i < self.ask.sampling.min_tokens:
+                self._add(text)  # too early to stop
+                continue
+            self._add(stops.push(text))
+            if stops.matched is not None:
+                self.matched = stops.matched
+                return i + 1
+        return len(tokens)
+
+    def _finish(self, reason: str, now: float) -> None:
+        stops = self._stops
+        tail = "" if self._detokenizer is None else self._detokenizer.flush()
+        if stops is not None:
+            self._add(stops.push(tail))
+            self._add(stops.flush())
+            if stops.matched is not None:
+                reason, self.matched = "stop", stops.matched
+        else:
+            self._add(tail)
+        self.finish = reason
+        self._end(now)
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._text.append(text)
+
+    def _end(self, now: float) -> None:
+        assert not self.is_ended, "an output ends once"
+        self.ended_at = max(now, 1e-9)
+        self._early.clear()
+
+
+class OutputEvents:
+    """Collects the outputs of one HTTP request that have something new.
+
+    Args:
+        only_ends: report an output only once it has ended.
+    """
+
+    def __init__(self, *, only_ends: bool) -> None:
+        self._only_ends = only_ends
+        self._changed: dict[int, OutputStream] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self, stream: OutputStream) -> None:
+        if self._only_ends and not stream.is_ended:
+            return
+        self._changed[stream.number] = stream
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def changed(self) -> list[OutputStream]:
+        """Waits until an output has something new; returns all that have, each once."""
+        if not self._changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        changed, self._changed = list(self._changed.values()), {}
+        return changed

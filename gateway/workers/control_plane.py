@@ -1,0 +1,319 @@
+"""The gateway's side of the control plane: nodes that register and go, and their messages.
+
+One bound socket for the nodes of all models, read from the event loop. Requests are the dispatcher's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+
+from common.clock import Clock
+from common.wire.mailbox import PROBE_EVERY_S, Letter, Mailbox
+from common.wire.messages import (  # fmt: skip
+    Decision,
+    Decisions,
+    Deregister,
+    Failed,
+    Flush,
+    Flushed,
+    GetDecisions,
+    Heartbeat,
+    Message,
+    Pairs,
+    Ping,
+    Register,
+    Registered,
+    Tokens,
+    Unknown,
+)
+from gateway.requests.dispatcher import Dispatcher
+from gateway.workers.pool import WorkerPool, WorkerPools
+from gateway.workers.registry import Worker
+from gateway.workers.rpc import Questions
+
+log = logging.getLogger(__name__)
+
+RECEIVE_AT_ONCE = 1_000
+#: A node with the name of a registered one waits this long for the old one's loss to be noticed, before it is refused.
+NAMESAKE_WAIT_S = 0.5
+
+
+class Listener(Protocol):
+    """Receives what a ``MailboxChannel`` hears."""
+
+    def on_letter(self, letter: Letter) -> None: ...
+    def on_disconnect(self) -> None: ...
+    def on_unreachable(self, incarnation: str) -> None: ...
+
+
+class MailboxChannel:
+    """The socket to all nodes, watched by the running event loop.
+
+    Args:
+        bind: ``tcp://host:port`` of the mailbox.
+    """
+
+    def __init__(self, mailbox: Mailbox, bind: str) -> None:
+        self._mailbox = mailbox
+        self._host = bind.removeprefix("tcp://").rpartition(":")[0]
+        self._loop = asyncio.get_running_loop()
+        self._fds = [int(socket.get(zmq.FD)) for socket in mailbox.sockets]
+        self._listener: Listener | None = None
+        self._is_drain_due = False
+        self._is_closed = False
+
+    def start(self, listener: Listener) -> None:
+        """Begins to listen."""
+        self._listener = listener
+        messages, connections = self._fds
+        self._loop.add_reader(messages, self.drain)
+        self._loop.add_reader(connections, listener.on_disconnect)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._mailbox.close()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` that nodes dial."""
+        return f"{self._host}:{self._mailbox.address.rpartition(':')[2]}"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_probing(self) -> bool:
+        """A look for lost peers must be repeated soon."""
+        return self._mailbox.is_probing
+
+    def send(self, message: Message, incarnation: str) -> bool:
+        """Sends to one node; False if it cannot be reached."""
+        self.drain_soon()
+        return self._mailbox.send(message, target=incarnation)
+
+    def drop_soon(self, incarnation: str) -> None:
+        """Reports a node as unreachable once the current event is handled."""
+        self._loop.call_soon(self._report_unreachable, incarnation)
+
+    def lost(self, incarnations: list[str]) -> list[str]:
+        """Those of the nodes whose connection has closed."""
+        return self._mailbox.lost(incarnations)
+
+    def drain(self) -> None:
+        """Passes on the messages that have arrived."""
+        self._is_drain_due = False
+        if self._is_closed or self._listener is None:
+            return
+        letters = self._mailbox.receive(RECEIVE_AT_ONCE)
+        for letter in letters:
+            self._listener.on_letter(letter)
+        if len(letters) == RECEIVE_AT_ONCE:
+            self.drain_soon()
+
+    def drain_soon(self) -> None:
+        """Calls ``drain`` soon. Each use of the socket may swallow the edge that announces input."""
+        if not self._is_drain_due:
+            self._is_drain_due = True
+            self._loop.call_soon(self.drain)
+
+    def _report_unreachable(self, incarnation: str) -> None:
+        if not self._is_closed and self._listener is not None:
+            self._listener.on_unreachable(incarnation)
+
+
+class Control:
+    """Keeps the registries up to date and passes the nodes' messages to the dispatcher.
+
+    Args:
+        fleets: the nodes of each model; registered and removed only here.
+    """
+
+    def __init__(self, channel: MailboxChannel, fleets: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:
+        self.fleets = fleets
+        self._channel = channel
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._questions = Questions(channel.send)
+        self._is_probe_due = False
+        self._is_stopping = False
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
+            Tokens: dispatcher.on_tokens,
+            Failed: dispatcher.on_failed,
+            Heartbeat: self._on_heartbeat,
+            Pairs: self._on_pairs,
+            Register: self._on_register,
+            Deregister: self._on_leave,
+            Flushed: self._questions.answered,
+            Decisions: self._questions.answered,
+            Ping: lambda sender, message: None,
+        }
+
+    def start(self) -> None:
+        """Begins to listen."""
+        self._channel.start(self)
+        self._tick()
+
+    def begin_stop(self) -> None:
+        """From now on the gateway is not ready for requests."""
+        self._is_stopping = True
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping
+
+    def close(self) -> None:
+        """Stops listening. Requests must have ended before."""
+        assert not self._dispatcher.num_in_flight
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        self._channel.close()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` that nodes dial."""
+        return self._channel.address
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+
+    def on_letter(self, letter: Letter) -> None:
+        """Handles one message; an unexpected error ends the request that it is about and no other."""
+        try:
+            self._handlers[type(letter.message)](letter.sender, letter.message)
+        except Exception:
+            log.exception("a %s message failed", type(letter.message).__name__)
+            self._dispatcher.fail_internal(getattr(letter.message, "rid", ""))
+
+    def on_disconnect(self) -> None:
+        """Removes the nodes whose connections have closed, after the messages that they sent before."""
+        self._channel.drain()
+        self._channel.drain_soon()
+        for incarnation in self._channel.lost([node.incarnation for node in self.fleets.nodes()]):
+            self.lose(incarnation)
+        if self._channel.is_probing and not self._is_probe_due:
+            self._is_probe_due = True
+            self._loop.call_later(PROBE_EVERY_S, self._probe_again)
+
+    def on_unreachable(self, incarnation: str) -> None:
+        self.lose(incarnation)
+
+    def _probe_again(self) -> None:
+        self._is_probe_due = False
+        if not self._channel.is_closed:
+            self.on_disconnect()
+
+    def _tick(self) -> None:
+        self._tick_handle = self._loop.call_later(1.0, self._tick)
+        self.on_disconnect()  # reads waiting heartbeats first, however late the loop is
+        for fleet in self.fleets:
+            for incarnation in fleet.registry.silent(self._clock.now()):
+                self.lose(incarnation)
+        self._dispatcher.tick(self._clock.now())
+
+    def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
+        fleet = self.fleets.of(sender)
+        if fleet is None:
+            self._channel.send(Unknown(), sender)
+        else:
+            fleet.registry.heard(sender, self._clock.now(), message)
+
+    def _on_pairs(self, sender: str, message: Pairs) -> None:
+        fleet = self.fleets.of(sender)
+        if fleet is None:
+            return
+        node = fleet.registry.nodes[sender]
+        for pair in message.pairs:
+            if pair.problem and pair.incarnation not in node.failed_peers:
+                log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
+        if fleet.registry.set_pairs(sender, message.pairs):
+            self._dispatcher.nodes_came(fleet)
+
+    def _on_register(self, sender: str, message: Register) -> None:
+        namesake = self.fleets.namesake(message)
+        if namesake is None or namesake.incarnation == sender:
+            self._admit(sender, message)
+        elif self._channel.send(Ping(), namesake.incarnation):  # the old node may have died a moment ago
+            self._loop.call_later(NAMESAKE_WAIT_S, self._admit, sender, message)
+        else:
+            self.lose(namesake.incarnation)
+            self._admit(sender, message)
+
+    def _admit(self, sender: str, message: Register) -> None:
+        if self._channel.is_closed:
+            return
+        known_in = self.fleets.of(sender)
+        if known_in is not None:  # it has reconnected and ended all its requests
+            self._forget(known_in, sender, message.name)
+        answer = self.fleets.register(sender, message, self._clock.now())
+        if not self._channel.send(answer, sender):
+            self.lose(sender)
+        elif isinstance(answer, Registered):
+            if known_in is None:
+                log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
+                self._dispatcher.nodes_came(self.fleets[message.model])
+        else:
+            log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
+            if known_in is not None:
+                known_in.registry.remove(sender)
+
+    def _on_leave(self, sender: str, message: Deregister) -> None:
+        fleet = self.fleets.of(sender)
+        if fleet is not None:
+            fleet.registry.leave(sender)
+
+    def lose(self, incarnation: str) -> None:
+        """Removes a node that is gone or cannot be reached, and ends its requests."""
+        fleet = self.fleets.of(incarnation)
+        node = fleet.registry.remove(incarnation) if fleet is not None else None
+        if fleet is None or node is None:
+            return
+        log.info("%s node %s is gone", node.register.role, node.name)
+        self._forget(fleet, incarnation, node.name)
+
+    def _forget(self, fleet: WorkerPool, incarnation: str, name: str) -> None:
+        """Clears the state of a node that is no longer registered, and ends its requests."""
+        fleet.router.forget(incarnation)
+        self._questions.gone(incarnation)
+        self._dispatcher.lost(incarnation, name)
+
+    # ---- for the admin endpoints ------------------------------------------------------------------------------------
+
+    async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
+        """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
+        nodes = self.fleets.nodes()
+        for fleet in self.fleets:
+            fleet.router.forget_prefixes()
+        answers = await self._questions.ask([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
+        pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
+        return [(node, pages.get(node.incarnation)) for node in nodes]
+
+    async def decisions(self, node: Worker, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
+        """The last decisions of a node, newest last; None if it did not answer."""
+        answers = await self._questions.ask([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
+        answer = answers.get(node.incarnation)
+        return None if answer is None else answer.decisions[-limit:]
+
+    def describe(self, node: Worker) -> dict[str, Any]:
+        """One row of ``GET /v1/workers``."""
+        register, heartbeat = node.register, node.heartbeat
+        fleet = self.fleets[register.model]
+        return {
+            "name": node.name,
+            "role": register.role,
+            "model": register.model,
+            "incarnation": node.incarnation,
+            "starts": node.starts,
+            "is_leaving": node.is_leaving,
+            "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
+            "load_tokens": fleet.router.load(node.incarnation),
+            "register": register,
+            "heartbeat": heartbeat,
+            "pairs": node.pairs,
+        }

@@ -1,0 +1,96 @@
+"""The pure parts of one served model: its workers, router, admission and queue.
+
+Several models behind one gateway share only the two ports: a worker belongs to the model that it registers for.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from common.config.gateway import GatewayConfig
+from common.errors import ErrorCode, RequestError
+from common.plugins import load_policy
+from common.scheduling.policies.factory import make_order
+from common.wire.messages import Refused, Register, Registered
+from gateway.requests.admission import Admission
+from gateway.requests.request_queue import RequestQueue
+from gateway.workers.registry import Registry, Worker
+from gateway.workers.router import Router
+
+MAX_QUEUED_REQUESTS = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerPool:
+    """Attributes:
+    model: name of the served model.
+    """
+
+    model: str
+    registry: Registry
+    router: Router
+    admission: Admission
+    queue: RequestQueue
+
+    def no_route(self) -> RequestError:
+        """The error while the workers cannot serve a request."""
+        message = f"no {self.registry.lacking} is registered for the model {self.model!r} at present"
+        return RequestError(ErrorCode.NO_ROUTE, message)
+
+
+def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPool:
+    """The parts of one served model as configured.
+
+    Args:
+        num_token_ids: size of the gateway's tokenizer; nodes know at least as many ids.
+    """
+    registry = Registry(
+        model=model,
+        num_token_ids=num_token_ids,
+        heartbeat_s=config.heartbeat_interval,
+        lost_after_s=config.heartbeat_timeout,
+        needs_prefill=config.local_prefill != "always",
+    )
+    router = Router(
+        local_prefill=config.local_prefill,
+        local_threshold=config.local_prefill_threshold,
+        max_dispatch_ahead=config.gateway_lookahead,
+    )
+    max_queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
+    order = make_order(config, own_policy=load_policy(config.schedule_policy))
+    return WorkerPool(
+        model, registry, router, Admission(max_queued), RequestQueue(order, patience_s=config.heartbeat_timeout)
+    )
+
+
+class WorkerPools:
+    """The pools of all served models."""
+
+    def __init__(self, fleets: Iterable[WorkerPool]) -> None:
+        self._by_model = {fleet.model: fleet for fleet in fleets}
+
+    def __iter__(self) -> Iterator[WorkerPool]:
+        return iter(self._by_model.values())
+
+    def __getitem__(self, model: str) -> WorkerPool:
+        return self._by_model[model]
+
+    def nodes(self) -> list[Worker]:
+        """All registered workers."""
+        return [node for fleet in self for node in fleet.registry.nodes.values()]
+
+    def of(self, incarnation: str) -> WorkerPool | None:
+        """The pool of a registered worker."""
+        return next((fleet for fleet in self if incarnation in fleet.registry.nodes), None)
+
+    def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
+        """Adds a worker to the pool of its model, or refuses it."""
+        fleet = self._by_model.get(register.model)
+        if fleet is None:
+            served = ", ".join(repr(name) for name in self._by_model)
+            return Refused(f"this gateway serves {served}, the node {register.name} has {register.model!r}")
+        return fleet.registry.register(incarnation, register, now)
+
+    def namesake(self, register: Register) -> Worker | None:
+        """The registered worker with the same model and name."""
+        fleet = self._by_model.get(register.model)
+        return None if fleet is None else fleet.registry.named(register.name)
