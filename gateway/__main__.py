@@ -11,7 +11,7 @@ from common.config.cli import resolve
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from gateway.server import Gateway
-from gateway.workers.model_files import model_folders
+from gateway.workers.served_models import model_folders
 
 log = logging.getLogger("gateway")
 

@@ -22,19 +22,19 @@ from common.wire.address import in_url
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
 from common.wire.process_id import new_incarnation
-from gateway.generate import GenerateRoutes, settle
-from gateway.http.admin import Queries
+from gateway.http.admin import AdminRoutes
 from gateway.http.app import HttpServer
-from gateway.http.auth import make_callers
+from gateway.http.auth import make_authenticator
+from gateway.http.generate import GenerateRoutes, settle
 from gateway.http.limits import MAX_VALUES, BodyLimits
+from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
-from gateway.services import Services
-from gateway.workers.control_plane import Control, MailboxChannel
+from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import load_models
 
@@ -62,7 +62,7 @@ class Gateway:
         self._config = config
         self._models = load_models(config, folders)
         self._inputs = InputProcessor(self._models, request_timeout_s=config.request_timeout)
-        self._callers = make_callers(config)
+        self._authenticator = make_authenticator(config)
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
         self._quotas = Quotas(parse_quotas(config.tenant_quotas))
         self._clock = MonotonicClock()
@@ -76,17 +76,17 @@ class Gateway:
         """Opens both ports. Raises ConfigError naming the flags of a port that cannot be bound."""
         config = self._config
         mailbox, channel = self._open_channel()
-        fleets = WorkerPools(model.fleet for model in self._models.values())
-        self._metrics = Metrics(list(fleets), mailbox.dropped, starvation_bound_s=config.starvation_bound)
+        pools = WorkerPools(model.pool for model in self._models.values())
+        self._metrics = Metrics(list(pools), mailbox.dropped, starvation_bound_s=config.starvation_bound)
         self._dispatcher = Dispatcher(
-            fleets,
+            pools,
             channel,
             asyncio.get_running_loop(),
             self._clock,
             on_end=self._ended,
             first_attempt=secrets.randbits(31),
         )
-        self._control = Control(channel, fleets, self._dispatcher, self._clock)
+        self._control = ControlPlane(channel, pools, self._dispatcher, self._clock)
         services = Services(
             config=config,
             clock=self._clock,
@@ -99,8 +99,8 @@ class Gateway:
             metrics=self._metrics,
         )
         self._http = HttpServer(
-            GenerateRoutes(services).routes() | Queries(services).routes(),
-            callers=self._callers,
+            GenerateRoutes(services).routes() | AdminRoutes(services).routes(),
+            authenticator=self._authenticator,
             limits=self._body_limits,
             observer=self._metrics,
         )
@@ -155,12 +155,12 @@ class Gateway:
 
     def _max_values(self) -> int:
         """Values that a body may have: all token ids of the longest possible prompt, or ``MAX_VALUES``."""
-        limits = [model.fleet.registry.limits for model in self._models.values()]
+        limits = [model.pool.registry.limits for model in self._models.values()]
         return max([MAX_VALUES, *(known.context_length for known in limits if known is not None)])
 
     def _ended(self, stream: OutputStream) -> None:
         """Counts an ended output, charges its tenant and teaches the predictor."""
-        request = stream.ask
+        request = stream.request
         self._metrics.ended(stream)
         settle(self._quotas, stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:

@@ -13,9 +13,9 @@ from common.config.gateway import GatewayConfig
 from common.config.options import options_of
 from common.errors import ErrorCode, RequestError
 from gateway.http.app import HttpCall, Route, json_response
-from gateway.http.protocol import AbortRequest, Codec, Detokenize, Reprioritized, Tokenize, refuse
-from gateway.services import Services
-from gateway.workers.served_models import Model
+from gateway.http.protocol import AbortRequest, Codec, DetokenizeRequest, PriorityChange, TokenizeRequest, refuse
+from gateway.http.services import Services
+from gateway.workers.served_models import ServedModel
 
 FLUSH_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
@@ -24,7 +24,7 @@ OWN_DECISIONS = "gateway"
 DECISIONS, MAX_DECISIONS = 100, 1_000
 
 
-class Queries:
+class AdminRoutes:
     """Handlers of the endpoints that generate nothing."""
 
     def __init__(self, services: Services) -> None:
@@ -60,7 +60,7 @@ class Queries:
     async def _one_model(self, call: HttpCall) -> web.Response:
         return json_response(self._described(self._services.inputs.model(below(call, "/v1/models/"))))
 
-    def _described(self, model: Model) -> dict[str, Any]:
+    def _described(self, model: ServedModel) -> dict[str, Any]:
         return {
             "id": model.name,
             "object": "model",
@@ -70,7 +70,7 @@ class Queries:
         }
 
     async def _tokenize(self, call: HttpCall) -> web.Response:
-        body = self._codec.decode(Tokenize, call.body)
+        body = self._codec.decode(TokenizeRequest, call.body)
         model = self._services.inputs.model(body.model)
         given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
@@ -100,7 +100,7 @@ class Queries:
         )
 
     async def _detokenize(self, call: HttpCall) -> web.Response:
-        body = self._codec.decode(Detokenize, call.body)
+        body = self._codec.decode(DetokenizeRequest, call.body)
         model = self._services.inputs.model(body.model)
         tokens: list[Any] = body.tokens
         is_batch = bool(tokens) and isinstance(tokens[0], list)
@@ -124,7 +124,7 @@ class Queries:
         rid, _, what = below(call, "/v1/requests/").rpartition("/")
         if what != "priority":
             raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
-        body = self._codec.decode(Reprioritized, call.body)
+        body = self._codec.decode(PriorityChange, call.body)
         change = self._services.priorities.change(body.priority, body.priority_class)
         count = self._services.dispatcher.reprioritize(rid, call.tenant, *change)
         if not count:
@@ -150,9 +150,9 @@ class Queries:
     async def _ready(self, call: HttpCall) -> web.Response:
         if self._services.control.is_stopping:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
-        ready = {model.name: model.fleet.registry.is_ready for model in self._services.models}
+        ready = {model.name: model.pool.registry.is_ready for model in self._services.models}
         if not any(ready.values()):
-            raise self._services.models[0].fleet.no_route()
+            raise self._services.models[0].pool.no_route()
         return json_response({"status": "ready", "models": ready})
 
     async def _metrics_text(self, call: HttpCall) -> web.Response:
@@ -166,18 +166,18 @@ class Queries:
         config = {key: value for key, value in values.items() if key not in known or not known[key].is_secret}
         first = self._services.models[0]
         models = {
-            model.name: {"is_ready": model.fleet.registry.is_ready, "limits": model.fleet.registry.limits}
+            model.name: {"is_ready": model.pool.registry.is_ready, "limits": model.pool.registry.limits}
             for model in self._services.models
         }
         return json_response(
             {
-                "version": own_version(),
+                "version": baton_version(),
                 "model": first.name,
                 "uptime_s": round(self._services.clock.now() - self._started_at, 3),
                 "num_in_flight": self._services.dispatcher.num_in_flight,
                 "is_ready": any(model["is_ready"] for model in models.values()),
                 "control_address": self._services.control.address,
-                "limits": first.fleet.registry.limits,
+                "limits": first.pool.registry.limits,
                 "models": models,
                 "config": config,
             }
@@ -186,12 +186,12 @@ class Queries:
     async def _workers(self, call: HttpCall) -> web.Response:
         return json_response(
             {
-                "workers": [self._services.control.describe(node) for node in self._services.control.fleets.nodes()],
+                "workers": [self._services.control.describe(node) for node in self._services.control.pools.nodes()],
                 "num_in_flight": self._services.dispatcher.num_in_flight,
-                "num_waiting": sum(len(model.fleet.queue) for model in self._services.models),
+                "num_waiting": sum(len(model.pool.queue) for model in self._services.models),
                 "model": self._services.models[0].name,
                 "models": [model.name for model in self._services.models],
-                "is_ready": any(model.fleet.registry.is_ready for model in self._services.models),
+                "is_ready": any(model.pool.registry.is_ready for model in self._services.models),
             }
         )
 
@@ -203,7 +203,7 @@ class Queries:
         if name == OWN_DECISIONS:
             own = self._services.dispatcher.decisions.last(limit, self._services.clock.now())
             return json_response({"worker": name, "decisions": [decided._asdict() for decided in own]})
-        nodes = [node for node in self._services.control.fleets.nodes() if name in (node.incarnation, node.name)]
+        nodes = [node for node in self._services.control.pools.nodes() if name in (node.incarnation, node.name)]
         if not nodes:
             raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
         told = await self._services.control.decisions(nodes[0], limit, ANSWER_TIMEOUT_S)
@@ -229,13 +229,13 @@ def limit_of(call: HttpCall) -> int:
     return int(text)
 
 
-def context_length(model: Model) -> int | None:
+def context_length(model: ServedModel) -> int | None:
     """Tokens of prompt and output together, as the nodes have it; None while there are none."""
-    limits = model.fleet.registry.limits
+    limits = model.pool.registry.limits
     return limits.context_length if limits else None
 
 
-def own_version() -> str:
+def baton_version() -> str:
     try:
         return version("baton")
     except PackageNotFoundError:

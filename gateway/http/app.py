@@ -99,10 +99,10 @@ class HttpServer:
     """
 
     def __init__(
-        self, routes: Mapping[str, Route], *, callers: Authenticator, limits: BodyLimits, observer: HttpObserver
+        self, routes: Mapping[str, Route], *, authenticator: Authenticator, limits: BodyLimits, observer: HttpObserver
     ) -> None:
         self._routes = routes
-        self._callers = callers
+        self._authenticator = authenticator
         self._limits = limits
         self._observer = observer
         self._is_stopping = False
@@ -151,7 +151,7 @@ class HttpServer:
         return "other"
 
     async def _route(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        tenant = self._callers.tenant(request.headers, is_open=path in OPEN_PATHS)
+        tenant = self._authenticator.tenant(request.headers, is_open=path in OPEN_PATHS)
         route = self._routes.get(path)
         if route is None:
             raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")

@@ -72,7 +72,7 @@ class Authenticator:
         return hmac.digest(self._secret, digest, "sha256")
 
 
-def make_callers(config: GatewayConfig) -> Authenticator:
+def make_authenticator(config: GatewayConfig) -> Authenticator:
     """As the configuration wants them. Raises ConfigError: the file of keys cannot be used."""
     hashes = {} if config.tenant_keys is None else read_keys(Path(config.tenant_keys))
     if config.api_key and hashlib.sha256(config.api_key.encode()).hexdigest() in hashes:

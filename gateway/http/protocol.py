@@ -39,7 +39,7 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Unknown fields are refused."""
 
 
-class Sampling(_Strict, kw_only=True):
+class SamplingFields(_Strict, kw_only=True):
     """Sampling fields that all endpoints share. None stands for the model's default."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
@@ -66,7 +66,7 @@ class StreamOptions(_Strict, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAI(Sampling, kw_only=True):
+class OpenAIRequest(SamplingFields, kw_only=True):
     """What the two OpenAI endpoints share."""
 
     model: str | None = None
@@ -92,7 +92,7 @@ class OpenAI(Sampling, kw_only=True):
     prompt_cache_retention: Any = None
 
 
-class Completion(OpenAI, kw_only=True):
+class CompletionRequest(OpenAIRequest, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: Prompts
@@ -128,7 +128,7 @@ class ChatMessage(_Strict, kw_only=True):
     annotations: Any = None
 
 
-class Chat(OpenAI, kw_only=True):
+class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
@@ -151,7 +151,7 @@ class Chat(OpenAI, kw_only=True):
     verbosity: Any = None
 
 
-class NativeSampling(Sampling, kw_only=True):
+class NativeSamplingParams(SamplingFields, kw_only=True):
     """``sampling_params`` of ``POST /generate``, in SGLang's names; ours of the OpenAI endpoints are understood too."""
 
     max_new_tokens: Count | None = None  # 0: the prompt is only judged
@@ -170,12 +170,12 @@ class NativeSampling(Sampling, kw_only=True):
     stream_interval: int | None = None
 
 
-class Native(_Strict, kw_only=True):
+class NativeRequest(_Strict, kw_only=True):
     """``POST /generate``."""
 
     text: Texts | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    sampling_params: NativeSamplingParams | list[NativeSamplingParams] | None = None
     stream: bool | None = None
     rid: Rid | list[Rid] | None = None
     return_logprob: bool | None = None
@@ -202,7 +202,7 @@ class Native(_Strict, kw_only=True):
     background: bool | None = None
 
 
-class Tokenize(_Strict, kw_only=True):
+class TokenizeRequest(_Strict, kw_only=True):
     """``POST /tokenize``: a text, texts, or messages that the chat template renders."""
 
     model: str | None = None
@@ -214,7 +214,7 @@ class Tokenize(_Strict, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Detokenize(_Strict, kw_only=True):
+class DetokenizeRequest(_Strict, kw_only=True):
     """``POST /detokenize``: one list of token ids, or several."""
 
     model: str | None = None
@@ -229,7 +229,7 @@ class AbortRequest(_Strict, kw_only=True):
     abort_all: bool = False
 
 
-class Reprioritized(_Strict, kw_only=True):
+class PriorityChange(_Strict, kw_only=True):
     """``POST /v1/requests/ID/priority``: at least one of the two."""
 
     priority: Priority | None = None

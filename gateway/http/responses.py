@@ -45,9 +45,9 @@ def usage(relays: Sequence[OutputStream]) -> dict[str, Any]:
     """OpenAI's ``usage``, over all outputs of a request: a prompt counts once, whatever the number of its samples."""
     prompts: dict[int, tuple[int, int]] = {}
     for relay in relays:
-        number, cached = relay.ask.prompt_number, relay.cached_tokens
+        number, cached = relay.request.prompt_number, relay.cached_tokens
         known = prompts.get(number)  # the sample that came first computed what its siblings found cached
-        prompts[number] = (len(relay.ask.prompt), cached if known is None else min(known[1], cached))
+        prompts[number] = (len(relay.request.prompt), cached if known is None else min(known[1], cached))
     prompt = sum(length for length, _ in prompts.values())
     completion = sum(len(relay.ids) for relay in relays)
     return {
@@ -58,19 +58,19 @@ def usage(relays: Sequence[OutputStream]) -> dict[str, Any]:
     }
 
 
-def judged_prompt(relay: OutputStream) -> list[tuple[int, TokenLogprobs | None]]:
+def prompt_logprob_entries(relay: OutputStream) -> list[tuple[int, TokenLogprobs | None]]:
     """The prompt's tokens from where the client wants them, with what the nodes said; nothing about the first."""
-    first = relay.ask.judged_from
+    first = relay.request.logprob_start
     if first is None:
         return []
-    return list(zip(relay.ask.prompt[first:], chain([None], relay.prompt_logprobs, repeat(None)), strict=False))
+    return list(zip(relay.request.prompt[first:], chain([None], relay.prompt_logprobs, repeat(None)), strict=False))
 
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
-class _OpenAIRender:
+class _OpenAIFormatter:
     """Shared by both OpenAI endpoints.
 
     Args:
@@ -99,7 +99,7 @@ class _OpenAIRender:
 
     def chunk(self, relay: OutputStream, delta: Delta) -> bytes:
         """One stream chunk; empty if there's nothing to show yet."""
-        is_echo = delta.first == 0 and bool(relay.ask.echo)
+        is_echo = delta.first == 0 and bool(relay.request.echo)
         if not delta.text and not delta.is_last and not is_echo and (self._is_plain or not delta.ids):
             return b""
         if self._is_plain and not delta.is_last and not is_echo and not self._usage:
@@ -150,7 +150,7 @@ class _OpenAIRender:
         return choice
 
 
-class CompletionRender(_OpenAIRender):
+class CompletionFormatter(_OpenAIFormatter):
     """``text_completion``."""
 
     kind = chunk_kind = "text_completion"
@@ -160,7 +160,7 @@ class CompletionRender(_OpenAIRender):
         return b',"choices":[{"index":%d,"text":' % number
 
     def _chunk_choice(self, relay: OutputStream, delta: Delta) -> dict[str, Any]:
-        text = relay.ask.echo + delta.text if delta.first == 0 else delta.text
+        text = relay.request.echo + delta.text if delta.first == 0 else delta.text
         choice = {"index": relay.number, "text": text, "logprobs": self._logprobs(relay, delta)}
         return self._finish(relay, choice, delta.ids, delta.is_last)
 
@@ -172,7 +172,7 @@ class CompletionRender(_OpenAIRender):
             return None
         judged = list(zip(delta.ids, delta.logprobs, strict=False))
         if delta.first == 0:
-            judged = judged_prompt(relay) + judged
+            judged = prompt_logprob_entries(relay) + judged
         offset = self._offsets.get(relay.number, 0)
         tokens: list[str] = []
         values: list[float | None] = []
@@ -196,7 +196,7 @@ class CompletionRender(_OpenAIRender):
         return tops
 
 
-class ChatRender(_OpenAIRender):
+class ChatFormatter(_OpenAIFormatter):
     """``chat.completion`` and its chunks."""
 
     kind = "chat.completion"
@@ -237,7 +237,7 @@ class ChatRender(_OpenAIRender):
         return {"token": piece.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(piece)}
 
 
-class NativeRender:
+class NativeFormatter:
     """Answers and stream events of ``/generate``.
 
     Args:
@@ -273,9 +273,9 @@ class NativeRender:
 
     def _meta(self, relay: OutputStream, first: int) -> dict[str, Any]:
         meta: dict[str, Any] = {
-            "id": relay.ask.rid,
+            "id": relay.request.rid,
             "finish_reason": finish_reason(relay),
-            "prompt_tokens": len(relay.ask.prompt),
+            "prompt_tokens": len(relay.request.prompt),
             "completion_tokens": len(relay.ids),
             "cached_tokens": relay.cached_tokens,
         }
@@ -284,7 +284,7 @@ class NativeRender:
             meta["output_token_logprobs"] = [self._entry(token, entry) for token, entry in entries if entry is not None]
             meta["output_top_logprobs"] = [self._tops(entry) for _, entry in entries if entry is not None]
             if first == 0:
-                prompt = judged_prompt(relay)
+                prompt = prompt_logprob_entries(relay)
                 meta["input_token_logprobs"] = [self._entry(token, entry) for token, entry in prompt]
                 meta["input_top_logprobs"] = [None if entry is None else self._tops(entry) for _, entry in prompt]
         if relay.is_ended:

@@ -29,7 +29,7 @@ SSE_HEADERS = {
 Made = TypeVar("Made")
 
 
-class Render(Protocol):
+class ResponseFormatter(Protocol):
     """One way to write outputs down; see ``gateway.http.responses``."""
 
     def first(self, relays: Sequence[OutputStream]) -> bytes: ...
@@ -38,7 +38,7 @@ class Render(Protocol):
     def answer(self, relays: Sequence[OutputStream]) -> Any: ...
 
 
-async def whole(relays: list[OutputStream], events: OutputEvents, render: Render) -> web.Response:
+async def whole(relays: list[OutputStream], events: OutputEvents, render: ResponseFormatter) -> web.Response:
     """Waits for all outputs; the first error is everybody's."""
     num_open = len(relays)
     while num_open:
@@ -58,7 +58,7 @@ async def _made(num_judged: int, make: Callable[[], Made]) -> Made:
 
 
 async def stream(
-    request: web.BaseRequest, relays: list[OutputStream], events: OutputEvents, render: Render
+    request: web.BaseRequest, relays: list[OutputStream], events: OutputEvents, render: ResponseFormatter
 ) -> web.StreamResponse:
     """Server-sent events. Nothing is sent before there is something, so that an early failure has its status."""
     changed = await events.changed()
@@ -68,7 +68,7 @@ async def stream(
     response = web.StreamResponse(headers=SSE_HEADERS)
     await response.prepare(request)
     try:
-        async with asyncio.timeout(relays[0].ask.timeout_s + STALL_S):
+        async with asyncio.timeout(relays[0].request.timeout_s + STALL_S):
             try:
                 await _write_events(response, relays, changed, events, render)
             except ConnectionError:
@@ -90,7 +90,7 @@ async def _write_events(
     relays: list[OutputStream],
     changed: list[OutputStream],
     events: OutputEvents,
-    render: Render,
+    render: ResponseFormatter,
 ) -> None:
     out = [render.first(relays)]
     num_open = len(relays)

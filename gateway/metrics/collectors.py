@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from common.errors import RequestError
-from gateway.metrics.queue_metrics import SECONDS, Waits
+from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -25,9 +25,9 @@ STAGES = {
     "prefill_queue_s": "prefill_queue",
     "prefill_s": "prefill",
     "decode_queue_s": "decode_queue",
-    "prompt_wait_s": "prompt_wait",
+    "prompt_wait_s": "prefill_wait",
     "transfer_s": "transfer",
-    "join_s": "join",
+    "join_s": "batch_join",
 }
 
 
@@ -65,14 +65,14 @@ class Metrics:
     """All series.
 
     Args:
-        fleets: the models served, with their nodes.
+        pools: the models served, with their nodes.
         dropped: counts of control messages dropped, by reason.
         starvation_bound_s: whoever waits longer starves.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, fleets: Sequence[WorkerPool], dropped: Totals[str], *, starvation_bound_s: float) -> None:
+    def __init__(self, pools: Sequence[WorkerPool], dropped: Totals[str], *, starvation_bound_s: float) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._answers = self._counter("baton_http_answers_total", "HTTP answers by path and status.", "path", "status")
@@ -83,12 +83,12 @@ class Metrics:
             "baton_outputs_total", "Outputs ended: stop, length, or an error's code.", "model", "end"
         )
         in_flight = Gauge("baton_requests_in_flight", "Outputs under way.", ["model"], registry=self._registry)
-        for fleet in fleets:
-            in_flight.labels(fleet.model).set_function(partial(getattr, fleet.admission, "num_in_flight"))
-        self._series = self._all_series([fleet.model for fleet in fleets])
-        self._waits = Waits(fleets, starvation_bound_s=starvation_bound_s)
+        for pool in pools:
+            in_flight.labels(pool.model).set_function(partial(getattr, pool.admission, "num_in_flight"))
+        self._series = self._all_series([pool.model for pool in pools])
+        self._waits = QueueMetrics(pools, starvation_bound_s=starvation_bound_s)
         self._registry.register(self._waits)
-        self._registry.register(_NodeCollector(fleets, dropped))
+        self._registry.register(_NodeCollector(pools, dropped))
         self._registry.register(_GapCollector({model: series.gaps for model, series in self._series.items()}))
         self._labelled: dict[tuple[str, int], Counter] = {}
         self._ends: dict[tuple[str, str], Counter] = {}
@@ -152,20 +152,20 @@ class Metrics:
 
     def disconnected(self, relay: OutputStream) -> None:
         """The client of an output has gone before its end."""
-        self._series[relay.ask.model].disconnects.inc()
+        self._series[relay.request.model].disconnects.inc()
 
     def ended(self, relay: OutputStream) -> None:
         """One output has ended."""
         self._waits.ended(relay)
-        series = self._series[relay.ask.model]
-        end = (relay.ask.model, relay.finish or (str(relay.error.code) if relay.error else ""))
+        series = self._series[relay.request.model]
+        end = (relay.request.model, relay.finish or (str(relay.error.code) if relay.error else ""))
         counter = self._ends.get(end)
         if counter is None:
             counter = self._ends[end] = self._outputs.labels(*end)
         counter.inc()
         if relay.is_local_prefill:
             series.local_prefills.inc()
-        series.prompt_tokens.inc(len(relay.ask.prompt))
+        series.prompt_tokens.inc(len(relay.request.prompt))
         if relay.cached_tokens:
             series.cached_tokens.inc(relay.cached_tokens)
         series.output_tokens.inc(len(relay.ids))
@@ -203,17 +203,17 @@ class _NodeCollector:
 
     LABELS = ("model", "node", "role")
 
-    def __init__(self, fleets: Sequence[WorkerPool], dropped: Totals[str]) -> None:
-        self._fleets = fleets
+    def __init__(self, pools: Sequence[WorkerPool], dropped: Totals[str]) -> None:
+        self._pools = pools
         self._dropped = dropped
 
     def collect(self) -> Iterator[Metric]:
-        nodes = [node for fleet in self._fleets for node in fleet.registry.nodes.values()]
+        nodes = [node for pool in self._pools for node in pool.registry.nodes.values()]
         roles = GaugeMetricFamily("baton_nodes", "Registered nodes by role.", labels=["model", "role"])
-        for fleet in self._fleets:
+        for pool in self._pools:
             for role in ("prefill", "decode"):
-                count = sum(node.register.role == role for node in fleet.registry.nodes.values())
-                roles.add_metric([fleet.model, role], count)
+                count = sum(node.register.role == role for node in pool.registry.nodes.values())
+                roles.add_metric([pool.model, role], count)
         yield roles
         pages = GaugeMetricFamily("baton_node_pages", "Pages of a node's pool.", labels=self.LABELS)
         for node in nodes:
@@ -237,7 +237,9 @@ class _NodeCollector:
                 )
         yield pairs
         yield from self._totals(nodes)
-        dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
+        dropped = CounterMetricFamily(
+            "baton_control_messages_dropped", "ControlPlane messages dropped.", labels=["reason"]
+        )
         for reason, count in self._dropped.items():
             dropped.add_metric([reason], count)
         yield dropped

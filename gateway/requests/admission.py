@@ -116,7 +116,7 @@ def _seconds_left(stream: OutputStream) -> float:
 
     Without a predicted length, it is assumed to grow to twice its present length, within its maximum.
     """
-    num_tokens, request = len(stream.ids), stream.ask
+    num_tokens, request = len(stream.ids), stream.request
     num_left = request.expected_output - num_tokens
     if num_left <= 0:
         num_left = min(num_tokens, request.sampling.max_new_tokens - num_tokens)

@@ -89,18 +89,18 @@ class Dispatcher:
     """Sends requests to nodes and follows each to its end.
 
     Args:
-        fleets: the nodes, queue and bounds of each model.
+        pools: the nodes, queue and bounds of each model.
         on_end: called once for every output taken, after it has left the table.
         first_attempt: attempts are numbered from here. A random start keeps attempts of one gateway apart from those
             of an earlier one, which nodes remember for a while.
     """
 
     def __init__(
-        self, fleets: Iterable[WorkerPool], post: NodeChannel, timers: Timers, clock: Clock,
+        self, pools: Iterable[WorkerPool], channel: NodeChannel, timers: Timers, clock: Clock,
         *, on_end: Callable[[OutputStream], None], first_attempt: int = 0,
     ) -> None:  # fmt: skip
-        self._pools = {pool.model: pool for pool in fleets}
-        self._post = post
+        self._pools = {pool.model: pool for pool in pools}
+        self._channel = channel
         self._timers = timers
         self._clock = clock
         self._on_end = on_end
@@ -125,32 +125,32 @@ class Dispatcher:
         if self._is_shut:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         for stream in streams:
-            if stream.ask.rid in self._in_flight:
-                message = f"rid: a request with the id {stream.ask.rid!r} is in flight"
+            if stream.request.rid in self._in_flight:
+                message = f"rid: a request with the id {stream.request.rid!r} is in flight"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
-        pool = self._pools[streams[0].ask.model]
+        pool = self._pools[streams[0].request.model]
         now = self._clock.now()
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
-        arrived = [self._enter(stream, pool, siblings, now) for stream in streams]
+        flights = [self._enter(stream, pool, siblings, now) for stream in streams]
         capacity = (
             max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
             if pool.queue.is_idle
             else 0
         )
-        turn = min(capacity, _num_in_turn(stream.ask.prompt for stream in streams))
-        for request in arrived[turn:capacity]:
-            self._enqueue(request)
-        for request in arrived[capacity:]:
-            self._wait(request, now)
+        turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
+        for flight in flights[turn:capacity]:
+            self._enqueue(flight)
+        for flight in flights[capacity:]:
+            self._wait(flight, now)
         if turn < capacity:
             self.pump_soon()
-        for request in arrived[:turn]:
+        for flight in flights[:turn]:
             if pool.queue.order.is_charging:
-                self._enqueue(request)  # removed at once, but the policy accounts all service
-            if not self._send_out(request, now):
+                self._enqueue(flight)  # removed at once, but the policy accounts all service
+            if not self._send_out(flight, now):
                 message = "no nodes with a large enough page pool are registered at present"
-                self._fail(request, RequestError(ErrorCode.NO_ROUTE, message))
+                self._fail(flight, RequestError(ErrorCode.NO_ROUTE, message))
 
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
         """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
@@ -165,16 +165,16 @@ class Dispatcher:
         try:
             pool.admission.admit(len(streams), max_running=max_running, now=now, in_flight=self._streams(pool))
         except RequestError as error:
-            self.decisions.note(now, streams[0].ask.rid, "refuse", "{}", error.message)
+            self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
             raise
 
     def _enter(
         self, stream: OutputStream, pool: WorkerPool, siblings: dict[int, WorkerPair], now: float
     ) -> InFlightRequest:
-        left_s = max(stream.ask.timeout_s - (now - stream.started_at), 0.001)
-        timer = self._timers.call_later(left_s, self._on_deadline, stream.ask.rid)
-        request = self._in_flight[stream.ask.rid] = InFlightRequest(stream, pool, timer, siblings)
-        return request
+        left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
+        timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
+        flight = self._in_flight[stream.request.rid] = InFlightRequest(stream, pool, timer, siblings)
+        return flight
 
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
@@ -184,28 +184,28 @@ class Dispatcher:
         if queue.is_idle and queue.order.rules.is_enabled:
             others = [other for other in self._in_flight.values() if other.pool is pool]
             sent = [request_of(other.stream) for other in others if other.pair and not other.stream.ids]
-        return [self._in_flight[victim.rid] for victim in queue.outranked(request, count, sent=sent)]
+        return [self._in_flight[victim.rid] for victim in queue.eviction_candidates(request, count, sent=sent)]
 
     def _evict(self, victim: InFlightRequest, other: OutputStream, now: float) -> None:
         reason = "a more urgent one has taken its place in a full queue"
-        self.decisions.note(now, victim.stream.ask.rid, "evict", "{} came: " + reason, other.ask.rid)
+        self.decisions.note(now, victim.stream.request.rid, "evict", "{} came: " + reason, other.request.rid)
         victim.is_evicted = True
         retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
         message = f"the request waited, and {reason}"
         self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
-        return (request.stream for request in self._in_flight.values() if request.pool is pool)
+        return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
 
-    def _wait(self, request: InFlightRequest, now: float) -> None:
-        rid, queue = request.stream.ask.rid, request.pool.queue
+    def _wait(self, flight: InFlightRequest, now: float) -> None:
+        rid, queue = flight.stream.request.rid, flight.pool.queue
         self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(queue))
-        self._enqueue(request)
+        self._enqueue(flight)
 
     @staticmethod
-    def _enqueue(request: InFlightRequest) -> None:
-        request.queued = request_of(request.stream)
-        request.pool.queue.push(request.queued)
+    def _enqueue(flight: InFlightRequest) -> None:
+        flight.queued = request_of(flight.stream)
+        flight.pool.queue.push(flight.queued)
 
     # ---- to the nodes -----------------------------------------------------------------------------------------------
 
@@ -245,65 +245,65 @@ class Dispatcher:
             self._is_pump_due = True
             self._timers.call_soon(self.pump)
 
-    def nodes_came(self, fleet: WorkerPool) -> None:
+    def nodes_came(self, pool: WorkerPool) -> None:
         """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
-        fleet.queue.nodes_came()
+        pool.queue.nodes_came()
         self.pump_soon()
 
     def tick(self, now: float) -> None:
         """Ends requests that have waited too long for nodes to come back."""
         for pool in self._pools.values():
             if len(pool.queue):
-                for queued in pool.queue.hopeless(now, is_routable=pool.registry.is_ready):
+                for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
                     message = "the nodes that it takes are gone, and no others came while the request waited"
                     self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
 
-    def _send_out(self, request: InFlightRequest, now: float) -> bool:
+    def _send_out(self, flight: InFlightRequest, now: float) -> bool:
         """Sends a request to a pair chosen now; False if no page pool is large enough."""
-        stream, pool, ask = request.stream, request.pool, request.stream.ask
+        stream, pool, request = flight.stream, flight.pool, flight.stream.request
         pair = pool.router.choose(
             pool.registry.prefills,
             pool.registry.decodes,
-            ask.prompt,
-            num_new=ask.sampling.max_new_tokens,
-            num_expected=ask.expected_output,
-            salt=ask.salt,
-            siblings=request.siblings.get(ask.prompt_number),
+            request.prompt,
+            num_new=request.sampling.max_new_tokens,
+            num_expected=request.expected_output,
+            salt=request.salt,
+            siblings=flight.siblings.get(request.prompt_number),
         )
         if pair is None:
             return False
-        if request.queued is not None:
-            pool.queue.remove(request.queued)
-            num_input = len(ask.prompt) if pair.prefill is None else pair.num_compute
-            pool.queue.order.admitted(request.queued, num_input=num_input)
-        request.siblings[ask.prompt_number] = request.pair = pair
-        request.nodes = pair.nodes
-        request.attempt = next(self._attempts)
-        request.is_prefill_counted = True
+        if flight.queued is not None:
+            pool.queue.remove(flight.queued)
+            num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
+            pool.queue.order.admitted(flight.queued, num_input=num_input)
+        flight.siblings[request.prompt_number] = flight.pair = pair
+        flight.nodes = pair.nodes
+        flight.attempt = next(self._attempts)
+        flight.is_prefill_counted = True
         stream.sent_at = now
         stream.is_local_prefill = pair.prefill is None
         waited_s = max(now - stream.started_at, 0.0)
         nodes = [pool.registry.nodes[incarnation] for incarnation in pair.nodes]
-        self.decisions.note(now, ask.rid, "send", SENT[len(nodes)], waited_s, *nodes)
+        self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         generate = Generate(
-            rid=ask.rid,
-            attempt=request.attempt,
-            prompt=ask.prompt,
-            sampling=ask.sampling,
+            rid=request.rid,
+            attempt=flight.attempt,
+            prompt=request.prompt,
+            sampling=request.sampling,
             prefill=None if pair.prefill is None else _peer(nodes[0]),
             decode=_peer(nodes[-1]),
-            timeout_s=max(ask.timeout_s - waited_s, 0.001),
-            cache_salt=ask.salt,
-            priority=ask.priority,
-            priority_class=ask.priority_class,
-            tenant=ask.tenant,
-            expected_output=ask.expected_output,
+            timeout_s=max(request.timeout_s - waited_s, 0.001),
+            cache_salt=request.salt,
+            priority=request.priority,
+            priority_class=request.priority_class,
+            tenant=request.tenant,
+            expected_output=request.expected_output,
             waited_s=waited_s,
         )
         for incarnation in pair.nodes:
-            if not self._post.send(generate, incarnation):
+            if not self._channel.send(generate, incarnation):
                 pool.registry.leave(incarnation)  # no further request goes there
-                self._post.drop_soon(incarnation)  # ends this request with the node's others
+                self._channel.drop_soon(incarnation)  # ends this request with the node's others
                 break
         return True
 
@@ -316,19 +316,21 @@ class Dispatcher:
             request_id, tenant: as in ``abort_matching``.
             priority, priority_class: None keeps the present one.
         """
-        matching = self._matching(request_id, tenant)
+        flights = self._matching(request_id, tenant)
         now = self._clock.now()
-        for request in matching:
-            ask = request.stream.ask
-            priority_now = ask.priority if priority is None else priority
-            class_now = ask.priority_class if priority_class is None else priority_class
-            request.stream.ask = replace(ask, priority=priority_now, priority_class=class_now)
-            self.decisions.note_change(now, ask.rid, (ask.priority, ask.priority_class), (priority_now, class_now))
-            if request.queued is not None:
-                request.pool.queue.change(request.queued, priority_now, class_now)
-            for incarnation in request.nodes:
-                self._post.send(Reprioritize(ask.rid, request.attempt, priority_now, priority_class), incarnation)
-        return len(matching)
+        for flight in flights:
+            request = flight.stream.request
+            priority_now = request.priority if priority is None else priority
+            class_now = request.priority_class if priority_class is None else priority_class
+            flight.stream.request = replace(request, priority=priority_now, priority_class=class_now)
+            self.decisions.note_change(
+                now, request.rid, (request.priority, request.priority_class), (priority_now, class_now)
+            )
+            if flight.queued is not None:
+                flight.pool.queue.change(flight.queued, priority_now, class_now)
+            for incarnation in flight.nodes:
+                self._channel.send(Reprioritize(request.rid, flight.attempt, priority_now, priority_class), incarnation)
+        return len(flights)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -343,99 +345,99 @@ class Dispatcher:
             request_id: None matches all.
             tenant: a tenant's caller ends only that tenant's requests; empty for a caller without a tenant.
         """
-        return sum(self.abort(request.stream.ask.rid) for request in self._matching(request_id, tenant))
+        return sum(self.abort(flight.stream.request.rid) for flight in self._matching(request_id, tenant))
 
     def _matching(self, request_id: str | None, tenant: str) -> list[InFlightRequest]:
         return [
-            request
-            for rid, request in self._in_flight.items()
-            if (request_id is None or request_id in (rid, request.stream.ask.request_id))
-            and (not tenant or request.stream.ask.tenant == tenant)
+            flight
+            for rid, flight in self._in_flight.items()
+            if (request_id is None or request_id in (rid, flight.stream.request.request_id))
+            and (not tenant or flight.stream.request.tenant == tenant)
         ]
 
     def shut(self) -> None:
         """Ends all requests and refuses new ones: the gateway stops."""
         self._is_shut = True
-        for request in list(self._in_flight.values()):
-            self._fail(request, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
+        for flight in list(self._in_flight.values()):
+            self._fail(flight, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
 
     def fail_internal(self, rid: str) -> None:
         """Ends a request because handling a message about it raised an unexpected error."""
         self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _on_deadline(self, rid: str) -> None:
-        request = self._in_flight[rid]
-        message = f"the request's deadline of {request.stream.ask.timeout_s:g} s has passed"
-        self._fail(request, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
-        if request.queued is not None:
-            request.pool.queue.order.policy.missed(request.queued)
+        flight = self._in_flight[rid]
+        message = f"the request's deadline of {flight.stream.request.timeout_s:g} s has passed"
+        self._fail(flight, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+        if flight.queued is not None:
+            flight.pool.queue.order.policy.missed(flight.queued)
 
     def _fail_rid(self, rid: str, error: RequestError) -> bool:
-        request = self._in_flight.get(rid)
-        if request is not None:
-            self._fail(request, error)
-        return request is not None
+        flight = self._in_flight.get(rid)
+        if flight is not None:
+            self._fail(flight, error)
+        return flight is not None
 
-    def _fail(self, request: InFlightRequest, error: RequestError) -> None:
-        request.stream.fail(error, self._clock.now())
-        self._remove(request)
+    def _fail(self, flight: InFlightRequest, error: RequestError) -> None:
+        flight.stream.fail(error, self._clock.now())
+        self._remove(flight)
 
-    def _remove(self, request: InFlightRequest) -> None:
+    def _remove(self, flight: InFlightRequest) -> None:
         """The one way out of the table, for a request whose stream has ended."""
-        stream, pool = request.stream, request.pool
-        del self._in_flight[stream.ask.rid]
-        request.timer.cancel()
-        if request.pair is not None:
-            self._release_nodes(request, request.pair)
-        elif request.queued is not None:
-            pool.queue.remove(request.queued)
-        pool.admission.release(stream.ended_at, is_evicted=request.is_evicted)
+        stream, pool = flight.stream, flight.pool
+        del self._in_flight[stream.request.rid]
+        flight.timer.cancel()
+        if flight.pair is not None:
+            self._release_nodes(flight, flight.pair)
+        elif flight.queued is not None:
+            pool.queue.remove(flight.queued)
+        pool.admission.release(stream.ended_at, is_evicted=flight.is_evicted)
         if not pool.queue.is_idle:
             self.pump_soon()
         self._on_end(stream)
 
-    def _release_nodes(self, request: InFlightRequest, pair: WorkerPair) -> None:
-        if request.is_prefill_counted:
-            request.pool.router.prefill_done(pair)
-        request.pool.router.decode_done(pair)
-        abort = Abort(request.stream.ask.rid, request.attempt)
-        for incarnation in request.nodes_to_tell(pair):
-            self._post.send(abort, incarnation)
+    def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        if flight.is_prefill_counted:
+            flight.pool.router.prefill_done(pair)
+        flight.pool.router.decode_done(pair)
+        abort = Abort(flight.stream.request.rid, flight.attempt)
+        for incarnation in flight.nodes_to_tell(pair):
+            self._channel.send(abort, incarnation)
 
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
         """Passes tokens to their stream; the sender of tokens that belong to no request is told to stop."""
-        request = self._known(sender, message)
-        if request is None:
-            self._post.send(Abort(message.rid, message.attempt), sender)
+        flight = self._known(sender, message)
+        if flight is None:
+            self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        if message.index == 0 and request.is_prefill_counted and request.pair is not None:
-            request.is_prefill_counted = False
-            request.pool.router.prefill_done(request.pair)
-        if request.queued is not None:
-            request.pool.queue.order.served(request.queued, num_output=len(message.tokens))
-        request.stream.on_tokens(message, self._clock.now())
-        if request.stream.is_ended:
-            self._remove(request)
+        if message.index == 0 and flight.is_prefill_counted and flight.pair is not None:
+            flight.is_prefill_counted = False
+            flight.pool.router.prefill_done(flight.pair)
+        if flight.queued is not None:
+            flight.pool.queue.order.served(flight.queued, num_output=len(message.tokens))
+        flight.stream.on_tokens(message, self._clock.now())
+        if flight.stream.is_ended:
+            self._remove(flight)
 
     def on_failed(self, sender: str, message: Failed) -> None:
-        request = self._known(sender, message)
-        if request is None:
+        flight = self._known(sender, message)
+        if flight is None:
             return
         retry_after_s: float | None = None
         if message.code is ErrorCode.QUEUE_FULL:
-            admission, in_flight = request.pool.admission, self._streams(request.pool)
+            admission, in_flight = flight.pool.admission, self._streams(flight.pool)
             retry_after_s = message.retry_after_s or admission.retry_after(1, self._clock.now(), in_flight=in_flight)
-        request.failed_at = sender
-        self._fail(request, RequestError(message.code, message.message, retry_after_s=retry_after_s))
+        flight.failed_at = sender
+        self._fail(flight, RequestError(message.code, message.message, retry_after_s=retry_after_s))
 
     def _known(self, sender: str, message: Tokens | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""
-        request = self._in_flight.get(message.rid)
-        if request is None or message.attempt != request.attempt or sender not in request.nodes:
+        flight = self._in_flight.get(message.rid)
+        if flight is None or message.attempt != flight.attempt or sender not in flight.nodes:
             return None
-        return request
+        return flight
 
     def lost(self, incarnation: str, name: str) -> None:
         """Ends the requests of a node that is no longer registered.
@@ -443,29 +445,29 @@ class Dispatcher:
         A prefill node is done with a request once the decode node has sent a token; such a request continues.
         """
         message = f"node {name} was lost while it worked on the request"
-        for request in list(self._in_flight.values()):
-            if request.pair is None:
+        for flight in list(self._in_flight.values()):
+            if flight.pair is None:
                 continue  # it waits for any node
-            is_prefilled = len(request.stream.ids) > 1
-            if incarnation == request.pair.decode or (incarnation == request.pair.prefill and not is_prefilled):
-                self._fail(request, RequestError(ErrorCode.NODE_LOST, message))
+            is_prefilled = len(flight.stream.ids) > 1
+            if incarnation == flight.pair.decode or (incarnation == flight.pair.prefill and not is_prefilled):
+                self._fail(flight, RequestError(ErrorCode.NODE_LOST, message))
 
 
 def request_of(stream: OutputStream) -> Request:
     """An output as a queue sees it."""
-    ask = stream.ask
+    request = stream.request
     return Request(
-        rid=ask.rid,
+        rid=request.rid,
         attempt=0,
-        prompt=ask.prompt,
-        sampling=ask.sampling,
-        salt=ask.salt,
-        priority=ask.priority,
-        priority_class=ask.priority_class,
-        tenant=ask.tenant,
-        expected_output=ask.expected_output,
+        prompt=request.prompt,
+        sampling=request.sampling,
+        salt=request.salt,
+        priority=request.priority,
+        priority_class=request.priority_class,
+        tenant=request.tenant,
+        expected_output=request.expected_output,
         arrived_at=stream.started_at,
-        deadline_at=stream.started_at + ask.timeout_s,
+        deadline_at=stream.started_at + request.timeout_s,
     )
 
 

@@ -20,20 +20,20 @@ from gateway.http.protocol import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     NO_EFFECT,
-    Chat,
+    ChatCompletionRequest,
     ChatMessage,
-    Completion,
-    Native,
-    NativeSampling,
-    OpenAI,
-    Sampling,
+    CompletionRequest,
+    NativeRequest,
+    NativeSamplingParams,
+    OpenAIRequest,
+    SamplingFields,
     refuse,
 )
-from gateway.requests.output_processor import GenerateRequest
+from gateway.requests.generate_request import GenerateRequest
 from gateway.text.chat_template import RESERVED
 from gateway.text.tokenizer import LIST_IDS, LONG_CHARACTERS, LONG_IDS
 from gateway.workers.registry import ServingLimits
-from gateway.workers.served_models import Model
+from gateway.workers.served_models import ServedModel
 
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
@@ -57,7 +57,7 @@ Made = TypeVar("Made")
 class _Context:
     """What every request made from one body shares."""
 
-    model: Model
+    model: ServedModel
     limits: ServingLimits
     tenant: str
     request_id: str
@@ -65,7 +65,7 @@ class _Context:
     @property
     def max_outputs(self) -> int:
         """Outputs that can be in flight at once."""
-        return self.limits.max_running + self.model.fleet.admission.max_queued
+        return self.limits.max_running + self.model.pool.admission.max_queued
 
 
 class InputProcessor:
@@ -78,7 +78,7 @@ class InputProcessor:
         request_timeout_s: deadline of requests that set none.
     """
 
-    def __init__(self, models: Mapping[str, Model], *, request_timeout_s: float) -> None:
+    def __init__(self, models: Mapping[str, ServedModel], *, request_timeout_s: float) -> None:
         self._models = models
         self._request_timeout_s = request_timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -87,7 +87,7 @@ class InputProcessor:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def model(self, name: str | None) -> Model:
+    def model(self, name: str | None) -> ServedModel:
         """The model with this name, or the default. Raises RequestError if the gateway does not serve it."""
         if name is None:
             return next(iter(self._models.values()))
@@ -100,7 +100,9 @@ class InputProcessor:
 
     # ---- one method for each kind of body ---------------------------------------------------------------------------
 
-    async def completion(self, body: Completion, model: Model, tenant: str, request_id: str) -> list[GenerateRequest]:
+    async def completion(
+        self, body: CompletionRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
         context = self._context(model, tenant, request_id)
@@ -122,7 +124,9 @@ class InputProcessor:
             await self._yield_after(i)
         return requests
 
-    async def chat(self, body: Chat, model: Model, tenant: str, request_id: str) -> list[GenerateRequest]:
+    async def chat(
+        self, body: ChatCompletionRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> list[GenerateRequest]:
         """One request for each sample; the messages pass through the model's chat template."""
         _check_no_effect(body)
         context = self._context(model, tenant, request_id)
@@ -140,7 +144,9 @@ class InputProcessor:
         _check_prompt(ids, context.limits, "messages")
         return _samples(self._openai_request(context, body, request_id, ids, None, logprobs), body.n or 1)
 
-    async def native(self, body: Native, model: Model, tenant: str, request_id: str) -> list[GenerateRequest]:
+    async def native(
+        self, body: NativeRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
         context = self._context(model, tenant, request_id)
@@ -152,7 +158,7 @@ class InputProcessor:
         is_batch = is_list_of_prompts(given)
         prompts = _split_prompts(given, param)
         count = len(prompts)
-        sampling = NativeSampling() if body.sampling_params is None else body.sampling_params
+        sampling = NativeSamplingParams() if body.sampling_params is None else body.sampling_params
         params = _broadcast(sampling, count, is_batch, "sampling_params")
         starts = _broadcast(body.logprob_start_len, count, is_batch, "logprob_start_len")
         num_samples = params[0].n or 1
@@ -177,16 +183,16 @@ class InputProcessor:
         return requests
 
     @staticmethod
-    def _context(model: Model, tenant: str, request_id: str) -> _Context:
-        limits = model.fleet.registry.limits
+    def _context(model: ServedModel, tenant: str, request_id: str) -> _Context:
+        limits = model.pool.registry.limits
         if limits is None:
-            raise model.fleet.no_route()
+            raise model.pool.no_route()
         return _Context(model, limits, tenant, request_id)
 
     # ---- text and token ids -----------------------------------------------------------------------------------------
 
     async def render(
-        self, model: Model, messages: list[ChatMessage], add_generation_prompt: bool | None,
+        self, model: ServedModel, messages: list[ChatMessage], add_generation_prompt: bool | None,
         kwargs: dict[str, Any] | None,
     ) -> str:  # fmt: skip
         """Messages through the model's chat template. Raises RequestError."""
@@ -208,7 +214,7 @@ class InputProcessor:
         num_parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in messages)
         return await self._on_thread(rendered) if num_parts > MANY_PARTS else rendered()
 
-    async def tokenize(self, model: Model, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    async def tokenize(self, model: ServedModel, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text. A long text is tokenized on the thread; many short ones yield to the event loop."""
         if len(text) <= LONG_CHARACTERS:
             self._num_characters += len(text) + CALL_CHARACTERS
@@ -220,7 +226,7 @@ class InputProcessor:
             lambda: model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
         )
 
-    async def detokenize(self, model: Model, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+    async def detokenize(self, model: ServedModel, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
         """Texts of lists of token ids; many ids are decoded on the thread."""
         if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
             return [model.tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
@@ -271,7 +277,7 @@ class InputProcessor:
         return request if request.sampling.logprobs is None else _with_prompt_logprobs(request, 0, "logprobs")
 
     def _openai_request(
-        self, context: _Context, body: OpenAI, rid: str, prompt: Sequence[int], default_max: int | None,
+        self, context: _Context, body: OpenAIRequest, rid: str, prompt: Sequence[int], default_max: int | None,
         logprobs: int | None,
     ) -> GenerateRequest:  # fmt: skip
         limits = context.limits
@@ -283,7 +289,13 @@ class InputProcessor:
         return self._request(context, body, rid, prompt, sampling, body)
 
     def _native_request(
-        self, context: _Context, body: Native, params: NativeSampling, rid: str, prompt: Sequence[int], prefix: str
+        self,
+        context: _Context,
+        body: NativeRequest,
+        params: NativeSamplingParams,
+        rid: str,
+        prompt: Sequence[int],
+        prefix: str,
     ) -> GenerateRequest:
         _check_no_effect(params, prefix)
         given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
@@ -299,8 +311,8 @@ class InputProcessor:
         return dataclasses.replace(request, is_prompt_only=True) if given == 0 else request
 
     def _request(
-        self, context: _Context, body: OpenAI | Native, rid: str, prompt: Sequence[int], sampling: SamplingParams,
-        options: Sampling, prefix: str = "",
+        self, context: _Context, body: OpenAIRequest | NativeRequest, rid: str, prompt: Sequence[int],
+        sampling: SamplingParams, options: SamplingFields, prefix: str = "",
     ) -> GenerateRequest:  # fmt: skip
         prompt = tuple(prompt)
         return GenerateRequest(
@@ -335,7 +347,7 @@ def _no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
 
 
-def _check_stream_options(body: OpenAI) -> None:
+def _check_stream_options(body: OpenAIRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise refuse("only together with stream: true", "stream_options")
     options = body.stream_options
@@ -394,7 +406,7 @@ def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> G
         )
         raise refuse(message, param)
     sampling = dataclasses.replace(request.sampling, prompt_logprobs_from=first + 1 if count > 1 else None)
-    return dataclasses.replace(request, judged_from=first, sampling=sampling)
+    return dataclasses.replace(request, logprob_start=first, sampling=sampling)
 
 
 def is_list_of_prompts(given: Any) -> bool:
@@ -470,7 +482,7 @@ def _max_tokens(given: int | None, num_prompt: int, limits: ServingLimits, defau
 
 
 def _sampling_params(
-    body: Sampling,
+    body: SamplingFields,
     limits: ServingLimits,
     *,
     max_new_tokens: int,

@@ -11,53 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import RequestError
-from common.sampling_params import SamplingParams, TokenLogprobs
+from common.sampling_params import TokenLogprobs
 from common.wire.messages import Tokens
-from gateway.detokenizer import Detokenizer
+from gateway.requests.generate_request import GenerateRequest
+from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_strings import StopMatcher
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One output that a client wants, validated and in token ids.
-
-    Attributes:
-        rid: unique among the requests in flight.
-        request_id: id of the HTTP request; the same for all outputs of a batch.
-        prompt: token ids, at least one.
-        model: name of the served model.
-        prompt_number: index of the prompt within the HTTP request; samples of one prompt share it.
-        echo: text of the prompt to show before the output, or empty.
-        judged_from: index of the first prompt token to list with log-probabilities; that first token has none.
-        is_prompt_only: the client wants prompt log-probabilities only. Nodes generate one token; it is not shown.
-        stops: stop strings; none is empty.
-        keep_stop: the stop string or token is shown.
-        salt: separates prefix caches; requests share cached pages only under the same salt.
-        priority, is_priority_named: higher is more urgent; and whether the client set one.
-        priority_class, tenant: empty for none.
-        expected_output: predicted number of output tokens; 0 without a prediction.
-        timeout_s: deadline, counted from the request's arrival.
-    """
-
-    rid: str
-    request_id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    model: str = ""
-    prompt_number: int = 0
-    echo: str = ""
-    judged_from: int | None = None
-    is_prompt_only: bool = False
-    stops: tuple[str, ...] = ()
-    keep_stop: bool = False
-    skip_special: bool = True
-    salt: str = ""
-    priority: int = 0
-    is_priority_named: bool = False
-    priority_class: str = ""
-    tenant: str = ""
-    expected_output: int = 0
-    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +49,7 @@ class OutputStream:
         started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
     """
 
-    ask: GenerateRequest
+    request: GenerateRequest
     number: int
     new_detokenizer: Callable[[], Detokenizer]
     wake: Callable[["OutputStream"], None]
@@ -169,12 +127,12 @@ class OutputStream:
         self.last_at = now
         if message.timings:
             self.timings.update(message.timings)
-        if self.ask.is_prompt_only:
+        if self.request.is_prompt_only:
             self._finish("length", now)
             return
         tokens = message.tokens[num_known:]
         logprobs = message.logprobs[num_known:]
-        is_hidden = message.finish == "stop" and not self.ask.keep_stop
+        is_hidden = message.finish == "stop" and not self.request.keep_stop
         num_taken = self._show(tokens[:-1] if is_hidden else tokens)
         if self.matched is None:
             num_taken = len(tokens)
@@ -192,15 +150,15 @@ class OutputStream:
         detokenizer = self._detokenizer
         if detokenizer is None:
             detokenizer = self._detokenizer = self.new_detokenizer()
-            if self.ask.stops:
-                self._stops = StopMatcher(self.ask.stops, is_kept=self.ask.keep_stop)
+            if self.request.stops:
+                self._stops = StopMatcher(self.request.stops, is_kept=self.request.keep_stop)
         stops = self._stops
         if stops is None:
             self._add(detokenizer.push(tokens))
             return len(tokens)
         for i, token in enumerate(tokens):
             text = detokenizer.push((token,))
-            if len(self.ids) + i < self.ask.sampling.min_tokens:
+            if len(self.ids) + i < self.request.sampling.min_tokens:
                 self._add(text)  # too early to stop
                 continue
             self._add(stops.push(text))

@@ -10,7 +10,7 @@ from common.config.scheduling import SchedulingOptions
 from common.errors import ErrorCode, RequestError
 from common.plugins import PriorityFunction, RequestFacts
 from common.request import LOWEST_PRIORITY
-from gateway.requests.output_processor import GenerateRequest
+from gateway.requests.generate_request import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class RequestQueue:
 
     # ---- who gives way --------------------------------------------------------------------------------------------
 
-    def outranked(self, request: Request, count: int, *, sent: Sequence[Request] = ()) -> list[Request]:
+    def eviction_candidates(self, request: Request, count: int, *, sent: Sequence[Request] = ()) -> list[Request]:
         """Who would give way to a newcomer if the queue is full: ``count`` of its class that stand lower, or nobody.
 
         Lowest standing first, among equals the one that came last. Nobody does with priorities off.
@@ -104,7 +104,7 @@ class RequestQueue:
         """Everybody may try again."""
         self._stranded.clear()
 
-    def hopeless(self, now: float, *, is_routable: bool) -> list[Request]:
+    def expired(self, now: float, *, is_routable: bool) -> list[Request]:
         """Those who have waited long enough for nodes that did not come.
 
         Args:

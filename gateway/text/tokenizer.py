@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from common.errors import ConfigError, ErrorCode, RequestError
-from gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 #: Longer texts are tokenized on a thread.
 LONG_CHARACTERS = 16 << 10

@@ -32,7 +32,7 @@ from common.wire.messages import (  # fmt: skip
 from gateway.requests.dispatcher import Dispatcher
 from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker
-from gateway.workers.rpc import Questions
+from gateway.workers.rpc import NodeRpc
 
 log = logging.getLogger(__name__)
 
@@ -127,20 +127,20 @@ class MailboxChannel:
             self._listener.on_unreachable(incarnation)
 
 
-class Control:
+class ControlPlane:
     """Keeps the registries up to date and passes the nodes' messages to the dispatcher.
 
     Args:
-        fleets: the nodes of each model; registered and removed only here.
+        pools: the nodes of each model; registered and removed only here.
     """
 
-    def __init__(self, channel: MailboxChannel, fleets: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:
-        self.fleets = fleets
+    def __init__(self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:
+        self.pools = pools
         self._channel = channel
         self._dispatcher = dispatcher
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._questions = Questions(channel.send)
+        self._rpc = NodeRpc(channel.send)
         self._is_probe_due = False
         self._is_stopping = False
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -151,8 +151,8 @@ class Control:
             Pairs: self._on_pairs,
             Register: self._on_register,
             Deregister: self._on_leave,
-            Flushed: self._questions.answered,
-            Decisions: self._questions.answered,
+            Flushed: self._rpc.answered,
+            Decisions: self._rpc.answered,
             Ping: lambda sender, message: None,
         }
 
@@ -195,7 +195,7 @@ class Control:
         """Removes the nodes whose connections have closed, after the messages that they sent before."""
         self._channel.drain()
         self._channel.drain_soon()
-        for incarnation in self._channel.lost([node.incarnation for node in self.fleets.nodes()]):
+        for incarnation in self._channel.lost([node.incarnation for node in self.pools.nodes()]):
             self.lose(incarnation)
         if self._channel.is_probing and not self._is_probe_due:
             self._is_probe_due = True
@@ -212,31 +212,31 @@ class Control:
     def _tick(self) -> None:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
         self.on_disconnect()  # reads waiting heartbeats first, however late the loop is
-        for fleet in self.fleets:
-            for incarnation in fleet.registry.silent(self._clock.now()):
+        for pool in self.pools:
+            for incarnation in pool.registry.silent(self._clock.now()):
                 self.lose(incarnation)
         self._dispatcher.tick(self._clock.now())
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
-        fleet = self.fleets.of(sender)
-        if fleet is None:
+        pool = self.pools.of(sender)
+        if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            fleet.registry.heard(sender, self._clock.now(), message)
+            pool.registry.heard(sender, self._clock.now(), message)
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
-        fleet = self.fleets.of(sender)
-        if fleet is None:
+        pool = self.pools.of(sender)
+        if pool is None:
             return
-        node = fleet.registry.nodes[sender]
+        node = pool.registry.nodes[sender]
         for pair in message.pairs:
             if pair.problem and pair.incarnation not in node.failed_peers:
                 log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
-        if fleet.registry.set_pairs(sender, message.pairs):
-            self._dispatcher.nodes_came(fleet)
+        if pool.registry.set_pairs(sender, message.pairs):
+            self._dispatcher.nodes_came(pool)
 
     def _on_register(self, sender: str, message: Register) -> None:
-        namesake = self.fleets.namesake(message)
+        namesake = self.pools.namesake(message)
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
         elif self._channel.send(Ping(), namesake.incarnation):  # the old node may have died a moment ago
@@ -248,62 +248,62 @@ class Control:
     def _admit(self, sender: str, message: Register) -> None:
         if self._channel.is_closed:
             return
-        known_in = self.fleets.of(sender)
+        known_in = self.pools.of(sender)
         if known_in is not None:  # it has reconnected and ended all its requests
             self._forget(known_in, sender, message.name)
-        answer = self.fleets.register(sender, message, self._clock.now())
+        answer = self.pools.register(sender, message, self._clock.now())
         if not self._channel.send(answer, sender):
             self.lose(sender)
         elif isinstance(answer, Registered):
             if known_in is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-                self._dispatcher.nodes_came(self.fleets[message.model])
+                self._dispatcher.nodes_came(self.pools[message.model])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_in is not None:
                 known_in.registry.remove(sender)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:
-        fleet = self.fleets.of(sender)
-        if fleet is not None:
-            fleet.registry.leave(sender)
+        pool = self.pools.of(sender)
+        if pool is not None:
+            pool.registry.leave(sender)
 
     def lose(self, incarnation: str) -> None:
         """Removes a node that is gone or cannot be reached, and ends its requests."""
-        fleet = self.fleets.of(incarnation)
-        node = fleet.registry.remove(incarnation) if fleet is not None else None
-        if fleet is None or node is None:
+        pool = self.pools.of(incarnation)
+        node = pool.registry.remove(incarnation) if pool is not None else None
+        if pool is None or node is None:
             return
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._forget(fleet, incarnation, node.name)
+        self._forget(pool, incarnation, node.name)
 
-    def _forget(self, fleet: WorkerPool, incarnation: str, name: str) -> None:
+    def _forget(self, pool: WorkerPool, incarnation: str, name: str) -> None:
         """Clears the state of a node that is no longer registered, and ends its requests."""
-        fleet.router.forget(incarnation)
-        self._questions.gone(incarnation)
+        pool.router.forget(incarnation)
+        self._rpc.gone(incarnation)
         self._dispatcher.lost(incarnation, name)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
         """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
-        nodes = self.fleets.nodes()
-        for fleet in self.fleets:
-            fleet.router.forget_prefixes()
-        answers = await self._questions.ask([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
+        nodes = self.pools.nodes()
+        for pool in self.pools:
+            pool.router.forget_prefixes()
+        answers = await self._rpc.ask([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
         pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
         return [(node, pages.get(node.incarnation)) for node in nodes]
 
     async def decisions(self, node: Worker, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
         """The last decisions of a node, newest last; None if it did not answer."""
-        answers = await self._questions.ask([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
+        answers = await self._rpc.ask([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""
         register, heartbeat = node.register, node.heartbeat
-        fleet = self.fleets[register.model]
+        pool = self.pools[register.model]
         return {
             "name": node.name,
             "role": register.role,
@@ -312,7 +312,7 @@ class Control:
             "starts": node.starts,
             "is_leaving": node.is_leaving,
             "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
-            "load_tokens": fleet.router.load(node.incarnation),
+            "load_tokens": pool.router.load(node.incarnation),
             "register": register,
             "heartbeat": heartbeat,
             "pairs": node.pairs,

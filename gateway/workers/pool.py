@@ -37,7 +37,7 @@ class WorkerPool:
         return RequestError(ErrorCode.NO_ROUTE, message)
 
 
-def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPool:
+def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPool:
     """The parts of one served model as configured.
 
     Args:
@@ -53,7 +53,7 @@ def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerP
     router = Router(
         local_prefill=config.local_prefill,
         local_threshold=config.local_prefill_threshold,
-        max_dispatch_ahead=config.gateway_lookahead,
+        max_dispatch_ahead=config.max_dispatch_ahead,
     )
     max_queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
     order = make_order(config, own_policy=load_policy(config.schedule_policy))
@@ -65,8 +65,8 @@ def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerP
 class WorkerPools:
     """The pools of all served models."""
 
-    def __init__(self, fleets: Iterable[WorkerPool]) -> None:
-        self._by_model = {fleet.model: fleet for fleet in fleets}
+    def __init__(self, pools: Iterable[WorkerPool]) -> None:
+        self._by_model = {pool.model: pool for pool in pools}
 
     def __iter__(self) -> Iterator[WorkerPool]:
         return iter(self._by_model.values())
@@ -76,21 +76,21 @@ class WorkerPools:
 
     def nodes(self) -> list[Worker]:
         """All registered workers."""
-        return [node for fleet in self for node in fleet.registry.nodes.values()]
+        return [node for pool in self for node in pool.registry.nodes.values()]
 
     def of(self, incarnation: str) -> WorkerPool | None:
         """The pool of a registered worker."""
-        return next((fleet for fleet in self if incarnation in fleet.registry.nodes), None)
+        return next((pool for pool in self if incarnation in pool.registry.nodes), None)
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker to the pool of its model, or refuses it."""
-        fleet = self._by_model.get(register.model)
-        if fleet is None:
+        pool = self._by_model.get(register.model)
+        if pool is None:
             served = ", ".join(repr(name) for name in self._by_model)
             return Refused(f"this gateway serves {served}, the node {register.name} has {register.model!r}")
-        return fleet.registry.register(incarnation, register, now)
+        return pool.registry.register(incarnation, register, now)
 
     def namesake(self, register: Register) -> Worker | None:
         """The registered worker with the same model and name."""
-        fleet = self._by_model.get(register.model)
-        return None if fleet is None else fleet.registry.named(register.name)
+        pool = self._by_model.get(register.model)
+        return None if pool is None else pool.registry.named(register.name)

@@ -11,7 +11,7 @@ from common.wire.messages import Decisions, Flush, Flushed, GetDecisions, Messag
 Answer = TypeVar("Answer", Flushed, Decisions)
 
 
-class Questions:
+class NodeRpc:
     """Who has been asked and has not answered.
 
     Args:

@@ -1,18 +1,23 @@
-"""The served models: for each its tokenizer, chat template, output length predictor and nodes."""
+"""The served models: their tokenizer files, chat templates, output length predictors and nodes."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.gateway import GatewayConfig
+from common.config.gateway import GatewayConfig, also_served
+from common.errors import ConfigError
 from common.scheduling.output_length_predictor import Predictor
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
-from gateway.workers.pool import WorkerPool, make_fleet
+from gateway.workers.pool import WorkerPool, make_pool
+
+#: The files of a checkpoint that the gateway reads; never weights.
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
+class ServedModel:
     """One served model.
 
     Attributes:
@@ -24,10 +29,10 @@ class Model:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     predictor: Predictor
-    fleet: WorkerPool
+    pool: WorkerPool
 
 
-def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str, Model]:
+def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str, ServedModel]:
     """The served models by name; the first is the default and takes ``--chat-template``.
 
     Args:
@@ -36,10 +41,38 @@ def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str,
     Raises:
         ConfigError: a file is missing or cannot be read.
     """
-    models: dict[str, Model] = {}
+    models: dict[str, ServedModel] = {}
     for name, folder in folders.items():
         tokenizer = Tokenizer.load(folder)
         file = config.chat_template if not models else None
         template = ChatTemplate.load(folder, None if file is None else Path(file))
-        models[name] = Model(name, tokenizer, template, Predictor(), make_fleet(config, name, tokenizer.vocab_size))
+        models[name] = ServedModel(
+            name, tokenizer, template, Predictor(), make_pool(config, name, tokenizer.vocab_size)
+        )
     return models
+
+
+def model_folders(config: GatewayConfig) -> dict[str, Path]:
+    """The folder with the tokenizer files of each served model, by name. Raises ConfigError naming the flag."""
+    folders = {config.served_name: model_folder(config.model, config.revision)}
+    for name, place in also_served(config).items():
+        plain, _, revision = place.rpartition("@")
+        is_revised = bool(plain) and not Path(os.path.expanduser(place)).is_dir()
+        flag = f"--also-serve {name}="
+        folders[name] = model_folder(*((plain, revision) if is_revised else (place, None)), flag=flag)
+    return folders
+
+
+def model_folder(model: str, revision: str | None = None, *, flag: str = "--model ") -> Path:
+    """A local folder, or the one to which the files of a hub id are downloaded. Raises ConfigError naming the flag."""
+    folder = Path(os.path.expanduser(model))
+    if folder.is_dir():
+        return folder
+    if model.startswith((".", "/", "~")):
+        raise ConfigError(f"{flag}{model}: there is no such folder")
+    import huggingface_hub  # only for hub ids: it takes a while to load
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(FILES)))
+    except Exception as error:  # network, names, rights: the library has dozens of them
+        raise ConfigError(f"{flag}{model}: its tokenizer cannot be fetched from the hub: {error}") from error

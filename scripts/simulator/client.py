@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import Predictor
-from gateway.requests.output_processor import GenerateRequest
+from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.priority import PriorityResolver
 from scripts.load_tester.workload.plan import ANSWER, Piece, Planned, key
 from scripts.load_tester.workload.session_sampling import Chain
@@ -202,15 +202,15 @@ class Client:
 
     def ended(self, answer: Answer) -> None:
         """To be called when an answer is over."""
-        outcome = self._under_way[answer.ask.rid][0]
+        outcome = self._under_way[answer.request.rid][0]
         outcome.error = answer.error.code.value if answer.error else ""
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra
         outcome.cached_tokens = answer.cached_tokens
         outcome.timings = answer.timings
         if answer.finish:
-            ask = answer.ask
+            ask = answer.request
             self._predictor.learn(ask.tenant, ask.prompt, len(answer.ids), is_cut=answer.finish == "length")
-        self._over(answer.ask.rid)
+        self._over(answer.request.rid)
 
     def _over(self, rid: str) -> None:
         outcome, chain, turn = self._under_way.pop(rid)

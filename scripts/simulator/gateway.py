@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Register, Registered, Tokens
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import Agenda, Timer
 
@@ -108,7 +109,7 @@ class Gateway:
         self.requests.abort(rid)
 
     def _ended(self, relay: OutputStream) -> None:
-        answer = self.answers.pop(relay.ask.rid, None)
+        answer = self.answers.pop(relay.request.rid, None)
         if answer is not None:
             self._on_end(answer)
 

@@ -88,7 +88,7 @@ def test_idle_time_does_not_make_the_rate_look_low():
 def test_until_one_has_ended_it_is_what_those_in_flight_are_expected_to_take():
     admission = Admission(max_queued=0)
     request = SimpleNamespace(expected_output=7)
-    stream = SimpleNamespace(ids=[1, 2], ask=request, first_at=0.0, last_at=0.5)  # five tokens left, 0.5 s each
+    stream = SimpleNamespace(ids=[1, 2], request=request, first_at=0.0, last_at=0.5)  # five tokens left, 0.5 s each
     admission.admit(2, max_running=2, now=0.0)
     assert refused(admission, 1, now=0.0, in_flight=[stream]).retry_after_s == 3.0
     assert refused(admission, 1, now=1.0, in_flight=[stream]).retry_after_s == 5.0  # an earlier promise comes first

@@ -6,7 +6,7 @@ import pytest
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError, ErrorCode, RequestError
-from gateway.http.auth import Authenticator, make_callers, read_keys
+from gateway.http.auth import Authenticator, make_authenticator, read_keys
 
 
 def sha(key):
@@ -68,7 +68,7 @@ def test_keys_are_read_from_a_file_plain_or_hashed(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"# who\n\na k1\na  sha256:{sha('k2').upper()}\nb k3\n")
     assert read_keys(file) == {sha("k1"): "a", sha("k2"): "a", sha("k3"): "b"}
-    known = make_callers(GatewayConfig(tenant_keys=str(file)))
+    known = make_authenticator(GatewayConfig(tenant_keys=str(file)))
     assert known.tenant(bearer("k2")) == "a"
 
 
@@ -97,7 +97,7 @@ def test_a_tenant_cannot_have_the_gateways_own_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text("a main")
     with pytest.raises(ConfigError, match="a tenant has the key of --api-key"):
-        make_callers(GatewayConfig(api_key="main", tenant_keys=str(file)))
+        make_authenticator(GatewayConfig(api_key="main", tenant_keys=str(file)))
 
 
 @pytest.mark.parametrize(

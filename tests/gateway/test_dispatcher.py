@@ -9,8 +9,9 @@ from common.errors import RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Abort, Generate, Tokens
 from gateway.requests.dispatcher import SENT_AT_ONCE, Dispatcher
-from gateway.requests.output_processor import GenerateRequest, OutputStream
-from gateway.workers.pool import WorkerPools, make_fleet
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
+from gateway.workers.pool import WorkerPools, make_pool
 
 PREFILL, DECODE = "p" * 32, "d" * 32
 ONE_TOKEN = SamplingParams(max_new_tokens=1)
@@ -65,8 +66,8 @@ class Table:
     """A prefill node, and decode nodes with so many rows each."""
 
     def __init__(self, *, rows=1, decodes=(DECODE,), **options):
-        config = GatewayConfig(gateway_lookahead=0, **(options or {"enable_priority_scheduling": True}))
-        fleets = [make_fleet(config, model, 300) for model in ("tiny", "other")]
+        config = GatewayConfig(max_dispatch_ahead=0, **(options or {"enable_priority_scheduling": True}))
+        fleets = [make_pool(config, model, 300) for model in ("tiny", "other")]
         for fleet in fleets:
             model = fleet.model
             fleet.registry.register(PREFILL, make_register("prefill", "prefill", model=model), 0.0)
@@ -232,5 +233,5 @@ def test_a_node_that_cannot_be_reached_gets_no_more_requests_and_is_reported_onc
     assert not table.ended, "the dispatcher leaves the node's removal to the control plane"
     assert [message.rid for message in table.post.at("e" * 32)] == ["b"]
     table.requests.lost(DECODE, "decode")
-    assert [stream.ask.rid for stream in table.ended] == ["a"]
+    assert [stream.request.rid for stream in table.ended] == ["a"]
     assert table.requests.num_in_flight == 1

@@ -87,7 +87,7 @@ async def test_requests_in_flight_go_up_and_down(stack):
 
 
 async def test_waiting_is_told_by_class_how_long_how_many_and_who_starved(folder):
-    options = {"priority_classes": ("high:8", "low:1"), "starvation_bound": 0.3, "gateway_lookahead": 0}
+    options = {"priority_classes": ("high:8", "low:1"), "starvation_bound": 0.3, "max_dispatch_ahead": 0}
     async with running(folder, **options) as stack:
         await stack.pair(max_running=1)
         for node in stack.nodes:
@@ -117,7 +117,7 @@ async def test_waiting_is_told_by_class_how_long_how_many_and_who_starved(folder
 
 
 async def test_one_that_waits_in_vain_has_waited_all_its_time(folder):
-    async with running(folder, starvation_bound=0.1, gateway_lookahead=0) as stack:
+    async with running(folder, starvation_bound=0.1, max_dispatch_ahead=0) as stack:
         await stack.pair(max_running=1)
         for node in stack.nodes:
             node.on_generate = silent
@@ -131,7 +131,7 @@ async def test_one_that_waits_in_vain_has_waited_all_its_time(folder):
 
 
 async def test_adaptives_choice_is_told_with_what_was_measured_and_what_of_it_decided(folder):
-    async with running(folder, schedule_policy="adaptive", gateway_lookahead=0) as stack:
+    async with running(folder, schedule_policy="adaptive", max_dispatch_ahead=0) as stack:
         await stack.pair(max_running=1)
         for node in stack.nodes:
             node.on_generate = silent

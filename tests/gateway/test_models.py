@@ -10,8 +10,7 @@ from support.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer,
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from common.wire.messages import Flush
-from gateway.workers.model_files import model_folders
-from gateway.workers.served_models import load_models
+from gateway.workers.served_models import load_models, model_folders
 
 __all__ = ["folder"]
 

@@ -10,7 +10,8 @@ from support.fake_nodes import make_tokenizer
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Tokens
-from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 from gateway.text.tokenizer import Tokenizer
 
 TEXT = Tokenizer(make_tokenizer())

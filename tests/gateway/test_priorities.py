@@ -193,7 +193,7 @@ async def test_one_that_the_full_gateway_refuses_is_not_charged(folder):
 @contextlib.asynccontextmanager
 async def queued(folder, *rids, **config):
     """One request on the only row there is, the others waiting in this order."""
-    options = {"enable_priority_scheduling": True, "gateway_lookahead": 0, **config}
+    options = {"enable_priority_scheduling": True, "max_dispatch_ahead": 0, **config}
     async with running(folder, **options) as stack:
         for node in await stack.pair(max_running=1):
             node.on_generate = silent

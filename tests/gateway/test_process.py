@@ -91,9 +91,9 @@ def test_torch_and_transformers_are_never_imported(folder):
     code = """
 import asyncio, json, sys
 from pathlib import Path
-from common.config import GatewayConfig
+from common.config.gateway import GatewayConfig
 import gateway.__main__
-from gateway.app import Gateway
+from gateway.server import Gateway
 async def start_and_stop():
     gateway = Gateway(GatewayConfig(model=sys.argv[1], port=0, control_port=0), {"m": Path(sys.argv[1])})
     await gateway.start()

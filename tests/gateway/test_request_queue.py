@@ -52,26 +52,26 @@ def test_another_priority_counts_at_once():
 def test_those_who_stand_lowest_give_way_and_among_equals_the_last_that_came():
     waiting = backlog(request("a", 2), request("b", 1), request("c", 1), request("d", 3), request("e", 2))
     newcomer = request("new", 3)
-    assert rids(waiting.outranked(newcomer, 1)) == ["c"]
-    assert rids(waiting.outranked(newcomer, 3)) == ["c", "b", "e"]
-    assert rids(waiting.outranked(newcomer, 5)) == []  # only four stand lower: then nobody is bothered
-    assert rids(waiting.outranked(request("equal", 1), 1)) == []
+    assert rids(waiting.eviction_candidates(newcomer, 1)) == ["c"]
+    assert rids(waiting.eviction_candidates(newcomer, 3)) == ["c", "b", "e"]
+    assert rids(waiting.eviction_candidates(newcomer, 5)) == []  # only four stand lower: then nobody is bothered
+    assert rids(waiting.eviction_candidates(request("equal", 1), 1)) == []
 
 
 def test_with_priorities_off_nobody_gives_way():
-    assert backlog(request("a", 1), is_enabled=False).outranked(request("new", 3), 1) == []
+    assert backlog(request("a", 1), is_enabled=False).eviction_candidates(request("new", 3), 1) == []
 
 
 def test_nobody_gives_way_to_another_class():
     waiting = backlog(request("a", 1, priority_class="low"))
-    assert waiting.outranked(request("new", 3, priority_class="high"), 1) == []
-    assert rids(waiting.outranked(request("new", 3, priority_class="low"), 1)) == ["a"]
+    assert waiting.eviction_candidates(request("new", 3, priority_class="high"), 1) == []
+    assert rids(waiting.eviction_candidates(request("new", 3, priority_class="low"), 1)) == ["a"]
 
 
 def test_whoever_has_waited_long_enough_does_not_give_way_with_ageing():
     waiting = backlog(request("a", 1, arrived_at=0.0), aging_per_s=0.5)
-    assert rids(waiting.outranked(request("new", 3, arrived_at=3.9), 1)) == ["a"]
-    assert rids(waiting.outranked(request("new", 3, arrived_at=4.1), 1)) == []
+    assert rids(waiting.eviction_candidates(request("new", 3, arrived_at=3.9), 1)) == ["a"]
+    assert rids(waiting.eviction_candidates(request("new", 3, arrived_at=4.1), 1)) == []
 
 
 def test_one_that_fits_nowhere_is_passed_until_nodes_come():
@@ -92,17 +92,17 @@ def test_it_waits_in_vain_only_so_long_whoever_else_comes_meanwhile():
     waiting.strand(large, 0.0)
     waiting.nodes_came()
     waiting.strand(large, 6.0)
-    assert waiting.hopeless(10.0, is_routable=True) == []
-    assert rids(waiting.hopeless(10.1, is_routable=True)) == ["large"]
+    assert waiting.expired(10.0, is_routable=True) == []
+    assert rids(waiting.expired(10.1, is_routable=True)) == ["large"]
 
 
 def test_without_nodes_all_wait_for_some_time_and_a_replacement_saves_them():
     waiting = backlog(request("a"), request("b"))
-    assert waiting.hopeless(100.0, is_routable=False) == []
-    assert waiting.hopeless(110.0, is_routable=False) == []
-    assert waiting.hopeless(110.1, is_routable=True) == []
-    assert waiting.hopeless(200.0, is_routable=False) == []
-    assert rids(waiting.hopeless(210.1, is_routable=False)) == ["a", "b"]
+    assert waiting.expired(100.0, is_routable=False) == []
+    assert waiting.expired(110.0, is_routable=False) == []
+    assert waiting.expired(110.1, is_routable=True) == []
+    assert waiting.expired(200.0, is_routable=False) == []
+    assert rids(waiting.expired(210.1, is_routable=False)) == ["a", "b"]
 
 
 def test_one_that_leaves_is_forgotten_with_all_that_was_known_of_it():
@@ -112,7 +112,7 @@ def test_one_that_leaves_is_forgotten_with_all_that_was_known_of_it():
     waiting.remove(large)
     waiting.push(replace(large))
     assert rids(waiting.first(1, 0.0)) == ["large"]
-    assert waiting.hopeless(50.0, is_routable=True) == []
+    assert waiting.expired(50.0, is_routable=True) == []
 
 
 RULES = [
@@ -163,4 +163,4 @@ def test_who_is_next_is_who_stands_first_when_all_are_sorted(
             key=waiting.order.standing,
         )  # fmt: skip
         expected = lower[:2] if len(lower) >= 2 and rules.is_enabled else []
-        assert rids(waiting.outranked(newcomer, 2)) == rids(expected)
+        assert rids(waiting.eviction_candidates(newcomer, 2)) == rids(expected)

@@ -14,7 +14,7 @@ __all__ = ["folder"]
 @contextlib.asynccontextmanager
 async def full(folder, *, lookahead=0, nodes=None, **config):
     """A gateway whose only pair, with a single row, is busy with a request that does not end by itself."""
-    values = {"enable_priority_scheduling": True, "gateway_lookahead": lookahead, "heartbeat_interval": 0.1, **config}
+    values = {"enable_priority_scheduling": True, "max_dispatch_ahead": lookahead, "heartbeat_interval": 0.1, **config}
     async with running(folder, **values) as stack:
         await stack.pair(max_running=1, **(nodes or {}))
         for node in stack.nodes:

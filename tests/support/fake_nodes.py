@@ -46,7 +46,7 @@ from common.wire.messages import (
 )
 from common.wire.process_id import new_incarnation
 from gateway.server import Gateway
-from gateway.workers.model_files import model_folders
+from gateway.workers.served_models import model_folders
 
 CORPUS = [
     "Shall I compare thee to a summer's day? Thou art more lovely and more temperate:",

@@ -15,16 +15,17 @@ from aiohttp import web
 
 from common.errors import RequestError
 from gateway.http.app import HttpCall, Route
-from gateway.http.protocol import Chat, Codec, Completion, Native, OpenAI
-from gateway.http.responses import ChatRender, CompletionRender, NativeRender, Usage
-from gateway.http.streaming import Render, stream, whole
+from gateway.http.protocol import ChatCompletionRequest, Codec, CompletionRequest, NativeRequest, OpenAIRequest
+from gateway.http.responses import ChatFormatter, CompletionFormatter, NativeFormatter, Usage
+from gateway.http.services import Services
+from gateway.http.streaming import ResponseFormatter, stream, whole
+from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.input_processor import is_list_of_prompts
-from gateway.requests.output_processor import GenerateRequest, OutputEvents, OutputStream
+from gateway.requests.output_processor import OutputEvents, OutputStream
 from gateway.requests.quotas import Quotas
-from gateway.services import Services
-from gateway.workers.served_models import Model
+from gateway.workers.served_models import ServedModel
 
-Body = TypeVar("Body", Completion, Chat, Native)
+Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest, NativeRequest)
 
 
 class GenerateRoutes:
@@ -45,8 +46,8 @@ class GenerateRoutes:
     async def _completions(self, call: HttpCall) -> web.StreamResponse:
         request_id = "cmpl-" + secrets.token_hex(16)
         process = partial(self._services.inputs.completion, tenant=call.tenant, request_id=request_id)
-        async with self._submitted(call, Completion, process) as (body, model, streams, events):
-            render = CompletionRender(
+        async with self._submitted(call, CompletionRequest, process) as (body, model, streams, events):
+            render = CompletionFormatter(
                 model.tokenizer,
                 new_head(request_id, model),
                 with_logprobs=body.logprobs is not None,
@@ -58,8 +59,8 @@ class GenerateRoutes:
     async def _chat(self, call: HttpCall) -> web.StreamResponse:
         request_id = "chatcmpl-" + secrets.token_hex(16)
         process = partial(self._services.inputs.chat, tenant=call.tenant, request_id=request_id)
-        async with self._submitted(call, Chat, process) as (body, model, streams, events):
-            render = ChatRender(
+        async with self._submitted(call, ChatCompletionRequest, process) as (body, model, streams, events):
+            render = ChatFormatter(
                 model.tokenizer,
                 new_head(request_id, model),
                 with_logprobs=bool(body.logprobs),
@@ -70,8 +71,8 @@ class GenerateRoutes:
 
     async def _native(self, call: HttpCall) -> web.StreamResponse:
         process = partial(self._services.inputs.native, tenant=call.tenant, request_id=secrets.token_hex(16))
-        async with self._submitted(call, Native, process) as (body, model, streams, events):
-            render = NativeRender(
+        async with self._submitted(call, NativeRequest, process) as (body, model, streams, events):
+            render = NativeFormatter(
                 model.tokenizer,
                 with_logprobs=bool(body.return_logprob),
                 with_text=bool(body.return_text_in_logprobs),
@@ -82,8 +83,8 @@ class GenerateRoutes:
 
     @contextlib.asynccontextmanager
     async def _submitted(
-        self, call: HttpCall, kind: type[Body], process: Callable[[Body, Model], Awaitable[list[GenerateRequest]]]
-    ) -> AsyncIterator[tuple[Body, Model, list[OutputStream], OutputEvents]]:
+        self, call: HttpCall, kind: type[Body], process: Callable[[Body, ServedModel], Awaitable[list[GenerateRequest]]]
+    ) -> AsyncIterator[tuple[Body, ServedModel, list[OutputStream], OutputEvents]]:
         """Decodes a body and sends its outputs to the nodes; what has not ended on exit is aborted.
 
         Refusals are counted by model; the empty name stands for requests that name no served model.
@@ -113,10 +114,10 @@ class GenerateRoutes:
         finally:
             for output in streams:
                 if not output.is_ended:
-                    services.dispatcher.abort(output.ask.rid, "the client has gone")
+                    services.dispatcher.abort(output.request.rid, "the client has gone")
 
     def _streams(
-        self, requests: list[GenerateRequest], model: Model, events: OutputEvents, arrived_at: float
+        self, requests: list[GenerateRequest], model: ServedModel, events: OutputEvents, arrived_at: float
     ) -> list[OutputStream]:
         on_gap = self._on_gap[model.name]
         return [
@@ -134,22 +135,26 @@ class GenerateRoutes:
     def _submit(self, streams: list[OutputStream]) -> None:
         """Sends all outputs of a request, or none. Raises RequestError: too many for their tenant or in all."""
         services = self._services
-        tenant = streams[0].ask.tenant
+        tenant = streams[0].request.tenant
         if not tenant:
             services.dispatcher.dispatch(streams)
             return
         now = services.clock.now()
-        services.quotas.admit(tenant, len(streams), sum(charge(output.ask) for output in streams), now)
+        services.quotas.admit(tenant, len(streams), sum(charge(output.request) for output in streams), now)
         try:
             services.dispatcher.dispatch(streams)
         except RequestError:
             for output in streams:
-                services.quotas.ended(tenant, charged=charge(output.ask), tokens=0, now=now, is_refused=True)
+                services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now, is_refused=True)
             raise
 
 
 async def answer(
-    call: HttpCall, body: Completion | Chat | Native, streams: list[OutputStream], events: OutputEvents, render: Render
+    call: HttpCall,
+    body: CompletionRequest | ChatCompletionRequest | NativeRequest,
+    streams: list[OutputStream],
+    events: OutputEvents,
+    render: ResponseFormatter,
 ) -> web.StreamResponse:
     """The answer of a generating endpoint, streamed or whole."""
     if body.stream:
@@ -164,17 +169,17 @@ def charge(request: GenerateRequest) -> int:
 
 def settle(quotas: Quotas, output: OutputStream) -> None:
     """Replaces the expected cost of an ended output by its real one."""
-    request = output.ask
+    request = output.request
     tokens = len(request.prompt) + len(output.ids)
     quotas.ended(request.tenant, charged=charge(request), tokens=tokens, now=output.ended_at)
 
 
-def new_head(request_id: str, model: Model) -> dict[str, Any]:
+def new_head(request_id: str, model: ServedModel) -> dict[str, Any]:
     """The fields that begin every answer and chunk of an OpenAI endpoint."""
     return {"id": request_id, "object": "", "created": int(time.time()), "model": model.name}
 
 
-def usage_of(body: OpenAI) -> Usage:
+def usage_of(body: OpenAIRequest) -> Usage:
     """Which token counts the client wants in a stream."""
     options = body.stream_options
     if options is None or not options.include_usage:

@@ -9,8 +9,8 @@ from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
-from gateway.workers.control_plane import Control
-from gateway.workers.served_models import Model
+from gateway.workers.control_plane import ControlPlane
+from gateway.workers.served_models import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Services:
 
     config: GatewayConfig
     clock: Clock
-    models: tuple[Model, ...]
+    models: tuple[ServedModel, ...]
     inputs: InputProcessor
     priorities: PriorityResolver
     quotas: Quotas
     dispatcher: Dispatcher
-    control: Control
+    control: ControlPlane
     metrics: Metrics
