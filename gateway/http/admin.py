@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: what is served, how it is doing, tokens and text, aborts and caches."""
+"""The endpoints that generate nothing: models, tokenizer, aborts and priorities, caches, health, metrics, workers."""
 
 import dataclasses
 import time
@@ -19,13 +19,13 @@ from gateway.workers.served_models import ServedModel
 
 FLUSH_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
-#: Under this name ``/v1/workers/NAME/decisions`` tells of the gateway itself.
+#: ``/v1/workers/gateway/decisions`` returns the gateway's own decisions.
 OWN_DECISIONS = "gateway"
 DECISIONS, MAX_DECISIONS = 100, 1_000
 
 
 class AdminRoutes:
-    """Handlers of the endpoints that generate nothing."""
+    """Handlers of the administrative endpoints."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -111,7 +111,7 @@ class AdminRoutes:
         answer = texts if is_batch else texts[0]
         return json_response({"text": answer, "prompt": answer})
 
-    # ---- what is under way, and caches -------------------------------------------------------------------------------
+    # ---- requests in flight, and caches ------------------------------------------------------------------------------
 
     async def _abort_request(self, call: HttpCall) -> web.Response:
         body = self._codec.decode(AbortRequest, call.body)
@@ -142,7 +142,7 @@ class AdminRoutes:
         ]
         return json_response({"num_pages": sum(num_pages or 0 for _, num_pages in answers), "nodes": nodes})
 
-    # ---- how it is doing ---------------------------------------------------------------------------------------------
+    # ---- health and state --------------------------------------------------------------------------------------------
 
     async def _health(self, call: HttpCall) -> web.Response:
         return json_response({"status": "ok"})
@@ -217,7 +217,7 @@ class AdminRoutes:
 
 
 def below(call: HttpCall, prefix: str) -> str:
-    """What a path says after this prefix, its escapes resolved."""
+    """The rest of the path after a prefix, unquoted."""
     return unquote(call.http.raw_path.partition("?")[0].removeprefix(prefix))
 
 
@@ -230,7 +230,7 @@ def limit_of(call: HttpCall) -> int:
 
 
 def context_length(model: ServedModel) -> int | None:
-    """Tokens of prompt and output together, as the nodes have it; None while there are none."""
+    """Maximum tokens of prompt and output together; None while the nodes cannot serve a request."""
     limits = model.pool.registry.limits
     return limits.context_length if limits else None
 

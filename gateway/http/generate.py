@@ -47,39 +47,39 @@ class GenerateRoutes:
         request_id = "cmpl-" + secrets.token_hex(16)
         process = partial(self._services.inputs.completion, tenant=call.tenant, request_id=request_id)
         async with self._submitted(call, CompletionRequest, process) as (body, model, streams, events):
-            render = CompletionFormatter(
+            formatter = CompletionFormatter(
                 model.tokenizer,
                 new_head(request_id, model),
                 with_logprobs=body.logprobs is not None,
                 with_ids=bool(body.return_token_ids),
                 usage=usage_of(body),
             )
-            return await answer(call, body, streams, events, render)
+            return await answer(call, body, streams, events, formatter)
 
     async def _chat(self, call: HttpCall) -> web.StreamResponse:
         request_id = "chatcmpl-" + secrets.token_hex(16)
         process = partial(self._services.inputs.chat, tenant=call.tenant, request_id=request_id)
         async with self._submitted(call, ChatCompletionRequest, process) as (body, model, streams, events):
-            render = ChatFormatter(
+            formatter = ChatFormatter(
                 model.tokenizer,
                 new_head(request_id, model),
                 with_logprobs=bool(body.logprobs),
                 with_ids=bool(body.return_token_ids),
                 usage=usage_of(body),
             )
-            return await answer(call, body, streams, events, render)
+            return await answer(call, body, streams, events, formatter)
 
     async def _native(self, call: HttpCall) -> web.StreamResponse:
         process = partial(self._services.inputs.native, tenant=call.tenant, request_id=secrets.token_hex(16))
         async with self._submitted(call, NativeRequest, process) as (body, model, streams, events):
-            render = NativeFormatter(
+            formatter = NativeFormatter(
                 model.tokenizer,
                 with_logprobs=bool(body.return_logprob),
                 with_text=bool(body.return_text_in_logprobs),
                 is_batch=len(streams) > 1 or is_list_of_prompts(body.text if body.text is not None else body.input_ids),
                 is_incremental=self._services.config.incremental_streaming_output,
             )
-            return await answer(call, body, streams, events, render)
+            return await answer(call, body, streams, events, formatter)
 
     @contextlib.asynccontextmanager
     async def _submitted(
@@ -154,12 +154,12 @@ async def answer(
     body: CompletionRequest | ChatCompletionRequest | NativeRequest,
     streams: list[OutputStream],
     events: OutputEvents,
-    render: ResponseFormatter,
+    formatter: ResponseFormatter,
 ) -> web.StreamResponse:
     """The answer of a generating endpoint, streamed or whole."""
     if body.stream:
-        return await stream(call.http, streams, events, render)
-    return await whole(streams, events, render)
+        return await stream(call.http, streams, events, formatter)
+    return await whole(streams, events, formatter)
 
 
 def charge(request: GenerateRequest) -> int:

@@ -1,5 +1,4 @@
-"""Prometheus series of the gateway, named ``baton_*``, in a registry of their own; and those of the nodes, passed on
-from their heartbeats at the moment of a scrape."""
+"""The Prometheus series of the gateway, named ``baton_*``, and those of the nodes, taken from their last heartbeats."""
 
 import re
 from bisect import bisect_left
@@ -20,7 +19,7 @@ from gateway.workers.registry import Worker
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 HEARTBEAT_GAUGES = ("num_waiting", "num_running", "num_free_pages", "num_cached_pages", "num_quarantined_pages")
-#: What nodes say in ``Tokens.timings`` of a request's way, as labels of one series.
+#: Stage labels of ``baton_stage_seconds``, by the key in ``Tokens.timings``.
 STAGES = {
     "prefill_queue_s": "prefill_queue",
     "prefill_s": "prefill",
@@ -32,22 +31,24 @@ STAGES = {
 
 
 class Gaps:
-    """A histogram of times between tokens. Prometheus' own takes a lock for every observation; this is met by every
-    token of every stream."""
+    """A histogram of times between tokens.
+
+    Every token of every stream is observed; the histogram of the Prometheus library takes a lock each time.
+    """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(TOKEN_SECONDS) + 1)
         self.sum_s = 0.0
 
     def add(self, seconds: float, count: int) -> None:
-        """``count`` tokens, each so long after the one before."""
+        """Observes ``count`` tokens, each ``seconds`` after the one before."""
         self.counts[bisect_left(TOKEN_SECONDS, seconds)] += count
         self.sum_s += seconds * count
 
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """One model's children of the labelled series."""
+    """The series of one model."""
 
     prompt_tokens: Counter
     cached_tokens: Counter
@@ -65,24 +66,24 @@ class Metrics:
     """All series.
 
     Args:
-        pools: the models served, with their nodes.
-        dropped: counts of control messages dropped, by reason.
-        starvation_bound_s: whoever waits longer starves.
+        pools: of the served models.
+        dropped: counts of dropped control messages by reason; read at each scrape.
+        starvation_bound_s: a request that waits longer has starved.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, pools: Sequence[WorkerPool], dropped: Totals[str], *, starvation_bound_s: float) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
         self._registry = CollectorRegistry()
         self._answers = self._counter("baton_http_answers_total", "HTTP answers by path and status.", "path", "status")
         self._rejections = self._counter(
-            "baton_rejections_total", "Requests refused before any node heard of them, by code.", "model", "reason"
+            "baton_rejections_total", "Requests refused before they were sent to a node, by code.", "model", "reason"
         )
         self._outputs = self._counter(
             "baton_outputs_total", "Outputs ended: stop, length, or an error's code.", "model", "end"
         )
-        in_flight = Gauge("baton_requests_in_flight", "Outputs under way.", ["model"], registry=self._registry)
+        in_flight = Gauge("baton_requests_in_flight", "Outputs in flight.", ["model"], registry=self._registry)
         for pool in pools:
             in_flight.labels(pool.model).set_function(partial(getattr, pool.admission, "num_in_flight"))
         self._series = self._all_series([pool.model for pool in pools])
@@ -97,16 +98,16 @@ class Metrics:
         prompt = self._counter("baton_prompt_tokens_total", "Prompt tokens of ended outputs.", "model")
         cached = self._counter("baton_cached_tokens_total", "Of those, the ones found in a node's cache.", "model")
         output = self._counter("baton_output_tokens_total", "Output tokens.", "model")
-        local = self._counter(
-            "baton_local_prefills_total", "Outputs whose prompt the decode node was to compute.", "model"
+        local = self._counter("baton_local_prefills_total", "Outputs whose prompt the decode node computes.", "model")
+        disconnects = self._counter(
+            "baton_disconnects_total", "Outputs ended because the client disconnected.", "model"
         )
-        disconnects = self._counter("baton_disconnects_total", "Outputs ended because the client had gone.", "model")
         first = self._histogram("baton_time_to_first_token_seconds", "Until the first token.", SECONDS)
         whole = self._histogram("baton_request_seconds", "Until the end of an output.", SECONDS)
         per_token = self._histogram(
             "baton_time_per_output_token_seconds", "Mean over an output, after its first token.", TOKEN_SECONDS
         )
-        stages = self._histogram("baton_stage_seconds", "Time in each stage, as the nodes tell it.", SECONDS, "stage")
+        stages = self._histogram("baton_stage_seconds", "Time in each stage, as the nodes report it.", SECONDS, "stage")
         return {
             model: _Series(
                 prompt_tokens=prompt.labels(model),
@@ -132,14 +133,13 @@ class Metrics:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def answered(self, path: str, status: int) -> None:
-        """One HTTP answer has been given."""
         counter = self._labelled.get((path, status))
         if counter is None:
             counter = self._labelled[path, status] = self._answers.labels(path, str(status))
         counter.inc()
 
     def rejected(self, model: str, error: RequestError) -> None:
-        """A request was refused before it was sent to a node.
+        """Counts a request that was refused before it was sent to a node.
 
         Args:
             model: empty for a request that names no served model.
@@ -147,45 +147,45 @@ class Metrics:
         self._rejections.labels(model, str(error.code)).inc()
 
     def on_gap(self, model: str) -> Callable[[float, int], None]:
-        """Where the outputs of a model report the time between tokens."""
+        """The function to which outputs of a model report times between tokens."""
         return self._series[model].gaps.add
 
-    def disconnected(self, relay: OutputStream) -> None:
-        """The client of an output has gone before its end."""
-        self._series[relay.request.model].disconnects.inc()
+    def disconnected(self, output: OutputStream) -> None:
+        """Counts an output whose client disconnected before its end."""
+        self._series[output.request.model].disconnects.inc()
 
-    def ended(self, relay: OutputStream) -> None:
-        """One output has ended."""
-        self._waits.ended(relay)
-        series = self._series[relay.request.model]
-        end = (relay.request.model, relay.finish or (str(relay.error.code) if relay.error else ""))
+    def ended(self, output: OutputStream) -> None:
+        """Counts an ended output."""
+        self._waits.ended(output)
+        series = self._series[output.request.model]
+        end = (output.request.model, output.finish or (str(output.error.code) if output.error else ""))
         counter = self._ends.get(end)
         if counter is None:
             counter = self._ends[end] = self._outputs.labels(*end)
         counter.inc()
-        if relay.is_local_prefill:
+        if output.is_local_prefill:
             series.local_prefills.inc()
-        series.prompt_tokens.inc(len(relay.request.prompt))
-        if relay.cached_tokens:
-            series.cached_tokens.inc(relay.cached_tokens)
-        series.output_tokens.inc(len(relay.ids))
-        for name, seconds in relay.timings.items():
+        series.prompt_tokens.inc(len(output.request.prompt))
+        if output.cached_tokens:
+            series.cached_tokens.inc(output.cached_tokens)
+        series.output_tokens.inc(len(output.ids))
+        for name, seconds in output.timings.items():
             if name in series.stages:
                 series.stages[name].observe(seconds)
-        if relay.first_at:
-            series.first_token.observe(relay.first_at - relay.started_at)
-        if relay.finish:
-            series.whole.observe(relay.ended_at - relay.started_at)
-            if len(relay.ids) > 1:
-                series.per_token.observe((relay.ended_at - relay.first_at) / (len(relay.ids) - 1))
+        if output.first_at:
+            series.first_token.observe(output.first_at - output.started_at)
+        if output.finish:
+            series.whole.observe(output.ended_at - output.started_at)
+            if len(output.ids) > 1:
+                series.per_token.observe((output.ended_at - output.first_at) / (len(output.ids) - 1))
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All series in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _GapCollector:
-    """The series of times between tokens."""
+    """Exports the times between tokens."""
 
     def __init__(self, gaps: dict[str, Gaps]) -> None:
         self._gaps = gaps
@@ -199,7 +199,7 @@ class _GapCollector:
 
 
 class _NodeCollector:
-    """Series of the nodes, made from their last heartbeats when somebody asks."""
+    """Exports the nodes' series from their last heartbeats."""
 
     LABELS = ("model", "node", "role")
 

@@ -1,4 +1,4 @@
-"""Prometheus series of waiting: for how long, who starved, who waits now, and by which policy, by class of request."""
+"""Prometheus series of the queue, by model and priority class: waiting times, starved and waiting requests, policy."""
 
 from bisect import bisect_left
 from collections import Counter as Totals
@@ -18,7 +18,7 @@ Label = tuple[str, str]  # model and class
 class QueueMetrics:
     """Args:
     pools: the models served.
-    starvation_bound_s: whoever has waited longer has starved.
+    starvation_bound_s: a request that waits longer has starved.
     """
 
     def __init__(self, pools: Sequence[WorkerPool], *, starvation_bound_s: float) -> None:
@@ -33,13 +33,13 @@ class QueueMetrics:
                 self._sums[pool.model, name] = 0.0
                 self._starved[pool.model, name] = 0
 
-    def ended(self, relay: OutputStream) -> None:
-        """One output has ended: it waited until a node began with its prompt, or for nothing."""
-        if relay.sent_at and relay.first_at:
-            seconds = relay.sent_at - relay.started_at + relay.timings.get("prefill_queue_s", 0.0)
+    def ended(self, output: OutputStream) -> None:
+        """Counts an ended output. It waited until a node started its prompt, or else until its end."""
+        if output.sent_at and output.first_at:
+            seconds = output.sent_at - output.started_at + output.timings.get("prefill_queue_s", 0.0)
         else:
-            seconds = relay.ended_at - relay.started_at
-        label = (relay.request.model, relay.request.priority_class)
+            seconds = output.ended_at - output.started_at
+        label = (output.request.model, output.request.priority_class)
         self._counts[label][bisect_left(SECONDS, seconds)] += 1
         self._sums[label] += seconds
         self._starved[label] += seconds > self._bound_s
@@ -83,5 +83,5 @@ class QueueMetrics:
 
 
 def _classes(pool: WorkerPool) -> list[str]:
-    """Names of the classes; one without a name if there are none."""
+    """Names of the priority classes; one empty name without classes."""
     return list(pool.queue.order.rules.class_weights) or [""]

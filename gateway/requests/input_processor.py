@@ -47,7 +47,7 @@ CALL_CHARACTERS = 128
 #: Requests built before the event loop gets a turn.
 REQUESTS_AT_ONCE = 64
 #: A node returns all prompt log-probabilities in one message: bytes per token and per alternative, and bytes in all.
-JUDGED_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_JUDGED_BYTES = 28, 16, 12 << 20
+LOGPROB_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_LOGPROB_BYTES = 28, 16, 12 << 20
 
 Prompt = str | Sequence[int]
 Made = TypeVar("Made")
@@ -400,7 +400,7 @@ def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> G
     if count < 0:
         raise refuse(f"{first} is beyond the prompt of {len(request.prompt)} tokens", param)
     num_tops = request.sampling.logprobs or 0
-    if count * (JUDGED_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_JUDGED_BYTES:
+    if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
         message = (
             f"log-probabilities of {count} prompt tokens, each with {num_tops} others, are too many for one answer"
         )

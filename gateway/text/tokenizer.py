@@ -28,7 +28,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A model's tokenizer, both ways.
+    """The tokenizer of one model, in both directions.
 
     Attributes:
         vocab_size: one more than the largest token id.
@@ -48,10 +48,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """From ``tokenizer.json`` in a folder. Raises ConfigError."""
+        """Loads ``tokenizer.json`` of a folder. Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"--model {folder}: no tokenizer.json there; the gateway needs a fast tokenizer")
+            raise ConfigError(
+                f"--model {folder}: the folder has no tokenizer.json; convert its tokenizer to a fast one"
+            )
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception

@@ -151,8 +151,8 @@ class ControlPlane:
             Pairs: self._on_pairs,
             Register: self._on_register,
             Deregister: self._on_leave,
-            Flushed: self._rpc.answered,
-            Decisions: self._rpc.answered,
+            Flushed: self._rpc.on_answer,
+            Decisions: self._rpc.on_answer,
             Ping: lambda sender, message: None,
         }
 
@@ -280,7 +280,7 @@ class ControlPlane:
     def _forget(self, pool: WorkerPool, incarnation: str, name: str) -> None:
         """Clears the state of a node that is no longer registered, and ends its requests."""
         pool.router.forget(incarnation)
-        self._rpc.gone(incarnation)
+        self._rpc.on_node_gone(incarnation)
         self._dispatcher.lost(incarnation, name)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
@@ -290,13 +290,13 @@ class ControlPlane:
         nodes = self.pools.nodes()
         for pool in self.pools:
             pool.router.forget_prefixes()
-        answers = await self._rpc.ask([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
+        answers = await self._rpc.call([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
         pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
         return [(node, pages.get(node.incarnation)) for node in nodes]
 
     async def decisions(self, node: Worker, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
         """The last decisions of a node, newest last; None if it did not answer."""
-        answers = await self._rpc.ask([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
+        answers = await self._rpc.call([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
 

@@ -359,7 +359,7 @@ async def test_long_outputs_are_detokenized_and_judged_prompts_written_down_whil
     assert threads == []
     monkeypatch.setattr("gateway.requests.input_processor.LONG_IDS", 10)
     monkeypatch.setattr("gateway.text.tokenizer.LISTS_AT_ONCE", 2)
-    monkeypatch.setattr("gateway.http.streaming.MANY_JUDGED", 10)
+    monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 10)
     assert await answers() == short
     assert len(threads) >= 5  # each text, each prompt that is shown, the answer, and the last chunk
 

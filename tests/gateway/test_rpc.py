@@ -20,7 +20,7 @@ def asked() -> tuple[NodeRpc, list[tuple[str, Message]]]:
 
 
 async def soon(rpc: NodeRpc, timeout_s: float = 5.0) -> "asyncio.Task[dict[str, Flushed]]":
-    task = asyncio.create_task(rpc.ask([*NODES, "c" * 32], Flush(), Flushed, timeout_s))
+    task = asyncio.create_task(rpc.call([*NODES, "c" * 32], Flush(), Flushed, timeout_s))
     await asyncio.sleep(0)
     return task
 
@@ -29,8 +29,8 @@ async def test_answers_are_by_node_and_who_is_gone_or_out_of_reach_has_none() ->
     rpc, sent = asked()
     task = await soon(rpc)
     assert [message.number for _, message in sent if isinstance(message, Flush)] == [1, 1, 1]
-    rpc.answered(NODES[0], Flushed(7, 1))
-    rpc.gone(NODES[1])
+    rpc.on_answer(NODES[0], Flushed(7, 1))
+    rpc.on_node_gone(NODES[1])
     assert await task == {NODES[0]: Flushed(7, 1)}
     assert not rpc._open
 
@@ -40,10 +40,10 @@ async def test_a_late_answer_is_nobody_elses() -> None:
     assert await (await soon(rpc, 0.01)) == {}
     task = await soon(rpc)
     for node in NODES:
-        rpc.answered(node, Flushed(1, 1))
+        rpc.on_answer(node, Flushed(1, 1))
     assert not task.done()
     for node in NODES:
-        rpc.answered(node, Flushed(2, 2))
+        rpc.on_answer(node, Flushed(2, 2))
     assert await task == {node: Flushed(2, 2) for node in NODES}
 
 
@@ -53,12 +53,12 @@ async def test_who_leaves_before_the_answer_leaves_nothing_behind() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not rpc._open
-    rpc.answered(NODES[0], Flushed(1, 1))
+    rpc.on_answer(NODES[0], Flushed(1, 1))
 
 
 async def test_an_answer_of_another_kind_is_none() -> None:
     rpc, _ = asked()
-    task = asyncio.create_task(rpc.ask([NODES[0]], GetDecisions(5), Flushed, 5.0))
+    task = asyncio.create_task(rpc.call([NODES[0]], GetDecisions(5), Flushed, 5.0))
     await asyncio.sleep(0)
-    rpc.answered(NODES[0], Decisions((), 1))
+    rpc.on_answer(NODES[0], Decisions((), 1))
     assert await task == {}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
-from gateway.requests.input_processor import MAX_JUDGED_BYTES
+from gateway.requests.input_processor import MAX_LOGPROB_BYTES
 from gateway.text.tokenizer import Tokenizer
 
 __all__ = ["folder"]
@@ -266,7 +266,7 @@ async def test_more_log_probabilities_than_a_node_can_say_at_once_are_refused(fo
     async with running(folder) as stack:
         prefill, decode = await stack.pair(context_length=2_000_000, num_pages=200_000)
         prefill.on_generate = decode.on_generate = silent
-        count = MAX_JUDGED_BYTES // (28 + 20 * 16) + 1
+        count = MAX_LOGPROB_BYTES // (28 + 20 * 16) + 1
         body = {"input_ids": [1] * count, "return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0}
         status, answer = await stack.post("/generate", body)
         assert (status, answer["error"]["param"]) == (400, "logprob_start_len")
