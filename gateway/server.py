@@ -1,7 +1,8 @@
 """Builds a gateway process from its parts, starts it and stops it.
 
-A request passes through ``front``, ``generate``, ``asks``, ``dispatch`` and ``control``; its tokens come back through
-``control``, ``dispatch``, ``relay`` and ``outlet``.
+A request passes through ``http.app``, ``http.generate``, ``requests.input_processor``, ``requests.dispatcher`` and
+``workers.control_plane``. Its tokens come back through ``workers.control_plane``, ``requests.dispatcher``,
+``requests.output_processor`` and ``http.streaming``.
 """
 
 import asyncio

@@ -94,7 +94,7 @@ class HttpServer:
 
     Args:
         routes: by path; a path that ends in ``/*`` stands for all below it.
-        callers: finds the tenant of an API key.
+        authenticator: finds the tenant of a request.
         observer: told of every answer, and of bodies that are refused.
     """
 

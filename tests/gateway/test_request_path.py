@@ -28,7 +28,7 @@ def recorder(calls, seen):
 
     def record(frame, event, arg):
         module = frame.f_globals.get("__name__", "")
-        is_generated = frame.f_code.co_filename.startswith("<")  # as the constructor of a dataclass
+        is_generated = frame.f_code.co_filename.startswith("<")  # such as the constructor of a dataclass
         if event != "call" or not module.startswith("gateway.") or is_generated or frame in seen:
             return
         seen.add(frame)  # a resumed coroutine is no new call

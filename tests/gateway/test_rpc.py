@@ -1,4 +1,4 @@
-"""Whoever asks a node gets the answer to that question, or none."""
+"""Calls to nodes and their answers."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ NODES = ("a" * 32, "b" * 32)
 
 
 def asked() -> tuple[NodeRpc, list[tuple[str, Message]]]:
-    """And what was sent; everybody but "c" can be reached."""
+    """The calls and the messages that they sent; all nodes but "c" can be reached."""
     sent: list[tuple[str, Message]] = []
 
     def send(message: Message, incarnation: str) -> bool:
@@ -25,7 +25,7 @@ async def soon(rpc: NodeRpc, timeout_s: float = 5.0) -> "asyncio.Task[dict[str, 
     return task
 
 
-async def test_answers_are_by_node_and_who_is_gone_or_out_of_reach_has_none() -> None:
+async def test_unreachable_and_removed_nodes_have_no_answer() -> None:
     rpc, sent = asked()
     task = await soon(rpc)
     assert [message.number for _, message in sent if isinstance(message, Flush)] == [1, 1, 1]
@@ -35,7 +35,7 @@ async def test_answers_are_by_node_and_who_is_gone_or_out_of_reach_has_none() ->
     assert not rpc._open
 
 
-async def test_a_late_answer_is_nobody_elses() -> None:
+async def test_a_late_answer_is_dropped() -> None:
     rpc, _ = asked()
     assert await (await soon(rpc, 0.01)) == {}
     task = await soon(rpc)
@@ -47,7 +47,7 @@ async def test_a_late_answer_is_nobody_elses() -> None:
     assert await task == {node: Flushed(2, 2) for node in NODES}
 
 
-async def test_who_leaves_before_the_answer_leaves_nothing_behind() -> None:
+async def test_a_cancelled_call_leaves_no_state() -> None:
     rpc, _ = asked()
     task = await soon(rpc)
     task.cancel()
@@ -56,7 +56,7 @@ async def test_who_leaves_before_the_answer_leaves_nothing_behind() -> None:
     rpc.on_answer(NODES[0], Flushed(1, 1))
 
 
-async def test_an_answer_of_another_kind_is_none() -> None:
+async def test_an_answer_of_another_type_is_ignored() -> None:
     rpc, _ = asked()
     task = asyncio.create_task(rpc.call([NODES[0]], GetDecisions(5), Flushed, 5.0))
     await asyncio.sleep(0)
