@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Register, Registered, Tokens
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import Agenda, Timer
 
@@ -28,8 +29,8 @@ class NoText:
 NO_TEXT = NoText()
 
 
-def _nobody_reads(relay: OutputStream) -> None:
-    pass
+def _ignore(relay: OutputStream) -> None:
+    """Stands for an HTTP handler."""
 
 
 class Answer(OutputStream):
@@ -40,14 +41,8 @@ class Answer(OutputStream):
         extra: how many tokens beyond one a message brought, by its place in ``stamps_s``, where it was not one.
     """
 
-    def __init__(
-        self,
-        ask: GenerateRequest,
-        wake: Callable[[OutputStream], None],
-        on_end: Callable[[OutputStream], None],
-        started_at: float,
-    ) -> None:
-        OutputStream.__init__(self, ask, 0, NO_TEXT, wake, on_end, started_at)
+    def __init__(self, ask: GenerateRequest, started_at: float) -> None:
+        OutputStream.__init__(self, ask, 0, lambda: NO_TEXT, _ignore, started_at)
         self.stamps_s: list[float] = []
         self.extra: dict[int, int] = {}
 
@@ -88,9 +83,7 @@ class Gateway:
         self._deliver = deliver
         self._on_end = on_end
         self._is_ticking = False
-        self.requests = Dispatcher(
-            WorkerPools([fleet]), self, agenda, on_start=lambda relay, pair: None, on_end=lambda relay: None
-        )
+        self.requests = Dispatcher(WorkerPools([fleet]), self, self, agenda, on_end=self._ended)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +96,7 @@ class Gateway:
         if not self._is_ticking:
             self._is_ticking = True
             self._agenda.idle_after(TICK_S, self._tick)
-        answer = self.answers[ask.rid] = Answer(ask, _nobody_reads, self._ended, self._agenda.now())
+        answer = self.answers[ask.rid] = Answer(ask, self._agenda.now())
         try:
             self.requests.dispatch([answer])
         except RequestError:
@@ -116,8 +109,7 @@ class Gateway:
         self.requests.abort(rid)
 
     def _ended(self, relay: OutputStream) -> None:
-        self.requests.ended(relay)
-        answer = self.answers.pop(relay.ask.rid, None)
+        answer = self.answers.pop(relay.request.rid, None)
         if answer is not None:
             self._on_end(answer)
 
@@ -142,6 +134,9 @@ class Gateway:
         """To a node, which may have died without anybody's having noticed."""
         self._deliver(incarnation, message)
         return True
+
+    def drop_soon(self, incarnation: str) -> None:
+        """Never called: ``send`` always succeeds."""
 
     def lose(self, incarnation: str) -> None:
         """A node is gone."""
