@@ -11,6 +11,7 @@ from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.adaptive import Adaptive
 from common.scheduling.waiting_queue import WaitingQueue
 
+
 class RequestQueue:
     """The waiting requests of one model.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import zmq
 
 from common.clock import Clock
-from common.wire.mailbox import PROBE_EVERY_S, Letter, Mailbox
+from common.wire.mailbox import PROBE_EVERY_S, Envelope, Mailbox
 from common.wire.messages import (  # fmt: skip
     Decision,
     Decisions,
@@ -44,7 +44,7 @@ NAMESAKE_WAIT_S = 0.5
 class Listener(Protocol):
     """Receives what a ``MailboxChannel`` hears."""
 
-    def on_letter(self, letter: Letter) -> None: ...
+    def on_envelope(self, envelope: Envelope) -> None: ...
     def on_disconnect(self) -> None: ...
     def on_unreachable(self, incarnation: str) -> None: ...
 
@@ -103,17 +103,17 @@ class MailboxChannel:
 
     def lost(self, incarnations: list[str]) -> list[str]:
         """Those of the nodes whose connection has closed."""
-        return self._mailbox.lost(incarnations)
+        return self._mailbox.lost_peers(incarnations)
 
     def drain(self) -> None:
         """Passes on the messages that have arrived."""
         self._is_drain_due = False
         if self._is_closed or self._listener is None:
             return
-        letters = self._mailbox.receive(RECEIVE_AT_ONCE)
-        for letter in letters:
-            self._listener.on_letter(letter)
-        if len(letters) == RECEIVE_AT_ONCE:
+        envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
+        for envelope in envelopes:
+            self._listener.on_envelope(envelope)
+        if len(envelopes) == RECEIVE_AT_ONCE:
             self.drain_soon()
 
     def drain_soon(self) -> None:
@@ -183,13 +183,13 @@ class ControlPlane:
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def on_letter(self, letter: Letter) -> None:
+    def on_envelope(self, envelope: Envelope) -> None:
         """Handles one message; an unexpected error ends the request that it is about and no other."""
         try:
-            self._handlers[type(letter.message)](letter.sender, letter.message)
+            self._handlers[type(envelope.message)](envelope.sender, envelope.message)
         except Exception:
-            log.exception("a %s message failed", type(letter.message).__name__)
-            self._dispatcher.fail_internal(getattr(letter.message, "rid", ""))
+            log.exception("a %s message failed", type(envelope.message).__name__)
+            self._dispatcher.fail_internal(getattr(envelope.message, "rid", ""))
 
     def on_disconnect(self) -> None:
         """Removes the nodes whose connections have closed, after the messages that they sent before."""
