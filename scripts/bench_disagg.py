@@ -7,7 +7,8 @@ harness (``scripts/load``) is the only client. Rates are absolute for the shape 
 are shares of its capacity: what the weaker of the first two arrangements completes with 32 requests always under way.
 
 Latency counts from the intended instant. Ratios are to the first arrangement, 1 prefill + 1 decode: above 1 it is the
-better one. With all its defaults this takes about an hour; ``--quick`` takes three minutes. Every run is bounded by its
+better one. With all its defaults this takes about an hour; ``--models small --arrangements
+split,colocated --small-seconds 10 --capacity-seconds 6`` takes three minutes. Every run is bounded by its
 seconds of arrivals and two minutes more, after which requests still under way are given up and count as failed.
 """
 
@@ -17,15 +18,15 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common.config import SMALL_MODEL
-from common.errors import BatonError
+from common.errors import BatonError, ConfigError
 from scripts.cores import usable_cores
-from scripts.disagg_table import ARRANGEMENTS, lines_of
+from scripts.disagg_table import ARRANGEMENTS, lines_of, pooled
 from scripts.load.config import LoadtestConfig
 from scripts.load.report import Report, write_json
 from scripts.load.run import run_load
@@ -33,6 +34,9 @@ from scripts.neighbours import Neighbours
 from scripts.random_model import random_model
 from scripts.served import served
 
+SHORTEST = (
+    "--models=small", "--arrangements=split", "--capacity=5", "--shares=1", "--small-seconds=2",
+)  # fmt: skip
 SCHEMA = 1
 NUM_INPUT, NUM_OUTPUT = 512, 64
 CAPACITY_CONCURRENCY = 32
@@ -67,6 +71,7 @@ class Options:
     large_s: float
     small_s: float
     capacity_s: float
+    capacity: float | None
     cores: int
     seed: int
 
@@ -113,6 +118,8 @@ class Bench:
 
     def _capacity(self, place: str) -> float:
         """Requests per second that the first two arrangements complete; all are measured, if that has not been done."""
+        if self._options.capacity is not None:
+            return self._options.capacity
         known: dict[str, float] = self._found["capacity"]
         for name in self._options.arrangements:
             if name not in known:
@@ -209,14 +216,8 @@ def say(line: str) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
-    """Options, and beside them ``json`` and ``resume``."""
-    parser = argparse.ArgumentParser(
-        prog="bench disagg", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="the small model alone, two arrangements, 10 s for each run")
     add("--models", default=",".join(MODELS), metavar="NAME,...", help="of %(default)s")
     add("--arrangements", default=",".join(FLAGS), metavar="NAME,...", help="of %(default)s; the first is compared")
     add("--rates", default="0.25,0.5,0.75", metavar="RATE,...", help="requests/s for qwen3-0.6b (%(default)s)")
@@ -225,26 +226,24 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
     add("--large-seconds", type=float, default=150.0, help="of arrivals in a run of qwen3-0.6b (%(default)s)")
     add("--small-seconds", type=float, default=45.0, help="of arrivals in a run of small (%(default)s)")
     add("--capacity-seconds", type=float, default=20.0, help="of a run that finds the capacity (%(default)s)")
+    add("--capacity", type=float, help="requests/s to take as the small model's capacity instead of measuring it")
     add("--cores", type=int, default=2, help="physical cores that everything shares, client included (%(default)s)")
     add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="write every run there, as soon as it is over")
-    add("--resume", action="store_true", help="do not repeat the runs that are in the --json FILE")
-    given = parser.parse_args(argv)
-    if given.resume and not given.json:
-        parser.error("--resume goes on with the runs in a file: add --json FILE")
-    if given.quick:
-        given.models, given.small_seconds, given.capacity_seconds = "small", 10.0, 6.0
-        given.arrangements = "split,colocated" if given.arrangements == ",".join(FLAGS) else given.arrangements
+    add("--runs", metavar="FILE", help="write every run there, as soon as it is over, and do not repeat those in it")
+
+
+def checked(given: argparse.Namespace) -> Options:
+    """Raises ConfigError for options that cannot be measured."""
     for flag, names, known in (
         ("--models", given.models, MODELS), ("--arrangements", given.arrangements, tuple(FLAGS))
     ):  # fmt: skip
         if unknown := [name for name in names.split(",") if name not in known]:
-            parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}")
+            raise ConfigError(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}")
     try:
         rates, shares = _numbers(given.rates), _numbers(given.shares)
     except ValueError:
-        parser.error("--rates and --shares are numbers with commas between")
-    options = Options(
+        raise ConfigError("--rates and --shares are numbers separated by commas") from None
+    return Options(
         models=tuple(given.models.split(",")),
         arrangements=tuple(given.arrangements.split(",")),
         rates=rates,
@@ -253,26 +252,26 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
         large_s=given.large_seconds,
         small_s=given.small_seconds,
         capacity_s=given.capacity_seconds,
+        capacity=given.capacity,
         cores=given.cores,
         seed=given.seed,
     )
-    return options, given
 
 
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in text.split(","))
 
 
-def started(path: str | None, *, is_resumed: bool) -> Found:
-    """What a file holds that is to be gone on with, or an empty start.
+def earlier_runs(path: str | None) -> Found:
+    """The content of a ``--runs`` file, or an empty start if there is none.
 
     Raises:
         BatonError: the file holds something else.
     """
-    if is_resumed and path and Path(path).exists():
+    if path and Path(path).exists():
         found: Found = json.loads(Path(path).read_text())
         if found.get("schema") != SCHEMA or found.get("bench") != "disagg":
-            raise BatonError(f"--json {path} holds no runs of this benchmark")
+            raise BatonError(f"--runs {path} holds no runs of this benchmark")
         return found
     machine = {"machine": platform.machine(), "kernel": platform.release(), "python": platform.python_version()}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -287,22 +286,17 @@ def keep_to(num_cores: int) -> None:
     os.sched_setaffinity(0, {cpu for core in cores[:num_cores] for cpu in core})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options, given = parse(argv)
+def run(given: argparse.Namespace) -> dict[str, float]:
+    options = checked(given)
     keep_to(options.cores)
     say(f"bench disagg: about {minutes(options):.0f} minutes")
-    try:
-        found = started(given.json, is_resumed=given.resume)
-        found = Bench(options, given.json, found).run()
-    except BatonError as error:
-        say(f"bench disagg: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("bench disagg: stopped" + ("; --resume goes on from here" if given.json else ""))
-        return 130
+    found = Bench(options, given.runs, earlier_runs(given.runs)).run()
     print("\n".join(lines_of(found, options.arrangements)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    figures: dict[str, float] = {f"capacity, {name}, requests/s": rate for name, rate in found["capacity"].items()}
+    for run in found["runs"]:
+        point, report = run["point"], run["report"]
+        name = f"{point['model']}, {point['arrangement']}, {point['rate']:.3g}/s"
+        cell = pooled([report])
+        figures |= {f"{name}, {figure} ms": 1e3 * cell.times.get(figure, 0.0) for figure in ("ttft_p50", "e2e_p50")}
+        figures[f"{name}, tokens/s"] = cell.tokens_per_s
+    return figures

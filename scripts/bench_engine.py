@@ -7,10 +7,8 @@ Neighbours on the machine only ever make a round slower.
 """
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from common.geometry import ITEM_BYTES
 from common.sampling import SamplingParams
 from common.step import Admit, PageDelta, Row, StepPlan
 
+SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
 PAGE_SIZE = 16
 CONTEXT = 256
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
@@ -66,39 +65,40 @@ class Line:
     limit: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench engine", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
-    parser.add_argument("--threads", type=int, default=None, help="of torch; all cores unless given")
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="7 layers, one round, 8 new tokens")
-    parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here too")
-    args = parser.parse_args(argv)
+    parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
+    parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths (%(default)s)")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
+    parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
+
+
+def run(args: argparse.Namespace) -> dict[str, float]:
     if args.threads:
         torch.set_num_threads(args.threads)
     options = Options(
         device=args.device,
         dtype=args.dtype,
-        num_layers=7 if args.quick else args.layers,
+        num_layers=args.layers,
         prefills=tuple(args.prefill),
         batches=tuple(args.batch),
-        new_tokens=8 if args.quick else args.new_tokens,
-        rounds=1 if args.quick else args.rounds,
+        new_tokens=args.new_tokens,
+        rounds=args.rounds,
         with_transformers=not args.ours_only,
         attention=args.attention,
     )
     limits, lines = measure(options)
-    if args.json:
-        content = {"options": vars(options), "limits": vars(limits), "lines": [vars(line) for line in lines]}
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
-    return 0
+    figures = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
+    for line in lines:
+        figures[f"{line.name}, tokens/s"] = line.ours
+        if line.transformers is not None:
+            figures[f"{line.name}, transformers, tokens/s"] = line.transformers
+    return figures
 
 
 def measure(options: Options) -> tuple[Limits, list[Line]]:
@@ -192,10 +192,10 @@ def measure_limits(options: Options) -> Limits:
     device = torch.device(options.device)
     ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
     readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
-    read = max(ballast.nbytes / best_s(reader, 9, device) for reader in readers)
+    read = max(ballast.nbytes / best_s(reader, 3 * options.rounds, device) for reader in readers)
     size = 4096 if options.dtype != "float32" or device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(TORCH_DTYPES[options.dtype])
-    flops = 2 * size**3 / best_s(lambda: a @ a, 9, device)
+    flops = 2 * size**3 / best_s(lambda: a @ a, 3 * options.rounds, device)
     return Limits(read, flops)
 
 
@@ -307,7 +307,3 @@ def heading(options: Options, limits: Limits) -> str:
 def row_of(each: Line) -> str:
     theirs = f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
     return f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import uvloop
 import zmq
 
 from common.config import SMALL_MODEL, SMALL_MODEL_NAME
@@ -29,6 +30,7 @@ from common.mailbox import Mailbox
 from common.messages import FromGateway, Generate, Geometry, Heartbeat, Register, Registered, Role, Tokens
 
 ROOT = Path(__file__).resolve().parents[1]
+SHORTEST = ("--seconds=0.3",)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 OnGenerate = Callable[["BenchNode", Generate], None]
 
@@ -110,8 +112,8 @@ class Figure:
     cpu_us: float
 
     def __str__(self) -> str:
-        possible = 1e6 / self.cpu_us
-        return f"{self.name:42} {self.per_second:9,.0f} /s {self.cpu_us:8.1f} us CPU each {possible:9,.0f} /s per core"
+        possible = 1e6 / self.cpu_us if self.cpu_us else 0.0
+        return f"{self.name:56} {self.per_second:9,.0f} /s {self.cpu_us:8.1f} us CPU each {possible:9,.0f} /s per core"
 
 
 def cpu_seconds(pid: int) -> float:
@@ -205,7 +207,7 @@ class Bench:
         await close_all(connections)
         return figure
 
-    async def chunks(self, num_streams: int, path: str, body: dict[str, Any]) -> Figure:
+    async def chunks(self, num_streams: int, path: str, body: dict[str, Any], *, name: str = "") -> Figure:
         """Streamed chunks, each of one token, all streams in lockstep with their node."""
         num_chunks = 0
         streams: dict[str, int] = {}  # request -> index of its next token
@@ -236,7 +238,7 @@ class Bench:
             connection.post(path, {**body, "stream": True, "max_tokens": 1 << 19})
             while waiting:
                 await asyncio.sleep(0.001)
-        figure = await self._measure(f"{path} chunks, {num_streams} streams", lambda: num_chunks)
+        figure = await self._measure(f"{path} chunks, {num_streams} streams {name}".strip(), lambda: num_chunks)
         await close_all(connections)
         return figure
 
@@ -252,7 +254,7 @@ def ignore(node: BenchNode, generate: Generate) -> None:
     """Says nothing."""
 
 
-async def run(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
+async def measure(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
     async with gateway_process(model, is_pinned=is_pinned) as (pid, url, control):
         bench = Bench(pid, url, control, seconds)
         try:
@@ -263,29 +265,27 @@ async def run(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
                 await bench.chunks(1, "/v1/completions", {"prompt": "a"}),
                 await bench.chunks(64, "/v1/completions", {"prompt": "a"}),
                 await bench.chunks(64, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-                await bench.chunks(64, "/v1/completions", {"prompt": "a", "stop": ["THE END", "\n\n"]}),
+                await bench.chunks(
+                    64, "/v1/completions", {"prompt": "a", "stop": ["THE END", "\n\n"]}, name="with stop strings"
+                ),
             ]
         finally:
             bench.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench gateway", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement (%(default)s)")
     parser.add_argument("--model", default=SMALL_MODEL, help="folder with a tokenizer and a chat template")
-    parser.add_argument("--no-pin", action="store_true", help="leave the cores to the system")
-    options = parser.parse_args()
+    parser.add_argument("--no-pin", action="store_true", help="do not pin the gateway to a core")
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
     is_pinned = not options.no_pin and len(os.sched_getaffinity(0)) > 1
-    loop_factory: Any = None
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        loop_factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        for figure in runner.run(run(options.model, options.seconds, is_pinned=is_pinned)):
-            print(figure)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    figures = uvloop.run(measure(options.model, options.seconds, is_pinned=is_pinned))
+    for figure in figures:
+        print(figure)
+    return {
+        f"{figure.name}, {unit}": value
+        for figure in figures
+        for unit, value in (("per second", figure.per_second), ("us of CPU each", figure.cpu_us))
+    }

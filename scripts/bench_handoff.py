@@ -10,20 +10,19 @@ by round, in the opposite order at every other; the load-test harness (``scripts
 
 The stages are what the decode node says of each request: ``transfer``, from the handoff's arrival to the last page's,
 and ``join``, from then to the second token, which is a decode step and what it waited for. The defaults take a
-good half of an hour; ``--quick`` two minutes, on the small model.
+good half of an hour; ``--model small --dtype float32 --rounds 1 --lengths 512`` two minutes.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import partial
 
 from common.config import SMALL_MODEL
-from common.errors import BatonError
+from common.errors import BatonError, ConfigError
 from scripts.cores import usable_cores
 from scripts.load.config import LoadtestConfig
 from scripts.load.records import Record
@@ -32,11 +31,13 @@ from scripts.neighbours import Neighbours
 from scripts.random_model import random_model
 from scripts.served import served
 
+SHORTEST = ("--model=small", "--dtype=float32", "--transports=shm", "--rounds=1", "--requests=2", "--lengths=256")
 LOCAL = "local"
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 MODELS = ("qwen3-0.6b", "small")
 POOL_TOKENS = 4_096
 MARK = 0.05
+MAX_ATTEMPTS = 10
 NUM_WARMUP = 2  # requests of each length and start that prepare what is prepared once
 MAX_OTHERS = 0.15  # cores that others may use before figures are not to be trusted
 
@@ -83,7 +84,7 @@ def measure(options: Options) -> tuple[list[Sample], list[str]]:
             neighbours = Neighbours(os.sched_getaffinity(0))
             with served(flags(name, model, options.dtype)) as url:
                 for length in options.lengths:
-                    found = ask(url, name, length, options, options.seed + number)
+                    found = samples_of(url, name, length, options, options.seed + number)
                     samples += found
                     say(f"    {line_of(found)}")
             others = neighbours.cores()
@@ -100,8 +101,23 @@ def flags(arrangement: str, model: str, dtype: str) -> list[str]:
     return [*shared, "--prefill=1", "--decode=1", f"--transport={arrangement}"]
 
 
-def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Sample]:
-    """One request after another.
+def samples_of(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Sample]:
+    """One request after another, until enough of them had tokens that arrived one by one.
+
+    Raises:
+        BatonError: a request failed, or too few of the requests can be used.
+    """
+    found: list[Sample] = []
+    for attempt in range(MAX_ATTEMPTS):
+        records = ask(url, arrangement, length, options, seed + attempt * options.rounds)
+        found += [sample for sample in map(partial(sample_of, arrangement, length), records) if sample is not None]
+        if len(found) >= options.requests:
+            return found[: options.requests]
+    raise BatonError(f"{arrangement}: tokens arrived together in all but {len(found)} requests")
+
+
+def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Record]:
+    """One request after another; the first ones, which warm up, are left out.
 
     Raises:
         BatonError: some failed.
@@ -124,15 +140,17 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
     failed = [record for record in report.records if not record.is_ok]
     if failed:
         raise BatonError(f"{arrangement}: a request failed: {failed[0].error} {failed[0].message}")
-    return [sample_of(arrangement, length, record) for record in report.records[NUM_WARMUP:]]
+    return report.records[NUM_WARMUP:]
 
 
-def sample_of(arrangement: str, length: int, record: Record) -> Sample:
-    """Raises BatonError if several tokens came at once, or too few to tell a step."""
+def sample_of(arrangement: str, length: int, record: Record) -> Sample | None:
+    """None if the first tokens arrived together, or there are too few to tell a step."""
     if len(record.stamps_s) < 4 or any(count != 1 for count in record.counts[:2]):
-        raise BatonError(f"{arrangement}: tokens came in pieces of {record.counts}")
-    gaps = record.gaps_s
-    return Sample(arrangement, length, record.ttft_s, gaps[0], statistics.median(gaps[1:]), dict(record.timings))
+        return None
+    first_gap_s, step_s = record.gaps_s[0], statistics.median(record.gaps_s[1:])
+    if not (first_gap_s and step_s):
+        return None
+    return Sample(arrangement, length, record.ttft_s, first_gap_s, step_s, dict(record.timings))
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -182,14 +200,8 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
-    """Options, and beside them ``json``."""
-    parser = argparse.ArgumentParser(
-        prog="bench handoff", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="the small model in float32, one round")
     add("--model", default=MODELS[0], choices=MODELS, help="%(default)s has random weights")
     add("--transports", default=",".join(TRANSPORTS), metavar="NAME,...", help="of %(default)s")
     add("--lengths", type=int, nargs="+", default=[512, 2048], help="prompt tokens (%(default)s)")
@@ -198,50 +210,32 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
     add("--new-tokens", type=int, default=12, help="of each request (%(default)s)")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
     add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="write every sample there")
-    given = parser.parse_args(argv)
-    if given.quick:
-        given.model, given.dtype, given.rounds = "small", "float32", 1
-        given.lengths = [length for length in given.lengths if length <= 1024] or [512]
+
+
+def checked(given: argparse.Namespace) -> Options:
+    """Raises ConfigError for options that cannot be measured."""
     if unknown := [name for name in given.transports.split(",") if name not in TRANSPORTS]:
-        parser.error(f"--transports: {unknown[0]!r} is none of {', '.join(TRANSPORTS)}")
+        raise ConfigError(f"--transports: {unknown[0]!r} is none of {', '.join(TRANSPORTS)}")
     if given.new_tokens < 4:
-        parser.error("--new-tokens must be at least 4: the steps after the second token are what is compared with")
-    options = Options(
-        model=given.model,
-        transports=tuple(given.transports.split(",")),
-        lengths=tuple(given.lengths),
-        requests=given.requests,
-        rounds=given.rounds,
-        new_tokens=given.new_tokens,
-        dtype=given.dtype,
-        seed=given.seed,
-    )
-    return options, given
+        raise ConfigError("--new-tokens must be at least 4: the steps after the second token are what is compared with")
+    values = {field.name: getattr(given, field.name) for field in fields(Options)}
+    return Options(**values | {"transports": tuple(given.transports.split(",")), "lengths": tuple(given.lengths)})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options, given = parse(argv)
+def run(given: argparse.Namespace) -> dict[str, float]:
+    options = checked(given)
     if len(usable_cores()) < 2:
         say("bench handoff: prefill and decode node share one core here, so that the cost is more than it would be")
-    try:
-        samples, reasons = measure(options)
-    except BatonError as error:
-        say(f"bench handoff: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("bench handoff: stopped")
-        return 130
+    samples, reasons = measure(options)
     print(f"{options.model}, {options.dtype}; medians in ms of {options.rounds} x {options.requests} requests each")
     print("\n".join(table(samples, options)))
     for reason in reasons:
         print(f"not to be trusted: {reason}")
-    if given.json:
-        content: dict[str, Any] = {"options": asdict(options), "samples": [asdict(s) for s in samples]}
-        with open(given.json, "w") as file:
-            json.dump({**content, "reasons": reasons}, file, indent=1)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    figures = {}
+    for length in options.lengths:
+        for name in (LOCAL, *options.transports):
+            own = [s for s in samples if s.num_input == length and s.arrangement == name]
+            figures[f"{length} tokens, {name}, TTFT ms"] = median_ms([s.ttft_s for s in own])
+            figures[f"{length} tokens, {name}, first gap ms"] = median_ms([s.first_gap_s for s in own])
+            figures[f"{length} tokens, {name}, step ms"] = median_ms([s.step_s for s in own])
+    return figures

@@ -27,17 +27,16 @@ from scripts.bench_tree import PREFIX_TOKENS, Figure, Sample, Tree, figure, time
 
 PROMPT_TOKENS = 1_024
 CHUNK_TOKENS = 8_192
-#: Waiting requests, and what a plan over them may take at most.
-SIZES = ((1_000, 5_000.0), (10_000, 50_000.0))
+PLAN_MARK_US = 5.0  # what a plan may take at most, per waiting request
 #: SGLang 0.5.23's ``lpm`` over so many waiting requests of 1,024 tokens, with the limit of 128 lifted for the second.
 SGLANG_LPM_US = {128: 1_900.0, 1_000: 16_000.0}
-#: Beyond the policies: what stands above them.
-ABOVE: dict[str, SchedulingOptions] = {
-    "fcfs, priorities": SchedulingOptions(enable_priority_scheduling=True),
-    "fcfs, ageing": SchedulingOptions(
+#: Every policy, and what stands above them.
+ROWS: dict[str, SchedulingOptions] = {name: SchedulingOptions(schedule_policy=name) for name in POLICIES} | {
+    "fcfs+priorities": SchedulingOptions(enable_priority_scheduling=True),
+    "fcfs+ageing": SchedulingOptions(
         enable_priority_scheduling=True, default_priority_value=0, priority_aging_per_second=1.0
     ),
-    "fcfs, 3 classes": SchedulingOptions(priority_classes=("high:8", "normal:3", "low:1")),
+    "fcfs+classes": SchedulingOptions(priority_classes=("high:8", "normal:3", "low:1")),
 }
 
 
@@ -135,25 +134,15 @@ class Node:
         self._tree.books.check()
 
 
-def bench_plan(name: str, options: SchedulingOptions, size: tuple[int, float], num_steps: int) -> PlanFigure:
-    num_waiting, mark_us = size
+def bench_plan(name: str, options: SchedulingOptions, num_waiting: int, num_steps: int) -> PlanFigure:
     node = Node(Tree(), options, num_waiting)
     arriving = node.requests(num_waiting)
     arrival = timed(partial(node.submit, arriving))
     (first, _), *later = node.steps(num_steps + 1)
     node.close()
-    plan = figure(f"plan, {name}", [planned for planned, _ in later], mark=mark_us)
+    plan = figure(f"plan, {name}", [planned for planned, _ in later], mark=PLAN_MARK_US * num_waiting)
     commit = figure(f"commit, {name}", [committed for _, committed in later])
     return PlanFigure(name, num_waiting, plan, commit, arrival.wall_us + first.wall_us)
-
-
-def bench_plans(num_steps: int, names: tuple[str, ...]) -> Iterator[PlanFigure]:
-    """Every policy and what stands above them, over 1,000 and 10,000 waiting requests."""
-    rows = {name: SchedulingOptions(schedule_policy=name) for name in POLICIES} | ABOVE
-    for name, options in rows.items():
-        if not names or name in names:
-            for size in SIZES:
-                yield bench_plan(name, options, size, num_steps if size[0] < 10_000 else max(3, num_steps // 4))
 
 
 def bench_lpm(num_repeats: int) -> list[Figure]:

@@ -6,6 +6,7 @@ and finds the processor's caches cold, so a token costs more; that floor is what
 ``--guidellm`` set those tools beside it, without their start-up: what a long run costs more than a short one.
 """
 
+import argparse
 import asyncio
 import gc
 import json
@@ -19,16 +20,32 @@ import tempfile
 import time
 from pathlib import Path
 
-import click
+import uvloop
 
-from scripts.bench_loadtest import ROOT, Mock
 from scripts.load.config import LoadtestConfig
 from scripts.load.run import run_load
 from scripts.neighbours import Neighbours
 from scripts.other_tools import Command, aiperf_words, cpu_of, guidellm_words, keep_tokenizer
 
+SHORTEST = ("--events=1000", "--seconds=1", "--repeats=1")
+ROOT = Path(__file__).resolve().parents[1]
 HEAD_START_S = 0.2
 LAST = b"0\r\n\r\n"
+
+
+class Mock:
+    """The mock server of the tests, as a process; ``truth.jsonl`` in its folder gets a line for each request."""
+
+    def __init__(self, folder: Path) -> None:
+        script = str(ROOT / "tests" / "mock_openai.py")
+        flags = ["--ttft", "0.1", "--itl", "0.01", "--truth", str(folder / "truth.jsonl")]
+        self._process = subprocess.Popen([sys.executable, script, *flags], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout
+        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
 
 
 def request(tokens: int) -> bytes:
@@ -126,7 +143,7 @@ def harness(port: int, rate: float, count: int, tokens: int) -> dict[str, float]
 
 def in_a_process(kind: str, port: int, rate: float, count: int, tokens: int) -> float:
     """Milliseconds of CPU per token, of a process that does nothing else."""
-    words = [sys.executable, "-m", "scripts.bench_receive", "--child", kind, f"{port}:{rate}:{count}:{tokens}"]
+    words = [sys.executable, "-m", "scripts.bench_receive", kind, f"{port}:{rate}:{count}:{tokens}"]
     said = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     return float(said) * 1e3 / (count * tokens)
 
@@ -137,8 +154,6 @@ def run_child(kind: str, load: str) -> None:
     if kind == "bare":
         print(bare(int(port), float(rate), int(count), int(tokens)))
     else:
-        import uvloop
-
         print(uvloop.run(protocol(int(port), float(rate), int(count), int(tokens))))
 
 
@@ -174,39 +189,33 @@ def medians(rate: float, tokens: int, seconds: float, repeats: int) -> list[floa
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-@click.command()
-@click.option("--events", "rates", default="275,1000,3300", show_default=True, help="Token events per second, each.")
-@click.option("--output-len", "tokens", default=32, show_default=True)
-@click.option("--seconds", default=8.0, show_default=True, help="Of each run.")
-@click.option("--repeats", default=3, show_default=True)
-@click.option("--aiperf", help="Path of aiperf's executable, to set it beside.", metavar="FILE")
-@click.option("--guidellm", help="Path of guidellm's.", metavar="FILE")
-@click.option("--child", nargs=2, hidden=True)
-def main(
-    rates: str,
-    tokens: int,
-    seconds: float,
-    repeats: int,
-    aiperf: str | None,
-    guidellm: str | None,
-    child: tuple[str, str] | None,
-) -> None:
-    """Client CPU per token received: bare epoll, uvloop, the harness, other tools."""
-    if child:
-        run_child(*child)
-        return
-    others = {name: (words, program) for name, words, program in (
-        ("aiperf", aiperf_words, aiperf), ("guidellm", guidellm_words, guidellm),
-    ) if program}  # fmt: skip
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--events", default="275,1000,3300", help="token events per second of each run (%(default)s)")
+    parser.add_argument("--output-len", type=int, default=32, help="tokens of a request (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each run (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs whose median counts (%(default)s)")
+    parser.add_argument("--aiperf", help="executable of aiperf, to measure it as well", metavar="FILE")
+    parser.add_argument("--guidellm", help="executable of guidellm, to measure it as well", metavar="FILE")
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
+    tools = (("aiperf", aiperf_words, options.aiperf), ("guidellm", guidellm_words, options.guidellm))
+    others = {name: (words, program) for name, words, program in tools if program}
     names = ("bare epoll", "uvloop", "harness", "receiving", "bodies", "parsing", *others)
     print(f"{'ms of CPU per token':>22}" + "".join(f"{name:>12}" for name in names) + "   others' cores")
-    for events in map(float, rates.split(",")):
+    tokens, seconds = options.output_len, options.seconds
+    figures: dict[str, float] = {}
+    for events in map(float, options.events.split(",")):
         neighbours = Neighbours(range(os.cpu_count() or 1))
-        cells = medians(events / tokens, tokens, seconds, repeats)
+        cells = medians(events / tokens, tokens, seconds, options.repeats)
         cells += [beside(words, program, events / tokens, tokens, seconds) for words, program in others.values()]
         line = f"{events:>13,.0f} tokens/s" + "".join(f"{cell:12.4f}" for cell in cells)
         print(f"{line}{neighbours.cores():16.2f}", flush=True)
+        figures |= {
+            f"{events:g} tokens/s, {name}, ms of CPU per token": c for name, c in zip(names, cells, strict=True)
+        }
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    run_child(sys.argv[1], sys.argv[2])

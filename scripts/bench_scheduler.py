@@ -11,13 +11,10 @@ Baton; that is a row of its own.
 
 import argparse
 import gc
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
+from common.errors import ConfigError
 from common.new_token_ratio import NewTokenRatio, RatioConstants
 from common.order import Order
 from common.pages import PageBooks
@@ -27,7 +24,7 @@ from common.request import Request
 from common.sampling import SamplingParams
 from common.step import StepResult
 from decode_node.scheduler import DecodeScheduler, Limits
-from scripts.bench_policies import bench_lpm, bench_plans, measured_steps, print_plans, print_steps
+from scripts.bench_policies import ROWS, bench_lpm, bench_plan, measured_steps, print_plans, print_steps
 from scripts.bench_tree import (
     CHAIN_NODES,
     LEAF_TOKENS,
@@ -39,6 +36,7 @@ from scripts.bench_tree import (
     timed,
 )
 
+SHORTEST = ("--repeats=3", "--policies=fcfs", "--waiting=1000")
 EVICT_TOKENS = 100_000
 NUM_ROWS = 256
 PLAN_MARK_US = 500.0
@@ -164,32 +162,38 @@ def print_table(figures: Sequence[Figure]) -> None:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench scheduler", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=400, help="repetitions of each row (evict: a twentieth)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--policy", action="append", default=[], help="only plans under this policy; may be repeated")
+    parser.add_argument("--only-plans", action="store_true", help="measure plans alone, not the cache and the step")
+    parser.add_argument("--policies", default=",".join(ROWS), metavar="NAME,...", help="of %(default)s")
+    parser.add_argument("--waiting", default="1000,10000", metavar="COUNT,...", help="queue lengths (%(default)s)")
     parser.add_argument(
         "--step", action="append", default=[], metavar="NAME:MS", help="a step time to print beside the measured ones"
     )
-    parser.add_argument("--no-steps", action="store_true", help="do not run the small model for step times")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
     if options.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    figures = [] if options.policy else measure(options.repeats)
-    if figures:
-        print_table(figures)
+        raise ConfigError("--repeats must be at least 1")
+    if unknown := [name for name in options.policies.split(",") if name not in ROWS]:
+        raise ConfigError(f"--policies: {unknown[0]!r} is none of {', '.join(ROWS)}")
+    rows = [] if options.only_plans else measure(options.repeats)
+    if rows:
+        print_table(rows)
     gc.collect()
     gc.disable()
-    plans = list(bench_plans(max(8, options.repeats // 10), tuple(options.policy)))
+    sizes = [int(count) for count in options.waiting.split(",")]
+    plans = [
+        bench_plan(name, ROWS[name], size, max(3, options.repeats // (10 if size < 10_000 else 40)))
+        for name in options.policies.split(",")
+        for size in sizes
+    ]
     gc.enable()
     print_plans(plans)
-    print_steps({} if options.no_steps else measured_steps(max(3, options.repeats // 20)), options.step)
-    if options.json:
-        rows = {"figures": [asdict(row) for row in figures], "plans": [asdict(row) for row in plans]}
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    steps = measured_steps(max(3, options.repeats // 20))
+    print_steps(steps, options.step)
+    figures = {f"{row.name}, us": row.median_us for row in rows}
+    for plan in plans:
+        figures[f"{plan.name}, {plan.num_waiting:,} waiting, plan us"] = plan.plan.median_us
+        figures[f"{plan.name}, {plan.num_waiting:,} waiting, commit us"] = plan.commit.median_us
+    return figures | {f"{name}, ms": value for name, value in steps.items()}

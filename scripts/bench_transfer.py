@@ -3,8 +3,7 @@
 The writer is this process, the reader another one. Every measurement of a transport stands between two of its yard
 sticks in the same run, over the same bytes: ``memcpy`` (one thread), ``socket`` (one plain TCP connection, ``sendmsg``
 to ``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause), ``bare gloo``
-(one send of all the bytes). Ratios are medians over the repetitions. ``./scripts/bench transfer --help`` tells the
-options.
+(one send of all the bytes). Ratios are medians over the repetitions.
 """
 
 import argparse
@@ -19,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from common.engine.kv_pool import KVPool
@@ -41,6 +40,7 @@ GEOMETRIES = {
     "qwen3-0.6b": PageGeometry(28, 8, 128, 16, "bfloat16"),
     "llama-3.1-8b": PageGeometry(32, 8, 128, 16, "bfloat16"),
 }
+SHORTEST = ("--geometries=qwen3-0.6b", "--pages=4", "--round-trips=100")
 WRITER, READER = "p" * 32, "d" * 32  # incarnations
 BATCH = 64  # pages per write, as ``Sender.pump`` asks for
 
@@ -133,7 +133,7 @@ def _touch(pool: KVPool) -> None:
 
 class Child:
     def __init__(self, arguments: argparse.Namespace, geometry: str, transport: str, num_pages: int) -> None:
-        argv = [sys.executable, "-m", "scripts.bench_transfer", "--reader", geometry, str(num_pages), transport]
+        argv = [sys.executable, "-m", "scripts.bench_transfer", geometry, str(num_pages), transport]
         self.process = subprocess.Popen(
             [*argv, arguments.cluster_key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -249,12 +249,13 @@ def bare_nixl(subject: Subject) -> Callable[[int], float]:
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts: Sequence[int]) -> list[str]:
+def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts: Sequence[int]) -> dict[str, float]:
+    """Print a line for each transfer size; returns their figures."""
     pool, target = KVPool(GEOMETRIES[geometry], counts[-1]), KVPool(GEOMETRIES[geometry], counts[-1])
     _touch(pool)
     _touch(target)
     child = Child(arguments, geometry, transport, counts[-1])
-    lines = []
+    figures: dict[str, float] = {}
     try:
         subject = Subject(child, pool, transport, arguments.cluster_key)
         copy, bare, bare_name = memcpy(pool, target), None, ""
@@ -267,17 +268,16 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
             child.ask("receive_bare", port=store.port)
             bare, bare_name = bare_gloo.sender(pool, store), "bare gloo"
         for count in counts:
-            lines.append(_line(geometry, transport, count, subject, copy, bare, bare_name))
-            print(lines[-1], flush=True)
+            figures |= _compare(geometry, transport, count, subject, copy, bare, bare_name)
         subject.writer.close()
     finally:
         child.close()
         pool.close()
         target.close()
-    return lines
+    return figures
 
 
-def _line(
+def _compare(
     geometry: str,
     transport: str,
     count: int,
@@ -285,7 +285,7 @@ def _line(
     copy: Callable[[int], float],
     bare: Callable[[int], float] | None,
     bare_name: str,
-) -> str:
+) -> dict[str, float]:
     repeats = max(6, min(30, 1024 // count))
     payload = count * GEOMETRIES[geometry].page_bytes / 1e9
     rows = []
@@ -304,17 +304,19 @@ def _line(
         text += f" | {bare_name} {payload / barely:6.2f} GB/s, ratio {of_bare:4.2f}, {more:+.0f} us"
     else:
         text += f" | {(seconds - copied) * 1e6:+.0f} us over memcpy"
-    return text
+    print(text, flush=True)
+    name = f"{geometry}, {transport}, {count} pages"
+    return {f"{name}, GB/s": payload / seconds, f"{name}, CPU s/GB": cpu / payload, f"{name}, of memcpy": of_copy}
 
 
-def round_trip(arguments: argparse.Namespace) -> str:
-    """Grant there, Delivered back, through the mailboxes that nodes use."""
+def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
+    """Time a grant there and the confirmation back, through the mailboxes that nodes use."""
     child = Child(arguments, "qwen3-0.6b", "shm", 1)
     context: zmq.Context[Any] = zmq.Context()
     try:
         mailbox = Mailbox(context, new_incarnation(), FromPrefill, connect=child.ask("echo"))
         times = []
-        for _ in range(1_000):
+        for _ in range(arguments.round_trips):
             begun_at = time.perf_counter()
             mailbox.send(Grant("r", 0, 1, 0, (1, 2, 3, 4)), target=READER)
             while not mailbox.receive():
@@ -324,34 +326,32 @@ def round_trip(arguments: argparse.Namespace) -> str:
     finally:
         child.close()
         context.term()
-    times.sort()
-    return f"control round trip: p50 {times[500] * 1e6:.0f} us, p99 {times[990] * 1e6:.0f} us"
+    p50, p99 = (1e6 * float(np.quantile(times, share)) for share in (0.5, 0.99))
+    print(f"control round trip: p50 {p50:.0f} us, p99 {p99:.0f} us", flush=True)
+    return {"control round trip, p50 us": p50, "control round trip, p99 us": p99}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure KV transports between two processes of this machine.")
-    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="which, by comma (default %(default)s)")
-    parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="which (default %(default)s)")
-    parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (default %(default)s)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="separated by commas (%(default)s)")
+    parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="separated by commas (%(default)s)")
+    parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)")
+    parser.add_argument("--round-trips", type=int, default=1000, help="control messages to time (%(default)s)")
     parser.add_argument("--cluster-key", default="", help="authenticate tcp with this key")
-    parser.add_argument("--reader", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.reader:
-        geometry, num_pages, transport, key = arguments.reader
-        Reader(GEOMETRIES[geometry], int(num_pages), transport, key).run()
-        return 0
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
     print(f"load {os.getloadavg()[0]:.1f}; {os.cpu_count()} cores; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}")
-    print(round_trip(arguments), flush=True)
-    counts = sorted(int(count) for count in arguments.pages.split(","))
-    for geometry in arguments.geometries.split(","):
-        for transport in arguments.transports.split(","):
-            with suppress(BrokenPipeError):
-                try:
-                    measure(arguments, geometry, transport, counts)
-                except ConfigError as error:
-                    print(f"{geometry:13} {transport:5} not measured: {error}")
-    return 0
+    figures = round_trip(options)
+    counts = sorted(int(count) for count in options.pages.split(","))
+    for geometry in options.geometries.split(","):
+        for transport in options.transports.split(","):
+            try:
+                figures |= measure(options, geometry, transport, counts)
+            except ConfigError as error:
+                print(f"{geometry:13} {transport:5} not measured: {error}")
+    return figures
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    name, pages, transport_name, cluster_key = sys.argv[1:]
+    Reader(GEOMETRIES[name], int(pages), transport_name, cluster_key).run()
