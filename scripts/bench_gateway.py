@@ -210,14 +210,14 @@ class Bench:
     async def chunks(self, num_streams: int, path: str, body: dict[str, Any], *, name: str = "") -> Figure:
         """Streamed chunks, each of one token, all streams in lockstep with their node."""
         num_chunks = 0
-        streams: dict[str, int] = {}  # request -> index of its next token
+        streams: dict[str, tuple[int, int]] = {}  # request -> attempt, index of its next token
         waiting: list[Connection] = []
         rids: dict[Connection, str] = {}
         prefill, decode = self._nodes
 
         def on_generate(node: BenchNode, generate: Generate) -> None:
             rids[waiting.pop(0)] = generate.rid
-            streams[generate.rid] = 1
+            streams[generate.rid] = (generate.attempt, 1)
             node.send(Tokens(generate.rid, generate.attempt, 0, self._letters[:1]))
 
         def on_data(connection: Connection, data: bytes) -> None:
@@ -227,9 +227,9 @@ class Bench:
                 return
             num_chunks += count
             rid = rids[connection]
-            index = streams[rid]
-            streams[rid] = index + 1
-            decode.send(Tokens(rid, 0, index, (self._letters[index % 26],)))
+            attempt, index = streams[rid]
+            streams[rid] = (attempt, index + 1)
+            decode.send(Tokens(rid, attempt, index, (self._letters[index % 26],)))
 
         prefill.on_generate, decode.on_generate = on_generate, ignore
         connections = await self._connect(num_streams, on_data)
