@@ -145,7 +145,7 @@ def test_the_table_says_what_the_figures_say() -> None:
         (["--step-cost=fast"], "--step-cost must be seconds"),
         (["--schedule-policy=best"], "--schedule-policy best is unknown"),
         (["--trace-window=1:2"], "--trace-window needs --trace"),
-        (["--replay=x", "--decode=2"], "leave out --decode"),
+        (["--replay=x", "--decode=2"], "remove --decode"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: list[str], sentence: str) -> None:
@@ -159,14 +159,14 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsy
     assert "5 sent, 5 answered" in capsys.readouterr().out
     assert json.loads(file.read_text())["requests"]["answered"] == 5
     assert main(["--num-requests=5", "--json=/nowhere/report.json"]) == 2
-    assert "--json /nowhere/report.json: there is no such folder" in capsys.readouterr().err
+    assert "--json /nowhere/report.json: the folder does not exist" in capsys.readouterr().err
 
 
 def test_figures_are_shown_even_if_they_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-requests=5", "--rate=50", "--json=/dev/full"]) == 1
     said = capsys.readouterr()
     assert "5 sent, 5 answered" in said.out
-    assert said.err == "simulate: --json /dev/full cannot be written: No space left on device\n"
+    assert said.err == "simulate: cannot write --json /dev/full: No space left on device\n"
 
 
 def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:

@@ -1,4 +1,4 @@
-"""A whole service in virtual time: a gateway, prefill nodes, decode nodes, and what travels between them."""
+"""A whole service in virtual time: a gateway, prefill nodes, decode nodes, and the messages between them."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,11 +12,13 @@ from scripts.sim.wire import TimedWire
 
 
 class Cluster:
-    """Args:
-    make: what nodes are made of.
-    num_prefill, num_decode: how many.
-    fleet: the gateway's pure parts.
-    on_end: told of every answer that is over.
+    """The nodes and the gateway of one simulated service, and the delivery of their messages.
+
+    Args:
+        make: settings of every node.
+        fleet: registry, router and admission of the gateway.
+        num_prefill, num_decode: number of nodes of each role.
+        on_end: called with every answer that has ended.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Cluster:
         self.make = make
         self.wire = TimedWire(self.agenda, make.costs)
         self.gateway = Gateway(fleet, self.agenda, self._from_gateway, on_end=on_end)
-        self.nodes: dict[str, Node] = {}  # by incarnation; the dead included
+        self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
         self._message_s = make.costs.message_s
         for _ in range(num_prefill):
             self.start("prefill")
@@ -40,7 +42,7 @@ class Cluster:
             self.start("decode")
 
     def start(self, role: Role) -> Node:
-        """One more node."""
+        """Add a node and register it at the gateway."""
         incarnation = f"{role}-{len(self.nodes)}".ljust(16, ".")
         node = Node(role, incarnation, self.make, agenda=self.agenda, wire=self.wire, mail=self)
         self.nodes[incarnation] = node
@@ -48,7 +50,7 @@ class Cluster:
         return node
 
     def kill(self, node: Node) -> None:
-        """As kill -9; the others notice after as long as a message takes."""
+        """Stop a node as ``kill -9`` would; its peers notice one message delay later."""
         node.die()
         self.agenda.after(self._message_s, self.gateway.lose, node.incarnation)
         for other in self.nodes.values():
@@ -56,16 +58,16 @@ class Cluster:
                 self.agenda.after(self._message_s, other.lose, node.incarnation)
 
     def of(self, role: Role) -> list[Node]:
-        """The nodes of a role that are alive."""
+        """The living nodes of a role."""
         return [node for node in self.nodes.values() if node.kind == role and node.is_alive]
 
     def check(self) -> None:
-        """Prove the books of every node; raises ``AssertionError``."""
+        """Check the invariants of every living node; raises ``AssertionError``."""
         for node in self.nodes.values():
             if node.is_alive:
                 node.role.check()
 
-    # ---- mail -------------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _from_gateway(self, incarnation: str, message: Message) -> None:
         self.agenda.after(self._message_s, self.nodes[incarnation].hear_gateway, (message,))

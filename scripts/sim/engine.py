@@ -1,8 +1,8 @@
-"""An engine without a model: it knows every answer by heart and says the next token of it.
+"""An engine without a model, which returns the next token of a known answer.
 
-Which answer, the request's seed says; which token, the position. So tokens are a pure function of seed and position,
-as those of a real engine are one of logits, parameters, seed and position: retraction and migration change nothing.
-Page contents are not kept, for speed; ``tests/fake_engine.py`` has an engine whose tokens betray wrong pages.
+The request's seed selects the answer and the position selects the token. So, as in the real engine, tokens do not
+depend on retraction or migration. Pages have no contents, for speed; the engine in ``tests/fake_engine.py`` does check
+contents.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from common.geometry import PageGeometry
 from common.step import StepPlan, StepResult
 
-#: What the engine says where an answer is over.
+#: Token after the last token of an answer.
 END_TOKEN = 0
 
 
 class BlankStore:
-    """A ``PageStore`` without contents: pages are numbers."""
+    """A ``PageStore`` whose pages have no contents."""
 
     fd = -1
     is_mapped = is_in_place = True
@@ -34,7 +34,7 @@ class BlankStore:
 
 
 def blank_geometry(kv_bytes_per_token: int, page_size: int) -> PageGeometry:
-    """Of pages with so many bytes for each token, a multiple of 256."""
+    """A page geometry with this many bytes per token, a multiple of 256."""
     return PageGeometry(
         num_layers=1, num_kv_heads=kv_bytes_per_token // 256, head_dim=64, page_size=page_size, dtype="bfloat16"
     )
@@ -44,7 +44,7 @@ class RecitingEngine:
     """An executor over a ``BlankStore``.
 
     Args:
-        answers: the answer to a request's seed; of two calls with one seed, both give the same.
+        answers: returns the answer for a request's seed, always the same for one seed.
         num_slots: rows of the request table.
     """
 

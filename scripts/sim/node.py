@@ -1,7 +1,7 @@
-"""One simulated node: a production role, turned as ``common.node.loop.Node`` turns it, in virtual time.
+"""One simulated node: a production role, driven in virtual time as ``common.node.loop.Node`` drives it in a process.
 
-What the loop of a real node does between two waits is a *turn*: hear, commit, tick, plan, speak. Here a turn takes no
-time, and a step takes what ``Costs`` says.
+One iteration of the loop is a *turn*: receive, commit, tick, plan, send. Here a turn takes no time, and a step takes as
+long as ``Costs`` says.
 """
 
 from collections import Counter
@@ -38,12 +38,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """What all nodes of a cluster are made of.
+    """Settings shared by all nodes of a cluster.
 
     Attributes:
-        config: of every node; its role and name are filled in.
-        capacities: by role.
-        engine: makes the engine of a node that has these pages and slots.
+        config: configuration of every node; role and name are filled in.
+        capacities: pages and slots, by role.
+        engine: makes an engine with the given capacity.
     """
 
     config: NodeConfig
@@ -56,7 +56,7 @@ class Make:
 
 
 class Mail(Protocol):
-    """Carries what a node says."""
+    """Delivers the messages of a node."""
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None: ...
@@ -64,9 +64,12 @@ class Mail(Protocol):
 
 
 class Node:
-    """Args:
-    incarnation: also its name.
-    wire: carries its pages.
+    """A simulated node.
+
+    Args:
+        incarnation: also its name.
+        wire: carries its pages.
+        mail: delivers its messages.
     """
 
     def __init__(
@@ -80,13 +83,13 @@ class Node:
         self.is_busy = False
         self.busy_s = 0.0
         self.work: Counter[str] = Counter()
-        self.used_page_s = 0.0  # pages that somebody needs, times the seconds for which somebody did
+        self.used_page_s = 0.0  # integral of the pages in use over time
         self._make = make
         self._costs = make.costs
         self._agenda = agenda
         self._mail = mail
         self._has_timer = False
-        self._used = (0, 0.0)  # pages that somebody needs, since when
+        self._used = (0, 0.0)  # pages in use, since when
         self.books = PageBooks(self.capacity.num_pages)
         self.cache = cache_for(make.config, self.books)
         self.transport: InProcessReader | TimedWriter
@@ -113,7 +116,7 @@ class Node:
         )
 
     def register(self) -> Register:
-        """What it tells the gateway of itself."""
+        """The registration that the node sends to the gateway."""
         geometry: Geometry = to_message(self.engine.pool.geometry)
         return Register(
             role=self.kind,
@@ -155,18 +158,18 @@ class Node:
             self.turn()
 
     def lose(self, peer: str) -> None:
-        """The connection to another node is gone."""
+        """Handle the loss of the connection to another node."""
         if self.is_alive:
             self.role.peer_lost(peer, self._agenda.now())
             self.turn()
 
     def die(self) -> None:
-        """As kill -9."""
+        """Stop as ``kill -9`` would."""
         self.is_alive = False
         self.transport.die()
 
     def turn(self) -> None:
-        """Whatever can be done now."""
+        """Do everything that can be done now."""
         if not self.is_alive:
             return
         now = self._agenda.now()
@@ -217,7 +220,7 @@ class Node:
 
     def _speak(self) -> None:
         outbox = self.role.outbox
-        outbox.dial.clear()  # everybody can reach everybody
+        outbox.dial.clear()  # every node can reach every other
         if outbox.peers:
             by_peer: dict[str, list[Message]] = {}
             for peer, message in outbox.peers:

@@ -1,4 +1,4 @@
-"""The in-process wire in virtual seconds instead of ticks: every node's data connection carries so much, each way."""
+"""The in-process transport in virtual seconds: each node's data connection has a bandwidth in each direction."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from scripts.sim.costs import Costs
 
 
 class TimedWire(Wire):
-    """A write waits for the writer's line and the reader's, then takes its bytes' time, then the way."""
+    """A write waits until both links are idle, then takes its transmission time and the latency."""
 
     def __init__(self, agenda: Agenda, costs: Costs) -> None:
         super().__init__()
         self.busy_s = 0.0
         self._agenda = agenda
         self._costs = costs
-        self._free_at: dict[tuple[str, str], float] = {}  # (way, whose line) -> when it is idle
-        self._under_way: dict[tuple[InProcessWriter, str], dict[int, int]] = {}  # tickets, and how many pages each has
+        self._free_at: dict[tuple[str, str], float] = {}  # (direction, node) -> when the link is idle
+        self._under_way: dict[tuple[InProcessWriter, str], dict[int, int]] = {}  # ticket -> number of pages
 
     def carry(self, writer: "TimedWriter", peer: str, ticket: int, num_pages: int, land: Callable[[], None]) -> None:
-        """Call ``land`` when these pages have arrived, unless they are called off before."""
-        lines = (("out", writer.incarnation), ("in", peer))
+        """Call ``land`` when these pages have arrived, unless ``drop`` comes first."""
+        links = (("out", writer.incarnation), ("in", peer))
         takes_s = num_pages * writer.store.geometry.page_bytes / self._costs.wire_bytes_per_s
-        over_at = max(self._agenda.now(), *(self._free_at.get(line, 0.0) for line in lines)) + takes_s
-        self._free_at.update(dict.fromkeys(lines, over_at))
+        over_at = max(self._agenda.now(), *(self._free_at.get(link, 0.0) for link in links)) + takes_s
+        self._free_at.update(dict.fromkeys(links, over_at))
         self.busy_s += takes_s
         self._under_way.setdefault((writer, peer), {})[ticket] = num_pages
         self._agenda.at(over_at + self._costs.wire_s, self._arrive, writer, peer, ticket, land)
@@ -43,12 +43,14 @@ class TimedWire(Wire):
 
     def drop(self, writer: InProcessWriter, peer: str) -> list[int]:
         self._under_way.pop((writer, peer), None)
-        return []  # nobody keeps count of what was called off
+        return []  # `TimedWriter` keeps no state of unfinished writes
 
 
 class TimedWriter(InProcessWriter):
-    """Args:
-    wake: called whenever a write is over.
+    """A writer whose pages arrive in virtual time.
+
+    Args:
+        wake: called whenever a write has finished.
     """
 
     def __init__(self, wire: TimedWire, store: PageStore, incarnation: str, wake: Callable[[], None]) -> None:
@@ -62,7 +64,7 @@ class TimedWriter(InProcessWriter):
         ticket = self._num_writes
 
         def land() -> None:
-            if len(self.store.memory):  # else pages are numbers, without contents
+            if len(self.store.memory):  # a `BlankStore` has no contents
                 for source, target in pages:
                     self.put(peer, source, target, *rest)
             self.finished.append(ticket)
