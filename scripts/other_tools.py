@@ -1,7 +1,7 @@
-"""Other load-test tools, for benchmarks that set ours beside them: aiperf 0.13 and guidellm 0.8.
+"""Runs other load testers, to compare ours with them: aiperf 0.13 and guidellm 0.8.
 
-Each comes from an environment of its own (``python -m venv V && V/bin/pip install aiperf``); the benchmarks are given
-the paths of their programs.
+Install each in its own environment (``python -m venv V && V/bin/pip install aiperf``) and pass the path of its
+executable to the benchmark.
 """
 
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 from common.config import SMALL_MODEL
 
 REVISION = "0" * 40
-#: From program, server's address, requests per second, how many, output tokens, folder, and API to a command line.
+#: (executable, server URL, requests per second, number of requests, output tokens, folder, API) -> command line.
 Command = Callable[[str, str, float, int, int, Path, str], list[str]]
 
 
 def aiperf_words(program: str, url: str, rate: float, count: int, tokens: int, folder: Path, api: str) -> list[str]:
-    """aiperf at Poisson arrivals; its report goes to ``folder / "aiperf"``. ``api`` is chat or completions."""
+    """Command line of aiperf with Poisson arrivals. ``api`` is chat or completions."""
     shutil.rmtree(folder / "aiperf", ignore_errors=True)
     words = f"profile -m mock --endpoint-type {api} --streaming --arrival-pattern poisson --isl 64 --osl {tokens}"
     words += f" --request-rate {rate:g} --request-count {count} --ui none --tokenizer baton/small"
@@ -27,7 +27,7 @@ def aiperf_words(program: str, url: str, rate: float, count: int, tokens: int, f
 
 
 def guidellm_words(program: str, url: str, rate: float, count: int, tokens: int, folder: Path, api: str) -> list[str]:
-    """guidellm at Poisson arrivals."""
+    """Command line of guidellm with Poisson arrivals."""
     path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
     return [
         program, "run", "--disable-console",
@@ -41,10 +41,10 @@ def guidellm_words(program: str, url: str, rate: float, count: int, tokens: int,
 
 
 def cpu_of(words: list[str], folder: Path) -> float:
-    """CPU seconds of a tool and of all of its processes.
+    """CPU seconds of a command and all of its processes.
 
     Raises:
-        RuntimeError: it failed; holds the end of what it said.
+        RuntimeError: the command failed; the message contains the end of its output.
     """
     environ = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -56,7 +56,7 @@ def cpu_of(words: list[str], folder: Path) -> float:
 
 
 def keep_tokenizer(folder: Path) -> None:
-    """The small model's tokenizer as a hub cache would hold it, so that aiperf needs no network."""
+    """Put the small model's tokenizer into a hub cache, so that aiperf needs no network."""
     cache = folder / "hf" / "hub" / "models--baton--small"
     shutil.copytree(SMALL_MODEL, cache / "snapshots" / REVISION)
     (cache / "refs").mkdir()

@@ -154,7 +154,9 @@ def test_a_port_in_use_is_named():
         command = [sys.executable, "-m", "scripts.serve", "--port", str(port)]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"serve: --port {port} on --host 127.0.0.1 cannot be used (Address already in use)")
+    assert ended.stderr.startswith(
+        f"serve: cannot bind --host 127.0.0.1 --port {port}: Address already in use; choose another with --port"
+    )
     assert ended.stdout == ""
 
 
@@ -213,6 +215,4 @@ def test_service_goes_on_where_nobody_can_be_told_that_it_is_ready(
         assert sys.stdout is None
         with contextlib.suppress(OSError):
             full.close()
-    assert (
-        "serve: ready http://127.0.0.1:1, which standard output does not take: No space left" in capsys.readouterr().err
-    )
+    assert "serve: ready http://127.0.0.1:1; cannot write to standard output: No space left" in capsys.readouterr().err

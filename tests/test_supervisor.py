@@ -54,7 +54,7 @@ async def test_a_child_that_refuses_its_configuration_ends_everything():
         await supervisor.run()
     await supervisor.stop()
     assert isinstance(failed.value.exceptions[0], ChildFailed)
-    assert str(failed.value.exceptions[0]) == "node ended with status 2; what it says is above"
+    assert str(failed.value.exceptions[0]) == "node ended with status 2; see its output above"
 
 
 async def test_a_child_that_keeps_dying_before_the_service_was_ready_ends_everything():
