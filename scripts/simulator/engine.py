@@ -1,0 +1,69 @@
+"""An engine without a model, which returns the next token of a known answer.
+
+The request's seed selects the answer and the position selects the token. So, as in the real engine, tokens do not
+depend on retraction or migration. Pages have no contents, for speed; the engine in ``tests/support/fake_engine.py`` does check
+contents.
+"""
+
+from collections.abc import Callable, Sequence
+
+from common.cache.page_layout import PageLayout
+from common.step_plan import StepPlan, StepResult
+
+#: Token after the last token of an answer.
+END_TOKEN = 0
+
+
+class BlankStore:
+    """A ``PageStore`` whose pages have no contents."""
+
+    fd = -1
+    is_mapped = is_in_place = True
+    device_pages = None
+
+    def __init__(self, geometry: PageLayout, num_pages: int) -> None:
+        self.geometry = geometry
+        self.num_pages = num_pages
+        self.memory = bytearray(0)
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        pass
+
+    def landed(self, pages: Sequence[int]) -> None:
+        pass
+
+
+def blank_geometry(kv_bytes_per_token: int, page_size: int) -> PageLayout:
+    """A page geometry with this many bytes per token, a multiple of 256."""
+    return PageLayout(
+        num_layers=1, num_kv_heads=kv_bytes_per_token // 256, head_dim=64, page_size=page_size, dtype="bfloat16"
+    )
+
+
+class RecitingEngine:
+    """An executor over a ``BlankStore``.
+
+    Args:
+        answers: returns the answer for a request's seed, always the same for one seed.
+        num_slots: rows of the request table.
+    """
+
+    def __init__(self, pool: BlankStore, answers: Callable[[int], Sequence[int]], num_slots: int) -> None:
+        self.pool = pool
+        self._answers = answers
+        self._said: list[tuple[int, Sequence[int]]] = [(0, ())] * num_slots  # by slot: prompt tokens, answer
+
+    def run(self, plan: StepPlan) -> StepResult:
+        said = self._said
+        for admit in plan.admits:
+            said[admit.slot] = (admit.prompt_len, self._answers(admit.sampling.seed))
+        tokens = []
+        for slot, start, extend, is_sampled, _, _ in plan.rows:
+            if is_sampled:
+                num_prompt, answer = said[slot]
+                index = start + (1 if extend is None else len(extend)) - num_prompt
+                tokens.append(answer[index] if index < len(answer) else END_TOKEN)
+        return StepResult(plan.step, tuple(tokens))
+
+    def close(self) -> None:
+        pass

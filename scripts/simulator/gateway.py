@@ -1,0 +1,166 @@
+"""The gateway in virtual time: the production registry, router, admission and dispatcher, without HTTP and text.
+
+``Gateway`` takes the part that ``gateway.workers.control_plane.Control`` has in the real gateway.
+"""
+
+from collections.abc import Callable, Sequence
+
+from common.errors import RequestError
+from common.wire.messages import Failed, Message, Register, Registered, Tokens
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.workers.pool import WorkerPool, WorkerPools
+from scripts.simulator.event_queue import Agenda, Timer
+
+TICK_S = 1.0
+
+
+class NoText:
+    """A ``Detokenizer`` that produces no text."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+NO_TEXT = NoText()
+
+
+def _ignore(relay: OutputStream) -> None:
+    pass
+
+
+class Answer(OutputStream):
+    """A production relay that records when tokens arrive.
+
+    Attributes:
+        stamps_s: arrival of each message with tokens.
+        extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
+    """
+
+    def __init__(
+        self,
+        ask: GenerateRequest,
+        wake: Callable[[OutputStream], None],
+        on_end: Callable[[OutputStream], None],
+        started_at: float,
+    ) -> None:
+        OutputStream.__init__(self, ask, 0, NO_TEXT, wake, on_end, started_at)
+        self.stamps_s: list[float] = []
+        self.extra: dict[int, int] = {}
+
+    def on_tokens(self, message: Tokens, now: float) -> None:
+        ids = self.ids
+        num_known = len(ids)
+        if message.index == num_known > 0 and not (message.finish or self._early or self.ended_at):
+            ids += message.tokens  # the common case of `Relay.on_tokens`, without text
+            self.last_at = now
+            if message.timings:
+                self.timings.update(message.timings)
+        else:
+            OutputStream.on_tokens(self, message, now)
+        num_new = len(ids) - num_known
+        if num_new:
+            if num_new > 1:
+                self.extra[len(self.stamps_s)] = num_new - 1
+            self.stamps_s.append(now)
+
+
+class Gateway:
+    """The gateway of a simulated service.
+
+    Args:
+        deliver: sends a message to a node.
+        on_end: called with every answer that has ended.
+    """
+
+    def __init__(
+        self,
+        fleet: WorkerPool,
+        agenda: Agenda,
+        deliver: Callable[[str, Message], None],
+        *,
+        on_end: Callable[[Answer], None],
+    ) -> None:
+        self.fleet = fleet
+        self.answers: dict[str, Answer] = {}  # in flight, by request id
+        self._agenda = agenda
+        self._deliver = deliver
+        self._on_end = on_end
+        self._is_ticking = False
+        self.requests = Dispatcher(
+            WorkerPools([fleet]), self, agenda, on_start=lambda relay, pair: None, on_end=lambda relay: None
+        )
+
+    # ---- clients ----------------------------------------------------------------------------------------------------
+
+    def ask(self, ask: GenerateRequest) -> Answer:
+        """Accept a request.
+
+        Raises:
+            RequestError: the request is refused.
+        """
+        if not self._is_ticking:
+            self._is_ticking = True
+            self._agenda.idle_after(TICK_S, self._tick)
+        answer = self.answers[ask.rid] = Answer(ask, _ignore, self._ended, self._agenda.now())
+        try:
+            self.requests.dispatch([answer])
+        except RequestError:
+            self.answers.pop(ask.rid, None)
+            raise
+        return answer
+
+    def abort(self, rid: str) -> None:
+        """Abort a request, as a client that disconnects does."""
+        self.requests.abort(rid)
+
+    def _ended(self, relay: OutputStream) -> None:
+        self.requests.ended(relay)
+        answer = self.answers.pop(relay.ask.rid, None)
+        if answer is not None:
+            self._on_end(answer)
+
+    # ---- nodes ------------------------------------------------------------------------------------------------------
+
+    def register(self, incarnation: str, register: Register) -> None:
+        """Register a node."""
+        answer = self.fleet.registry.register(incarnation, register, self._agenda.now())
+        assert isinstance(answer, Registered), answer
+        self.requests.nodes_came(self.fleet)
+
+    def hear(self, sender: str, messages: Sequence[Message]) -> None:
+        """Handle messages from a node."""
+        requests = self.requests
+        for message in messages:
+            if type(message) is Tokens:
+                requests.on_tokens(sender, message)
+            elif isinstance(message, Failed):
+                requests.on_failed(sender, message)
+
+    def send(self, message: Message, incarnation: str) -> bool:
+        """Send a message to a node; always True, even if the node has died unnoticed."""
+        self._deliver(incarnation, message)
+        return True
+
+    def lose(self, incarnation: str) -> None:
+        """Handle the loss of a node."""
+        node = self.fleet.registry.remove(incarnation)
+        if node is not None:
+            self.fleet.router.forget(incarnation)
+            self.requests.lost(incarnation, node.name)
+
+    def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
+        return self._agenda.idle_after(delay_s, act, rid)
+
+    def call_soon(self, act: Callable[[], None]) -> None:
+        self._agenda.after(0.0, act)
+
+    def _tick(self) -> None:
+        """Run the periodic work once a second while requests are in flight."""
+        self._is_ticking = bool(self.answers)
+        if self._is_ticking:
+            self.requests.tick(self._agenda.now())
+            self._agenda.idle_after(TICK_S, self._tick)
