@@ -1,8 +1,8 @@
 """``bench NAME``: run one benchmark, and check that it measured something.
 
-A benchmark is a module ``scripts/bench_NAME.py``. Its docstring says what it measures (``bench`` lists the first line),
-``SHORTEST`` holds the options that ``--shortest`` stands for, ``add_options(parser)`` declares its own options, and
-``run(options)`` prints its tables and returns the figures in them by name.
+A benchmark is a module ``scripts/benchmarks/NAME.py``. Its docstring says what it measures (``bench`` lists the first
+line), ``SHORTEST`` holds the options that ``--shortest`` stands for, ``add_options(parser)`` declares its own options,
+and ``run(options)`` prints its tables and returns the figures in them by name.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    benchmark = importlib.import_module(f"scripts.bench_{name}")
+    benchmark = importlib.import_module(f"scripts.benchmarks.{name}")
     parser = argparse.ArgumentParser(
         prog=f"bench {name}",
         description=benchmark.__doc__,
@@ -71,7 +71,7 @@ def empty_figures(figures: Mapping[str, float]) -> list[str]:
 
 def _summary(name: str) -> str:
     """The first line of a benchmark's docstring, read without importing the module and what it needs."""
-    return (Path(__file__).parent / f"bench_{name}.py").read_text().split("\n", 1)[0].strip('"')
+    return (Path(__file__).parent / f"{name}.py").read_text().split("\n", 1)[0].strip('"')
 
 
 def _say(line: str) -> None:

@@ -28,7 +28,7 @@ from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
 
 SHORTEST = ("--events=1000", "--seconds=1", "--repeats=1")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HEAD_START_S = 0.2
 LAST = b"0\r\n\r\n"
 
@@ -37,7 +37,7 @@ class Mock:
     """The mock server of the tests, as a process; ``truth.jsonl`` in its folder gets a line for each request."""
 
     def __init__(self, folder: Path) -> None:
-        script = str(ROOT / "tests" / "mock_openai.py")
+        script = str(ROOT / "tests" / "support" / "mock_openai.py")
         flags = ["--ttft", "0.1", "--itl", "0.01", "--truth", str(folder / "truth.jsonl")]
         self._process = subprocess.Popen([sys.executable, script, *flags], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout

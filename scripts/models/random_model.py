@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-SMALL_MODEL = Path(__file__).resolve().parent / "small_model"
+SMALL_MODEL = Path(__file__).parent / "small_model"
 
 #: config.json of Qwen/Qwen3-0.6B, with a shorter context, which bounds the memory of a node.
 QWEN3_600M: dict[str, Any] = {

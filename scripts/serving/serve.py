@@ -1,8 +1,8 @@
 """``serve``: a gateway, prefill nodes and decode nodes on one machine, as one command.
 
 Every part is a process of its own: ``python -m gateway``, ``python -m prefill_node``, ``python -m decode_node``. This
-process divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and reports when a request
-succeeds. Logs go to standard error; standard output gets the one line ``ready http://...``.
+process divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and reports when a
+request succeeds. Logs go to standard error; standard output gets the one line ``ready http://...``.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from common.wire.address import in_url
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.supervisor import Child, Supervisor, say
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
 
 Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has

@@ -1,4 +1,4 @@
-"""One simulated node: a production role, driven in virtual time as ``common.node.event_loop.Node`` drives it in a process.
+"""One simulated node: a production role, driven in virtual time as ``common.node.event_loop.Node`` drives a real one.
 
 One iteration of the loop is a *turn*: receive, commit, tick, plan, send. Here a turn takes no time, and a step takes as
 long as ``Costs`` says.

@@ -13,7 +13,11 @@ from scripts.benchmarks.main import NAMES, empty_figures
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", NAMES)
+#: Benchmarks that start several services or processes.
+SLOW = {"disagg", "handoff", "pictures", "transfer"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
 def test_the_shortest_form_prints_figures_greater_than_zero(name: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     ended = subprocess.run(
