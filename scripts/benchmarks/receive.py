@@ -11,18 +11,21 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import select
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
 
-from scripts.benchmarks.competitors import Command, aiperf_words, cpu_of, guidellm_words, keep_tokenizer
+from common.config.shared import SMALL_MODEL
 from scripts.benchmarks.cpu_contention import Neighbours
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
@@ -31,6 +34,10 @@ SHORTEST = ("--events=1000", "--seconds=1", "--repeats=1")
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_START_S = 0.2
 LAST = b"0\r\n\r\n"
+
+
+#: (executable, server URL, requests per second, number of requests, output tokens, folder, API) -> command line.
+Command = Callable[[str, str, float, int, int, Path, str], list[str]]
 
 
 class Mock:
@@ -187,6 +194,60 @@ def medians(rate: float, tokens: int, seconds: float, repeats: int) -> list[floa
             rows.append([*floors, sum(parts.values()), parts["clients"], parts["feed"], parts["parse"]])
         mock.stop()
     return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+# ---- other load testers ----------------------------------------------------------------------------------------------
+
+
+REVISION = "0" * 40
+
+
+def aiperf_words(program: str, url: str, rate: float, count: int, tokens: int, folder: Path, api: str) -> list[str]:
+    """Command line of aiperf with Poisson arrivals. ``api`` is chat or completions."""
+    shutil.rmtree(folder / "aiperf", ignore_errors=True)
+    words = f"profile -m mock --endpoint-type {api} --streaming --arrival-pattern poisson --isl 64 --osl {tokens}"
+    words += f" --request-rate {rate:g} --request-count {count} --ui none --tokenizer baton/small"
+    return [program, *words.split(), "--url", url, "--output-artifact-dir", str(folder / "aiperf")]
+
+
+def guidellm_words(program: str, url: str, rate: float, count: int, tokens: int, folder: Path, api: str) -> list[str]:
+    """Command line of guidellm with Poisson arrivals."""
+    path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
+    return [
+        program, "run", "--disable-console",
+        "--backend", f"kind=openai_http,target={url},model=mock,validate_backend=false,request_format={path}",
+        "--profile", f"kind=poisson,rate={rate:g}",
+        "--constraint", f"kind=max_requests,count={count}",
+        "--tokenizer", f"kind=huggingface_auto,model={SMALL_MODEL}",
+        "--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={tokens}",
+        "--output", f"kind=json,path={folder / 'guidellm.json'}",
+    ]  # fmt: skip
+
+
+def cpu_of(words: list[str], folder: Path) -> float:
+    """CPU seconds of a command and all of its processes.
+
+    Raises:
+        RuntimeError: the command failed; the message contains the end of its output.
+    """
+    environ = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = subprocess.run(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if ran.returncode:
+        raise RuntimeError(f"{words[0]} ended with status {ran.returncode}:\n{ran.stdout[-2000:]}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def keep_tokenizer(folder: Path) -> None:
+    """Put the small model's tokenizer into a hub cache, so that aiperf needs no network."""
+    cache = folder / "hf" / "hub" / "models--baton--small"
+    shutil.copytree(SMALL_MODEL, cache / "snapshots" / REVISION)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(REVISION)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,17 @@ from tokenizers import Tokenizer
 
 from common.engine.model_config import ModelConfig
 from common.errors import BatonError, ConfigError
-from scripts.benchmarks.disagg import Bench, Options, add_options, checked, earlier_runs, minutes, points
-from scripts.benchmarks.disagg_table import lines_of, pooled
+from scripts.benchmarks.disagg import (
+    Bench,
+    Options,
+    add_options,
+    checked,
+    earlier_runs,
+    lines_of,
+    minutes,
+    points,
+    pooled,
+)
 from scripts.load_tester.reporting.files import write_json
 from scripts.models.random_model import QWEN3_600M, random_model, shapes
 
