@@ -8,7 +8,7 @@ from pathlib import Path
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class Neighbours:
+class CpuContention:
     """Processor time of other processes since construction.
 
     Args:
@@ -17,11 +17,11 @@ class Neighbours:
 
     def __init__(self, cpus: Iterable[int]) -> None:
         self._names = {f"cpu{number}" for number in cpus}
-        self._began_at, self._busy_s, self._own_s = time.monotonic(), self._busy(), own_s(os.getpid())
+        self._began_at, self._busy_s, self._own_s = time.monotonic(), self._busy(), cpu_time_s(os.getpid())
 
     def cores(self) -> float:
         """Cores that other processes kept busy on average, including time stolen by the hypervisor."""
-        others_s = self._busy() - self._busy_s - (own_s(os.getpid()) - self._own_s)
+        others_s = self._busy() - self._busy_s - (cpu_time_s(os.getpid()) - self._own_s)
         return max(0.0, others_s / max(time.monotonic() - self._began_at, 1e-9))
 
     def _busy(self) -> float:
@@ -34,7 +34,7 @@ class Neighbours:
         return total / TICKS_PER_S
 
 
-def own_s(root: int) -> float:
+def cpu_time_s(root: int) -> float:
     """Processor seconds of a process and its descendants, including ended children that were waited for."""
     children: dict[int, list[int]] = {}
     used: dict[int, int] = {}

@@ -28,8 +28,8 @@ import numpy as np
 
 from common.config.shared import SMALL_MODEL
 from common.errors import BatonError, ConfigError
-from scripts.benchmarks.cpu_contention import Neighbours
-from scripts.benchmarks.service_fixture import served
+from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.files import Report, write_json
 from scripts.load_tester.run import run_load
@@ -155,7 +155,7 @@ class Bench:
 
     def _load(self, place: str, arrangement: str, length_s: float, warmup_s: float, seed: int, **when: Any) -> Report:
         flags = [*FLAGS[arrangement], f"--model={place}", f"--max-total-tokens={POOL_TOKENS}"]
-        with served(flags) as url:
+        with running_service(flags) as url:
             config = LoadtestConfig(
                 url=url,
                 duration=f"{length_s:g}",
@@ -169,9 +169,9 @@ class Bench:
                 seed=seed,
                 **when,
             )
-            neighbours = Neighbours(os.sched_getaffinity(0))
+            contention = CpuContention(os.sched_getaffinity(0))
             report = run_load(config)
-            others = neighbours.cores()
+            others = contention.cores()
         if others > MAX_OTHERS:
             report.reasons.append(f"other processes kept {others:.1f} of our cores busy")
         if "the run was stopped before its end" in report.reasons:

@@ -1,9 +1,8 @@
-"""Our engine against ``transformers``: same weights, same number format, same threads, in one run.
+"""Tokens per second of the engine and of ``transformers``, with the same weights, dtype and threads.
 
-The model has Qwen3-0.6B's shape and random weights, made in memory. Decode starts from caches filled with random KV, so
-that no time goes into prompts that are not measured. Both sides take turns, and a figure is its best round, as are
-the limits, which are what this machine did just now: how fast it reads memory, and its best matrix product.
-Neighbours on the machine only ever make a round slower.
+The model has Qwen3-0.6B's shape and random weights. Decode starts from caches with random KV, so that no prompt has to
+be computed first. Both sides take turns, and the best round counts, because other processes only make a round slower.
+The limits are measured in the same run: memory bandwidth, and the fastest matrix product.
 """
 
 import argparse
@@ -34,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and how long."""
+    """What to measure."""
 
     device: str
     dtype: str
@@ -49,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the machine, measured in this run."""
+    """Limits of the machine, measured in this run."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -57,7 +56,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table, in tokens per second."""
+    """One row of the table, in tokens per second."""
 
     name: str
     ours: float
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, float]:
 
 
 def measure(options: Options) -> tuple[Limits, list[Line]]:
-    """Every line of the table, each printed as soon as it is known."""
+    """Measure every row of the table, and print each as soon as it is known."""
     torch.manual_seed(0)
     config = model_shape(options.num_layers)
     ours, theirs = build(config, options)
@@ -118,7 +117,7 @@ def measure(options: Options) -> tuple[Limits, list[Line]]:
 
 
 def model_shape(num_layers: int) -> ModelConfig:
-    """Qwen3-0.6B, perhaps with fewer layers."""
+    """Qwen3-0.6B with this number of layers."""
     return ModelConfig(
         folder=Path(),
         family="qwen3",
@@ -145,7 +144,7 @@ def model_shape(num_layers: int) -> ModelConfig:
 
 
 def build(config: ModelConfig, options: Options) -> tuple[TorchExecutor, Any]:
-    """Both engines over one set of random tensors; transformers keeps them as they are, we repack ours."""
+    """Both engines over one set of random tensors, which ours repacks."""
     device = torch.device(options.device)
     weights, places = lay_out(config, TORCH_DTYPES[options.dtype], device)
     for name, tensor in places.items():
@@ -183,7 +182,7 @@ def transformers_model(config: ModelConfig, places: dict[str, torch.Tensor]) -> 
     with torch.device("meta"):
         model = Qwen3ForCausalLM(theirs)
     model.load_state_dict({**places, "lm_head.weight": embedding}, assign=True, strict=True)
-    # Buffers are not in the state: make the rotary ones anew, off the meta device.
+    # Buffers are not in the state dict: make the rotary ones again, outside the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embedding.device)
     return model.eval()
 
@@ -200,7 +199,7 @@ def measure_limits(options: Options) -> Limits:
 
 
 def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
-    """One cold prompt in one step, up to its first token."""
+    """Measure one cold prompt in one step, up to its first token."""
     config = ours.model.config
     prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
     pages = tuple(range(ours.pool.geometry.num_pages(num_tokens)))
@@ -220,7 +219,7 @@ def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: L
 
 
 def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
-    """``new_tokens`` steps of ``batch`` rows, from ``CONTEXT`` cached tokens each."""
+    """Measure ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
     config, steps = ours.model.config, options.new_tokens
     per_row = ours.pool.geometry.num_pages(CONTEXT + steps)
     admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
@@ -244,7 +243,7 @@ def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits,
 
 
 def decode_transformers(model: Any, batch: int, steps: int, options: Options) -> None:
-    """What ``generate`` does per token, from a cache of random KV."""
+    """Decode as ``generate`` does, from a cache with random KV."""
     from transformers import DynamicCache
 
     config = model.config
@@ -262,7 +261,7 @@ def decode_transformers(model: Any, batch: int, steps: int, options: Options) ->
 def take_turns(
     ours: Callable[[], object], theirs: Callable[[], object] | None, options: Options
 ) -> tuple[float, float | None]:
-    """Best seconds of both, run alternately after one round that does not count."""
+    """Best seconds of both, run alternately after one warm-up round."""
     device = torch.device(options.device)
     pairs = [
         (timed(ours, device), timed(theirs, device) if theirs else None) for _ in range(max(2, options.rounds + 1))
@@ -285,7 +284,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
-    """Weights that every token is multiplied with."""
+    """Number of weights that every token is multiplied by."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.num_heads * config.head_dim
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)
     return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)

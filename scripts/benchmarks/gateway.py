@@ -1,9 +1,9 @@
-"""What the gateway costs: answers and streamed chunks per second on one core, against nodes that cost next to nothing.
+"""Throughput of the gateway: answers and streamed chunks per second on one core, with scripted nodes.
 
-The gateway is a process of its own, pinned to one core; its nodes (no engine, a scripted answer) and a lean client
-share the other. Streams run in lockstep: a node sends the next token when the client has the previous chunk, so that no
-two tokens share a chunk. Beside the rate stands the gateway's own processor time, I/O thread included: where client and
-nodes are the slower side, its inverse is what the gateway could do.
+The gateway process is pinned to one core; its nodes (without an engine) and a minimal client share the others. Streams
+run in lockstep: a node sends the next token when the client has the previous chunk, so that every chunk holds one
+token. The table also shows the processor time of the gateway, including its I/O thread. If client and nodes are slower
+than the gateway, the inverse of that time is the rate that the gateway could reach.
 """
 
 import argparse
@@ -36,7 +36,7 @@ OnGenerate = Callable[["BenchNode", Generate], None]
 
 
 class BenchNode:
-    """A node that only speaks. ``on_generate`` answers."""
+    """A node without an engine; ``on_generate`` answers each request."""
 
     def __init__(self, context: zmq.Context[Any], control: str, role: Role, on_generate: OnGenerate) -> None:
         self.on_generate = on_generate
@@ -84,7 +84,7 @@ class BenchNode:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection; ``on_data`` gets what arrives."""
+    """One keep-alive connection; ``on_data`` receives its bytes."""
 
     def __init__(self, on_data: Callable[["Connection", bytes], None]) -> None:
         self.on_data = on_data
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row: how many of what per second, and the gateway's processor time for each."""
+    """One row of the table: events per second, and the gateway's processor time per event."""
 
     name: str
     per_second: float
@@ -117,14 +117,14 @@ class Figure:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, all its threads."""
+    """Processor time of a process so far, over all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 @contextlib.asynccontextmanager
 async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple[int, str, str]]:
-    """A gateway on free ports: process id, HTTP address, control address."""
+    """Run a gateway on free ports; yields its process id, HTTP address and control address."""
     words = [sys.executable, "-m", "gateway", "--model", model, "--served-model-name", SMALL_MODEL_NAME]
     cores = sorted(os.sched_getaffinity(0))
     process = await asyncio.create_subprocess_exec(
@@ -145,7 +145,7 @@ async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple
 
 
 class Bench:
-    """Both measurements against one gateway."""
+    """The measurements against one gateway."""
 
     def __init__(self, pid: int, url: str, control: str, seconds: float) -> None:
         self._pid = pid
@@ -156,7 +156,7 @@ class Bench:
         self._nodes = [BenchNode(self._context, control, role, ignore) for role in ("prefill", "decode")]
 
     async def ready(self) -> None:
-        """Waits for the nodes, and asks for the tokens of 26 letters: every one of them makes a chunk."""
+        """Wait for the nodes, and look up the tokens of 26 letters; each of them makes a chunk."""
         for node in self._nodes:
             await node.registered.wait()
         answered = asyncio.get_running_loop().create_future()
@@ -178,7 +178,7 @@ class Bench:
         ]
 
     async def _measure(self, name: str, count: Callable[[], int]) -> Figure:
-        await asyncio.sleep(0.5)  # warm
+        await asyncio.sleep(0.5)  # warm up
         before, cpu, started_at = count(), cpu_seconds(self._pid), time.perf_counter()
         await asyncio.sleep(self._seconds)
         number = count() - before
@@ -186,7 +186,7 @@ class Bench:
         return Figure(name, number / (time.perf_counter() - started_at), 1e6 * cpu / max(number, 1))
 
     async def answers(self, num_connections: int) -> Figure:
-        """Whole answers of one token, closed loop."""
+        """Measure complete answers of one token in a closed loop."""
         num_done = 0
         body = {"prompt": "Shall I compare thee to a summer's day?", "max_tokens": 1}
 
@@ -208,7 +208,7 @@ class Bench:
         return figure
 
     async def chunks(self, num_streams: int, path: str, body: dict[str, Any], *, name: str = "") -> Figure:
-        """Streamed chunks, each of one token, all streams in lockstep with their node."""
+        """Measure streamed chunks of one token each, all streams in lockstep with their node."""
         num_chunks = 0
         streams: dict[str, tuple[int, int]] = {}  # request -> attempt, index of its next token
         waiting: list[Connection] = []
@@ -251,7 +251,7 @@ async def close_all(connections: list[Connection]) -> None:
 
 
 def ignore(node: BenchNode, generate: Generate) -> None:
-    """Says nothing."""
+    pass
 
 
 async def measure(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:

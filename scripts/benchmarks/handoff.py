@@ -23,8 +23,8 @@ from functools import partial
 
 from common.config.shared import SMALL_MODEL
 from common.errors import BatonError, ConfigError
-from scripts.benchmarks.cpu_contention import Neighbours
-from scripts.benchmarks.service_fixture import served
+from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.analysis.records import Record
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
@@ -81,13 +81,13 @@ def measure(options: Options) -> tuple[list[Sample], list[str]]:
         arrangements = (LOCAL, *options.transports)
         for name in arrangements[::-1] if number % 2 else arrangements:
             say(f"round {number + 1} of {options.rounds}, {name} ...")
-            neighbours = Neighbours(os.sched_getaffinity(0))
-            with served(flags(name, model, options.dtype)) as url:
+            contention = CpuContention(os.sched_getaffinity(0))
+            with running_service(flags(name, model, options.dtype)) as url:
                 for length in options.lengths:
                     found = samples_of(url, name, length, options, options.seed + number)
                     samples += found
                     say(f"    {line_of(found)}")
-            others = neighbours.cores()
+            others = contention.cores()
             if others > MAX_OTHERS:
                 reasons.append(f"round {number + 1}, {name}: other processes kept {others:.1f} of our cores busy")
     return samples, reasons

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.shared import SMALL_MODEL
-from scripts.benchmarks.cpu_contention import Neighbours
+from scripts.benchmarks.cpu_contention import CpuContention
 from scripts.benchmarks.disagg import FLAGS
-from scripts.benchmarks.service_fixture import served
+from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.charts import by_rate, distributions, over_time, rated, waterfall, write_svgs
 from scripts.load_tester.reporting.files import Report
@@ -29,11 +29,11 @@ HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50
 def measured(flags: list[str], configs: list[LoadtestConfig]) -> list[tuple[Report, float]]:
     """One service, one run after the other: reports, and how many cores other processes had."""
     found = []
-    with served([*flags, f"--model={SMALL_MODEL}"]) as url:
+    with running_service([*flags, f"--model={SMALL_MODEL}"]) as url:
         for salt, config in enumerate(configs):
-            neighbours = Neighbours(os.sched_getaffinity(0))
+            contention = CpuContention(os.sched_getaffinity(0))
             report = run_load(LoadtestConfig(**vars(config) | {"url": url}), salt=salt)
-            found.append((report, neighbours.cores()))
+            found.append((report, contention.cores()))
             print(f"  {config.rate}/s: {'valid' if report.is_valid else report.reasons}", flush=True)
     return found
 

@@ -1,7 +1,7 @@
-"""How fast the simulator is: row-steps (one decode row in one step) a minute, with checks off.
+"""Speed of the simulator: row-steps (one decode row in one step) per minute.
 
-Wall-clock time, and processor time beside it, which tells on a busy machine. Each load is run --rounds times; the best
-round counts, since others can only be slower by what else the machine does.
+Each load runs --rounds times, and the best round counts, because other processes only make a round slower. Processor
+time stands beside wall time for the same reason.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One load; seconds of its best round."""
+    """The best round of one load."""
 
     name: str
     row_steps: int
@@ -50,7 +50,7 @@ class Figure:
 
 
 def measure(name: str, words: Sequence[str], num_rounds: int) -> Figure:
-    """Run one load a few times."""
+    """Run one load ``num_rounds`` times; returns the best round."""
     found = []
     for _ in range(num_rounds):
         config = parse(SimulateConfig, words, command="simulate")
