@@ -1,16 +1,15 @@
-"""What separate prefill and decode nodes do for latency: the same cores and Poisson load, arranged in several ways.
+"""Latency with and without separate prefill and decode nodes, on the same cores and under the same Poisson load.
 
-Every arrangement is a fresh ``serve`` on the same cores, and gets the very same requests at the same instants (one
-seed): prompts of 512 random token ids, nothing shared, 64 tokens out. They take turns at every rate, in the opposite
-order at every other, so that neither a slow hour of the machine nor its end falls on one of them alone. The load-test
-harness (``scripts/load_tester``) is the only client. Rates are absolute for the shape of Qwen3-0.6B; for the small
-model they
-are shares of its capacity: what the weaker of the first two arrangements completes with 32 requests always under way.
+Every arrangement is a new ``serve`` on the same cores and gets the same requests at the same instants: prompts of 512
+random token ids, 64 output tokens, nothing shared. At each rate the arrangements take turns, in alternating order, so
+that a slow phase of the machine does not fall on one of them alone. The load tester is the only client. Rates are
+absolute for the shape of Qwen3-0.6B. For the small model they are shares of its capacity: the rate that the weaker of
+the first two arrangements completes with 32 requests in flight.
 
-Latency counts from the intended instant. Ratios are to the first arrangement, 1 prefill + 1 decode: above 1 it is the
-better one. With all its defaults this takes about an hour; ``--models small --arrangements
-split,colocated --small-seconds 10 --capacity-seconds 6`` takes three minutes. Every run is bounded by its
-seconds of arrivals and two minutes more, after which requests still under way are given up and count as failed.
+Latency counts from the planned instant of a request. Ratios are to the first arrangement; above 1, the first is better.
+The defaults take about an hour; ``--models small --arrangements split,colocated --small-seconds 10 --capacity-seconds
+6`` takes three minutes. Each run ends at the latest two minutes after its last arrival; requests still in flight then
+count as failed. Samples of several rounds are pooled: a percentile is that of all of them together.
 """
 
 import argparse
@@ -42,9 +41,9 @@ SHORTEST = (
 SCHEMA = 1
 NUM_INPUT, NUM_OUTPUT = 512, 64
 CAPACITY_CONCURRENCY = 32
-POOL_TOKENS = 32_768  # of every node, so that no arrangement is short of pages
-MAX_OTHERS = 0.15  # cores that others may use before figures are not to be trusted
-START_S = 15.0  # what a start and the last answers take, for the estimate alone
+POOL_TOKENS = 32_768  # of every node, so that no arrangement runs out of pages
+MAX_OTHERS = 0.15  # cores used by other processes above which a run is marked invalid
+START_S = 15.0  # start of a service and the last answers, for the estimate of the total time
 MODELS = ("qwen3-0.6b", "small")
 
 FLAGS = {
@@ -63,7 +62,13 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. ``rates`` are requests per second, ``shares`` parts of the capacity; times are in seconds."""
+    """What to measure.
+
+    Attributes:
+        rates: requests per second for the large model.
+        shares: rates for the small model, as shares of its capacity.
+        capacity: requests per second; None to measure it.
+    """
 
     models: tuple[str, ...]
     arrangements: tuple[str, ...]
@@ -83,7 +88,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run to make: everything that its outcome depends on. ``share`` is 0 where the rate is absolute."""
+    """All parameters of one run. ``share`` is 0 if the rate is absolute."""
 
     model: str
     arrangement: str
@@ -99,7 +104,7 @@ Found = dict[str, Any]
 
 
 class Bench:
-    """Makes the runs that are still missing, and keeps them in a file as they come."""
+    """Makes the missing runs, and writes each to a file when it is over."""
 
     def __init__(self, options: Options, path: str | None, found: Found) -> None:
         self._options = options
@@ -107,7 +112,7 @@ class Bench:
         self._found = found
 
     def run(self) -> Found:
-        """Make all of it; returns what belongs to it, earlier runs that were gone on with included."""
+        """Make all missing runs; returns the planned runs, including those of the file."""
         planned: list[Found] = []
         for model in self._options.models:
             place = SMALL_MODEL if model == "small" else str(random_model())
@@ -119,7 +124,7 @@ class Bench:
         return self._found | {"runs": [run for run in self._found["runs"] if run["point"] in planned]}
 
     def _capacity(self, place: str) -> float:
-        """Requests per second that the first two arrangements complete; all are measured, if that has not been done."""
+        """The lower capacity of the first two arrangements, in requests per second. Measures all that are not known."""
         if self._options.capacity is not None:
             return self._options.capacity
         known: dict[str, float] = self._found["capacity"]
@@ -148,7 +153,7 @@ class Bench:
                 f"{itl['p50'] * 1e3:.1f} ms, p99 {itl['p99'] * 1e3:.1f} ms"
             )
         for reason in report.reasons:
-            say(f"    not to be trusted: {reason}")
+            say(f"    invalid: {reason}")
         content = {name: value for name, value in report.to_dict().items() if name != "config"}
         self._found["runs"].append({"point": asdict(point), "report": content})
         self._save()
@@ -160,7 +165,7 @@ class Bench:
                 url=url,
                 duration=f"{length_s:g}",
                 warmup=f"{warmup_s:g}",
-                timeout="120",  # bounds the end of a run at a rate that is too much
+                timeout="120",  # bounds a run at a rate above the capacity
                 input_len=str(NUM_INPUT),
                 output_len=str(NUM_OUTPUT),
                 return_token_ids=True,
@@ -173,9 +178,9 @@ class Bench:
             report = run_load(config)
             others = contention.cores()
         if others > MAX_OTHERS:
-            report.reasons.append(f"other processes kept {others:.1f} of our cores busy")
+            report.reasons.append(f"other processes used {others:.1f} of these cores")
         if "the run was stopped before its end" in report.reasons:
-            raise KeyboardInterrupt  # the harness has taken the signal
+            raise KeyboardInterrupt  # the load tester has handled the signal
         return report
 
     def _save(self) -> None:
@@ -185,7 +190,7 @@ class Bench:
 
 
 def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
-    """Every run for one model, in the order in which they are made."""
+    """All runs for one model, in order."""
     shares = options.shares if model == "small" else (0.0,) * len(options.rates)
     rates = [share * capacity for share in shares] if model == "small" else options.rates
     length_s = options.length_s(model)
@@ -200,7 +205,7 @@ def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
 
 
 def minutes(options: Options) -> float:
-    """About how long all of it takes."""
+    """Estimated minutes of all runs."""
     total_s = 0.0
     for model in options.models:
         num_rates = len(options.shares if model == "small" else options.rates)
@@ -225,11 +230,11 @@ ARRANGEMENTS = {
     "one": "1 colocated, all threads",
 }
 
-#: What another engine did with the same load, on two cores of another machine: TTFT p50, inter-token p50 and p99 in s.
+#: Another engine under the same load, on two cores of another machine, in seconds.
 REFERENCE_RATE = 0.5
 REFERENCE = {"ttft_p50": 0.81, "itl_p50": 0.066, "itl_p99": 0.806}
 REFERENCE_NAME = "vLLM 0.32, colocated (*)"
-FOOTNOTE = "(*) measured on two cores of another machine, for orientation only: its ratio to anything here says little"
+FOOTNOTE = "(*) measured on two cores of another machine, for orientation only"
 
 COLUMNS = {
     "ttft_p50": "TTFT p50",
@@ -245,12 +250,12 @@ NAME_WIDTH = 30
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One arrangement at one rate, over all rounds. Times in seconds.
+    """One arrangement at one rate, over all rounds.
 
     Attributes:
-        times: by the names in ``COLUMNS``; without those of which there is no sample.
+        times: seconds, by the names in ``COLUMNS``; a figure without samples is missing.
         tokens_per_s: output tokens received per second, over the time in which requests arrived.
-        reasons: why it should not be trusted.
+        reasons: why the figures are invalid; empty if they are valid.
     """
 
     times: dict[str, float]
@@ -262,7 +267,7 @@ class Cell:
 
 
 def pooled(reports: Sequence[dict[str, Any]]) -> Cell:
-    """One cell from the reports (``Report.to_dict``) of its rounds."""
+    """Pool the reports (``Report.to_dict``) of all rounds."""
     times: dict[str, float] = {}
     for name in ("ttft", "itl", "e2e"):
         samples = [value for report in reports for value in report["samples"][name]]
@@ -280,7 +285,7 @@ def pooled(reports: Sequence[dict[str, Any]]) -> Cell:
 
 
 def lines_of(found: dict[str, Any], arrangements: Sequence[str]) -> list[str]:
-    """The whole table, as lines, of what is there."""
+    """The lines of the table."""
     lines: list[str] = []
     for model in dict.fromkeys(run["point"]["model"] for run in found["runs"]):
         runs = [run for run in found["runs"] if run["point"]["model"] == model]
@@ -318,7 +323,7 @@ def _rows(cells: dict[str, Cell], *, has_reference: bool) -> list[str]:
         lines.append(f"{ARRANGEMENTS[name]:{NAME_WIDTH}}{times}{rest}")
         if cell is not first:
             lines.append(_ratios(first, cell))
-        notes += [f"  {ARRANGEMENTS[name]}: not to be trusted, {reason}" for reason in dict.fromkeys(cell.reasons)]
+        notes += [f"  {ARRANGEMENTS[name]}: invalid, {reason}" for reason in dict.fromkeys(cell.reasons)]
     if has_reference:
         times = "".join(_time(REFERENCE.get(column), WIDTHS[column]) for column in COLUMNS)
         lines += [f"{REFERENCE_NAME:{NAME_WIDTH}}{times}", FOOTNOTE]
@@ -326,8 +331,8 @@ def _rows(cells: dict[str, Cell], *, has_reference: bool) -> list[str]:
 
 
 def _ratios(first: Cell, other: Cell) -> str:
-    """How many times better the first is: times of the other over its own, rates of its own over the other's."""
-    line = f"{'  times better is the first':{NAME_WIDTH}}"
+    """By which factor the first is better: other over first for times, first over other for rates."""
+    line = f"{'  ratio to the first':{NAME_WIDTH}}"
     for column, width in WIDTHS.items():
         ours, theirs = first.times.get(column), other.times.get(column)
         line += f"{theirs / ours:{width - 1}.2f}x" if ours and theirs else f"{'':{width}}"
@@ -348,17 +353,17 @@ def _time(seconds: float | None, width: int) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", default=",".join(MODELS), metavar="NAME,...", help="of %(default)s")
-    add("--arrangements", default=",".join(FLAGS), metavar="NAME,...", help="of %(default)s; the first is compared")
+    add("--arrangements", default=",".join(FLAGS), metavar="NAME,...", help="of %(default)s; ratios are to the first")
     add("--rates", default="0.25,0.5,0.75", metavar="RATE,...", help="requests/s for qwen3-0.6b (%(default)s)")
     add("--shares", default="0.3,0.6,0.85", metavar="SHARE,...", help="of capacity for small (%(default)s)")
-    add("--rounds", type=int, default=1, help="times that everything is measured, each with another seed (%(default)s)")
-    add("--large-seconds", type=float, default=150.0, help="of arrivals in a run of qwen3-0.6b (%(default)s)")
-    add("--small-seconds", type=float, default=45.0, help="of arrivals in a run of small (%(default)s)")
-    add("--capacity-seconds", type=float, default=20.0, help="of a run that finds the capacity (%(default)s)")
+    add("--rounds", type=int, default=1, help="repetitions, each with another seed (%(default)s)")
+    add("--large-seconds", type=float, default=150.0, help="arrivals in a run of qwen3-0.6b (%(default)s)")
+    add("--small-seconds", type=float, default=45.0, help="arrivals in a run of small (%(default)s)")
+    add("--capacity-seconds", type=float, default=20.0, help="length of a run that measures the capacity (%(default)s)")
     add("--capacity", type=float, help="requests/s to take as the small model's capacity instead of measuring it")
-    add("--cores", type=int, default=2, help="physical cores that everything shares, client included (%(default)s)")
+    add("--cores", type=int, default=2, help="physical cores for the service and the client together (%(default)s)")
     add("--seed", type=int, default=0)
-    add("--runs", metavar="FILE", help="write every run there, as soon as it is over, and do not repeat those in it")
+    add("--runs", metavar="FILE", help="write each run to FILE when it is over, and skip the runs already in FILE")
 
 
 def checked(given: argparse.Namespace) -> Options:
@@ -392,15 +397,15 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def earlier_runs(path: str | None) -> Found:
-    """The content of a ``--runs`` file, or an empty start if there is none.
+    """The content of a ``--runs`` file, or empty content if there is no file.
 
     Raises:
-        BatonError: the file holds something else.
+        BatonError: another program wrote the file.
     """
     if path and Path(path).exists():
         found: Found = json.loads(Path(path).read_text())
         if found.get("schema") != SCHEMA or found.get("bench") != "disagg":
-            raise BatonError(f"--runs {path} holds no runs of this benchmark")
+            raise BatonError(f"--runs {path} was not written by this benchmark")
         return found
     machine = {"machine": platform.machine(), "kernel": platform.release(), "python": platform.python_version()}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -408,10 +413,10 @@ def earlier_runs(path: str | None) -> Found:
 
 
 def keep_to(num_cores: int) -> None:
-    """This process and all that it starts stay on so many physical cores."""
+    """Pin this process and its children to that many physical cores."""
     cores = usable_cores()
     if len(cores) < num_cores:
-        say(f"bench disagg: --cores {num_cores}, but this machine has {len(cores)} for us")
+        say(f"bench disagg: --cores {num_cores}, but only {len(cores)} can be used here")
     os.sched_setaffinity(0, {cpu for core in cores[:num_cores] for cpu in core})
 
 

@@ -1,16 +1,15 @@
-"""What disaggregation costs a lone request: from its first token to its second, less one decode step, by transport.
+"""What separate nodes cost a single request between its first and second token, by transport.
 
-One prefill and one decode node, each with one compute thread on a core of its own, serve one request at a time: a
-prompt of random token ids, nothing cached. Its first token comes from the prefill node, its second from the decode
-node, and between them lie the handoff and one decode step; every later gap is a decode step alone. So the cost of a
-request is its first gap less the median of its others, and it is given as a share of *local TTFT*: the median time to
-the first token where one node with the same one thread computes prompts and decodes. The arrangements take turns, round
-by round, in the opposite order at every other; the load-test harness (``scripts/load_tester``) is the only client.
-The mark is 5 % of local TTFT.
+One prefill and one decode node, each with one compute thread on its own core, serve one request at a time, with a
+prompt of random token ids and nothing cached. The first token comes from the prefill node and the second from the
+decode node; the gap between them holds the handoff and one decode step, every later gap one decode step. So the cost of
+a request is its first gap minus the median of its later gaps. It is shown as a share of *local TTFT*, the median time
+to first token where one node with one thread prefills and decodes; the mark is 5 %. The arrangements take turns, in
+alternating order. The load tester is the only client.
 
-The stages are what the decode node says of each request: ``transfer``, from the handoff's arrival to the last page's,
-and ``join``, from then to the second token, which is a decode step and what it waited for. The defaults take a
-good half of an hour; ``--model small --dtype float32 --rounds 1 --lengths 512`` two minutes.
+The decode node reports the stages ``transfer``, from the arrival of the handoff to that of the last page, and ``join``,
+from then to the second token. The defaults take half an hour; ``--model small --dtype float32 --rounds 1 --lengths
+512`` takes two minutes.
 """
 
 import argparse
@@ -38,8 +37,8 @@ MODELS = ("qwen3-0.6b", "small")
 POOL_TOKENS = 4_096
 MARK = 0.05
 MAX_ATTEMPTS = 10
-NUM_WARMUP = 2  # requests of each length and start that prepare what is prepared once
-MAX_OTHERS = 0.15  # cores that others may use before figures are not to be trusted
+NUM_WARMUP = 2  # requests of each length that are left out after a start
+MAX_OTHERS = 0.15  # cores used by other processes above which a run is marked invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Options:
 
 
 def measure(options: Options) -> tuple[list[Sample], list[str]]:
-    """All samples, and why they should not be trusted."""
+    """All samples, and the reasons why they are invalid."""
     model = SMALL_MODEL if options.model == "small" else str(random_model())
     samples: list[Sample] = []
     reasons: list[str] = []
@@ -89,12 +88,12 @@ def measure(options: Options) -> tuple[list[Sample], list[str]]:
                     say(f"    {line_of(found)}")
             others = contention.cores()
             if others > MAX_OTHERS:
-                reasons.append(f"round {number + 1}, {name}: other processes kept {others:.1f} of our cores busy")
+                reasons.append(f"round {number + 1}, {name}: other processes used {others:.1f} of these cores")
     return samples, reasons
 
 
 def flags(arrangement: str, model: str, dtype: str) -> list[str]:
-    """Of ``serve``. One thread for each node, however many nodes there are."""
+    """Options of ``serve``; every node has one thread in every arrangement."""
     shared = [f"--model={model}", f"--dtype={dtype}", "--threads=1", f"--max-total-tokens={POOL_TOKENS}"]
     if arrangement == LOCAL:
         return [*shared, "--prefill=0", "--decode=1", "--local-prefill=always"]
@@ -136,7 +135,7 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
         )
     )
     if "the run was stopped before its end" in report.reasons:
-        raise KeyboardInterrupt  # the harness has taken the signal
+        raise KeyboardInterrupt  # the load tester has handled the signal
     failed = [record for record in report.records if not record.is_ok]
     if failed:
         raise BatonError(f"{arrangement}: a request failed: {failed[0].error} {failed[0].message}")
@@ -161,7 +160,7 @@ def median_ms(values: Sequence[float]) -> float:
 
 
 def line_of(samples: Sequence[Sample]) -> str:
-    """Of samples of one arrangement and length."""
+    """A line about the samples of one arrangement and length."""
     first = samples[0]
     return (
         f"{first.num_input} tokens: TTFT {median_ms([s.ttft_s for s in samples]):.1f} ms, first gap "
@@ -170,7 +169,7 @@ def line_of(samples: Sequence[Sample]) -> str:
 
 
 def table(samples: Sequence[Sample], options: Options) -> list[str]:
-    """A line for every length and transport; times are medians in ms."""
+    """The lines of the table; times are medians in ms."""
     columns = ("TTFT", "first gap", "step", "cost", "worst", "transfer", "join", "share")
     lines = [f"{'':24}" + "".join(f"{title:>11}" for title in columns)]
     for length in options.lengths:
@@ -205,9 +204,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default=MODELS[0], choices=MODELS, help="%(default)s has random weights")
     add("--transports", default=",".join(TRANSPORTS), metavar="NAME,...", help="of %(default)s")
     add("--lengths", type=int, nargs="+", default=[512, 2048], help="prompt tokens (%(default)s)")
-    add("--requests", type=int, default=4, help="of each length in each round (%(default)s)")
-    add("--rounds", type=int, default=2, help="times that everything is started and measured (%(default)s)")
-    add("--new-tokens", type=int, default=12, help="of each request (%(default)s)")
+    add("--requests", type=int, default=4, help="requests of each length in each round (%(default)s)")
+    add("--rounds", type=int, default=2, help="repetitions, each with new services (%(default)s)")
+    add("--new-tokens", type=int, default=12, help="output tokens of each request (%(default)s)")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
     add("--seed", type=int, default=0)
 
@@ -217,7 +216,7 @@ def checked(given: argparse.Namespace) -> Options:
     if unknown := [name for name in given.transports.split(",") if name not in TRANSPORTS]:
         raise ConfigError(f"--transports: {unknown[0]!r} is none of {', '.join(TRANSPORTS)}")
     if given.new_tokens < 4:
-        raise ConfigError("--new-tokens must be at least 4: the steps after the second token are what is compared with")
+        raise ConfigError("--new-tokens must be at least 4: the cost is relative to the steps after the second token")
     values = {field.name: getattr(given, field.name) for field in fields(Options)}
     return Options(**values | {"transports": tuple(given.transports.split(",")), "lengths": tuple(given.lengths)})
 
@@ -225,12 +224,12 @@ def checked(given: argparse.Namespace) -> Options:
 def run(given: argparse.Namespace) -> dict[str, float]:
     options = checked(given)
     if len(usable_cores()) < 2:
-        say("bench handoff: prefill and decode node share one core here, so that the cost is more than it would be")
+        say("bench handoff: prefill and decode node share one core here, which raises the cost")
     samples, reasons = measure(options)
     print(f"{options.model}, {options.dtype}; medians in ms of {options.rounds} x {options.requests} requests each")
     print("\n".join(table(samples, options)))
     for reason in reasons:
-        print(f"not to be trusted: {reason}")
+        print(f"invalid: {reason}")
     figures = {}
     for length in options.lengths:
         for name in (LOCAL, *options.transports):

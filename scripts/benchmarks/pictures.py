@@ -1,7 +1,7 @@
-"""Tables and pictures of the small model under load, for the README: latency by rate, separate nodes or not, a trace.
+"""Latency of the small model by rate, on separate and on colocated nodes, and under a trace: tables and pictures.
 
-``--folder`` gets SVG files and a page with the figures. Arrangements get the same requests at the same instants;
-every run says how much of the machine other processes had meanwhile.
+``--folder`` gets SVG files and a page with the figures. All arrangements get the same requests at the same instants.
+Every row shows how many cores other processes used meanwhile.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from scripts.load_tester.run import run_load
 
 SHORTEST = ("--rates=20", "--seconds=1")
 ARRANGEMENTS = {"split": "1 prefill + 1 decode", "colocated": "2 colocated"}
-HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | others' cores |"
+HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | cores of others |"
 
 
 def measured(flags: list[str], configs: list[LoadtestConfig]) -> list[tuple[Report, float]]:
-    """One service, one run after the other: reports, and how many cores other processes had."""
+    """Run each load against one service: reports, and cores that other processes used."""
     found = []
     with running_service([*flags, f"--model={SMALL_MODEL}"]) as url:
         for salt, config in enumerate(configs):
@@ -39,7 +39,7 @@ def measured(flags: list[str], configs: list[LoadtestConfig]) -> list[tuple[Repo
 
 
 def row(name: str, rate: str, report: Report, others: float) -> str:
-    """A line of a table."""
+    """A row of the table."""
     cells = [name, rate]
     for figure in ("ttft", "itl", "e2e"):
         cells += [milliseconds(report.latency[figure].get(share)) for share in ("p50", "p99")]
@@ -55,7 +55,7 @@ def table(found: Sequence[tuple[str, str, Report, float]]) -> list[str]:
 
 
 def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[str, str, Report, float]]:
-    """Latency by rate of each arrangement, with pictures: arrangement, rate, report, cores that other processes had."""
+    """Measure every arrangement at every rate: arrangement, rate, report, cores that other processes used."""
     found: list[tuple[str, str, Report, float]] = []
     reports = {}
     common = {"duration": f"{seconds + 2:g}", "warmup": "2", "input_len": "200", "output_len": "40", "scrape": "none"}
@@ -71,7 +71,7 @@ def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[s
 
 
 def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[str]:
-    """The trace, scaled to the small model, on one prefill and one decode node: pictures, and the lines about it."""
+    """Replay the trace, scaled to the small model, on one prefill and one decode node; returns lines about it."""
     print("trace", flush=True)
     config = LoadtestConfig(
         endpoint="generate", trace=trace, rate=rate, duration=f"{seconds:g}", length_scale=0.04, max_input_len=3000,

@@ -1,12 +1,12 @@
-"""What scheduling costs: the radix cache on a million tokens, a step of 256 decode rows, plans over 10,000 prompts.
+"""Cost of scheduling: the radix cache with a million tokens, a step of 256 decode rows, plans over 10,000 prompts.
 
-The cache is measured on its tree, ``plan`` + ``commit`` on a full batch, and ``plan`` of a prefill node over 1,000 and
-10,000 waiting requests under every policy (``scripts/benchmarks/policies.py``).
+The table shows cache operations, ``plan`` + ``commit`` of a full decode batch, and ``plan`` of a prefill node with
+1,000 and 10,000 waiting requests under every policy (``scripts/benchmarks/policies.py``).
 
-Each figure is the median (and 99th percentile) of many repetitions on one core, in microseconds, beside the published
-figures of SGLang 0.5.23's Python and Rust trees on the same tree: 1,000 sequences of 50 shared prefixes of 256 tokens,
-page size 16. They were measured on another machine, so the ratio is a guide. Tokens are packed once per request in
-Baton; that is a row of its own.
+Each figure is the median (and 99th percentile) of many repetitions on one core, in microseconds. Beside it stand the
+published figures of SGLang 0.5.23's Python and Rust trees on the same tree: 1,000 sequences with 50 shared prefixes of
+256 tokens, page size 16. They were measured on another machine, so the ratio is only a guide. Baton packs tokens once
+per request; that is a row of its own.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def bench_insert_behind_chain(tree: Tree, num_repeats: int) -> Figure:
 def bench_match(tree: Tree, num_repeats: int) -> Figure:
     key = tree.fresh(PROBE_TOKENS)
     tree.add(key)
-    copy = key[:-1] + key[-1:]  # equal, but not the same object
+    copy = key[:-1] + key[-1:]  # equal, but another object
     times = [timed(lambda: tree.cache.match(copy)) for _ in range(num_repeats)]
     assert tree.cache.match(copy).num_tokens == PROBE_TOKENS
     tree.cache.clear()
@@ -88,7 +88,7 @@ def bench_evict(tree: Tree, num_repeats: int) -> Figure:
 
 
 def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
-    """``plan`` and ``commit`` of 256 rows that decode; each enters a new page every 16 steps, at different times."""
+    """Measure ``plan`` and ``commit`` of 256 decode rows; each starts a new page every 16 steps, at different times."""
     pages_each = (1_024 + num_steps) // PAGE_SIZE + 2
     books = PageAllocator(NUM_ROWS * pages_each)
     ratio = NewTokenRatio(RatioConstants())
@@ -121,7 +121,7 @@ def plan_and_commit(scheduler: DecodeScheduler, now: float, result: StepResult) 
 
 
 def measure(num_repeats: int) -> list[Figure]:
-    """All rows. The garbage collector is off while times are taken, as in ``timeit``."""
+    """Measure all rows. The garbage collector is off meanwhile, as in ``timeit``."""
     tree = Tree()
     gc.collect()
     gc.disable()
@@ -147,19 +147,17 @@ def print_table(figures: Sequence[Figure]) -> None:
         own = f"{row.median_us:8.1f} {row.p99_us:8.1f} {row.num_preempted:>4} /{row.num_samples:>4}"
         others = [f"{value:.0f}" if value else "" for value in (row.python_tree_us, row.rust_tree_us, row.mark_us)]
         print(f"{row.name:46} {own} {others[0]:>9} {others[1]:>7} {others[2]:>6}  {gain}")
-    print("S: SGLang 0.5.23's trees as published for a Zen 5 machine. Gain: over its Python tree, or over the mark.")
-    print(
-        "Preempted: repetitions during which another process had the core; they are in the figures, most of all in p99."
-    )
+    print("S: SGLang 0.5.23's trees, published for a Zen 5 machine. Gain: over its Python tree, or over the mark.")
+    print("Preempted: repetitions interrupted by another process; they raise mostly p99.")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=400, help="repetitions of each row (evict: a twentieth)")
-    parser.add_argument("--only-plans", action="store_true", help="measure plans alone, not the cache and the step")
+    parser.add_argument("--repeats", type=int, default=400, help="repetitions (%(default)s); evict: a twentieth")
+    parser.add_argument("--only-plans", action="store_true", help="do not measure the cache and the decode step")
     parser.add_argument("--policies", default=",".join(ROWS), metavar="NAME,...", help="of %(default)s")
     parser.add_argument("--waiting", default="1000,10000", metavar="COUNT,...", help="queue lengths (%(default)s)")
     parser.add_argument(
-        "--step", action="append", default=[], metavar="NAME:MS", help="a step time to print beside the measured ones"
+        "--step", action="append", default=[], metavar="NAME:MS", help="an engine step time to print for comparison"
     )
 
 

@@ -1,9 +1,9 @@
-"""KV pages from process to process: GB/s and CPU seconds of every transport, beside memcpy and the bare backend.
+"""KV pages between two processes: GB/s and CPU time of every transport, compared with memcpy and the bare backend.
 
-The writer is this process, the reader another one. Every measurement of a transport stands between two of its yard
-sticks in the same run, over the same bytes: ``memcpy`` (one thread), ``socket`` (one plain TCP connection, ``sendmsg``
-to ``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause), ``bare gloo``
-(one send of all the bytes). Ratios are medians over the repetitions.
+This process writes and another one receives. Each measurement of a transport is taken between two of its baselines in
+the same run, over the same bytes: ``memcpy`` (one thread), ``socket`` (one plain TCP connection, ``sendmsg`` to
+``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause), ``bare gloo`` (one
+send of all bytes). Ratios are medians over the repetitions.
 """
 
 import argparse
@@ -45,11 +45,11 @@ WRITER, READER = "p" * 32, "d" * 32  # incarnations
 BATCH = 64  # pages per write, as ``Sender.pump`` asks for
 
 
-# ---- the reader's process -------------------------------------------------------------------------------------------
+# ---- the receiving process ------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """Obeys one JSON line at a time; the transport is looked after between them."""
+    """Executes commands, one JSON line each, and polls the transport in between."""
 
     def __init__(self, geometry: PageLayout, num_pages: int, transport: str, key: str) -> None:
         self.pool = KVPool(geometry, num_pages)
@@ -76,7 +76,7 @@ class Reader:
         return time.process_time()
 
     def do_listen(self) -> int:
-        """A plain socket: says how many bytes are to come, 8 bytes; answered by one byte when they are in the pool."""
+        """A plain socket: 8 bytes with the number of pages, then the pages; answered by one byte when all are there."""
         listener = socket.create_server(("127.0.0.1", 0))
         tune(listener)
         threading.Thread(target=self._swallow, args=(listener,), daemon=True).start()
@@ -127,7 +127,7 @@ class Reader:
 
 
 def _touch(pool: KVPool) -> None:
-    """Every page of memory is there before anything is timed."""
+    """Touch every page of memory before anything is timed."""
     pool.tensor.view(-1)[::2048] = 0
 
 
@@ -149,11 +149,11 @@ class Child:
         self.process.wait()
 
 
-# ---- what is timed --------------------------------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------------------------
 
 
 class Subject:
-    """A transport, attached to its reader."""
+    """A transport that is attached to its reader."""
 
     def __init__(self, child: Child, pool: KVPool, transport: str, key: str) -> None:
         self.child = child
@@ -163,12 +163,12 @@ class Subject:
         until = time.monotonic() + 20
         while not (news := self.writer.poll()):
             select.select(self.writer.files(), [], [], 0.1)
-            assert time.monotonic() < until, "never attached"
+            assert time.monotonic() < until, "the transport did not attach within 20 s"
         assert not news[0].problem, news[0].problem
         assert child.ask("chosen", name=news[0].transport)
 
     def send(self, count: int) -> tuple[float, float]:
-        """(seconds, CPU seconds of both processes) until the last of so many pages is known to be in place."""
+        """Send ``count`` pages; returns seconds and CPU seconds of both processes until the last is confirmed."""
         theirs = self.child.ask("allow", count=count)
         ours, begun_at = time.process_time(), time.perf_counter()
         open_tickets = 0
@@ -179,7 +179,7 @@ class Subject:
             select.select(self.writer.files(), [], [], 1.0)
             assert not (news := self.writer.poll()), news[0].problem
         seconds = time.perf_counter() - begun_at
-        self.writer.poll()  # as a node does every turn; some leave till then what nobody waits for
+        self.writer.poll()  # as a node does every turn; some transports defer work to it
         ours = time.process_time() - ours
         return seconds, ours + self.child.ask("forbid", count=count) - theirs
 
@@ -215,10 +215,10 @@ def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
 
 
 def bare_nixl(subject: Subject) -> Callable[[int], float]:
-    """The subject's own agent and descriptor lists, while its thread has nothing to do.
+    """The agent and descriptor lists of the transport itself, used directly while its thread is idle.
 
-    From this thread what the writer would begin in it, else from another: a core that has just made the copy before
-    finds its source in the caches, which is worth more than all that is to be seen here.
+    Runs in the thread in which the transport would start the write: the core of the previous copy has the source in its
+    caches, which matters more than any difference measured here.
     """
     writer: Any = subject.writer._transports[0]
     agent, route = writer._agent, writer._routes[READER]
@@ -291,7 +291,7 @@ def _compare(
     rows = []
     for i in range(repeats + 1):
         copied = copy(count)
-        barely = bare(count) if bare is not None and i % 2 else 0.0  # whoever is second finds warmer caches
+        barely = bare(count) if bare is not None and i % 2 else 0.0  # the second of the two finds warmer caches
         seconds, cpu = subject.send(count)
         rows.append((seconds, cpu, copied, copied if bare is None else barely or bare(count)))
     seconds, cpu, copied, barely = (statistics.median(column) for column in zip(*rows[1:], strict=True))
@@ -310,7 +310,7 @@ def _compare(
 
 
 def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
-    """Time a grant there and the confirmation back, through the mailboxes that nodes use."""
+    """Measure the round trip of a grant and its confirmation, through the mailboxes of nodes."""
     child = Child(arguments, "qwen3-0.6b", "shm", 1)
     context: zmq.Context[Any] = zmq.Context()
     try:
@@ -336,7 +336,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="separated by commas (%(default)s)")
     parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)")
     parser.add_argument("--round-trips", type=int, default=1000, help="control messages to time (%(default)s)")
-    parser.add_argument("--cluster-key", default="", help="authenticate tcp with this key")
+    parser.add_argument("--cluster-key", default="", help="key that authenticates tcp")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
