@@ -18,7 +18,7 @@ from scripts.load_tester.workload.plan import ANSWER, Piece, Planned, key
 from scripts.load_tester.workload.session_sampling import Chain
 from scripts.load_tester.workload.workload import Plan
 from scripts.simulator.engine import END_TOKEN
-from scripts.simulator.event_queue import Agenda
+from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.gateway import Answer
 from scripts.simulator.node import MODEL
 
@@ -26,7 +26,7 @@ from scripts.simulator.node import MODEL
 FIRST_TOKEN = END_TOKEN + 1
 
 
-class Script:
+class PlannedTokens:
     """Prompts and answers of a plan as token ids, determined by the seed.
 
     Later prompts of a session repeat its answers, so that these can be found in a cache. Ids are a hash (the finalizer
@@ -110,8 +110,8 @@ class Client:
     def __init__(
         self,
         plan: Plan,
-        script: Script,
-        agenda: Agenda,
+        script: PlannedTokens,
+        events: EventQueue,
         ask: Callable[[GenerateRequest], Answer],
         *,
         claims: PriorityResolver,
@@ -123,7 +123,7 @@ class Client:
     ) -> None:
         self._plan = plan
         self._script = script
-        self._agenda = agenda
+        self._events = events
         self._ask = ask
         self._claims = claims
         self._classes = classes
@@ -133,7 +133,7 @@ class Client:
         self._timeout_s = timeout_s
         self._concurrency = concurrency
         self._chains: Iterator[Chain] = iter(plan.chains)
-        self._under_way: dict[str, tuple[Outcome, Chain, int]] = {}
+        self._in_flight: dict[str, tuple[Outcome, Chain, int]] = {}
         self.outcomes: list[Outcome] = []
         self.num_ended = 0
         self._num_expected = 0  # sessions that have not ended
@@ -152,12 +152,12 @@ class Client:
         chain = next(self._chains, None)
         if chain is None:
             return
-        now = self._agenda.now()
+        now = self._events.now()
         due_at = chain[0].at if self._plan.is_open else now
         if not self._plan.is_open and self._plan.seconds is not None and now >= self._plan.seconds:
             return
         self._num_expected += 1
-        self._agenda.at(due_at, self._arrive, chain)
+        self._events.at(due_at, self._arrive, chain)
 
     def _arrive(self, chain: Chain) -> None:
         if self._plan.is_open:
@@ -166,11 +166,11 @@ class Client:
 
     def _send(self, chain: Chain, turn: int) -> None:
         planned = chain[turn]
-        outcome = Outcome(planned, self._agenda.now())
+        outcome = Outcome(planned, self._events.now())
         self.outcomes.append(outcome)
         rid = f"r{planned.index}"
         self._script.expect(planned)
-        self._under_way[rid] = (outcome, chain, turn)
+        self._in_flight[rid] = (outcome, chain, turn)
         try:
             self._ask(self._asked(rid, planned))
         except RequestError as error:
@@ -209,7 +209,7 @@ class Client:
 
     def ended(self, answer: Answer) -> None:
         """Record an answer that has ended."""
-        outcome = self._under_way[answer.ask.rid][0]
+        outcome = self._in_flight[answer.ask.rid][0]
         outcome.error = answer.error.code.value if answer.error else ""
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra
         outcome.cached_tokens = answer.cached_tokens
@@ -220,12 +220,12 @@ class Client:
         self._over(answer.ask.rid)
 
     def _over(self, rid: str) -> None:
-        outcome, chain, turn = self._under_way.pop(rid)
-        outcome.ended_at = self._agenda.now()
+        outcome, chain, turn = self._in_flight.pop(rid)
+        outcome.ended_at = self._events.now()
         self._script.forget(outcome.planned.index)
         self.num_ended += 1
         if outcome.is_ok and turn + 1 < len(chain):
-            self._agenda.after(max(0.0, chain[turn + 1].think_s), self._send, chain, turn + 1)
+            self._events.after(max(0.0, chain[turn + 1].think_s), self._send, chain, turn + 1)
             return
         self._num_expected -= 1
         if not self._plan.is_open:

@@ -15,7 +15,7 @@ from common.node.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_fleet
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, seconds
 from scripts.simulator.costs import Costs
-from scripts.simulator.engine import blank_geometry
+from scripts.simulator.engine import simulated_geometry
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
@@ -97,7 +97,7 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
 
     @property
     def geometry(self) -> PageLayout:
-        return blank_geometry(self.kv_bytes_per_token, self.page_size)
+        return simulated_geometry(self.kv_bytes_per_token, self.page_size)
 
     @property
     def node(self) -> NodeConfig:

@@ -28,7 +28,7 @@ class Costs:
     wire_s: float = 20e-6
     wire_bytes_per_s: float = 25e9
 
-    def seconds(self, work: "Work") -> float:
+    def seconds(self, work: "StepWork") -> float:
         """The duration of a step."""
         return (
             self.step_s
@@ -38,7 +38,7 @@ class Costs:
         )
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """The work in a step: prompt tokens, decoding requests, and the total context that these attend to."""
 
     num_prompt: int
@@ -46,7 +46,7 @@ class Work(NamedTuple):
     num_context: int
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "Work":
+    def of(cls, plan: StepPlan) -> "StepWork":
         num_prompt = num_rows = num_context = 0
         for _, start, tokens, _, _, _ in plan.rows:
             if tokens is None:

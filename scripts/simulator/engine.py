@@ -14,7 +14,7 @@ from common.step_plan import StepPlan, StepResult
 END_TOKEN = 0
 
 
-class BlankStore:
+class EmptyPageStore:
     """A ``PageStore`` whose pages have no contents."""
 
     fd = -1
@@ -33,22 +33,22 @@ class BlankStore:
         pass
 
 
-def blank_geometry(kv_bytes_per_token: int, page_size: int) -> PageLayout:
+def simulated_geometry(kv_bytes_per_token: int, page_size: int) -> PageLayout:
     """A page geometry with this many bytes per token, a multiple of 256."""
     return PageLayout(
         num_layers=1, num_kv_heads=kv_bytes_per_token // 256, head_dim=64, page_size=page_size, dtype="bfloat16"
     )
 
 
-class RecitingEngine:
-    """An executor over a ``BlankStore``.
+class ScriptedEngine:
+    """An executor over a ``EmptyPageStore``.
 
     Args:
         answers: returns the answer for a request's seed, always the same for one seed.
         num_slots: rows of the request table.
     """
 
-    def __init__(self, pool: BlankStore, answers: Callable[[int], Sequence[int]], num_slots: int) -> None:
+    def __init__(self, pool: EmptyPageStore, answers: Callable[[int], Sequence[int]], num_slots: int) -> None:
         self.pool = pool
         self._answers = answers
         self._said: list[tuple[int, Sequence[int]]] = [(0, ())] * num_slots  # by slot: prompt tokens, answer

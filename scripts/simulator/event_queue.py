@@ -25,14 +25,14 @@ class Timer:
             self._do(*self._arguments)
 
 
-class Agenda:
+class EventQueue:
     """Scheduled calls, and the clock (``common.clock.Clock``) that they advance."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.num_events = 0
-        self.num_idle = 0  # pending calls made with `idle_after`
+        self.num_background = 0  # pending calls made with `background_after`
 
     def now(self) -> float:
         return self._now
@@ -46,21 +46,21 @@ class Agenda:
         """Call ``do(*arguments)`` in ``seconds`` seconds."""
         self.at(self._now + seconds, do, *arguments)
 
-    def idle_after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> Timer:
-        """Like ``after``, for periodic work: the call can be cancelled and does not count against ``is_still``."""
-        self.num_idle += 1
+    def background_after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> Timer:
+        """Like ``after``, for periodic work: the call can be cancelled and does not count against ``is_idle``."""
+        self.num_background += 1
         timer = Timer(do, arguments)
-        self.after(seconds, self._idle, timer)
+        self.after(seconds, self._run_background, timer)
         return timer
 
-    def _idle(self, timer: Timer) -> None:
-        self.num_idle -= 1
+    def _run_background(self, timer: Timer) -> None:
+        self.num_background -= 1
         timer.fire()
 
     @property
-    def is_still(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether only idle calls are pending."""
-        return len(self._heap) == self.num_idle
+        return len(self._heap) == self.num_background
 
     def step(self) -> None:
         """Advance to the next event and run it."""

@@ -10,7 +10,7 @@ from common.wire.messages import Failed, Message, Register, Registered, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.output_processor import GenerateRequest, OutputStream
 from gateway.workers.pool import WorkerPool, WorkerPools
-from scripts.simulator.event_queue import Agenda, Timer
+from scripts.simulator.event_queue import EventQueue, Timer
 
 TICK_S = 1.0
 
@@ -79,19 +79,19 @@ class Gateway:
     def __init__(
         self,
         fleet: WorkerPool,
-        agenda: Agenda,
+        events: EventQueue,
         deliver: Callable[[str, Message], None],
         *,
         on_end: Callable[[Answer], None],
     ) -> None:
         self.fleet = fleet
         self.answers: dict[str, Answer] = {}  # in flight, by request id
-        self._agenda = agenda
+        self._events = events
         self._deliver = deliver
         self._on_end = on_end
         self._is_ticking = False
         self.requests = Dispatcher(
-            WorkerPools([fleet]), self, agenda, on_start=lambda relay, pair: None, on_end=lambda relay: None
+            WorkerPools([fleet]), self, events, on_start=lambda relay, pair: None, on_end=lambda relay: None
         )
 
     # ---- clients ----------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class Gateway:
         """
         if not self._is_ticking:
             self._is_ticking = True
-            self._agenda.idle_after(TICK_S, self._tick)
-        answer = self.answers[ask.rid] = Answer(ask, _ignore, self._ended, self._agenda.now())
+            self._events.background_after(TICK_S, self._tick)
+        answer = self.answers[ask.rid] = Answer(ask, _ignore, self._ended, self._events.now())
         try:
             self.requests.dispatch([answer])
         except RequestError:
@@ -127,11 +127,11 @@ class Gateway:
 
     def register(self, incarnation: str, register: Register) -> None:
         """Register a node."""
-        answer = self.fleet.registry.register(incarnation, register, self._agenda.now())
+        answer = self.fleet.registry.register(incarnation, register, self._events.now())
         assert isinstance(answer, Registered), answer
         self.requests.nodes_came(self.fleet)
 
-    def hear(self, sender: str, messages: Sequence[Message]) -> None:
+    def on_messages(self, sender: str, messages: Sequence[Message]) -> None:
         """Handle messages from a node."""
         requests = self.requests
         for message in messages:
@@ -153,14 +153,14 @@ class Gateway:
             self.requests.lost(incarnation, node.name)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
-        return self._agenda.idle_after(delay_s, act, rid)
+        return self._events.background_after(delay_s, act, rid)
 
     def call_soon(self, act: Callable[[], None]) -> None:
-        self._agenda.after(0.0, act)
+        self._events.after(0.0, act)
 
     def _tick(self) -> None:
         """Run the periodic work once a second while requests are in flight."""
         self._is_ticking = bool(self.answers)
         if self._is_ticking:
-            self.requests.tick(self._agenda.now())
-            self._agenda.idle_after(TICK_S, self._tick)
+            self.requests.tick(self._events.now())
+            self._events.background_after(TICK_S, self._tick)

@@ -18,14 +18,14 @@ from common.node.recording.format import RecordingError
 from common.plugins import load_priority_function
 from gateway.requests.priority import PriorityResolver
 from scripts.load_tester.workload.workload import Plan, make_plan
-from scripts.simulator.client import Client, Script
+from scripts.simulator.client import Client, PlannedTokens
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
-from scripts.simulator.engine import END_TOKEN, BlankStore, RecitingEngine
+from scripts.simulator.engine import END_TOKEN, EmptyPageStore, ScriptedEngine
 from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL, Make
+from scripts.simulator.node import MODEL, NodeSettings
 from scripts.simulator.replay import replay
-from scripts.simulator.report import Figures, Goals, figures, table
+from scripts.simulator.report import Figures, Objectives, figures, table
 
 HELP = """Run a service of many nodes in virtual time, with the schedulers, caches, admission, router and transfer
 sessions of production. Only the clock, the engine and the network are replaced, by a cost model.
@@ -50,19 +50,19 @@ class Simulation:
 
     def __init__(self, config: SimulateConfig, plan: Plan) -> None:
         self._config = config
-        script = Script(config.seed, VOCAB_SIZE)
+        script = PlannedTokens(config.seed, VOCAB_SIZE)
         geometry, capacity = config.geometry, config.capacity
-        make = Make(
+        settings = NodeSettings(
             config.node,
             {"prefill": capacity, "decode": capacity},
-            lambda given: RecitingEngine(BlankStore(geometry, given.num_pages), script.answer, given.num_slots),
+            lambda given: ScriptedEngine(EmptyPageStore(geometry, given.num_pages), script.answer, given.num_slots),
             config.costs,
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length or CONTEXT_LENGTH,
             eos_token_ids=(END_TOKEN,),
         )
         self.cluster = Cluster(
-            make,
+            settings,
             config.fleet(MODEL),
             num_prefill=config.prefill,
             num_decode=config.decode,
@@ -71,7 +71,7 @@ class Simulation:
         self.client = Client(
             plan,
             script,
-            self.cluster.agenda,
+            self.cluster.events,
             self.cluster.gateway.ask,
             claims=PriorityResolver(config, load_priority_function(config.priority_function)),
             classes=config.class_weights,
@@ -80,7 +80,7 @@ class Simulation:
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,
         )
-        self._goals = Goals(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
+        self._goals = Objectives(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
         self.is_stopped = False
 
     def _on_end(self, answer: Answer) -> None:
@@ -89,12 +89,12 @@ class Simulation:
     def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
         """Run to the end, or until ``is_stopped`` is set; returns the results."""
         began_at = time.monotonic()
-        agenda, client = self.cluster.agenda, self.client
+        events, client = self.cluster.events, self.client
         client.start()
         check = self.cluster.check if self._config.check else None
         while not client.is_done and not self.is_stopped:
             for _ in range(LOOK_EVERY):
-                agenda.step()
+                events.step()
                 if check is not None:
                     check()
                 if client.is_done:
@@ -130,7 +130,7 @@ class Progress:
         client = simulation.client
         of = f" of {self._num_chains:,} sessions begun" if self._num_chains else ""
         line = (
-            f"{simulation.cluster.agenda.now():,.1f} s simulated; {len(client.outcomes):,} requests sent{of}, "
+            f"{simulation.cluster.events.now():,.1f} s simulated; {len(client.outcomes):,} requests sent{of}, "
             f"{client.num_ended:,} ended; {pace:.1f} million row-steps a minute"
         )
         self._is_shown = True

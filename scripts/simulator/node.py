@@ -20,10 +20,10 @@ from common.wire.messages import Geometry, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import to_message
 from prefill_node.__main__ import build as build_prefill
-from scripts.simulator.costs import Costs, Work
-from scripts.simulator.event_queue import Agenda
+from scripts.simulator.costs import Costs, StepWork
+from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.inprocess_transport import InProcessReader
-from scripts.simulator.network import TimedWire, TimedWriter
+from scripts.simulator.network import Network, NetworkWriter
 
 MODEL, DIGEST = "simulated", "simulated"
 
@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Make:
+class NodeSettings:
     """Settings shared by all nodes of a cluster.
 
     Attributes:
@@ -56,7 +56,7 @@ class Make:
     eos_token_ids: tuple[int, ...] = ()
 
 
-class Mail(Protocol):
+class MessageBus(Protocol):
     """Delivers the messages of a node."""
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
@@ -69,37 +69,44 @@ class Node:
 
     Args:
         incarnation: also its name.
-        wire: carries its pages.
-        mail: delivers its messages.
+        network: carries its pages.
+        bus: delivers its messages.
     """
 
     def __init__(
-        self, role: Role, incarnation: str, make: Make, *, agenda: Agenda, wire: TimedWire, mail: Mail
+        self,
+        role: Role,
+        incarnation: str,
+        settings: NodeSettings,
+        *,
+        events: EventQueue,
+        network: Network,
+        bus: MessageBus,
     ) -> None:
         self.kind: Role = role
         self.incarnation = incarnation
-        self.capacity = make.capacities[role]
-        self.engine = make.engine(self.capacity)
+        self.capacity = settings.capacities[role]
+        self.engine = settings.engine(self.capacity)
         self.is_alive = True
         self.is_busy = False
         self.busy_s = 0.0
         self.work: Counter[str] = Counter()
         self.used_page_s = 0.0  # integral of the pages in use over time
-        self._make = make
-        self._costs = make.costs
-        self._agenda = agenda
-        self._mail = mail
+        self._settings = settings
+        self._costs = settings.costs
+        self._events = events
+        self._bus = bus
         self._has_timer = False
         self._used = (0, 0.0)  # pages in use, since when
         self.books = PageAllocator(self.capacity.num_pages)
-        self.cache = cache_for(make.config, self.books)
-        self.transport: InProcessReader | TimedWriter
-        parts = self._parts(replace(make.config, role=role, name=incarnation))
+        self.cache = cache_for(settings.config, self.books)
+        self.transport: InProcessReader | NetworkWriter
+        parts = self._parts(replace(settings.config, role=role, name=incarnation))
         if role == "prefill":
-            self.transport = TimedWriter(wire, self.engine.pool, incarnation, self.turn)
+            self.transport = NetworkWriter(network, self.engine.pool, incarnation, self.turn)
             self.role: Any = build_prefill(parts, self.transport)
         else:
-            self.transport = InProcessReader(wire, self.engine.pool, incarnation)
+            self.transport = InProcessReader(network, self.engine.pool, incarnation)
             self.role = build_decode(parts, self.transport)
 
     def _parts(self, config: NodeConfig) -> Parts:
@@ -109,11 +116,11 @@ class Node:
             pool=self.engine.pool,
             books=self.books,
             cache=self.cache,
-            clock=self._agenda,
+            clock=self._events,
             digest=DIGEST,
             incarnation=self.incarnation,
-            vocab_size=self._make.vocab_size,
-            eos_token_ids=self._make.eos_token_ids,
+            vocab_size=self._settings.vocab_size,
+            eos_token_ids=self._settings.eos_token_ids,
         )
 
     def register(self) -> Register:
@@ -124,9 +131,9 @@ class Node:
             name=self.incarnation,
             model=MODEL,
             digest=DIGEST,
-            vocab_size=self._make.vocab_size,
-            context_length=self._make.context_length,
-            eos_token_ids=self._make.eos_token_ids,
+            vocab_size=self._settings.vocab_size,
+            context_length=self._settings.context_length,
+            eos_token_ids=self._settings.eos_token_ids,
             generation={},
             geometry=geometry,
             num_pages=self.capacity.num_pages,
@@ -144,16 +151,16 @@ class Node:
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
-    def hear_gateway(self, messages: Sequence[Message]) -> None:
+    def on_gateway_messages(self, messages: Sequence[Message]) -> None:
         if self.is_alive:
-            now = self._agenda.now()
+            now = self._events.now()
             for message in messages:
                 self.role.on_gateway(message, now)
             self.turn()
 
-    def hear_peer(self, sender: str, messages: Sequence[Message]) -> None:
+    def on_peer_messages(self, sender: str, messages: Sequence[Message]) -> None:
         if self.is_alive:
-            now = self._agenda.now()
+            now = self._events.now()
             for message in messages:
                 self.role.on_peer(sender, message, now)
             self.turn()
@@ -161,7 +168,7 @@ class Node:
     def lose(self, peer: str) -> None:
         """Handle the loss of the connection to another node."""
         if self.is_alive:
-            self.role.peer_lost(peer, self._agenda.now())
+            self.role.peer_lost(peer, self._events.now())
             self.turn()
 
     def die(self) -> None:
@@ -173,18 +180,18 @@ class Node:
         """Do everything that can be done now."""
         if not self.is_alive:
             return
-        now = self._agenda.now()
+        now = self._events.now()
         more = self.role.tick(now)
         if not self.is_busy:
             plan = self.role.plan(now)
             if plan is not None:
                 self._begin(plan)
-        self._speak()
+        self._send_messages()
         if more:
-            self._agenda.at(now, self.turn)
+            self._events.at(now, self.turn)
         elif not self._has_timer and self._has_work():
             self._has_timer = True
-            self._agenda.idle_after(LONGEST_WAIT_S, self._on_timer)
+            self._events.background_after(LONGEST_WAIT_S, self._on_timer)
 
     def _on_timer(self) -> None:
         self._has_timer = False
@@ -196,7 +203,7 @@ class Node:
 
     def _begin(self, plan: StepPlan) -> None:
         self.is_busy = True
-        work = Work.of(plan)
+        work = StepWork.of(plan)
         seconds = self._costs.seconds(work)
         counts = self.work
         counts["steps"] += 1
@@ -204,22 +211,22 @@ class Node:
         counts["prompt_tokens"] += work.num_prompt
         self.busy_s += seconds
         self._note_pages()
-        self._agenda.after(seconds, self._end, plan)
+        self._events.after(seconds, self._end, plan)
 
     def _end(self, plan: StepPlan) -> None:
         if not self.is_alive:
             return
         self.is_busy = False
-        self.role.commit(self.engine.run(plan), self._agenda.now())
+        self.role.commit(self.engine.run(plan), self._events.now())
         self.turn()
 
     def _note_pages(self) -> None:
-        now = self._agenda.now()
+        now = self._events.now()
         used, since = self._used
         self.used_page_s += used * (now - since)
         self._used = (self.capacity.num_pages - self.books.num_free - self.cache.num_evictable_pages, now)
 
-    def _speak(self) -> None:
+    def _send_messages(self) -> None:
         outbox = self.role.outbox
         outbox.dial.clear()  # every node can reach every other
         if outbox.peers:
@@ -228,10 +235,10 @@ class Node:
                 by_peer.setdefault(peer, []).append(message)
             outbox.peers.clear()
             for peer, messages in by_peer.items():
-                self._mail.to_peer(self.incarnation, peer, messages)
+                self._bus.to_peer(self.incarnation, peer, messages)
         if outbox.gateway:
             messages, outbox.gateway = outbox.gateway, []
-            self._mail.to_gateway(self.incarnation, messages)
+            self._bus.to_gateway(self.incarnation, messages)
         for peer in outbox.hang_up:
-            self._mail.hang_up(self.incarnation, peer)
+            self._bus.hang_up(self.incarnation, peer)
         outbox.hang_up.clear()

@@ -21,7 +21,7 @@ from common.node.worker_context import Parts, cache_for
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
 from prefill_node.__main__ import build as build_prefill
-from scripts.simulator.engine import BlankStore
+from scripts.simulator.engine import EmptyPageStore
 
 #: Result types of a transport's methods, by role and name.
 RESULTS: dict[tuple[str, str], Any] = {
@@ -40,7 +40,7 @@ class RecalledTransport:
     """A transport that returns the recorded results, call by call."""
 
     def __init__(self, opening: frames.Opening, news: list[frames.News]) -> None:
-        self.store = BlankStore(from_message(opening.geometry), opening.capacity.num_pages)
+        self.store = EmptyPageStore(from_message(opening.geometry), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
         self._num_calls: Counter[str] = Counter()

@@ -43,7 +43,7 @@ TOTALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
+class Objectives:
     """Service level objectives.
 
     Attributes:
@@ -59,7 +59,7 @@ class Goals:
     starvation_s: float
 
 
-def service(kept: Sequence[Outcome], goals: Goals) -> Figures:
+def service(kept: Sequence[Outcome], goals: Objectives) -> Figures:
     """How many of the measured requests met their limits; failed requests did not."""
     num_good = sum(_is_good(o, limits_of(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
     starved = sum((o.stamps_s[0] if o.stamps_s else o.ended_at) - o.due_at > goals.starvation_s for o in kept)
@@ -97,7 +97,7 @@ def figures(
     cluster: Cluster,
     outcomes: Sequence[Outcome],
     *,
-    goals: Goals,
+    goals: Objectives,
     wall_s: float,
     measured: tuple[float, float],
     is_whole: bool = True,
@@ -110,7 +110,7 @@ def figures(
         measured: first and last due time of the requests that count in latencies.
         is_whole: False if the run was stopped before its end.
     """
-    now = cluster.agenda.now()
+    now = cluster.events.now()
     kept = [outcome for outcome in outcomes if measured[0] <= outcome.due_at <= measured[1] and outcome.ended_at >= 0]
     good = [outcome for outcome in kept if outcome.is_ok and outcome.stamps_s]
     rows = sum(node.work["rows"] for node in cluster.nodes.values())
@@ -121,7 +121,7 @@ def figures(
         "wall_s": wall_s,
         "row_steps": rows,
         "row_steps_per_minute": rows / wall_s * 60 if wall_s else 0.0,
-        "events": cluster.agenda.num_events,
+        "events": cluster.events.num_events,
         "requests": {
             "sent": len(outcomes),
             "measured": len(kept),
@@ -139,7 +139,7 @@ def figures(
         "classes": _by(good, lambda outcome: outcome.planned.class_name),
         "tenants": _by(good, lambda outcome: outcome.planned.tenant),
         "nodes": {role: _role(cluster.of(role), now) for role in ("prefill", "decode")},
-        "wire_busy_s": cluster.wire.busy_s,
+        "wire_busy_s": cluster.network.busy_s,
     }
 
 

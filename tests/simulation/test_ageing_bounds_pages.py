@@ -97,7 +97,7 @@ def retractions(service: Service) -> Counter[str]:
     retracted: Counter[str] = Counter()
     num_retractions = 0
     for node in service.cluster.nodes.values():
-        decided = node.role._scheduler.decisions.last(MAX_DECISIONS, service.agenda.now())
+        decided = node.role._scheduler.decisions.last(MAX_DECISIONS, service.events.now())
         retracted.update(each.rid for each in decided if each.action == "retract")
         num_retractions += node.role.counters()["retractions"]
     assert retracted.total() == num_retractions

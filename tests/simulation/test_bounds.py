@@ -111,7 +111,7 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
         tenant = tenants[number]
         at = late_s if tenant == "light" else 0.0
         service.ask(f"r{number}", unlike(number, length), max_new, at=at, tenant=tenant, seed=number)
-    service.agenda.at(late_s, lambda: has_come.append(len(meters[0].history)))
+    service.events.at(late_s, lambda: has_come.append(len(meters[0].history)))
     service.run(is_checked=False)
     longest = max(length for length, _ in requests)
     num_promised = max_running + (lookahead if lookahead < NUM_EACH else 0)

@@ -189,7 +189,7 @@ def test_every_request_ends_and_every_page_comes_back_whatever_happens(
             priority_class=("high" if request["is_high"] else "low") if "priority_classes" in given_options else "",
         )
     for at, what, number in faults:
-        service.agenda.at(at, strike, service, what, number)
+        service.events.at(at, strike, service, what, number)
     service.run()
     for rid in service.ended:
         service.assert_right(rid)

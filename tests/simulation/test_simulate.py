@@ -89,7 +89,7 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
         nonlocal most
         most = max(most, len(simulation.cluster.gateway.answers))
 
-    simulation.cluster.agenda.at(0.5, look, simulation)
+    simulation.cluster.events.at(0.5, look, simulation)
     found = simulation.run(look)
     assert found["requests"]["answered"] == 30
     assert most <= 4

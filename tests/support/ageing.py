@@ -103,7 +103,7 @@ def places_lost(service: Service, rate: float) -> Counter[str]:
     for node in service.cluster.nodes.values():
         decisions = node.role._scheduler.decisions
         assert decisions.num_noted <= MAX_DECISIONS, "the ring has forgotten some"
-        for decided in decisions.last(MAX_DECISIONS, service.agenda.now()):
+        for decided in decisions.last(MAX_DECISIONS, service.events.now()):
             if "goes to the more urgent" in decided.reason or "go to the more urgent" in decided.reason:
                 loser, winner = service.ended[decided.rid], service.ended[decided.reason.rsplit(" ", 1)[1]]
                 difference = winner.ask.priority - loser.ask.priority

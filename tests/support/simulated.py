@@ -16,7 +16,7 @@ from gateway.workers.pool import make_fleet
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.costs import Costs
 from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL, Engine, Make
+from scripts.simulator.node import MODEL, Engine, NodeSettings
 
 #: A step takes 10 ms, and 1 ms for each prompt token or row; a message 1 ms; pages of 32 bytes 1 ms each.
 COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)
@@ -62,7 +62,7 @@ class Service:
         gateway = {name: value for name, value in shared.items() if hasattr(GatewayConfig, name)}
         config = NodeConfig(**{"page_size": limits.page_size, **node})
         rest = (limits.max_queued, limits.chunk_tokens)
-        make = Make(
+        settings = NodeSettings(
             config,
             {
                 "prefill": Capacity(limits.prefill_running or limits.max_running, limits.prefill_pages, *rest),
@@ -73,13 +73,13 @@ class Service:
             vocab_size=VOCAB_SIZE,
         )
         self.cluster = Cluster(
-            make,
+            settings,
             make_fleet(GatewayConfig(**gateway), MODEL, 1),
             num_prefill=num_prefill,
             num_decode=num_decode,
             on_end=self._on_end,
         )
-        self.agenda = self.cluster.agenda
+        self.events = self.cluster.events
         self.asked: dict[str, GenerateRequest] = {}
         self.ended: dict[str, Answer] = {}  # in the order in which they ended
         self.refused: dict[str, RequestError] = {}
@@ -96,7 +96,7 @@ class Service:
         """One request, at an instant; ``more`` are fields of ``GenerateRequest``."""
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True, seed=seed)
         ask = self.asked[rid] = GenerateRequest(rid, rid, tuple(prompt), sampling, model=MODEL, **more)
-        self.agenda.at(at, self._send, ask)
+        self.events.at(at, self._send, ask)
 
     def _send(self, ask: GenerateRequest) -> None:
         try:
@@ -119,12 +119,12 @@ class Service:
         for _ in range(max_events):
             if self.is_done:
                 break
-            assert not self.agenda.is_still or self._moves(), "nothing advances, and requests wait"
+            assert not self.events.is_idle or self._moves(), "nothing advances, and requests wait"
             self.step(is_checked=is_checked)
         assert self.is_done, f"not over after {max_events} events: {self.asked.keys() - self.ended.keys()}"
 
     def step(self, *, is_checked: bool = True) -> None:
-        self.agenda.step()
+        self.events.step()
         if is_checked:
             self.cluster.check()
 
@@ -132,13 +132,13 @@ class Service:
         """Whether a node that is asked to has something to do after all."""
         for node in self.cluster.nodes.values():
             node.turn()
-        return not self.agenda.is_still
+        return not self.events.is_idle
 
     def settle(self, seconds: float = 30.0) -> None:
         """Some more time, so that what is said last is heard."""
-        until = self.agenda.now() + seconds
-        self.agenda.at(until, lambda: None)
-        while self.agenda.now() < until:
+        until = self.events.now() + seconds
+        self.events.at(until, lambda: None)
+        while self.events.now() < until:
             self.step()
 
     # ---- judging ----------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Service:
                 assert load.num_free_pages + load.num_cached_pages == node.capacity.num_pages, "a page is lost"
                 assert self.cluster.gateway.fleet.router.load(node.incarnation) == 0
         assert self.cluster.gateway.fleet.admission.num_in_flight == 0
-        assert self.cluster.wire.num_in_flight == 0
+        assert self.cluster.network.num_in_flight == 0
 
     def assert_right(self, rid: str) -> None:
         """What was said is what must be said, as far as it goes; all of it, if it ended well."""

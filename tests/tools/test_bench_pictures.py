@@ -18,14 +18,14 @@ def test_arrangements_get_the_same_requests_and_the_page_shows_all_of_it(
     servers: list[tuple[list[str], MockServer]] = []
 
     @contextmanager
-    def served(flags: list[str]) -> Iterator[str]:
+    def running_service(flags: list[str]) -> Iterator[str]:
         folder = tmp_path / f"mock{len(servers)}"
         folder.mkdir()
         with mock_server(folder, "--ttft", "0.01") as server:
             servers.append((flags, server))
             yield server.url
 
-    monkeypatch.setattr(bench_pictures, "served", served)
+    monkeypatch.setattr(bench_pictures, "running_service", running_service)
     trace = tmp_path / "t.jsonl"
     rows = [{"timestamp": at, "input_length": 900, "output_length": 50, "hash_ids": [1, 2]} for at in range(0, 900, 90)]
     trace.write_text("".join(json.dumps(one) + "\n" for one in rows))
