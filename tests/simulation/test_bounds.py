@@ -25,7 +25,7 @@ ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_to
 
 
 def unlike(number: int, length: int) -> tuple[int, ...]:
-    """A prompt that begins like no other."""
+    """A prompt that shares no prefix with others."""
     return (1_000 + number, *range(1, length))
 
 
@@ -33,7 +33,7 @@ def unlike(number: int, length: int) -> tuple[int, ...]:
 
 
 class Metered(FakeExecutor):
-    """Notes what each tenant is served: a prompt when it begins, a token when it is said."""
+    """Records the service of each tenant: a prompt when it starts, a token when it is generated."""
 
     def __init__(self, capacity: Capacity, tenants: list[str]) -> None:
         super().__init__(capacity.num_pages, PAGE, capacity.num_slots)
@@ -72,7 +72,7 @@ KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, 
     late_s=st.sampled_from([0.0, 0.3, 1.0]),
 )
 @example(heavy=[(1, 2)], light=[(1, 2)], max_running=1, weight=1, lookahead=1, late_s=0.0)
-def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
+def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     heavy: list[tuple[int, int]],
     light: list[tuple[int, int]],
     max_running: int,
@@ -89,7 +89,7 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
     tenants = ["heavy"] * NUM_EACH + ["light"] * NUM_EACH
     requests = [kinds[number % len(kinds)] for kinds in (heavy, light) for number in range(NUM_EACH)]
     meters: list[Metered] = []
-    has_come: list[int] = []  # steps that were made before both of them had come
+    has_come: list[int] = []  # number of steps before both had arrived
 
     def engine(capacity: Capacity) -> Metered:
         meters.append(Metered(capacity, tenants))
@@ -122,7 +122,7 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
     assert max(ahead, default=0) - min(ahead, default=0) <= bound
 
 
-def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
+def test_a_tenant_with_ten_times_the_load_gets_no_more_service() -> None:
     """Forty prompts of one tenant stand before ten of another; without ``fair`` they would all come first."""
     tenants = ["heavy"] * 40 + ["light"] * 10
     meters: list[Metered] = []
@@ -144,7 +144,7 @@ def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
         service.ask(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
     service.run(is_checked=False)
     begun = [begun for _, begun in meters[0].history if begun["light"] < 10]
-    # Two go out before anybody else has come; then one after the other.
+    # Two are sent before the other tenant's requests arrive; then they alternate.
     assert max(abs(each["heavy"] - each["light"]) for each in begun) <= 4
 
 
@@ -176,7 +176,7 @@ def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
     jobs=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 8)), min_size=1, max_size=20),
     seed=st.integers(0, 1_000_000),
 )
-def test_edf_meets_every_deadline_that_can_be_met(jobs: list[tuple[float, int]], seed: int) -> None:
+def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]], seed: int) -> None:
     """One node, one prompt in a step, known times: whatever deadlines *some* schedule meets, ``edf`` meets.
 
     The deadlines are the ends in a schedule made by lot. Earliest deadline first is optimal where work can be
