@@ -1,7 +1,7 @@
-"""Bounds on waiting that scheduling promises, proved on whole services in virtual time, over loads drawn by hypothesis.
+"""Bounds that policies guarantee, checked on whole services in virtual time under random loads.
 
-- ``fair``: backlogged tenants are served alike within the bound of the VTC paper.
-- ``edf``: deadlines that can be met are met.
+- ``fair``: backlogged tenants get equal service within the bound of the VTC paper.
+- ``edf``: feasible deadlines are met.
 """
 
 from collections import Counter
@@ -80,11 +80,11 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     lookahead: int,
     late_s: float,
 ) -> None:
-    """Sheng et al. (OSDI'24, theorem 4.4): in any stretch of time in which two clients both have requests waiting, what
-    they are served differs by at most 2 * max(w_p * L_input, w_q * M): L_input is the longest prompt, M the tokens
-    that fit into a batch. With weights, what is compared is divided by them. One of them may come when the other has
-    long been served: it begins where that one is. What the gateway sends ahead is promised as what is in a batch is,
-    and counts with it; but where it sends all ahead, the node chooses among all, and the batch alone counts.
+    """The bound of Sheng et al. (OSDI'24, theorem 4.4): while two clients both have waiting requests, their service
+    differs by at most 2 * max(w_p * L_input, w_q * M), where L_input is the longest prompt and M the tokens that fit into a batch.
+
+    Service is divided by the tenant's weight. A tenant that arrives later starts at the counter of the other. Requests
+    that the gateway dispatches ahead count as part of the batch, unless it dispatches all: then the node chooses.
     """
     tenants = ["heavy"] * NUM_EACH + ["light"] * NUM_EACH
     requests = [kinds[number % len(kinds)] for kinds in (heavy, light) for number in range(NUM_EACH)]
@@ -123,7 +123,7 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
 
 
 def test_a_tenant_with_ten_times_the_load_gets_no_more_service() -> None:
-    """Forty prompts of one tenant stand before ten of another; without ``fair`` they would all come first."""
+    """Forty prompts of one tenant arrive before ten of another; without ``fair`` all of them would be served first."""
     tenants = ["heavy"] * 40 + ["light"] * 10
     meters: list[Metered] = []
 
@@ -154,7 +154,7 @@ CHUNK_S = STEP_S + TOKEN_S * PAGE
 
 
 def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
-    """When each of these (released, chunks) ends in one schedule of many: by a random order, overtaking at chunks."""
+    """When each job (release, chunks) ends in a random schedule with preemption between chunks."""
     ranks = Random(seed).sample(range(len(jobs)), len(jobs))
     left = [chunks for _, chunks in jobs]
     ends = [0.0] * len(jobs)
@@ -177,11 +177,11 @@ def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
     seed=st.integers(0, 1_000_000),
 )
 def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]], seed: int) -> None:
-    """One node, one prompt in a step, known times: whatever deadlines *some* schedule meets, ``edf`` meets.
+    """With one node, one prompt per step and known times, ``edf`` meets all deadlines that some schedule meets.
 
-    The deadlines are the ends in a schedule made by lot. Earliest deadline first is optimal where work can be
-    interrupted at any time (Horn, 1974); chunks cannot, so each deadline has one chunk to spare, for the one that is
-    under way when a prompt comes, and what two messages take.
+    The deadlines are the ends of a random schedule. Earliest deadline first is optimal for work that can be preempted
+    at any time (Horn, 1974). Chunks cannot, so each deadline allows for one more chunk, which runs when a prompt
+    arrives, and for two messages.
     """
     ends = some_schedule(jobs, seed)
     service = Service(

@@ -96,8 +96,8 @@ def test_pages_are_transmitted_one_after_the_other() -> None:
 
 
 def test_a_prompt_with_granted_pages_passes_one_that_does_not_fit() -> None:
-    """Found by the test below. A (8 of 11 pages) is computed and waits for its decode node's only row, which is kept
-    for B; B waits behind C, which comes first by its longer output, and does not fit beside A."""
+    """Found by the test below: A (8 of 11 pages) is computed and waits for the only row of its decode node, kept for
+    B. B waits behind C, which comes first because of its longer output and does not fit beside A."""
     service = Service(
         1, 2, limits=Limits(11, 14, chunk_tokens=8, max_running=1), schedule_policy="lof", max_skip_ahead=0,
         disable_radix_cache=True,
