@@ -182,7 +182,8 @@ class FakeNode:
                 await self._changed.wait()
 
     async def round_trip(self) -> None:
-        """Waits until the gateway has received all messages of this node, and the node all that were sent to it by then.
+        """Waits until the gateway has received all messages of this node and
+        the node has received all messages sent to it by then.
 
         The gateway answers tokens of a request that it does not know, and a connection keeps its order.
         """
