@@ -94,7 +94,7 @@ async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypa
             return False
 
     monkeypatch.setattr(shard, "MAX_BYTES_WAITING", 10)
-    process = shard.Shard(None)
+    process = shard.Shard()
     process._reader.transport = process._writer.transport = pipe = Pipe()  # type: ignore[assignment]
     process._on_frame(Setup("127.0.0.1", 9, "", True, b"", 0, 1.0, 0.0))
     process._on_frame(Ask(0, 900.0, -1, -1.0, 0, b"", b"x" * 11))
@@ -125,7 +125,6 @@ def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
 
 
 def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "find_library", lambda: "")
     real, started = subprocess.Popen, []
 
     def popen(*args: object, **options: object) -> object:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from load_line import Line, on_every_path
+from load_line import Line
 
 from scripts.load.framing import follow_chunks, read_head
 from scripts.load.stream import read_answer
@@ -32,23 +32,19 @@ def done_of(pieces: list[bytes], error: str = "") -> Done:
     return Done(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
 
 
-@on_every_path
 @given(cuts=st.sets(st.integers(1, len(WHOLE) - 1)))
-def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(path: str, cuts: set[int]) -> None:
+def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[int]) -> None:
     edges = [0, *sorted(cuts), len(WHOLE)]
     pieces = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
-    with Line(path) as line:
-        for piece in pieces:
-            assert not line.ended
-            line.receive(piece)
-        if path == "C, later":
-            assert not line.ended
-            line.catch_up()
-        assert line.ended == [line.exchange] and line.connection.is_reusable
-        assert b"".join(line.exchange.parts) == WHOLE
-        assert line.exchange.sizes.tolist() == [len(piece) for piece in pieces]
-        stamps = line.exchange.stamps.tolist()
-        assert stamps == sorted(stamps) and len(stamps) == len(pieces) and line.exchange.ended_at == stamps[-1]
+    line = Line()
+    for piece in pieces:
+        assert not line.ended
+        line.receive(piece)
+    assert line.ended == [line.exchange] and line.connection.is_reusable
+    assert b"".join(line.exchange.parts) == WHOLE
+    assert line.exchange.sizes.tolist() == [len(piece) for piece in pieces]
+    stamps = line.exchange.stamps.tolist()
+    assert stamps == sorted(stamps) and len(stamps) == len(pieces) and line.exchange.ended_at == stamps[-1]
     answer = read_answer(done_of(pieces))
     assert (answer.text, answer.error, answer.usage_output) == ("0123", "", 4)
     # Each event has the instant of the piece that brought its last byte.
@@ -60,11 +56,8 @@ def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(path: str,
     assert answer.stamps == expected
 
 
-@on_every_path
 @given(cuts=st.sets(st.integers(1, len(WHOLE) + 3)), framing=st.sampled_from(["chunks", "length", "trailers"]))
-def test_what_comes_behind_a_response_is_no_part_of_it_and_ends_the_connection(
-    path: str, cuts: set[int], framing: str
-) -> None:
+def test_what_comes_behind_a_response_is_no_part_of_it_and_ends_the_connection(cuts: set[int], framing: str) -> None:
     whole = {
         "chunks": WHOLE,
         "length": b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nabcdef",
@@ -72,14 +65,13 @@ def test_what_comes_behind_a_response_is_no_part_of_it_and_ends_the_connection(
     }[framing]
     raw = b"HTTP/1.1 100 Continue\r\n\r\n" + whole + b"\r\n\r\n"
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    with Line(path) as line:
-        for begin, end in itertools.pairwise(edges):
-            line.receive(raw[begin:end])
-        line.catch_up()
-        assert line.ended == [line.exchange] and not line.exchange.error
-        assert not line.connection.is_reusable and line.wire.is_aborted
-        assert b"".join(line.exchange.parts) == whole
-        assert sum(line.exchange.sizes) == len(whole) and len(line.exchange.sizes) == len(line.exchange.stamps)
+    line = Line()
+    for begin, end in itertools.pairwise(edges):
+        line.receive(raw[begin:end])
+    assert line.ended == [line.exchange] and not line.exchange.error
+    assert not line.connection.is_reusable and line.transport.is_aborted
+    assert b"".join(line.exchange.parts) == whole
+    assert sum(line.exchange.sizes) == len(whole) and len(line.exchange.sizes) == len(line.exchange.stamps)
 
 
 @given(st.sets(st.integers(1, 200)))
@@ -92,17 +84,14 @@ def test_lines_may_end_as_in_dos_and_come_with_comments(cuts: set[int]) -> None:
     assert (answer.text, answer.error, len(answer.stamps)) == ("0123", "", 4)
 
 
-@on_every_path
-def test_output_that_looks_like_the_last_chunk_is_not_taken_for_it(path: str) -> None:
+def test_output_that_looks_like_the_last_chunk_is_not_taken_for_it() -> None:
     """With DOS line ends a chunk may end in exactly these bytes."""
-    with Line(path) as line:
-        line.receive(HEAD)
-        line.receive(chunk(b"data: 0\r\n"))
-        line.catch_up()
-        assert not line.ended
-        line.receive(b"0\r\n\r\n")
-        line.catch_up()
-        assert line.ended
+    line = Line()
+    line.receive(HEAD)
+    line.receive(chunk(b"data: 0\r\n"))
+    assert not line.ended
+    line.receive(b"0\r\n\r\n")
+    assert line.ended
 
 
 def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
@@ -112,18 +101,16 @@ def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
     assert follow_chunks(b"xyz\r\n", 0) == (-1, False)
 
 
-@on_every_path
 @pytest.mark.parametrize("size", [b"-10", b"+5", b"0x5", b"1_0", b"", b"fffffffff"])
-def test_a_size_that_is_none_is_no_endless_loop(path: str, size: bytes) -> None:
+def test_a_size_that_is_none_is_no_endless_loop(size: bytes) -> None:
     """Minus sixteen would lead back to where it stands."""
     end = b"0" * 16 + size + b"\r\n" if size.isdigit() else size + b"\r\nabc\r\n"
     raw = HEAD + chunk(EVENTS[0]) + end
-    with Line(path) as line:
-        line.receive(raw)
-        if not line.ended:  # looked at when it could be the end
-            line.receive(b"\r\n\r\n")
-        line.catch_up()
-        assert line.ended == [line.exchange] and line.exchange.error == "bad_http"
+    line = Line()
+    line.receive(raw)
+    if not line.ended:  # looked at when it could be the end
+        line.receive(b"\r\n\r\n")
+    assert line.ended == [line.exchange] and line.exchange.error == "bad_http"
     assert read_answer(done_of([raw], "bad_http")).error == "bad_http"
 
 
@@ -177,89 +164,72 @@ def test_whatever_a_server_sends_becomes_an_answer_or_a_named_failure(
     assert status == 200 or answer.error
 
 
-@on_every_path
-def test_a_length_or_a_closed_connection_can_end_a_response_too(path: str) -> None:
-    with Line(path) as line:
-        line.receive(b"HTTP/1.1 429 X\r\nContent-Length: 5\r\n\r\nab")
-        line.catch_up()
-        assert not line.ended
-        line.receive(b"cde")
-        line.catch_up()
-        assert line.ended == [line.exchange] and line.connection.is_reusable
-    with Line(path) as line:
-        line.receive(b"HTTP/1.1 200 OK\r\n\r\nabc")
-        line.hang_up()
-        assert line.ended == [line.exchange] and not line.connection.is_reusable
-        assert line.exchange.ended_at >= line.exchange.stamps[-1]
+def test_a_length_or_a_closed_connection_can_end_a_response_too() -> None:
+    line = Line()
+    line.receive(b"HTTP/1.1 429 X\r\nContent-Length: 5\r\n\r\nab")
+    assert not line.ended
+    line.receive(b"cde")
+    assert line.ended == [line.exchange] and line.connection.is_reusable
+    line = Line()
+    line.receive(b"HTTP/1.1 200 OK\r\n\r\nabc")
+    line.hang_up()
+    assert line.ended == [line.exchange] and not line.connection.is_reusable
+    assert line.exchange.ended_at >= line.exchange.stamps[-1]
 
 
-@on_every_path
-def test_an_interim_head_is_passed_over(path: str) -> None:
-    with Line(path) as line:
-        line.receive(b"HTTP/1.1 100 Continue\r\n\r\n")
-        line.receive(WHOLE)
-        line.catch_up()
-        assert line.ended == [line.exchange]
-        assert b"".join(line.exchange.parts) == WHOLE and line.exchange.sizes.tolist() == [len(WHOLE)]
+def test_an_interim_head_is_passed_over() -> None:
+    line = Line()
+    line.receive(b"HTTP/1.1 100 Continue\r\n\r\n")
+    line.receive(WHOLE)
+    assert line.ended == [line.exchange]
+    assert b"".join(line.exchange.parts) == WHOLE and line.exchange.sizes.tolist() == [len(WHOLE)]
 
 
-@on_every_path
-def test_any_number_of_interim_heads_is_passed_over(path: str) -> None:
-    with Line(path) as line:
-        line.receive(b"HTTP/1.1 102 Processing\r\n\r\n" * 2000 + WHOLE)
-        line.catch_up()
-        assert line.ended == [line.exchange] and b"".join(line.exchange.parts) == WHOLE
+def test_any_number_of_interim_heads_is_passed_over() -> None:
+    line = Line()
+    line.receive(b"HTTP/1.1 102 Processing\r\n\r\n" * 2000 + WHOLE)
+    assert line.ended == [line.exchange] and b"".join(line.exchange.parts) == WHOLE
 
 
-@on_every_path
 @pytest.mark.parametrize("head", [HEAD, b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_a_response_may_be_so_large_and_no_larger(monkeypatch: pytest.MonkeyPatch, path: str, head: bytes) -> None:
+def test_a_response_may_be_so_large_and_no_larger(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     monkeypatch.setattr("scripts.load.connection.MAX_RESPONSE", len(head) + 50)
-    with Line(path) as line:
-        line.receive(head)
-        line.catch_up()
-        line.receive(b"28\r\n" + b"x" * 40)
-        line.receive(b"\r\n11\r\n")
-        line.catch_up()
-        assert not line.ended and sum(line.exchange.sizes) == len(head) + 50
-        line.receive(b"x")
-        line.catch_up()
-        exchange = line.exchange
-        assert line.ended == [exchange] and exchange.error == "too_large" and not line.connection.is_reusable
+    line = Line()
+    line.receive(head)
+    line.receive(b"28\r\n" + b"x" * 40)
+    line.receive(b"\r\n11\r\n")
+    assert not line.ended and sum(line.exchange.sizes) == len(head) + 50
+    line.receive(b"x")
+    exchange = line.exchange
+    assert line.ended == [exchange] and exchange.error == "too_large" and not line.connection.is_reusable
     assert b"".join(exchange.parts) == head, "what is given up is not kept"
     assert exchange.sizes.tolist() == [len(head)] and len(exchange.stamps) == 1
     assert read_answer(done_of(exchange.parts, exchange.error)).error == "too_large"
 
 
-@on_every_path
-def test_a_length_that_no_number_holds_is_too_large(path: str) -> None:
-    with Line(path) as line:
-        line.receive(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % (b"9" * 5000))
-        line.catch_up()
-        assert line.ended == [line.exchange] and line.exchange.error == "too_large"
+def test_a_length_that_no_number_holds_is_too_large() -> None:
+    line = Line()
+    line.receive(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % (b"9" * 5000))
+    assert line.ended == [line.exchange] and line.exchange.error == "too_large"
 
 
-@on_every_path
-def test_a_cut_in_the_middle_is_the_owners_to_judge_and_what_is_no_http_is_an_error(path: str) -> None:
-    with Line(path) as line:
-        line.receive(WHOLE[:-3])
-        line.hang_up()
-        assert line.lost == [line.exchange] and not line.ended
-        assert b"".join(line.exchange.parts) == WHOLE[:-3], "what came before is there"
-    with Line(path) as line:
-        line.receive(b"SSH-2.0-OpenSSH\r\n\r\n")
-        line.catch_up()
-        assert line.exchange.error == "bad_http" and not line.connection.is_reusable
+def test_a_cut_in_the_middle_is_the_owners_to_judge_and_what_is_no_http_is_an_error() -> None:
+    line = Line()
+    line.receive(WHOLE[:-3])
+    line.hang_up()
+    assert line.lost == [line.exchange] and not line.ended
+    assert b"".join(line.exchange.parts) == WHOLE[:-3], "what came before is there"
+    line = Line()
+    line.receive(b"SSH-2.0-OpenSSH\r\n\r\n")
+    assert line.exchange.error == "bad_http" and not line.connection.is_reusable
 
 
-@on_every_path
-def test_bytes_that_nobody_asked_for_close_the_connection(path: str) -> None:
-    with Line(path) as line:
-        line.receive(WHOLE)
-        line.catch_up()
-        assert line.connection.is_reusable
-        line.receive(b"more")
-        assert not line.connection.is_reusable
+def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
+    line = Line()
+    line.receive(WHOLE)
+    assert line.connection.is_reusable
+    line.receive(b"more")
+    assert not line.connection.is_reusable
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,8 @@ TFD_NONBLOCK, TFD_CLOEXEC, TFD_TIMER_ABSTIME = os.O_NONBLOCK, getattr(os, "O_CLO
 TIMER = struct.Struct("4l")  # C's itimerspec: interval and value, each in seconds and nanoseconds
 
 
-def open_timer() -> int:
-    """The descriptor of a timer on the monotonic clock, not set yet.
-
-    Raises:
-        OSError, AttributeError: there is none.
-    """
+def _open_timer() -> int:
+    """Descriptor of a new timer on the monotonic clock; OSError or AttributeError where the system has none."""
     fd = int(ctypes.CDLL(None, use_errno=True).timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC))
     if fd < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -46,7 +42,7 @@ class Alarm:
         self._set_at = float("inf")
         self._fd = -1
         with suppress(OSError, AttributeError):
-            self._fd = open_timer()
+            self._fd = _open_timer()
             self._set_timer = ctypes.CDLL(None).timerfd_settime
             self._set_timer.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
         if self._fd >= 0:

@@ -21,7 +21,6 @@ from typing import IO, Any
 import numpy as np
 
 from common.errors import BatonError
-from scripts.load.courier import find_library
 from scripts.load.plan import Planned
 from scripts.load.wire import (
     Ask,
@@ -65,7 +64,6 @@ class Outcome:
         planned: every request handed out, in order.
         finished: one for each client process.
         feed_cpu_s: CPU seconds that making bodies and collecting answers took here.
-        receives_in: what client processes received with: C or Python.
     """
 
     start_at: float = 0.0
@@ -75,20 +73,17 @@ class Outcome:
     finished: list[Finished] = field(default_factory=list)
     feed_cpu_s: float = 0.0
     was_halted: bool = False
-    receives_in: str = ""
 
 
 class _Member:
     """One client process and the pipes to it."""
 
-    def __init__(
-        self, library: str, on_frame: Callable[["_Member", Any], None], on_end: Callable[["_Member"], None]
-    ) -> None:
+    def __init__(self, on_frame: Callable[["_Member", Any], None], on_end: Callable[["_Member"], None]) -> None:
         environ = dict(os.environ)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
         environ["PYTHONSAFEPATH"] = "1"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.load.shard", *filter(None, [library])],
+            [sys.executable, "-m", "scripts.load.shard"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
@@ -171,13 +166,11 @@ class Crew:
 
     async def _start(self, count: int) -> None:
         begin = len(self._members)
-        library = "" if self._setup.server_name else find_library()  # TLS is not for C to read
-        self._outcome.receives_in = "C" if library else "Python"
         # They inherit this: Ctrl-C comes to the whole group, and they would die of it until they have imported.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             for _ in range(count):
-                self._members.append(_Member(library, self._on_frame, self._on_end))
+                self._members.append(_Member(self._on_frame, self._on_end))
         except OSError as error:
             raise ClientFailed(f"a client process cannot be started: {error.strerror}") from None
         finally:

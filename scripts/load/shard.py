@@ -1,8 +1,7 @@
 """A client process: reads asks from standard input, sends them in time, writes what came back to standard output.
 
-``python -m scripts.load.shard [LIBRARY]`` is started by ``scripts/load/crew.py``; with the library of ``courier.c``, it
-sends and receives in C. It imports next to nothing, so that the first request goes out soon, and collects no garbage
-while it runs, since a pause would look like the server's.
+``python -m scripts.load.shard`` is started by ``scripts/load/crew.py``. It imports next to nothing, so that the first
+request goes out soon, and collects no garbage while it runs, since a pause would look like the server's.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts.load.client import Client
 from scripts.load.wire import (
@@ -32,9 +31,6 @@ from scripts.load.wire import (
     to_client,
 )
 
-if TYPE_CHECKING:
-    from scripts.load.courier import Courier
-
 TICK_S = 0.25
 SEND_AFTER_S = 0.25
 SEND_AFTER_UNWATCHED_S, SEND_AFTER_SLOTS_S, SEND_AFTER_MORE = 4.0, 1.0, 16
@@ -45,14 +41,9 @@ RESUME_S = 0.05
 
 
 class Shard:
-    """Glue between the pipes and the client.
+    """Connects the pipes to the parent process with a ``Client``."""
 
-    Args:
-        courier: see ``Client``.
-    """
-
-    def __init__(self, courier: "Courier | None") -> None:
-        self._courier = courier
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._client: Client | None = None
@@ -74,7 +65,7 @@ class Shard:
     def _on_frame(self, frame: Any) -> None:
         client = self._client
         if isinstance(frame, Setup):
-            self._client = Client(frame, self._on_done, self._finish, self._courier)
+            self._client = Client(frame, self._on_done, self._finish)
             self._has_ticks = frame.has_ticks
             if not frame.has_ticks:  # nobody waits for what has ended but for who hands out more
                 self._send_after_s = SEND_AFTER_SLOTS_S if frame.slots else SEND_AFTER_UNWATCHED_S
@@ -158,13 +149,6 @@ def main() -> None:
         os.nice(NICENESS)
     gc.freeze()
     gc.disable()
-    if len(sys.argv) > 1:
-        from scripts.load.courier import Courier, CourierSelector
-
-        courier = Courier(sys.argv[1])
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(CourierSelector(courier))) as runner:
-            runner.run(_run(courier))
-        return
     try:
         import uvloop
 
@@ -172,11 +156,11 @@ def main() -> None:
     except ImportError:
         runner = asyncio.Runner()
     with runner:
-        runner.run(_run(None))
+        runner.run(_run())
 
 
-async def _run(courier: "Courier | None") -> None:
-    await Shard(courier).run()
+async def _run() -> None:
+    await Shard().run()
 
 
 if __name__ == "__main__":

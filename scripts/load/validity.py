@@ -108,7 +108,6 @@ def client_load(outcome: Outcome, parse_cpu_s: float, num_events: int) -> dict[s
     total_s = sum(cpu_s) + outcome.feed_cpu_s + parse_cpu_s
     return {
         "processes": len(outcome.finished),
-        "receives_in": outcome.receives_in,
         "cpu_s": {"clients": sum(cpu_s), "feed": outcome.feed_cpu_s, "parse": parse_cpu_s},
         "busiest": max((one.cpu_s / max(one.wall_s, MIN_WALL_S) for one in outcome.finished), default=0.0),
         "cpu_ms_per_event": total_s * 1e3 / num_events if num_events else None,
