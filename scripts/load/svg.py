@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from markupsafe import Markup
+
 from scripts.load.plain import escaped
 
 WIDTH, HEIGHT = 640, 260
@@ -110,11 +112,11 @@ class Chart:
         keys = [(f"c{colour}", name) for name, colour in self.keys.items()]
         return [(colour, name) for _, _, colour, name in self._marks if name] + keys
 
-    def svg(self) -> str:
-        """The chart, with its legend above."""
+    def svg(self) -> Markup:
+        """The chart for a page that has ``STYLE``, without title and legend."""
         label = escaped(self.y_label)
         head = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}">'
-        return self._legend() + head + self._drawing() + "</svg>"
+        return Markup(head + self._drawing() + "</svg>")
 
     def file(self, title: str) -> str:
         """The chart as a file of its own, with title and legend, in the reader's light or dark."""
@@ -184,10 +186,6 @@ class Chart:
         path = "M" + " L".join(f"{to_x(px):.1f},{to_y(py):.1f}" for px, py in points) if points else ""
         dashes = ' stroke-dasharray="5 4"' if kind == "dashed" else ""
         return f'<path class="l {colour}" d="{path}"{dashes}/>'
-
-    def _legend(self) -> str:
-        keys = "".join(f'<span><i class="{colour}"></i>{escaped(name)}</span>' for colour, name in self.names)
-        return f'<div class="legend">{keys}</div>' if len(self.names) > 1 else ""
 
 
 class _scale:
