@@ -109,8 +109,9 @@ def main(program: str | None, rate: float, count: int, tokens: int, repeats: int
             found, truth, report = ours(rate, count, tokens, seed, folder)
             mine.append(found)
             truths.append(truth)
-            own_ms = report.client["cpu_ms_per_event"]
-            print(f"run {seed + 1}: {'valid' if report.is_valid else report.reasons}, {own_ms:.4f} ms of CPU per event")
+            own_ms, start_s = report.client["cpu_ms_per_event"], report.start_up_s or 0.0
+            verdict = "valid" if report.is_valid else report.reasons
+            print(f"run {seed + 1}: {verdict}, {own_ms:.4f} ms of CPU per event, first request after {start_s:.2f} s")
             if program:
                 found, _, cpu_s = aiperf(program, rate, count, tokens, folder)
                 theirs.append(found)

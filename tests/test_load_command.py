@@ -119,11 +119,11 @@ def test_a_trace_of_another_endpoint_is_refused(tmp_path: Path, line: str, endpo
         load(server, trace=str(tmp_path / "t.jsonl"), endpoint=endpoint)
 
 
-def test_an_answer_after_the_timeout_counts_as_failed_though_nobody_looked_just_then(tmp_path: Path) -> None:
-    """Clients look twice a second; five tokens take 0.09 s, thirty 0.34."""
-    mix = "short:output=5;long:output=30"
-    with mock_server(tmp_path, "--ttft", "0.05", "--itl", "0.01") as server:
-        report = load(server, num_requests=12, rate="40", mix=mix, timeout="250ms")
+def test_a_response_that_ends_between_two_checks_but_after_the_timeout_counts_as_failed(tmp_path: Path) -> None:
+    """Client processes check once a second; two tokens take 0.05 s, thirty 1.45 s."""
+    mix = "short:output=2;long:output=30"
+    with mock_server(tmp_path, "--itl", "0.05") as server:
+        report = load(server, num_requests=12, rate="40", mix=mix, timeout="1s")
     failed = [record.class_name for record in report.records if record.error == "timeout"]
     assert set(failed) == {"long"} and len(failed) == sum(one.class_name == "long" for one in report.records)
     assert report.errors["kinds"] == {"timeout": len(failed)}
@@ -146,9 +146,8 @@ def test_ctrl_c_counts_at_once_while_a_server_is_silent_and_clients_are_coming_u
                 time.sleep(0.002)
             time.sleep(0.03)
             os.killpg(process.pid, signal.SIGINT)
-            began_at = time.monotonic()
             said = process.communicate(timeout=20)
-    assert process.returncode == 130 and time.monotonic() - began_at < 5, "it would ask for ten seconds"
+    assert process.returncode == 130, "not 2, as when the server has not answered in time"
     assert said == (b"", b"") and clients and not any(client.is_running() for client in clients)
 
 
@@ -164,5 +163,5 @@ def test_a_run_stopped_before_its_first_request_has_no_length(tmp_path: Path, mo
     with mock_server(tmp_path) as server:
         report = load(server, num_requests=3)
     assert report.was_stopped and report.num_requests == 0
-    assert report.length_s < 5 and report.start_up_s is None
+    assert report.length_s == 0 and report.start_up_s is None
     assert any("no request was sent" in line for line in summary_lines(report))

@@ -82,9 +82,7 @@ def scrape_for(config: LoadtestConfig, seconds: float = 0.0) -> Scraper:
 
 def test_a_page_that_never_ends_does_not_hold_up_the_end_of_a_run() -> None:
     with server(drip) as (url, _):
-        began_at = time.monotonic()
         found = scrape_for(LoadtestConfig(url=url), 0.3)
-        assert time.monotonic() - began_at < 9, "the thread that reads would go on for ever"
     assert found.since(0.0) == {}
 
 
@@ -104,12 +102,13 @@ def deaf(takes: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("scheme", "takes"), [("http", True), ("http", False), ("https", True)])
-def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(scheme: str, takes: bool) -> None:
-    """It answers to nothing; it does not connect; it makes no TLS handshake. Each is tried for ten seconds."""
+def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(
+    scheme: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing; it does not connect; it makes no TLS handshake. A run that waited would hang."""
+    monkeypatch.setattr("scripts.load.probe.TIMEOUT_S", 900.0)
     with deaf(takes) as address:
-        began_at = time.monotonic()
         found = scrape_for(LoadtestConfig(scrape=f"{scheme}://{address}"), 0.2)
-        assert time.monotonic() - began_at < 5
     assert found.since(0.0) == {} and "nothing answered" in found.notes[0]
 
 
