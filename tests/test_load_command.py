@@ -18,7 +18,7 @@ from load_mock import load, mock_server
 from common.cli import parse
 from common.errors import ConfigError
 from scripts.load.config import LoadtestConfig
-from scripts.load.crew import Crew
+from scripts.load.crew import ClientPool
 from scripts.load.heads import own_headers, setup_of
 from scripts.load.kinds import kinds_of
 from scripts.load.main import WRONG, check_outputs, main
@@ -81,7 +81,7 @@ def test_a_header_goes_with_all_that_is_asked_and_takes_the_place_of_our_own(tmp
     assert "hOst: elsewhere:80" in lines and sum(line.lower().startswith("host:") for line in lines) == 1
     assert own_headers(config) == {"Authorization": "Bearer k", "hOst": "elsewhere:80"}
     with mock_server(tmp_path, "--want", "api-key:k") as server:
-        with pytest.raises(ConfigError, match="wants an API key"):
+        with pytest.raises(ConfigError, match="requires an API key"):
             load(server, num_requests=1)
         report = load(server, num_requests=2, rate="50", output_len="1", header="api-key:k")
     assert report.server["model"] == "mock" and report.errors["count"] == 0
@@ -97,7 +97,7 @@ def test_a_certificate_of_ones_own_is_refused_unless_it_is_vouched_for_or_not_to
         pytest.skip("no openssl here to make a certificate")
     own.write_text(own.read_text() + (tmp_path / "c.pem").read_text())
     with mock_server(tmp_path, "--tls", str(own), "--ttft", "0.01") as server:
-        with pytest.raises(ConfigError, match=r"not to be trusted \(self-signed certificate\): --no-verify-tls"):
+        with pytest.raises(ConfigError, match=r"not trusted \(self-signed certificate\): use --no-verify-tls"):
             load(server, num_requests=1)
         unchecked = load(server, num_requests=5, rate="50", output_len="3", verify_tls=False)
         monkeypatch.setenv("SSL_CERT_FILE", str(own))
@@ -109,8 +109,8 @@ def test_a_certificate_of_ones_own_is_refused_unless_it_is_vouched_for_or_not_to
 @pytest.mark.parametrize(
     ("line", "endpoint", "complaint"),
     [
-        ('{"messages": [{"role": "user", "content": "x"}]}', "completions", "--endpoint chat takes those"),
-        ('{"prompt": "x"}', "chat", "--endpoint completions takes those"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "completions", "use --endpoint chat"),
+        ('{"prompt": "x"}', "chat", "use --endpoint completions"),
     ],
 )
 def test_a_trace_of_another_endpoint_is_refused(tmp_path: Path, line: str, endpoint: str, complaint: str) -> None:
@@ -152,14 +152,14 @@ def test_ctrl_c_counts_at_once_while_a_server_is_silent_and_clients_are_coming_u
 
 
 def test_a_run_stopped_before_its_first_request_has_no_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Crew._until_ready
+    real = ClientPool._until_ready
 
-    async def stopped(self: Crew) -> None:
+    async def stopped(self: ClientPool) -> None:
         await real(self)
-        self.halt()
+        self.stop()
         await asyncio.sleep(60)  # the processes end first
 
-    monkeypatch.setattr(Crew, "_until_ready", stopped)
+    monkeypatch.setattr(ClientPool, "_until_ready", stopped)
     with mock_server(tmp_path) as server:
         report = load(server, num_requests=3)
     assert report.was_stopped and report.num_requests == 0

@@ -18,7 +18,7 @@ from scripts.load import crew, run, shard
 from scripts.load.config import LoadtestConfig
 from scripts.load.plan import Planned
 from scripts.load.prompts import Prompts
-from scripts.load.wire import Ask, Go, Setup
+from scripts.load.wire import SendRequest, Setup, StartClock
 
 
 def test_a_closed_loop_keeps_as_many_under_way_as_it_should(tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_the_clock_starts_in_the_middle_of_a_session_that_is_too_long_to_be_read
 ) -> None:
     """Otherwise its process would stop reading at some point, and never learn of the start."""
     happened: list[int | str] = []
-    body, go = Prompts.body, crew.Crew._go
+    body, go = Prompts.body, crew.ClientPool._start_clock
     monkeypatch.setattr(Prompts, "body", lambda self, planned: happened.append(planned.index) or body(self, planned))
-    monkeypatch.setattr(crew.Crew, "_go", lambda self: happened.append("go") or go(self))
+    monkeypatch.setattr(crew.ClientPool, "_start_clock", lambda self: happened.append("go") or go(self))
     monkeypatch.setattr(crew, "MAX_BYTES_AT_ONCE", 2000)
     with mock_server(tmp_path) as server:
         report = load(server, rate="50", num_requests=2, turns="12", input_len="100", output_len="1")
@@ -67,13 +67,13 @@ async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypa
             return False
 
     monkeypatch.setattr(shard, "MAX_BYTES_WAITING", 10)
-    process = shard.Shard()
+    process = shard.ClientProcess()
     process._reader.transport = process._writer.transport = pipe = Pipe()  # type: ignore[assignment]
-    process._on_frame(Setup("127.0.0.1", 9, "", True, b"", 0, 1.0, 0.0))
-    process._on_frame(Ask(0, 900.0, -1, -1.0, 0, b"", b"x" * 11))
+    process._on_message(Setup("127.0.0.1", 9, "", True, b"", 0, 1.0, 0.0))
+    process._on_message(SendRequest(0, 900.0, -1, -1.0, 0, b"", b"x" * 11))
     assert pipe.is_reading
-    process._on_frame(Go(time.monotonic()))
-    process._on_frame(Ask(1, 900.0, -1, -1.0, 0, b"", b"x"))
+    process._on_message(StartClock(time.monotonic()))
+    process._on_message(SendRequest(1, 900.0, -1, -1.0, 0, b"", b"x"))
     assert not pipe.is_reading
     assert process._client
     process._client.close()
@@ -85,8 +85,8 @@ def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
     plan = [
         Planned(n, at, (), tokens) for n, (at, tokens) in enumerate([(0, 5), (1, 5), (21, 300), (25, 100), (40, 9)])
     ]
-    assert crew.busiest(plan) == (0.2, 40.0)  # seconds 20 to 30 of 40
-    assert crew.busiest(plan[:2]) == (1.0, 5.0)  # of less than ten seconds, in one
+    assert crew.peak_load(plan) == (0.2, 40.0)  # seconds 20 to 30 of 40
+    assert crew.peak_load(plan[:2]) == (1.0, 5.0)  # of less than ten seconds, in one
     assert [crew.num_clients_for(*load, 0) for load in ((1, 1), (0, 1e300))] == [1, min(16, os.cpu_count() or 1)]
     monkeypatch.setattr(run, "num_clients_for", lambda rate, events, slots: 2 if rate else 1)
     trace = tmp_path / "t.jsonl"
@@ -121,19 +121,19 @@ def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, m
 def test_a_client_process_that_dies_ends_the_run_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[crew.Crew] = []
-    real = crew.Crew._go
+    made: list[crew.ClientPool] = []
+    real = crew.ClientPool._start_clock
 
-    async def go(self: crew.Crew) -> bool:
+    async def go(self: crew.ClientPool) -> bool:
         made.append(self)
-        self._members[1].process.kill()
+        self._handles[1].process.kill()
         return await real(self)
 
-    monkeypatch.setattr(crew.Crew, "_go", go)
+    monkeypatch.setattr(crew.ClientPool, "_start_clock", go)
     with mock_server(tmp_path) as server:
         with pytest.raises(crew.ClientFailed, match="ended early"):
             load(server, rate="50", num_requests=200, clients=2)
-    assert all(member.process.poll() is not None for member in made[0]._members)
+    assert all(member.process.poll() is not None for member in made[0]._handles)
 
 
 def test_a_closed_loop_is_fed_at_its_own_pace(tmp_path: Path) -> None:

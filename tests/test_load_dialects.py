@@ -9,7 +9,7 @@ import pytest
 
 from scripts.load.probe import Server, probe
 from scripts.load.stream import Answer, read_answer
-from scripts.load.wire import Done
+from scripts.load.wire import RequestDone
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -20,7 +20,7 @@ def read(*events: dict[str, Any], head: bytes = HEAD) -> Answer:
     pieces = [head + chunk(data[0]), *map(chunk, data[1:]), b"0\r\n\r\n"]
     stamps = array("d", range(1, len(pieces) + 1)).tobytes()
     sizes = array("I", map(len, pieces)).tobytes()
-    return read_answer(Done(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), "", False))
+    return read_answer(RequestDone(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), "", False))
 
 
 def chunk(data: bytes) -> bytes:
@@ -134,7 +134,7 @@ def test_sglang_refuses_without_an_envelope() -> None:
     body = b'{"object":"error","message":"Messages cannot be empty.","type":"BadRequestError","param":null,"code":400}'
     raw = b"HTTP/1.1 400 Bad Request\r\nserver: uvicorn\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     stamps, sizes = array("d", [1.0]).tobytes(), array("I", [len(raw)]).tobytes()
-    answer = read_answer(Done(0, 0.0, 0.0, 0.0, 1.0, stamps, sizes, raw, "", False))
+    answer = read_answer(RequestDone(0, 0.0, 0.0, 0.0, 1.0, stamps, sizes, raw, "", False))
     assert (answer.error, answer.message) == ("http_400", "Messages cannot be empty.")
 
 

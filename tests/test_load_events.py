@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scripts.load.framing import chunk_size
 from scripts.load.stream import Answer, events, read_answer
-from scripts.load.wire import Done
+from scripts.load.wire import RequestDone
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 SAID = [
@@ -64,9 +64,11 @@ def test_events_are_found_in_whatever_chunks_they_come_and_where_the_framing_bre
     assert list(events(raw, begin, is_chunked)) == one_by_one(raw, begin, is_chunked)
 
 
-def done_of(head: bytes, raw: bytes, stamps: list[float], sizes: list[int]) -> Done:
+def done_of(head: bytes, raw: bytes, stamps: list[float], sizes: list[int]) -> RequestDone:
     sizes[0] += len(head)
-    return Done(0, 0.0, 0.0, 0.0, 9.0, array("d", stamps).tobytes(), array("I", sizes).tobytes(), head + raw, "", False)
+    return RequestDone(
+        0, 0.0, 0.0, 0.0, 9.0, array("d", stamps).tobytes(), array("I", sizes).tobytes(), head + raw, "", False
+    )
 
 
 def facts(answer: Answer) -> dict[str, object]:

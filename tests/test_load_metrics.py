@@ -8,12 +8,12 @@ from load_records import record
 
 from scripts.load import metrics
 from scripts.load.config import LoadtestConfig
-from scripts.load.crew import Outcome
+from scripts.load.crew import LoadResult
 from scripts.load.kinds import kinds_of
 from scripts.load.records import Record
 from scripts.load.schedule import unit_arrivals
 from scripts.load.validity import arrival_check, client_load, verdict
-from scripts.load.wire import Finished
+from scripts.load.wire import ClientFinished
 
 RNG = np.random.default_rng(0)
 
@@ -206,7 +206,7 @@ def run_of(at: "np.ndarray", lateness: "np.ndarray | float" = 0.0) -> list[Recor
 
 def judged(records: list[Record], *, lag: float = 0.0, cpu: float = 0.1, **options: object) -> list[str]:
     config = LoadtestConfig(**options)  # type: ignore[arg-type]
-    outcome = Outcome(finished=[Finished(cpu * 10, 10.0, [lag] * 100, 1, 0)])
+    outcome = LoadResult(finished=[ClientFinished(cpu * 10, 10.0, [lag] * 100, 1, 0)])
     return verdict(records, arrival_check(records, config, True), client_load(outcome, 0.0, 100), config, 0)
 
 
@@ -249,8 +249,8 @@ def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_name
     assert "97% of a core" in judged(run_of(POISSON), cpu=0.97, rate="10")[0]
     config = LoadtestConfig(rate="10")
     records = run_of(POISSON)
-    idle = Finished(0.002, 0.0021, [], 0, 0)  # had no request, and began and ended all the same
-    load = client_load(Outcome(finished=[idle]), 0.0, 1)
+    idle = ClientFinished(0.002, 0.0021, [], 0, 0)  # had no request, and began and ended all the same
+    load = client_load(LoadResult(finished=[idle]), 0.0, 1)
     assert load["busiest"] < 0.01
     assert "3 scheduled requests" in verdict(records, arrival_check(records, config, True), load, config, 3)[0]
 

@@ -31,7 +31,7 @@ from scripts.load.report import Report
 from scripts.load.run import run_load
 from scripts.load.svg import log_ticks, ticks
 from scripts.load.table import outputs_verdict, percent, summary_lines
-from scripts.load.wire import Tick
+from scripts.load.wire import Progress
 from scripts.load.workload import Plan, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ def test_keys_never_reach_a_report(tmp_path: Path) -> None:
     assert "s3cret" not in (tmp_path / "r.json").read_text()
 
 
-@pytest.mark.parametrize(("key", "words"), [(None, "wants an API key"), ("wrong", "refuses this --api-key")])
+@pytest.mark.parametrize(("key", "words"), [(None, "requires an API key"), ("wrong", "refuses this --api-key")])
 def test_a_server_behind_a_key_is_refused_in_a_sentence(
     key: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,18 +347,18 @@ def test_the_live_view_of_a_closed_loop_counts_turns() -> None:
     plan = make_plan(LoadtestConfig(concurrency=2, num_requests=5, turns="4"))
     assert (plan.num_chains, plan.num_requests) == (5, 20)
     assert make_plan(LoadtestConfig(concurrency=2, duration="1s")).num_requests is None
-    bar, *_ = View().text([Tick(4.0, 2, 10, 0, 0, 0, [], [])], plan).splitlines()
+    bar, *_ = View().text([Progress(4.0, 2, 10, 0, 0, 0, [], [])], plan).splitlines()
     assert bar.count("█") == 15
 
 
 def test_the_live_view_says_how_far_and_how_fast() -> None:
     view = View()
     plan = Plan([], 100, True, 10.0, [], {})
-    view.text([Tick(4.0, 3, 0, 0, 200, 0, [0.05], [0.001]), Tick(4.0, 1, 0, 0, 100, 0, [], [])], plan)
-    ticks = [Tick(5.0, 3, 20, 1, 400, 0, [0.1, 0.25], [0.002, 0.004]), Tick(4.9, 2, 10, 0, 100, 0, [], [])]
+    view.text([Progress(4.0, 3, 0, 0, 200, 0, [0.05], [0.001]), Progress(4.0, 1, 0, 0, 100, 0, [], [])], plan)
+    ticks = [Progress(5.0, 3, 20, 1, 400, 0, [0.1, 0.25], [0.002, 0.004]), Progress(4.9, 2, 10, 0, 100, 0, [], [])]
     bar, requests, first, gap, rate = view.text(ticks, plan).splitlines()
     assert bar == "█" * 15 + "░" * 15 + " 5.0 of 10.0 s"
-    assert requests == "requests     30 done, 1 failed, 5 under way"
+    assert requests == "requests     30 done, 1 failed, 5 in flight"
     assert "p50 100.0 ms" in first and first.endswith("▂█"), "0.05 then 0.175: a quarter and all of the largest"
     assert "p50 3.0 ms" in gap and gap.endswith("▃█")
     assert "pieces/s     200 " in rate, "from 300 to 500 in a second"

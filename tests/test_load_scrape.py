@@ -159,5 +159,5 @@ def test_a_server_that_never_ends_to_say_what_it_is_is_refused(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.load.probe.TIMEOUT_S", 0.5)
-    with server(answer) as (url, _), pytest.raises(ConfigError, match="does not come to an end"):
+    with server(answer) as (url, _), pytest.raises(ConfigError, match="does not end"):
         probe(url, {})

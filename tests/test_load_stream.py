@@ -11,7 +11,7 @@ from load_line import Line
 
 from scripts.load.framing import follow_chunks, read_head
 from scripts.load.stream import read_answer
-from scripts.load.wire import Done, Dones, FrameReader, Ready, Tick, encode, to_parent
+from scripts.load.wire import ClientReady, MessageReader, Progress, RequestDone, RequestsDone, encode, parent_decoder
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = [b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(4)]
@@ -26,10 +26,10 @@ def chunk(data: bytes) -> bytes:
 WHOLE = HEAD + b"".join(map(chunk, [*EVENTS, USAGE, LAST])) + b"0\r\n\r\n"
 
 
-def done_of(pieces: list[bytes], error: str = "") -> Done:
+def done_of(pieces: list[bytes], error: str = "") -> RequestDone:
     stamps = array("d", range(1, len(pieces) + 1)).tobytes()
     sizes = array("I", map(len, pieces)).tobytes()
-    return Done(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
+    return RequestDone(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
 
 
 @given(cuts=st.sets(st.integers(1, len(WHOLE) - 1)))
@@ -269,10 +269,10 @@ def test_heads_are_read_whatever_their_case() -> None:
 
 @given(st.lists(st.integers(1, 60), max_size=10))
 def test_frames_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
-    frames = [Ready(), Dones([done_of([WHOLE])] * 2), Tick(1.0, 2, 3, 4, 5, 6, [0.5], [0.1])]
+    frames = [ClientReady(), RequestsDone([done_of([WHOLE])] * 2), Progress(1.0, 2, 3, 4, 5, 6, [0.5], [0.1])]
     data = b"".join(map(encode, frames))
     seen: list[Any] = []
-    reader = FrameReader(to_parent, seen.append, lambda: None)
+    reader = MessageReader(parent_decoder, seen.append, lambda: None)
     at = 0
     for size in [*sizes, len(data)]:
         reader.data_received(data[at : at + size])

@@ -14,16 +14,16 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
-from scripts.load.alarm import Alarm
+from scripts.load.alarm import PreciseTimer
 from scripts.load.connection import Connection, Exchange
-from scripts.load.wire import Ask, Done, Setup, Tick
+from scripts.load.wire import Progress, RequestDone, SendRequest, Setup
 
 MAX_GAPS = 256
 CHECK_S = 1.0  # each check wakes a sleeping process, which costs as much as a token
 
 
 class Client:
-    """Turns each ``Ask`` into a ``Done``.
+    """Turns each ``SendRequest`` into a ``RequestDone``.
 
     Args:
         setup: the server and the kind of loop.
@@ -31,18 +31,18 @@ class Client:
         on_idle: called when all requests have ended and no more will come, perhaps more than once.
     """
 
-    def __init__(self, setup: Setup, on_done: Callable[[Done], None], on_idle: Callable[[], None]) -> None:
+    def __init__(self, setup: Setup, on_done: Callable[[RequestDone], None], on_idle: Callable[[], None]) -> None:
         self._setup = setup
         self._on_done = on_done
         self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
-        self._alarm = Alarm(self._loop, self._send_due)
+        self._alarm = PreciseTimer(self._loop, self._send_due)
         self._ssl = _tls(setup)
         self._start_at = float("inf")
         self._order = itertools.count()  # breaks ties of the heap
-        self._scheduled: list[tuple[float, int, Ask]] = []  # a heap, by seconds after the start
-        self._waiting: deque[Ask] = deque()  # closed loop: first turns
-        self._turns: dict[int, deque[Ask]] = {}  # later turns by session
+        self._scheduled: list[tuple[float, int, SendRequest]] = []  # a heap, by seconds after the start
+        self._waiting: deque[SendRequest] = deque()  # closed loop: first turns
+        self._turns: dict[int, deque[SendRequest]] = {}  # later turns by session
         self._between: dict[int, float] = {}  # sessions whose next turn has not been read yet: end of their last one
         self._free_slots: list[float] = []  # closed loop: since when each is free
         self._idle: list[Connection] = []
@@ -57,24 +57,24 @@ class Client:
 
     # ---- requests come in -------------------------------------------------------------------------------------------
 
-    def add(self, ask: Ask) -> None:
+    def add(self, request: SendRequest) -> None:
         """Schedule a request; its body counts as ``bytes_waiting`` until it is sent."""
-        self.bytes_waiting += len(ask.body)
-        if ask.think_s >= 0:
-            self._turns.setdefault(ask.session, deque()).append(ask)
-            if ask.session in self._between:
-                self._schedule_turn(ask.session, self._between.pop(ask.session))
+        self.bytes_waiting += len(request.body)
+        if request.think_s >= 0:
+            self._turns.setdefault(request.session, deque()).append(request)
+            if request.session in self._between:
+                self._schedule_turn(request.session, self._between.pop(request.session))
         elif self._setup.slots:
-            self._waiting.append(ask)
+            self._waiting.append(request)
             self._fill_slots()
         else:
-            self._schedule(ask.at, ask)
+            self._schedule(request.at, request)
 
-    def end_of_asks(self) -> None:
+    def end_of_requests(self) -> None:
         self._has_all = True
         self._check_idle()
 
-    def go(self, start_at: float) -> None:
+    def start(self, start_at: float) -> None:
         """Start the schedule: its second 0 is this instant."""
         self._start_at = start_at
         self._free_slots = [start_at] * self._setup.slots
@@ -86,16 +86,16 @@ class Client:
 
     # ---- the schedule -----------------------------------------------------------------------------------------------
 
-    def _schedule(self, at: float, ask: Ask) -> None:
-        heapq.heappush(self._scheduled, (at, next(self._order), ask))
+    def _schedule(self, at: float, request: SendRequest) -> None:
+        heapq.heappush(self._scheduled, (at, next(self._order), request))
         self._set_alarm()
 
     def _schedule_turn(self, session: int, ended_at: float) -> None:
         turns = self._turns[session]
-        ask = turns.popleft()
+        request = turns.popleft()
         if not turns:
             del self._turns[session]
-        self._schedule(ended_at + ask.think_s - self._start_at, ask)
+        self._schedule(ended_at + request.think_s - self._start_at, request)
 
     @property
     def _next_at(self) -> float:
@@ -108,8 +108,8 @@ class Client:
 
     def _send_due(self) -> None:
         while self._next_at <= time.monotonic():
-            at, _, ask = heapq.heappop(self._scheduled)
-            self._send(ask, self._start_at + at)
+            at, _, request = heapq.heappop(self._scheduled)
+            self._send(request, self._start_at + at)
         self._fill_slots()
         self._set_alarm()
 
@@ -127,17 +127,17 @@ class Client:
 
     def _drop_waiting(self) -> None:
         while self._waiting:
-            ask = self._waiting.popleft()
-            self.bytes_waiting -= len(ask.body)
-            self._turns.pop(ask.session, None)
+            request = self._waiting.popleft()
+            self.bytes_waiting -= len(request.body)
+            self._turns.pop(request.session, None)
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
-    def _send(self, ask: Ask, intended_at: float) -> None:
-        data = b"%b%d\r\n%b\r\n%b" % (self._setup.head, len(ask.body), ask.headers, ask.body)
-        exchange = Exchange(ask, data, intended_at)
+    def _send(self, request: SendRequest, intended_at: float) -> None:
+        data = b"%b%d\r\n%b\r\n%b" % (self._setup.head, len(request.body), request.headers, request.body)
+        exchange = Exchange(request, data, intended_at)
         exchange.released_at = time.monotonic()
-        self.bytes_waiting -= len(ask.body)
+        self.bytes_waiting -= len(request.body)
         self._in_flight[exchange] = None
         if self._idle:
             self._idle.pop().send(exchange)
@@ -194,16 +194,16 @@ class Client:
     def _end(self, exchange: Exchange) -> None:
         if self._in_flight.pop(exchange, 0) == 0:
             return
-        ask = exchange.ask
-        assert isinstance(ask, Ask)
+        request = exchange.request
+        assert isinstance(request, SendRequest)
         self.num_done += 1
         self.num_failed += bool(exchange.error)
         self.num_pieces += len(exchange.sizes)
         if len(exchange.stamps) > 1:
             self.first_s.append(exchange.stamps[1] - exchange.intended_at)
         self._on_done(
-            Done(
-                ask.index,
+            RequestDone(
+                request.index,
                 exchange.intended_at,
                 exchange.released_at,
                 exchange.sent_at,
@@ -215,11 +215,11 @@ class Client:
                 exchange.is_retry,
             )
         )
-        if ask.turns_left:
-            if ask.session in self._turns:
-                self._schedule_turn(ask.session, exchange.ended_at)
+        if request.turns_left:
+            if request.session in self._turns:
+                self._schedule_turn(request.session, exchange.ended_at)
             else:
-                self._between[ask.session] = exchange.ended_at
+                self._between[request.session] = exchange.ended_at
         elif self._setup.slots:
             self._free_slots.append(exchange.ended_at)
             self._fill_slots()
@@ -252,18 +252,18 @@ class Client:
             exchange.connection.close()
         self._end(exchange)
 
-    def tick(self) -> Tick:
-        """State for the live view; first tokens since the last tick are handed over."""
+    def progress(self) -> Progress:
+        """State for the live view; first tokens since the previous call are handed over."""
         first_s, self.first_s = self.first_s, []
         at = time.monotonic() - self._start_at
         waiting = len(self._scheduled) + len(self._waiting)
         pieces = self.num_pieces + sum(len(exchange.sizes) for exchange in self._in_flight)
         gaps_s = [one.stamps[-1] - one.stamps[-2] for one in self._in_flight if len(one.stamps) > 2]
-        return Tick(
+        return Progress(
             at, len(self._in_flight), self.num_done, self.num_failed, pieces, waiting, first_s, gaps_s[:MAX_GAPS]
         )
 
-    def halt(self) -> None:
+    def stop(self) -> None:
         """End everything now; requests in flight count as halted."""
         self.num_unsent += len(self._scheduled) + len(self._waiting) + sum(map(len, self._turns.values()))
         for queue in (self._scheduled, self._waiting, self._turns, self._between):

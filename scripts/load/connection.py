@@ -35,7 +35,7 @@ class Exchange:
     """One request in flight and the response received so far.
 
     Attributes:
-        ask: the message that ordered the request; opaque here.
+        request: the message that scheduled it; opaque here.
         data: the whole request as bytes.
         stamps, sizes: when each piece of the response arrived, and its length in bytes.
         parts: the received bytes.
@@ -43,12 +43,12 @@ class Exchange:
     """
 
     __slots__ = (
-        "ask", "connection", "data", "ended_at", "error", "intended_at", "is_retry", "parts", "released_at", "sent_at",
-        "sizes", "stamps",
+        "connection", "data", "ended_at", "error", "intended_at", "is_retry", "parts", "released_at", "request",
+        "sent_at", "sizes", "stamps",
     )  # fmt: skip
 
-    def __init__(self, ask: object, data: bytes, intended_at: float) -> None:
-        self.ask = ask
+    def __init__(self, request: object, data: bytes, intended_at: float) -> None:
+        self.request = request
         self.data = data
         self.intended_at = intended_at
         self.released_at = self.sent_at = self.ended_at = 0.0

@@ -92,7 +92,7 @@ def _latency_rows(latency: Figures) -> list[tuple[str, Figures]]:
 
 def _interval(ends: Sequence[float | None]) -> str:
     """A 95 % interval in words; empty if neither end is known."""
-    low, high = ends
+    high = ends[1]
     known = [milliseconds(end) for end in ends if end is not None]
     if len(known) == 2:
         return " – ".join(known)

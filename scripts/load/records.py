@@ -6,7 +6,7 @@ import msgspec
 
 from scripts.load.plan import Planned
 from scripts.load.stream import read_answer
-from scripts.load.wire import Done
+from scripts.load.wire import RequestDone
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -102,7 +102,7 @@ class Record(msgspec.Struct, kw_only=True):
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]
 
 
-def record_of(done: Done, planned: Planned, start_at: float, ideal_cached: int, drawn: str) -> Record:
+def record_of(done: RequestDone, planned: Planned, start_at: float, ideal_cached: int, drawn: str) -> Record:
     """What a request came to; ``drawn`` is what its tokens follow from, see ``Planned.digest``."""
     answer = read_answer(done)
     num_counted = sum(answer.counts)
