@@ -53,7 +53,8 @@ class SortedLine:
         return entry[0][-1]
 
     def line(self, begun: Sequence[Request], now: float, among: Collection[Request] | None = None) -> Iterator[Request]:
-        """First in line first, as ``RequestOrdering.merge`` has it. Whoever is taken out while it is walked along is passed over.
+        """First in line first, as ``RequestOrdering.merge`` has it. Whoever is taken out while it is walked along is
+        passed over.
 
         Args:
             begun: those that are being worked on.

@@ -36,8 +36,8 @@ class WaitingQueue(MutableMapping[Key, Request]):
         return self._order.sort(list(self._requests.values()), now)
 
     def line(self, begun: Sequence[Request], now: float, among: Collection[Request] | None = None) -> Iterable[Request]:
-        """As ``RequestOrdering.merge`` of ``begun`` and those that wait, which is sorted only if the policy cannot do without.
-        For queues where nobody who waits is lent a priority.
+        """As ``RequestOrdering.merge`` of ``begun`` and those that wait, which is sorted only if the policy cannot
+        do without. For queues where nobody who waits is lent a priority.
 
         Args:
             among: only these of the waiting are wanted; others may be there as well.
