@@ -19,7 +19,7 @@ import numpy as np
 from scripts.benchmarks.competitors import aiperf_words, cpu_of, keep_tokenizer
 from scripts.benchmarks.cpu_contention import Neighbours
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
 
 ROOT = Path(__file__).resolve().parents[2]

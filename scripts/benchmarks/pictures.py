@@ -17,7 +17,7 @@ from scripts.benchmarks.disagg import FLAGS
 from scripts.benchmarks.service_fixture import served
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.charts import by_rate, distributions, over_time, rated, waterfall, write_svgs
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.text_report import milliseconds, percent
 from scripts.load_tester.run import run_load
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from common.config.options import option
 from common.errors import ConfigError
 from scripts.load_tester.workload.lengths import MAX_LENGTH, MAX_TURNS, parse_lengths
-from scripts.load_tester.workload.plan import MAX_GROUPS
+from scripts.load_tester.workload.planned_request import MAX_GROUPS
 from scripts.load_tester.workload.schedule import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, MIN_RATE, Arrival, RateProfile
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}

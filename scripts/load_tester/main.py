@@ -15,7 +15,7 @@ from pathlib import Path
 from common.config.cli import resolve
 from common.errors import BatonError, ConfigError
 from scripts.load_tester.config import NEEDS, LoadtestConfig, check_needs
-from scripts.load_tester.reporting.files import TO_STDOUT, Report, write_json, write_jsonl
+from scripts.load_tester.reporting.report import TO_STDOUT, Report, write_json, write_jsonl
 
 FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
 STOPPED = 130
@@ -149,7 +149,7 @@ def _writers(config: LoadtestConfig, report: Report) -> list[tuple[str, Callable
     from scripts.load_tester.analysis.output_check import save_outputs
     from scripts.load_tester.reporting.charts import of_run, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
-    from scripts.load_tester.workload.parquet import write_parquet
+    from scripts.load_tester.reporting.parquet import write_parquet
 
     writers: tuple[tuple[str | None, Callable[[str], object]], ...] = (
         (config.json, lambda path: write_json(report.to_dict(), path)),
@@ -182,7 +182,7 @@ def check_outputs(config: LoadtestConfig) -> None:
             raise ConfigError(f"{other} and {flag} name the same file, {path}")
     check_folder(config.svg, "--svg")
     if config.parquet:
-        from scripts.load_tester.workload.parquet import require_pyarrow
+        from scripts.load_tester.reporting.parquet import require_pyarrow
 
         require_pyarrow()
     if config.expect_file and not Path(config.expect_file).is_file():

@@ -28,12 +28,12 @@ from scripts.load_tester.client.metrics_scraper import Scraper
 from scripts.load_tester.client.request_headers import RequestHeaders, own_headers, setup_of
 from scripts.load_tester.client.server_info import UNKNOWN_VOCAB, Server, flush_cache, probe
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report, config_figures
-from scripts.load_tester.workload.plan import Planned, ideal_cached
+from scripts.load_tester.reporting.report import Report, config_figures
+from scripts.load_tester.workload.plan import Plan, make_plan
+from scripts.load_tester.workload.planned_request import Planned, ideal_cached
 from scripts.load_tester.workload.prompts import Prompts, Tokenizer
 from scripts.load_tester.workload.request_classes import kinds_of, mean_load
 from scripts.load_tester.workload.session_sampling import rng_of
-from scripts.load_tester.workload.workload import Plan, make_plan
 
 OnProgress = Callable[[Sequence[Progress], Plan], None]
 NOT_STREAMED = "responses are not streamed: all tokens of a response count as received at its end"

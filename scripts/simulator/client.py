@@ -14,9 +14,9 @@ from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import Predictor
 from gateway.requests.output_processor import GenerateRequest
 from gateway.requests.priority import PriorityResolver
-from scripts.load_tester.workload.plan import ANSWER, Piece, Planned, key
+from scripts.load_tester.workload.plan import Plan
+from scripts.load_tester.workload.planned_request import ANSWER, Piece, Planned, key
 from scripts.load_tester.workload.session_sampling import Chain
-from scripts.load_tester.workload.workload import Plan
 from scripts.simulator.engine import END_TOKEN
 from scripts.simulator.event_queue import Agenda
 from scripts.simulator.gateway import Answer

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.node.recording.format import RecordingError
 from common.plugins import load_priority_function
 from gateway.requests.priority import PriorityResolver
-from scripts.load_tester.workload.workload import Plan, make_plan
+from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.simulator.client import Client, Script
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig

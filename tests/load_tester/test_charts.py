@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 import pytest
 from support.load_records import record
 
-from scripts.load_tester.analysis.node_usage import node_charts
 from scripts.load_tester.analysis.records import Record
 from scripts.load_tester.analysis.stage_timeline import Span, median_spans, spans_of
 from scripts.load_tester.reporting.charts import by_rate, gantt, over_time, waterfall
+from scripts.load_tester.reporting.node_usage import node_charts
 from scripts.load_tester.reporting.svg import Chart, log_ticks
 
 TIMINGS = {

@@ -19,7 +19,7 @@ from scripts.load_tester.client import client_pool as crew
 from scripts.load_tester.client import client_process as shard
 from scripts.load_tester.client.ipc import SendRequest, Setup, StartClock
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.workload.plan import Planned
+from scripts.load_tester.workload.planned_request import Planned
 from scripts.load_tester.workload.prompts import Prompts
 
 

@@ -200,8 +200,8 @@ def test_sweeps_are_compared_rate_by_rate(tmp_path: Path, capsys: pytest.Capture
     for path, least_s in zip(both, (0.01, 0.15), strict=True):  # what was measured depends on this machine's load
         content = json.loads(Path(path).read_text())
         for run in content["runs"]:
-            first_s = least_s + np.random.default_rng(0).exponential(least_s / 10, 30)
-            run |= {"is_valid": True, "reasons": [], "samples": run["samples"] | {"ttft": first_s.tolist()}}
+            values = least_s + np.random.default_rng(0).exponential(least_s / 10, 30)
+            run |= {"is_valid": True, "reasons": [], "samples": run["samples"] | {"ttft": values.tolist()}}
         Path(path).write_text(json.dumps(content))
     page, pictures, changed = tmp_path / "c.html", tmp_path / "pictures", tmp_path / "c.json"
     capsys.readouterr()

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from scripts.load_tester.analysis.goodput_search import _too_short, _verdict, find_goodput, measure, words_of
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import FAILED, FINE, INVALID, main
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 
 
 def counted(

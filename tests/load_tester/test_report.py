@@ -24,15 +24,15 @@ from scripts.load_tester.client.ipc import Progress
 from scripts.load_tester.client.server_info import probe
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import DIFFERENT, FAILED, FINE, INVALID, WRONG, main
-from scripts.load_tester.reporting.files import Report
 from scripts.load_tester.reporting.html_report import comparison_page, page
+from scripts.load_tester.reporting.parquet import COLUMNS, write_parquet
 from scripts.load_tester.reporting.progress import View, panel
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import log_ticks, ticks
 from scripts.load_tester.reporting.text_report import outputs_verdict, percent, summary_lines
 from scripts.load_tester.run import run_load
-from scripts.load_tester.workload.parquet import COLUMNS, write_parquet
-from scripts.load_tester.workload.plan import Planned
-from scripts.load_tester.workload.workload import Plan, make_plan
+from scripts.load_tester.workload.plan import Plan, make_plan
+from scripts.load_tester.workload.planned_request import Planned
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,7 +154,7 @@ def test_one_file_that_cannot_be_written_does_not_cost_the_others(
 
 def test_samples_are_of_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of 30 requests at most 10: each third, not the first ten."""
-    monkeypatch.setattr("scripts.load_tester.reporting.files.MAX_SAMPLES", 12)
+    monkeypatch.setattr("scripts.load_tester.reporting.report.MAX_SAMPLES", 12)
     with mock_server(tmp_path) as server:
         report = run_load(LoadtestConfig(url=server.url, rate="100", num_requests=30, output_len="2"))
     for index, one in enumerate(report.records):

@@ -8,10 +8,10 @@ import pytest
 
 from common.errors import ConfigError
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.workload.plan import HASH, ideal_cached, key
+from scripts.load_tester.workload.plan import make_plan
+from scripts.load_tester.workload.planned_request import HASH, ideal_cached, key
 from scripts.load_tester.workload.prompts import Prompts
 from scripts.load_tester.workload.traces import Replay, read_trace, replayed
-from scripts.load_tester.workload.workload import make_plan
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]},

@@ -17,12 +17,12 @@ from scripts.load_tester.config import LoadtestConfig, seconds
 from scripts.load_tester.run import read_tokenizer
 from scripts.load_tester.workload import session_sampling as draws
 from scripts.load_tester.workload.lengths import parse_lengths
-from scripts.load_tester.workload.plan import ANSWER, UNIQUE, Planned, ideal_cached, key
+from scripts.load_tester.workload.plan import make_plan
+from scripts.load_tester.workload.planned_request import ANSWER, UNIQUE, Planned, ideal_cached, key
 from scripts.load_tester.workload.prompts import WORDS, Prompts
 from scripts.load_tester.workload.request_classes import kinds_of, mean_load
 from scripts.load_tester.workload.schedule import MAX_REQUESTS
 from scripts.load_tester.workload.session_sampling import Chain, Draws, Sessions, rng_of
-from scripts.load_tester.workload.workload import make_plan
 
 
 def chains(count: int, **options: object) -> list[Chain]:

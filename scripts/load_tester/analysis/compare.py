@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from scripts.load_tester.analysis import stats
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.main import FINE, INVALID, REGRESSED, check_file, check_folder
-from scripts.load_tester.reporting.files import read_json, write_json
+from scripts.load_tester.reporting.report import read_json, write_json
 
 if TYPE_CHECKING:
     from scripts.load_tester.reporting.charts import Picture

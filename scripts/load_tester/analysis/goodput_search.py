@@ -19,8 +19,8 @@ from scripts.load_tester.client.request_headers import own_headers
 from scripts.load_tester.client.server_info import probe
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import FAILED, FINE, INVALID, at_rate, say, write_files
-from scripts.load_tester.reporting.files import SCHEMA, Report, write_json
 from scripts.load_tester.reporting.progress import watched
+from scripts.load_tester.reporting.report import SCHEMA, Report, write_json
 from scripts.load_tester.reporting.text_report import milliseconds, percent
 
 MAX_TRIES = 3

@@ -6,7 +6,7 @@ import msgspec
 
 from scripts.load_tester.client.ipc import RequestDone
 from scripts.load_tester.client.sse_parser import read_answer
-from scripts.load_tester.workload.plan import Planned
+from scripts.load_tester.workload.planned_request import Planned
 
 
 class Record(msgspec.Struct, kw_only=True):

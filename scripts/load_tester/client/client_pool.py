@@ -36,7 +36,7 @@ from scripts.load_tester.client.ipc import (
     Stop,
     parent_decoder,
 )
-from scripts.load_tester.workload.plan import Planned
+from scripts.load_tester.workload.planned_request import Planned
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAD_START_S = 0.02

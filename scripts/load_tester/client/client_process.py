@@ -1,7 +1,7 @@
 """A client process: reads requests from standard input, sends them on time, writes the results to standard output.
 
-``python -m scripts.load_tester.client.client_process`` is started by ``ClientPool``. It imports little, so that the first request goes out
-soon, and collects no garbage while it runs, since a pause would look like the server's.
+``ClientPool`` starts it. It imports little, so that the first request goes out soon, and collects no garbage while it
+runs, since a pause would look like the server's.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from scripts.load_tester.client.client_pool import resolve_host
 from scripts.load_tester.client.ipc import Setup
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.workload.plan import Planned
+from scripts.load_tester.workload.planned_request import Planned
 from scripts.load_tester.workload.prompts import PATHS
 
 

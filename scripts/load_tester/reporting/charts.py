@@ -9,9 +9,9 @@ import numpy as np
 
 from scripts.load_tester.analysis import stage_timeline as stages
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.analysis.node_usage import node_charts
 from scripts.load_tester.analysis.records import Record
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.node_usage import node_charts
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import Chart, Points
 from scripts.load_tester.reporting.text_report import milliseconds
 

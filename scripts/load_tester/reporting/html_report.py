@@ -10,7 +10,7 @@ from markupsafe import Markup
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.reporting import charts as pictures
 from scripts.load_tester.reporting import svg
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.sanitize import plain_lines
 from scripts.load_tester.reporting.text_report import (
     ROWS,

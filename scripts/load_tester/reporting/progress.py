@@ -10,9 +10,9 @@ import numpy as np
 from scripts.load_tester.client.ipc import Progress
 from scripts.load_tester.client.server_info import Server
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
-from scripts.load_tester.workload.workload import Plan
+from scripts.load_tester.workload.plan import Plan
 
 if TYPE_CHECKING:
     from rich.panel import Panel

@@ -5,7 +5,7 @@ from typing import Any
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.stage_timeline import NAMES
 from scripts.load_tester.analysis.stats import QUANTILES, UNBOUNDED
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.sanitize import plain
 
 WIDTH = 160

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
-from scripts.load_tester.workload.plan import Piece, Planned
+from scripts.load_tester.workload.planned_request import Piece, Planned
 
 Endpoint = Literal["completions", "chat", "generate"]
 PATHS: dict[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
@@ -139,7 +139,7 @@ class Prompts:
 
     def _messages(self, planned: Planned) -> list[dict[str, str]]:
         """Pieces as turns of a conversation; answers, by their kind, as the assistant's."""
-        from scripts.load_tester.workload.plan import ANSWER
+        from scripts.load_tester.workload.planned_request import ANSWER
 
         messages: list[dict[str, str]] = []
         for piece in planned.pieces:

@@ -7,7 +7,7 @@ from typing import Any
 from common.errors import ConfigError
 from scripts.load_tester.config import LoadOptions, seconds
 from scripts.load_tester.workload.lengths import MAX_LENGTH, MAX_TURNS, Lengths, parse_lengths
-from scripts.load_tester.workload.plan import MAX_GROUPS, MAX_PRIORITY
+from scripts.load_tester.workload.planned_request import MAX_GROUPS, MAX_PRIORITY
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
-from scripts.load_tester.workload.plan import ANSWER, GROUP, MAX_GROUPS, TURN, UNIQUE, Piece, Planned, key
+from scripts.load_tester.workload.planned_request import ANSWER, GROUP, MAX_GROUPS, TURN, UNIQUE, Piece, Planned, key
 from scripts.load_tester.workload.request_classes import Kind
 from scripts.load_tester.workload.schedule import MAX_REQUESTS, Floats
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from common.errors import ConfigError
 from scripts.load_tester.workload.lengths import MAX_LENGTH
-from scripts.load_tester.workload.plan import HASH, MASK, MAX_PRIORITY, UNIQUE, Piece, Planned, key
+from scripts.load_tester.workload.planned_request import HASH, MASK, MAX_PRIORITY, UNIQUE, Piece, Planned, key
 from scripts.load_tester.workload.schedule import MAX_SECONDS
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
