@@ -79,14 +79,14 @@ def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
     if config.json == TO_STDOUT and sys.stdout is not sys.stderr:
         with redirect_stdout(sys.stderr):
             return load_command(config, age_s)
-    from scripts.load_tester.reporting.progress import watched
+    from scripts.load_tester.reporting.progress import run_with_progress
 
     if config.find_goodput or config.sweep:
         from scripts.load_tester.analysis.goodput_search import search_command
 
         return search_command(config)
     age_s = process_age_s() if age_s is None else age_s
-    report = watched(config)
+    report = run_with_progress(config)
     if report.start_up_s is not None:
         report.start_up_s += age_s
     return finish(config, report)
@@ -147,7 +147,7 @@ def write_files(writers: Sequence[tuple[str, Callable[[str], object]]]) -> bool:
 def _writers(config: LoadtestConfig, report: Report) -> list[tuple[str, Callable[[str], object]]]:
     """Path and writer of each file that is asked for."""
     from scripts.load_tester.analysis.output_check import save_outputs
-    from scripts.load_tester.reporting.charts import of_run, write_svgs
+    from scripts.load_tester.reporting.charts import run_sections, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
     from scripts.load_tester.reporting.parquet import write_parquet
 
@@ -157,7 +157,7 @@ def _writers(config: LoadtestConfig, report: Report) -> list[tuple[str, Callable
         (config.parquet, lambda path: write_parquet(report.records, path)),
         (config.save_outputs, lambda path: save_outputs(report.records, path)),
         (config.html, lambda path: write_html([report], path)),
-        (config.svg, lambda path: write_svgs([one for *_, pictures in of_run(report) for one in pictures], path)),
+        (config.svg, lambda path: write_svgs([one for *_, pictures in run_sections(report) for one in pictures], path)),
     )
     return [(path, write) for path, write in writers if path]
 

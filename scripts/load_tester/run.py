@@ -21,19 +21,19 @@ from typing import Any
 from common.errors import ConfigError
 from scripts.load_tester.analysis import metrics, validity
 from scripts.load_tester.analysis.output_check import compare_outputs, read_expected
-from scripts.load_tester.analysis.records import Record, record_of
+from scripts.load_tester.analysis.records import RequestRecord, make_record
 from scripts.load_tester.client.client_pool import ClientPool, LoadResult, num_clients_for, peak_load
 from scripts.load_tester.client.ipc import Progress
-from scripts.load_tester.client.metrics_scraper import Scraper
-from scripts.load_tester.client.request_headers import RequestHeaders, own_headers, setup_of
-from scripts.load_tester.client.server_info import UNKNOWN_VOCAB, Server, flush_cache, probe
+from scripts.load_tester.client.metrics_scraper import MetricsScraper
+from scripts.load_tester.client.request_headers import RequestHeaders, client_setup, common_headers
+from scripts.load_tester.client.server_info import UNKNOWN_VOCAB, ServerInfo, fetch_server_info, flush_cache
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report, config_figures
 from scripts.load_tester.workload.plan import Plan, make_plan
-from scripts.load_tester.workload.planned_request import Planned, ideal_cached
-from scripts.load_tester.workload.prompts import Prompts, Tokenizer
-from scripts.load_tester.workload.request_classes import kinds_of, mean_load
-from scripts.load_tester.workload.session_sampling import rng_of
+from scripts.load_tester.workload.planned_request import PlannedRequest, ideal_cached_tokens
+from scripts.load_tester.workload.prompts import RequestBodies, Tokenizer
+from scripts.load_tester.workload.request_classes import mean_load, request_classes_of
+from scripts.load_tester.workload.session_sampling import make_rng
 
 OnProgress = Callable[[Sequence[Progress], Plan], None]
 NOT_STREAMED = "responses are not streamed: all tokens of a response count as received at its end"
@@ -41,14 +41,14 @@ FIGURES = 99  # the stream of the seed that bootstraps use
 
 
 def run_load(
-    config: LoadtestConfig, *, on_progress: OnProgress | None = None, server: Server | None = None, salt: int = 0
+    config: LoadtestConfig, *, on_progress: OnProgress | None = None, server: ServerInfo | None = None, salt: int = 0
 ) -> Report:
     """Run a load test to its end.
 
     Args:
         config: one run; ``goodput_search`` does searches and sweeps.
         on_progress: called a few times a second with the state of each client process.
-        server: the result of ``probe``, if the server has been asked already.
+        server: the result of ``fetch_server_info``, if the server has been asked already.
         salt: runs with one seed and different salts have the same schedule and lengths but other tokens, so that no
             run finds the prompts of another in the server's cache.
 
@@ -57,10 +57,10 @@ def run_load(
         ClientFailed: a client process died.
     """
     with _interruptible():
-        return asyncio.run(_Load(config, on_progress, salt).run(server))
+        return asyncio.run(_Run(config, on_progress, salt).run(server))
 
 
-class _Load:
+class _Run:
     """The steps of a run, with what they share."""
 
     def __init__(self, config: LoadtestConfig, on_progress: OnProgress | None, salt: int) -> None:
@@ -70,20 +70,20 @@ class _Load:
         self._began_at = time.monotonic()
         self._expected = read_expected(config)
 
-    async def run(self, server: Server | None) -> Report:
+    async def run(self, server: ServerInfo | None) -> Report:
         config = self._config
         headers = RequestHeaders(config)
         pool = ClientPool(
-            setup_of(config),
+            client_setup(config),
             self._num_clients(),
             lambda planned: (headers.of(planned), prompts.body(planned)),
             self._forward_progress if self._on_progress else None,
         )
         try:
             await pool.start()  # the processes import while the plan is made here
-            found = server or probe(config.url, own_headers(config), verify_tls=config.verify_tls)
+            found = server or fetch_server_info(config.url, common_headers(config), verify_tls=config.verify_tls)
             if config.flush_cache:
-                flush_cache(config.url, own_headers(config), verify_tls=config.verify_tls)
+                flush_cache(config.url, common_headers(config), verify_tls=config.verify_tls)
             self._plan = make_plan(config)
             await self._fit(pool, headers)
             if found.vocab_size is None and not config.vocab_size and config.sends_ids:
@@ -92,12 +92,12 @@ class _Load:
         except BaseException:
             await pool.close()
             raise
-        scraper = Scraper(config)
+        scraper = MetricsScraper(config)
         scraping = asyncio.create_task(scraper.run())
         started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with _stopped_by_signal(pool):
             try:
-                result = await pool.run(self._plan.chains)
+                result = await pool.run(self._plan.sessions)
             finally:
                 scraping.cancel()
                 with suppress(asyncio.CancelledError):
@@ -107,7 +107,7 @@ class _Load:
     async def _fit(self, pool: ClientPool, headers: RequestHeaders) -> None:
         """Check the plan's tenants and fields, and start more processes if a trace needs them."""
         plan, is_trace = self._plan, self._config.trace is not None
-        requests = [one for chain in plan.chains for one in chain] if is_trace else []
+        requests = [one for chain in plan.sessions for one in chain] if is_trace else []
         check_endpoint(self._config.endpoint, requests)
         headers.check({*(kind.tenant for kind in plan.kinds.values()), *(one.tenant for one in requests)})
         if is_trace and plan.is_open and not self._config.clients:
@@ -119,20 +119,20 @@ class _Load:
             return config.clients
         if config.concurrency or config.trace:
             return num_clients_for(0.0, 0.0, config.concurrency or 0)
-        rate = max(max(leg.first, leg.last) for leg in config.profile.legs)
-        requests, tokens = mean_load(kinds_of(config))
+        rate = max(max(leg.first, leg.last) for leg in config.profile.phases)
+        requests, tokens = mean_load(request_classes_of(config))
         return num_clients_for(rate * requests, rate * tokens, 0)
 
-    def _prompts(self, server: Server) -> Prompts:
+    def _prompts(self, server: ServerInfo) -> RequestBodies:
         config = self._config
         tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else None
         is_compared = bool(config.expect_file or config.save_outputs)
         vocab = server.vocab
         if config.vocab_size:
-            vocab = Server(None, config.vocab_size, "", {}).vocab
+            vocab = ServerInfo(None, config.vocab_size, "", {}).vocab
         seed = config.seed + (self._salt << 40)
         self._drawn = f"{seed} {vocab if config.sends_ids else _words_of(config)}"
-        return Prompts(
+        return RequestBodies(
             seed,
             vocab,
             config.endpoint,
@@ -150,10 +150,10 @@ class _Load:
         if self._on_progress:
             self._on_progress(progress, self._plan)
 
-    def _report(self, result: LoadResult, server: Server, scraper: Scraper, started_at: str) -> Report:
+    def _report(self, result: LoadResult, server: ServerInfo, scraper: MetricsScraper, started_at: str) -> Report:
         config, plan = self._config, self._plan
         cpu_s = time.process_time()
-        records = records_of(result, self._drawn)
+        records = parse_results(result, self._drawn)
         parse_cpu_s = time.process_time() - cpu_s
         for record in records:  # client processes check the timeout only once a second
             if record.is_ok and record.ended_s - record.released_s > config.timeout_s:
@@ -170,11 +170,11 @@ class _Load:
         num_events = sum(len(record.stamps_s) for record in records)
         client = validity.client_load(result, parse_cpu_s, num_events)
         arrivals = validity.arrival_check(records, config, plan.is_checked and is_open, is_open)
-        missing = (plan.num_chains or 0) - len(firsts) if is_open and not result.was_stopped else 0
+        missing = (plan.num_sessions or 0) - len(firsts) if is_open and not result.was_stopped else 0
         reasons = validity.verdict(measured, arrivals, client, config, missing)
         if result.was_stopped:
             reasons.append("the run was stopped before its end")
-        rng = rng_of(config.seed, FIGURES)
+        rng = make_rng(config.seed, FIGURES)
         tenants = metrics.groups(measured, "tenant", config.slos, plan.kinds, rng)
         window = self._throughput_window(begin_s, end_s, is_open, records)
         return Report(
@@ -206,7 +206,7 @@ class _Load:
             records=records,
         )
 
-    def _window(self, result: LoadResult, records: list[Record]) -> tuple[float, float, bool]:
+    def _window(self, result: LoadResult, records: list[RequestRecord]) -> tuple[float, float, bool]:
         """First and last intended instant of measured requests, and whether the loop is open."""
         config, plan = self._config, self._plan
         end_s = plan.seconds
@@ -217,7 +217,7 @@ class _Load:
         return config.warmup_s, end_s - config.cooldown_s, plan.is_open
 
     def _throughput_window(
-        self, begin_s: float, end_s: float, is_open: bool, records: list[Record]
+        self, begin_s: float, end_s: float, is_open: bool, records: list[RequestRecord]
     ) -> tuple[float, float]:
         """The measured part of ``--duration``; without it, until the last token, as other tools count.
 
@@ -228,7 +228,7 @@ class _Load:
         return begin_s, end_s
 
 
-def check_endpoint(endpoint: str, requests: Sequence[Planned]) -> None:
+def check_endpoint(endpoint: str, requests: Sequence[PlannedRequest]) -> None:
     """Raise ConfigError if lines of the user's own trace do not fit the endpoint."""
     for planned in requests:
         given = planned.extra or {}
@@ -238,7 +238,7 @@ def check_endpoint(endpoint: str, requests: Sequence[Planned]) -> None:
             raise ConfigError("--trace: a line has a prompt, not for --endpoint chat: use --endpoint completions")
 
 
-def _last_token_s(records: Sequence[Record]) -> float:
+def _last_token_s(records: Sequence[RequestRecord]) -> float:
     """Time of the last output; without output, of the end of the last request."""
     stamps = [record.stamps_s[-1] for record in records if record.stamps_s]
     return max(stamps or [record.ended_s for record in records], default=0.0)
@@ -269,15 +269,15 @@ def read_tokenizer(path: str) -> Tokenizer:
     return found
 
 
-def records_of(result: LoadResult, drawn: str) -> list[Record]:
-    """Parse all responses of a run, in the order of the plan; ``drawn`` goes to ``Planned.digest``."""
+def parse_results(result: LoadResult, drawn: str) -> list[RequestRecord]:
+    """Parse all responses of a run, in the order of the plan; ``drawn`` goes to ``PlannedRequest.digest``."""
     planned = {one.index: one for one in result.planned}
     by_time = sorted(result.dones, key=lambda done: done.intended_at)
-    ideal = ideal_cached(planned[done.index] for done in by_time)
+    ideal = ideal_cached_tokens(planned[done.index] for done in by_time)
     gc.disable()  # this makes many small objects without cycles
     try:
         records = [
-            record_of(done, planned[done.index], result.start_at, cached, drawn)
+            make_record(done, planned[done.index], result.start_at, cached, drawn)
             for done, cached in zip(by_time, ideal, strict=True)
         ]
     finally:

@@ -19,8 +19,8 @@ from scripts.load_tester.client import client_pool as crew
 from scripts.load_tester.client import client_process as shard
 from scripts.load_tester.client.ipc import SendRequest, Setup, StartClock
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.workload.planned_request import Planned
-from scripts.load_tester.workload.prompts import Prompts
+from scripts.load_tester.workload.planned_request import PlannedRequest
+from scripts.load_tester.workload.prompts import RequestBodies
 
 
 def test_a_closed_loop_keeps_as_many_under_way_as_it_should(tmp_path: Path) -> None:
@@ -44,8 +44,10 @@ def test_the_clock_starts_in_the_middle_of_a_session_that_is_too_long_to_be_read
 ) -> None:
     """Otherwise its process would stop reading at some point, and never learn of the start."""
     happened: list[int | str] = []
-    body, go = Prompts.body, crew.ClientPool._start_clock
-    monkeypatch.setattr(Prompts, "body", lambda self, planned: happened.append(planned.index) or body(self, planned))
+    body, go = RequestBodies.body, crew.ClientPool._start_clock
+    monkeypatch.setattr(
+        RequestBodies, "body", lambda self, planned: happened.append(planned.index) or body(self, planned)
+    )
     monkeypatch.setattr(crew.ClientPool, "_start_clock", lambda self: happened.append("go") or go(self))
     monkeypatch.setattr(crew, "MAX_BYTES_AT_ONCE", 2000)
     with mock_server(tmp_path) as server:
@@ -85,7 +87,8 @@ def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = [
-        Planned(n, at, (), tokens) for n, (at, tokens) in enumerate([(0, 5), (1, 5), (21, 300), (25, 100), (40, 9)])
+        PlannedRequest(n, at, (), tokens)
+        for n, (at, tokens) in enumerate([(0, 5), (1, 5), (21, 300), (25, 100), (40, 9)])
     ]
     assert crew.peak_load(plan) == (0.2, 40.0)  # seconds 20 to 30 of 40
     assert crew.peak_load(plan[:2]) == (1.0, 5.0)  # of less than ten seconds, in one
@@ -143,10 +146,10 @@ def test_a_closed_loop_is_fed_at_its_own_pace(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         config = LoadtestConfig(url=server.url, concurrency=2, duration="0.7", output_len="1", scrape="none")
         made: list[int] = []
-        load_ = run._Load(config, None, 0)
-        real = Prompts.body
+        load_ = run._Run(config, None, 0)
+        real = RequestBodies.body
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Prompts, "body", lambda self, planned: made.append(1) or real(self, planned))
+            patch.setattr(RequestBodies, "body", lambda self, planned: made.append(1) or real(self, planned))
             report = asyncio.run(load_.run(None))
     assert 2 <= report.num_requests <= 72
     assert len(made) <= report.num_requests + 4 * 2 + 64 + 1

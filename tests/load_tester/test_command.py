@@ -18,11 +18,11 @@ from support.load_mock import load, mock_server
 from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.client.client_pool import ClientPool
-from scripts.load_tester.client.request_headers import own_headers, setup_of
+from scripts.load_tester.client.request_headers import client_setup, common_headers
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import WRONG, check_outputs, main
 from scripts.load_tester.reporting.text_report import summary_lines
-from scripts.load_tester.workload.request_classes import kinds_of
+from scripts.load_tester.workload.request_classes import request_classes_of
 
 KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(options: dict[str, An
 def understand(options: dict[str, Any]) -> None:
     config = LoadtestConfig(**options)
     check_outputs(config)
-    kinds_of(config)
+    request_classes_of(config)
 
 
 def test_a_sweep_may_have_blanks_and_numbers_in_a_file_need_no_quotes(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_a_comparison_does_not_write_over_what_it_reads(tmp_path: Path, capsys: 
 
 def test_a_header_goes_with_all_that_is_asked_and_takes_the_place_of_our_own(tmp_path: Path) -> None:
     config = LoadtestConfig(url="http://127.0.0.1:9", header="hOst: elsewhere:80", api_key="k")
-    lines = setup_of(config).head.decode().split("\r\n")
+    lines = client_setup(config).head.decode().split("\r\n")
     assert "hOst: elsewhere:80" in lines and sum(line.lower().startswith("host:") for line in lines) == 1
-    assert own_headers(config) == {"Authorization": "Bearer k", "hOst": "elsewhere:80"}
+    assert common_headers(config) == {"Authorization": "Bearer k", "hOst": "elsewhere:80"}
     with mock_server(tmp_path, "--want", "api-key:k") as server:
         with pytest.raises(ConfigError, match="requires an API key"):
             load(server, num_requests=1)

@@ -19,7 +19,7 @@ from scripts.load_tester.client.ipc import (
     encode,
     parent_decoder,
 )
-from scripts.load_tester.client.sse_parser import read_answer
+from scripts.load_tester.client.sse_parser import parse_response
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = [b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(4)]
@@ -34,26 +34,26 @@ def chunk(data: bytes) -> bytes:
 WHOLE = HEAD + b"".join(map(chunk, [*EVENTS, USAGE, LAST])) + b"0\r\n\r\n"
 
 
-def done_of(pieces: list[bytes], error: str = "") -> RequestDone:
-    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
-    sizes = array("I", map(len, pieces)).tobytes()
-    return RequestDone(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
+def done_of(segments: list[bytes], error: str = "") -> RequestDone:
+    stamps = array("d", range(1, len(segments) + 1)).tobytes()
+    sizes = array("I", map(len, segments)).tobytes()
+    return RequestDone(0, 0.0, 0.0, 0.0, float(len(segments)), stamps, sizes, b"".join(segments), error, False)
 
 
 @given(cuts=st.sets(st.integers(1, len(WHOLE) - 1)))
 def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[int]) -> None:
     edges = [0, *sorted(cuts), len(WHOLE)]
-    pieces = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
+    segments = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
     line = Line()
-    for piece in pieces:
+    for piece in segments:
         assert not line.ended
         line.receive(piece)
     assert line.ended == [line.exchange] and line.connection.is_reusable
     assert b"".join(line.exchange.parts) == WHOLE
-    assert line.exchange.sizes.tolist() == [len(piece) for piece in pieces]
+    assert line.exchange.sizes.tolist() == [len(piece) for piece in segments]
     stamps = line.exchange.stamps.tolist()
-    assert stamps == sorted(stamps) and len(stamps) == len(pieces) and line.exchange.ended_at == stamps[-1]
-    answer = read_answer(done_of(pieces))
+    assert stamps == sorted(stamps) and len(stamps) == len(segments) and line.exchange.ended_at == stamps[-1]
+    answer = parse_response(done_of(segments))
     assert (answer.text, answer.error, answer.usage_output) == ("0123", "", 4)
     # Each event has the instant of the piece that brought its last byte.
     at, expected = len(HEAD), []
@@ -87,8 +87,8 @@ def test_lines_may_end_as_in_dos_and_come_with_comments(cuts: set[int]) -> None:
     body = b": ping\r\n\r\n" + b"".join(event.replace(b"\n", b"\r\n") for event in [*EVENTS, LAST])
     raw = HEAD + chunk(body) + b"0\r\n\r\n"
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    pieces = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
-    answer = read_answer(done_of(pieces))
+    segments = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
+    answer = parse_response(done_of(segments))
     assert (answer.text, answer.error, len(answer.stamps)) == ("0123", "", 4)
 
 
@@ -119,7 +119,7 @@ def test_a_size_that_is_none_is_no_endless_loop(size: bytes) -> None:
     if not line.ended:  # looked at when it could be the end
         line.receive(b"\r\n\r\n")
     assert line.ended == [line.exchange] and line.exchange.error == "bad_http"
-    assert read_answer(done_of([raw], "bad_http")).error == "bad_http"
+    assert parse_response(done_of([raw], "bad_http")).error == "bad_http"
 
 
 BODIES = st.one_of(
@@ -142,16 +142,16 @@ BODIES = st.one_of(
 def test_half_a_character_is_the_failure_of_one_answer_not_of_the_run(kind: bytes, text: bytes) -> None:
     body = b'{"choices":[{"text":"%b"}]}' % text
     data = b"data: %b\n\n" % body if kind == b"text/event-stream" else body
-    answer = read_answer(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n\r\n%b" % (kind, data)]))
+    answer = parse_response(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n\r\n%b" % (kind, data)]))
     assert (answer.error, answer.texts) == ("bad_json", [])
-    answer = read_answer(done_of([b"HTTP/1.1 500 X\r\nContent-Type: %b\r\n\r\n%b" % (kind, b'"%b"' % text)]))
+    answer = parse_response(done_of([b"HTTP/1.1 500 X\r\nContent-Type: %b\r\n\r\n%b" % (kind, b'"%b"' % text)]))
     assert answer.error == "http_500" and "\ufffd" in answer.message
 
 
 @pytest.mark.parametrize("field", [b"content", b"reasoning_content"])
 def test_a_chat_that_does_not_stream_is_read_whole(field: bytes) -> None:
     body = b'{"choices":[{"message":{"%b":"ab"},"finish_reason":"stop"}],"usage":{"completion_tokens":2}}' % field
-    answer = read_answer(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n%b" % body]))
+    answer = parse_response(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n%b" % body]))
     assert (answer.error, answer.text, answer.usage_output, answer.stamps) == ("", "ab", 2, [1.0])
 
 
@@ -166,7 +166,7 @@ def test_whatever_a_server_sends_becomes_an_answer_or_a_named_failure(
     else:
         raw = head + b"\r\n" + b"".join(bodies)
     raw = raw[: len(raw) * 2 // 3] if is_cut else raw
-    answer = read_answer(done_of([raw]))
+    answer = parse_response(done_of([raw]))
     assert isinstance(answer.text, str) and all(isinstance(word, str) for word in (answer.error, answer.message))
     assert answer.error or (answer.stamps and len(answer.stamps) == len(answer.counts))
     assert status == 200 or answer.error
@@ -212,7 +212,7 @@ def test_a_response_may_be_so_large_and_no_larger(monkeypatch: pytest.MonkeyPatc
     assert line.ended == [exchange] and exchange.error == "too_large" and not line.connection.is_reusable
     assert b"".join(exchange.parts) == head, "what is given up is not kept"
     assert exchange.sizes.tolist() == [len(head)] and len(exchange.stamps) == 1
-    assert read_answer(done_of(exchange.parts, exchange.error)).error == "too_large"
+    assert parse_response(done_of(exchange.parts, exchange.error)).error == "too_large"
 
 
 def test_a_length_that_no_number_holds_is_too_large() -> None:
@@ -251,7 +251,7 @@ def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
     ],
 )
 def test_a_stream_that_is_not_whole_is_a_failure_by_name(events: list[bytes], error: str) -> None:
-    assert read_answer(done_of([HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n"])).error == error
+    assert parse_response(done_of([HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n"])).error == error
 
 
 def test_reasoning_counts_as_output_and_an_empty_role_does_not() -> None:
@@ -260,13 +260,13 @@ def test_reasoning_counts_as_output_and_an_empty_role_does_not() -> None:
         b'{"choices":[{"delta":{"reasoning":"r"}}]}',
     ]
     events += [b'{"choices":[{"delta":{"content":"c"},"finish_reason":"stop"}]}']
-    answer = read_answer(done_of([HEAD + b"".join(chunk(b"data: %b\n\n" % event) for event in events)]))
+    answer = parse_response(done_of([HEAD + b"".join(chunk(b"data: %b\n\n" % event) for event in events)]))
     assert (answer.text, len(answer.stamps), answer.finish) == ("rc", 2, "stop")
 
 
 def test_a_refusal_brings_the_servers_words() -> None:
     body = b'{"error":{"message":"too much","code":"queue_full"}}'
-    answer = read_answer(done_of([b"HTTP/1.1 429 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)]))
+    answer = parse_response(done_of([b"HTTP/1.1 429 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)]))
     assert (answer.status, answer.error, answer.message) == (429, "http_429", "too much")
 
 

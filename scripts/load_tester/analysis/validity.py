@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from scripts.load_tester.analysis import stats
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.client_pool import LoadResult
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.schedule import unit_arrivals
@@ -25,7 +25,7 @@ MAX_RESOLUTION_S = 0.001  # gaps shorter than a send takes cannot keep their dis
 
 
 def arrival_check(
-    records: Sequence[Record], config: LoadtestConfig, is_checked: bool, is_open: bool = True
+    records: Sequence[RequestRecord], config: LoadtestConfig, is_checked: bool, is_open: bool = True
 ) -> dict[str, Any]:
     """How requests really went out, against how they should have.
 
@@ -118,7 +118,11 @@ def client_load(result: LoadResult, parse_cpu_s: float, num_events: int) -> dict
 
 
 def verdict(
-    records: Sequence[Record], arrivals: dict[str, Any], client: dict[str, Any], config: LoadtestConfig, missing: int
+    records: Sequence[RequestRecord],
+    arrivals: dict[str, Any],
+    client: dict[str, Any],
+    config: LoadtestConfig,
+    missing: int,
 ) -> list[str]:
     """Why the run cannot be believed, as sentences; empty if it can."""
     reasons = []

@@ -36,7 +36,7 @@ from scripts.load_tester.client.ipc import (
     Stop,
     parent_decoder,
 )
-from scripts.load_tester.workload.planned_request import Planned
+from scripts.load_tester.workload.planned_request import PlannedRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAD_START_S = 0.02
@@ -68,7 +68,7 @@ class LoadResult:
     start_at: float = 0.0
     ended_at: float = 0.0
     dones: list[RequestDone] = field(default_factory=list)
-    planned: list[Planned] = field(default_factory=list)
+    planned: list[PlannedRequest] = field(default_factory=list)
     finished: list[ClientFinished] = field(default_factory=list)
     feed_cpu_s: float = 0.0
     was_stopped: bool = False
@@ -130,7 +130,7 @@ class ClientPool:
         self,
         setup: Setup,
         num_clients: int,
-        content: Callable[[Planned], tuple[bytes, bytes]],
+        content: Callable[[PlannedRequest], tuple[bytes, bytes]],
         on_progress: Callable[[Sequence[Progress]], None] | None = None,
     ) -> None:
         self._setup = setup
@@ -175,7 +175,7 @@ class ClientPool:
             reports = self._on_progress is not None
             handle.writer.send(msgspec.structs.replace(self._setup, slots=slots, reports_progress=reports))
 
-    async def run(self, sessions: Iterable[Sequence[Planned]]) -> LoadResult:
+    async def run(self, sessions: Iterable[Sequence[PlannedRequest]]) -> LoadResult:
         """Send all sessions; return when everything has ended.
 
         Raises:
@@ -205,7 +205,7 @@ class ClientPool:
 
     # ---- feeding ----------------------------------------------------------------------------------------------------
 
-    async def _feed(self, sessions: Iterable[Sequence[Planned]]) -> None:
+    async def _feed(self, sessions: Iterable[Sequence[PlannedRequest]]) -> None:
         """Hand sessions out to the processes; start the clock once they have enough to begin with."""
         await self._until_ready()
         began_at, has_started, num_bytes = time.monotonic(), False, 0
@@ -249,7 +249,7 @@ class ClientPool:
         stop_s = self._setup.stop_after_s
         return self._result.was_stopped or (0 < stop_s < time.monotonic() - self._result.start_at)
 
-    def _message_for(self, planned: Planned) -> SendRequest:
+    def _message_for(self, planned: PlannedRequest) -> SendRequest:
         headers, body = self._content(planned)
         return SendRequest(
             planned.index, planned.at, planned.session, planned.think_s, planned.turns_left, headers, body
@@ -357,7 +357,7 @@ def num_clients_for(requests_per_s: float, events_per_s: float, slots: int) -> i
     return max(1, min(math.ceil(min(needed, 16)), os.cpu_count() or 1, 16))
 
 
-def peak_load(plan: Sequence[Planned]) -> tuple[float, float]:
+def peak_load(plan: Sequence[PlannedRequest]) -> tuple[float, float]:
     """Requests/s and output tokens/s of an open loop, in the ten seconds with the most."""
     if not plan:
         return 0.0, 0.0

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from scripts.load_tester.client.http_client import Client
+from scripts.load_tester.client.http_client import HttpClient
 from scripts.load_tester.client.ipc import (
     ClientFinished,
     ClientReady,
@@ -40,12 +40,12 @@ RESUME_S = 0.05
 
 
 class ClientProcess:
-    """Connects the pipes to the parent process with a ``Client``."""
+    """Connects the pipes to the parent process with a ``HttpClient``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        self._client: Client | None = None
+        self._client: HttpClient | None = None
         self._reader = MessageReader(client_decoder, self._on_message, self._over.set)
         self._writer = MessageWriter()
         self._began_at = self._began_cpu_s = 0.0
@@ -63,7 +63,7 @@ class ClientProcess:
     def _on_message(self, message: Any) -> None:
         client = self._client
         if isinstance(message, Setup):
-            self._client = Client(message, self._on_done, self._finish)
+            self._client = HttpClient(message, self._on_done, self._finish)
             self._reports_progress = message.reports_progress
             if message.slots:
                 self._report_after_count = message.slots + REPORT_AFTER_MORE

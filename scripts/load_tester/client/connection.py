@@ -79,7 +79,7 @@ class Exchange:
             self.sizes[-1] -= count
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """Receives the events of a connection."""
 
     def on_response(self, connection: "Connection", exchange: Exchange) -> None:
@@ -94,7 +94,7 @@ class Owner(Protocol):
 class Connection(asyncio.Protocol):
     """Carries one exchange at a time."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
         self._framing = Framing.HEAD
         self._remaining = 0  # bytes of a body with a Content-Length

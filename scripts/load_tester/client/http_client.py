@@ -22,7 +22,7 @@ MAX_GAPS = 256
 CHECK_S = 1.0  # each check wakes a sleeping process, which costs as much as a token
 
 
-class Client:
+class HttpClient:
     """Turns each ``SendRequest`` into a ``RequestDone``.
 
     Args:
@@ -257,10 +257,10 @@ class Client:
         first_s, self.first_s = self.first_s, []
         at = time.monotonic() - self._start_at
         waiting = len(self._scheduled) + len(self._waiting)
-        pieces = self.num_pieces + sum(len(exchange.sizes) for exchange in self._in_flight)
+        segments = self.num_pieces + sum(len(exchange.sizes) for exchange in self._in_flight)
         gaps_s = [one.stamps[-1] - one.stamps[-2] for one in self._in_flight if len(one.stamps) > 2]
         return Progress(
-            at, len(self._in_flight), self.num_done, self.num_failed, pieces, waiting, first_s, gaps_s[:MAX_GAPS]
+            at, len(self._in_flight), self.num_done, self.num_failed, segments, waiting, first_s, gaps_s[:MAX_GAPS]
         )
 
     def stop(self) -> None:

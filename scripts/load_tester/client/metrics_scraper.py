@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from scripts.load_tester.client.request_headers import own_headers
+from scripts.load_tester.client.request_headers import common_headers
 from scripts.load_tester.client.server_info import connect
 from scripts.load_tester.config import LoadtestConfig
 
@@ -26,7 +26,7 @@ MAX_NAMES = 5_000  # series of a page
 MAX_ROWS = 1_000  # beyond, every second row is dropped, and pages are read half as often
 
 
-class Scraper:
+class MetricsScraper:
     """Reads until cancelled; ``notes`` says why there are no metrics, if so."""
 
     def __init__(self, config: LoadtestConfig) -> None:
@@ -42,7 +42,7 @@ class Scraper:
         self._path = self._parts.path if is_page else root + "/metrics"
         self._path += f"?{self._parts.query}" if self._parts.query else ""
         is_own = self._parts.netloc == urlsplit(config.url).netloc  # the key goes to no other server
-        self._headers = own_headers(config) if is_own else {}
+        self._headers = common_headers(config) if is_own else {}
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket | None = None
         self._is_over = False
@@ -119,7 +119,7 @@ class Scraper:
             page = answer.read(MAX_PAGE)
             if answer.read(1):
                 raise http.client.HTTPException("the page is too large")
-            return answer.status, parse(page.decode(errors="replace")) if answer.status == 200 else {}
+            return answer.status, parse_metrics(page.decode(errors="replace")) if answer.status == 200 else {}
         except (OSError, http.client.HTTPException, ValueError, AttributeError):  # the last two: closed in the meantime
             if connection:
                 connection.close()
@@ -139,7 +139,7 @@ class Scraper:
         return found
 
 
-def parse(text: str) -> dict[str, float]:
+def parse_metrics(text: str) -> dict[str, float]:
     """Parse samples of the Prometheus text format, by name and labels."""
     found: dict[str, float] = {}
     for line in LINE.finditer(text):

@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from scripts.load_tester.client.client_pool import resolve_host
 from scripts.load_tester.client.ipc import Setup
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.workload.planned_request import Planned
+from scripts.load_tester.workload.planned_request import PlannedRequest
 from scripts.load_tester.workload.prompts import PATHS
 
 
@@ -21,7 +21,7 @@ class RequestHeaders:
 
     def __init__(self, config: LoadtestConfig) -> None:
         self._header = config.tenant_header
-        self._keys = read_keys(config.tenant_keys) if config.tenant_keys else {}
+        self._keys = read_tenant_keys(config.tenant_keys) if config.tenant_keys else {}
         self._key = config.api_key if config.tenant_keys else None  # otherwise it is in the common head
 
     def check(self, tenants: Iterable[str]) -> None:
@@ -30,7 +30,7 @@ class RequestHeaders:
             if not (tenant.isascii() and tenant.isprintable()):
                 raise ConfigError(f"--tenant-header: a tenant's name must be printable ASCII, not {tenant[:64]!r}")
 
-    def of(self, planned: Planned) -> bytes:
+    def of(self, planned: PlannedRequest) -> bytes:
         """A request's own header lines; its tenant has been checked."""
         lines = []
         key = self._keys.get(planned.tenant, self._key)
@@ -41,7 +41,7 @@ class RequestHeaders:
         return "".join(lines).encode()
 
 
-def read_keys(path: str) -> dict[str, str]:
+def read_tenant_keys(path: str) -> dict[str, str]:
     """Read API keys by tenant: on each line a name and a key.
 
     Raises:
@@ -62,7 +62,7 @@ def read_keys(path: str) -> dict[str, str]:
     return keys
 
 
-def own_headers(config: LoadtestConfig) -> dict[str, str]:
+def common_headers(config: LoadtestConfig) -> dict[str, str]:
     """Headers of every HTTP request to the server: the key and ``--header``."""
     found = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     if config.header:
@@ -71,7 +71,7 @@ def own_headers(config: LoadtestConfig) -> dict[str, str]:
     return found
 
 
-def setup_of(config: LoadtestConfig) -> Setup:
+def client_setup(config: LoadtestConfig) -> Setup:
     """Make the configuration of the client processes.
 
     Raises:
@@ -90,7 +90,7 @@ def setup_of(config: LoadtestConfig) -> Setup:
         "Content-Type": "application/json",
         "Accept": "text/event-stream" if config.stream else "application/json",
     }
-    own = own_headers(config)
+    own = common_headers(config)
     if config.tenant_keys:
         own.pop("Authorization", None)  # each request has its own key
     given = {name.lower() for name in own}

@@ -27,7 +27,7 @@ FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerInfo:
     """What a server reports about itself.
 
     Attributes:
@@ -55,7 +55,7 @@ class Server:
         return low, max(low + 1, self.vocab_size - max(SHARE_OF_SPECIALS, self.vocab_size // 100))
 
 
-def probe(url: str, headers: Headers, *, verify_tls: bool = True) -> Server:
+def fetch_server_info(url: str, headers: Headers, *, verify_tls: bool = True) -> ServerInfo:
     """Ask the server.
 
     Args:
@@ -76,7 +76,7 @@ def probe(url: str, headers: Headers, *, verify_tls: bool = True) -> Server:
     vocab = next((size for size in said if isinstance(size, int) and MIN_VOCAB <= size <= MAX_VOCAB), None)
     details = {name: server[name] for name in ("version", "model", "limits") if name in server}
     model = first.get("id")
-    return Server(model if isinstance(model, str) else None, vocab, str(first.get("owned_by", "")), details)
+    return ServerInfo(model if isinstance(model, str) else None, vocab, str(first.get("owned_by", "")), details)
 
 
 def _vocab_of(folder: Any) -> int | None:

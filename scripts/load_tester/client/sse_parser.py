@@ -72,7 +72,7 @@ EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
-class Answer:
+class ParsedResponse:
     """A parsed response.
 
     Attributes:
@@ -108,9 +108,9 @@ class Answer:
         return "".join(self.texts)
 
 
-def read_answer(done: RequestDone) -> Answer:
+def parse_response(done: RequestDone) -> ParsedResponse:
     """Parse the response of a finished request."""
-    answer = Answer()
+    answer = ParsedResponse()
     answer.error = done.error
     head_end = done.raw.find(b"\r\n\r\n")
     if head_end < 0:
@@ -119,7 +119,7 @@ def read_answer(done: RequestDone) -> Answer:
     answer.status, headers = read_head(done.raw[:head_end])
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
     if answer.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
-        _read_events(answer, done, events(done.raw, head_end + 4, is_chunked))
+        _read_events(answer, done, split_events(done.raw, head_end + 4, is_chunked))
         return answer
     body = b"".join(body for _, body in _parts(done.raw, head_end + 4, is_chunked))
     if answer.status == 200:
@@ -146,7 +146,7 @@ def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         at = begin + size + 2
 
 
-def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+def split_events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
     """Offset in ``raw`` of the end, and the data, of each server-sent event of the body at ``at``."""
     sizes: dict[bytes, int] = {}
     for chunk in raw[at:].split(b"\n\n\r\n")[:-1] if is_chunked else ():
@@ -169,7 +169,7 @@ def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         rest = whole[at:]
 
 
-def _read_events(answer: Answer, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
+def _read_events(answer: ParsedResponse, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
     stamps = array("d", done.stamps)
     piece_ends = list(accumulate(array("I", done.sizes)))
     piece, last = 0, len(stamps) - 1
@@ -200,7 +200,7 @@ def _data_of(event: bytes) -> bytes:
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
 
 
-def _take(answer: Answer, event: _Event, at: float) -> None:
+def _take(answer: ParsedResponse, event: _Event, at: float) -> None:
     if event.error is not None:
         answer.error = answer.error or "stream_" + _error_kind(event.error)
         answer.message = _error_message(event.error)
@@ -229,13 +229,13 @@ def _take(answer: Answer, event: _Event, at: float) -> None:
         answer.timings.update(_stages(event.timings))
 
 
-def _take_usage(answer: Answer, usage: _Usage) -> None:
+def _take_usage(answer: ParsedResponse, usage: _Usage) -> None:
     answer.usage_prompt, answer.usage_output = usage.prompt_tokens, usage.completion_tokens
     if usage.prompt_tokens_details is not None:
         answer.usage_cached = usage.prompt_tokens_details.cached_tokens
 
 
-def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
+def _take_native(answer: ParsedResponse, event: _Event, meta: _Meta, at: float) -> None:
     """Take an event of ``/generate``, cumulative or not; ``completion_tokens`` always counts from the beginning."""
     before = answer.usage_output or 0
     num_new = (meta.completion_tokens or 0) - before
@@ -275,7 +275,7 @@ def _stages(timings: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
+def _read_whole(answer: ParsedResponse, body: bytes, ended_at: float) -> None:
     """Read a response without streaming: all of its output arrived at its end."""
     try:
         event = _decode(body)
@@ -288,7 +288,7 @@ def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
         answer.error, answer.message = "empty", "the response has no output"
 
 
-def _read_error_body(answer: Answer, body: bytes) -> None:
+def _read_error_body(answer: ParsedResponse, body: bytes) -> None:
     answer.error = answer.error or f"http_{answer.status}"
     try:
         content = msgspec.json.decode(body)

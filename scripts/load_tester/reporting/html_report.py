@@ -11,7 +11,7 @@ from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.reporting import charts as pictures
 from scripts.load_tester.reporting import svg
 from scripts.load_tester.reporting.report import Report
-from scripts.load_tester.reporting.sanitize import plain_lines
+from scripts.load_tester.reporting.sanitize import printable_lines
 from scripts.load_tester.reporting.text_report import (
     ROWS,
     fact_lines,
@@ -39,12 +39,12 @@ def page(reports: Sequence[Report], *, found: str = "") -> str:
         config=last.config,
         started_at=last.started_at,
         found=found,
-        charts=pictures.by_rate({"": pictures.rated(reports)}) if len(reports) > 1 else [],
+        charts=pictures.rate_charts({"": pictures.rate_figures(reports)}) if len(reports) > 1 else [],
         runs=[_run(report) for report in reports],
     )
 
 
-def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence[pictures.Picture]) -> str:
+def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence[pictures.TitledChart]) -> str:
     """The page of two runs, or two sweeps, side by side; ``lines`` is the text of the comparison."""
     return _render(title=" and ".join(names), charts=charts, comparison="\n".join(lines).strip("\n"))
 
@@ -63,7 +63,7 @@ def _render(**values: Any) -> str:
 
 def _printable(value: Any) -> Any:
     """What a server said may hold control characters, which escaping leaves as they are."""
-    return value if isinstance(value, Markup) else plain_lines(str(value))
+    return value if isinstance(value, Markup) else printable_lines(str(value))
 
 
 def _run(report: Report) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _run(report: Report) -> dict[str, Any]:
         "outputs_verdict": outputs_verdict(report.outputs),
         "latency": _latency_rows(report.latency),
         "facts": _facts(report),
-        "sections": pictures.of_run(report),
+        "sections": pictures.run_sections(report),
         "summary": "\n".join(summary_lines(report)),
     }
 

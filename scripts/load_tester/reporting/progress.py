@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scripts.load_tester.client.ipc import Progress
-from scripts.load_tester.client.server_info import Server
+from scripts.load_tester.client.server_info import ServerInfo
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
@@ -23,7 +23,7 @@ NUM_STEPS = 40
 WIDTH = 30
 
 
-def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0) -> Report:
+def run_with_progress(config: LoadtestConfig, server: ServerInfo | None = None, salt: int = 0) -> Report:
     """``run_load`` with a live view, if standard error is a terminal and ``rich`` is installed."""
     if not config.live or not sys.stderr.isatty():
         return run_load(config, server=server, salt=salt)
@@ -32,7 +32,7 @@ def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0)
         from rich.live import Live
     except ImportError:
         return run_load(config, server=server, salt=salt)
-    view = View()
+    view = ProgressView()
     load = f"{config.concurrency} concurrent" if config.concurrency else config.rate or ""
     title = f"loadtest  {config.url}  {load}"
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
@@ -52,7 +52,7 @@ def panel(text: str, title: str) -> "Panel":
     return Panel(content, title=Text(title.strip()), subtitle=Text("Ctrl-C ends it"), expand=False)
 
 
-class View:
+class ProgressView:
     """Lines of the live view, from the states of all client processes."""
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ class View:
             )
         )
 
-    def _note(self, at: float, pieces: int, first_s: Sequence[float], gaps_s: Sequence[float]) -> None:
+    def _note(self, at: float, segments: int, first_s: Sequence[float], gaps_s: Sequence[float]) -> None:
         before_at, before = self._before
         if at > before_at:
-            self._pieces_per_s = max(0, pieces - before) / (at - before_at)
+            self._pieces_per_s = max(0, segments - before) / (at - before_at)
             self._levels["rate"].append(self._pieces_per_s)
-            self._before = (at, pieces)
+            self._before = (at, segments)
         for name, values in (("first", first_s), ("gap", gaps_s)):
             if values:
                 self._levels[name].append(float(np.median(values)))

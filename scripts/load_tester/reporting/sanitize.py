@@ -5,16 +5,16 @@ import html
 REPLACEMENT = "\ufffd"
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Text with every unprintable character replaced, line ends included."""
     return text if text.isprintable() else "".join(char if char.isprintable() else REPLACEMENT for char in text)
 
 
-def plain_lines(text: str) -> str:
+def printable_lines(text: str) -> str:
     """Text with every unprintable character but line ends replaced."""
-    return "\n".join(map(plain, text.split("\n")))
+    return "\n".join(map(printable, text.split("\n")))
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Printable text escaped for HTML and XML, attributes included."""
-    return html.escape(plain_lines(text))
+    return html.escape(printable_lines(text))

@@ -10,11 +10,19 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 from scripts.load_tester.config import LoadOptions
-from scripts.load_tester.workload.planned_request import Planned
-from scripts.load_tester.workload.request_classes import Kind, kinds_of
+from scripts.load_tester.workload.planned_request import PlannedRequest
+from scripts.load_tester.workload.request_classes import RequestClass, request_classes_of
 from scripts.load_tester.workload.schedule import MAX_REQUESTS, Floats, arrivals
-from scripts.load_tester.workload.session_sampling import ARRIVALS, DRAWS, JITTER, TENANT, Chain, Sessions, rng_of
-from scripts.load_tester.workload.traces import Replay, read_trace, replayed
+from scripts.load_tester.workload.session_sampling import (
+    ARRIVALS,
+    JITTER,
+    SAMPLING,
+    TENANT,
+    SampledSessions,
+    Session,
+    make_rng,
+)
+from scripts.load_tester.workload.traces import ReplayOptions, read_trace, replay_trace
 
 
 @dataclass
@@ -33,12 +41,12 @@ class Plan:
         num_requests: all turns of all chains; None if endless.
     """
 
-    chains: Iterable[Chain]
-    num_chains: int | None
+    sessions: Iterable[Session]
+    num_sessions: int | None
     is_open: bool
     seconds: float | None
     notes: list[str]
-    kinds: dict[str, Kind]
+    kinds: dict[str, RequestClass]
     is_checked: bool = True
     num_requests: int | None = None
 
@@ -49,12 +57,12 @@ def make_plan(config: LoadOptions) -> Plan:
     Raises:
         ConfigError: a trace or a mix cannot be.
     """
-    kinds = kinds_of(config)
+    kinds = request_classes_of(config)
     if config.trace:
         return _trace_plan(config, kinds)
-    at, num_chains, length = _instants(config, None)
-    chains = Sessions(config.seed, kinds, config.tenants, count=num_chains, at=at)
-    return Plan(chains, num_chains, at is not None, length, [], kinds, num_requests=chains.num_requests)
+    at, num_sessions, length = _instants(config, None)
+    sessions = SampledSessions(config.seed, kinds, config.tenants, count=num_sessions, at=at)
+    return Plan(sessions, num_sessions, at is not None, length, [], kinds, num_requests=sessions.num_requests)
 
 
 def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None, int | None, float | None]:
@@ -75,7 +83,7 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
     at = arrivals(
         config.profile,
         config.arrival,
-        rng_of(config.seed, ARRIVALS),
+        make_rng(config.seed, ARRIVALS),
         num_requests=most,
         duration_s=duration_s,
         cv=config.cv,
@@ -87,10 +95,10 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
     return at, len(at), length
 
 
-def _trace_plan(config: LoadOptions, kinds: dict[str, Kind]) -> Plan:
+def _trace_plan(config: LoadOptions, kinds: dict[str, RequestClass]) -> Plan:
     assert config.trace is not None
     trace = read_trace(config.trace, config.trace_unit)
-    replay = Replay(
+    replay = ReplayOptions(
         window=config.window,
         time_scale=None if config.rate else config.time_scale,
         mean_rate=float(config.rate or 1),
@@ -101,9 +109,9 @@ def _trace_plan(config: LoadOptions, kinds: dict[str, Kind]) -> Plan:
         max_requests=config.num_requests,
         duration_s=math.inf if config.concurrency else config.duration_s or math.inf,
     )
-    plan = replayed(trace, replay, rng_of(config.seed, JITTER))
+    plan = replay_trace(trace, replay, make_rng(config.seed, JITTER))
     if config.tenants:
-        names = rng_of(config.seed, DRAWS, TENANT).integers(0, config.tenants, len(plan))
+        names = make_rng(config.seed, SAMPLING, TENANT).integers(0, config.tenants, len(plan))
         for planned, number in zip(plan, names.tolist(), strict=True):
             planned.tenant = planned.tenant or f"tenant-{number}"
     if not trace.has_times and (config.trace_window or config.trace_jitter or config.time_scale != 1):
@@ -117,10 +125,10 @@ def _trace_plan(config: LoadOptions, kinds: dict[str, Kind]) -> Plan:
     return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, kinds, False, len(plan))
 
 
-def _retimed(config: LoadOptions, plan: list[Planned], notes: list[str], kinds: dict[str, Kind]) -> Plan:
+def _retimed(config: LoadOptions, plan: list[PlannedRequest], notes: list[str], kinds: dict[str, RequestClass]) -> Plan:
     """Requests without a clock of their own, or whose clock does not count."""
-    at, num_chains, length = _instants(config, len(plan))
-    chains = [[one] for one in plan[:num_chains]]
-    for (one,), instant in zip(chains, at.tolist() if at is not None else (), strict=False):
+    at, num_sessions, length = _instants(config, len(plan))
+    sessions = [[one] for one in plan[:num_sessions]]
+    for (one,), instant in zip(sessions, at.tolist() if at is not None else (), strict=False):
         one.at = instant
-    return Plan(chains, len(chains), at is not None, length, notes, kinds, num_requests=len(chains))
+    return Plan(sessions, len(sessions), at is not None, length, notes, kinds, num_requests=len(sessions))

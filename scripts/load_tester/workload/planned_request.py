@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-Piece = tuple[int, int]
+Segment = tuple[int, int]
 
 #: Kinds of pieces: the upper bits of a key.
 UNIQUE, GROUP, TURN, ANSWER, HASH = range(1, 6)
@@ -19,13 +19,13 @@ MAX_PRIORITY = 2**31 - 1  # and no less than its negative: files hold 32 bits
 MAX_GROUPS = 1 << 24  # of a class: a group's number is its class's times this, plus its own
 
 
-def key(kind: int, number: int) -> int:
+def segment_key(kind: int, number: int) -> int:
     """A piece's key: of ``number`` the lower 56 bits."""
     return kind << 56 | number & MASK
 
 
 @dataclass(slots=True)
-class Planned:
+class PlannedRequest:
     """One request to come.
 
     Attributes:
@@ -37,7 +37,7 @@ class Planned:
 
     index: int
     at: float
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
     num_output: int
     class_name: str = ""
     tenant: str = ""
@@ -59,15 +59,15 @@ class Planned:
         """
         given = self.extra or {}
         is_given = "prompt" in given or "messages" in given
-        content = repr((sorted(given.items()), () if is_given else (drawn, self.pieces)))
+        content = repr((sorted(given.items()), () if is_given else (drawn, self.segments)))
         return hashlib.sha256(content.encode()).hexdigest()[:24]
 
     @property
     def num_input(self) -> int:
-        return sum(length for _, length in self.pieces)
+        return sum(length for _, length in self.segments)
 
 
-def ideal_cached(plan: Iterable[Planned]) -> list[int]:
+def ideal_cached_tokens(plan: Iterable[PlannedRequest]) -> list[int]:
     """Prompt tokens of each request that a perfect, endless prefix cache would have held, by order of the plan.
 
     A request leaves its prompt behind; at least one token of the next is always computed. Whole pieces count, and of a
@@ -77,7 +77,7 @@ def ideal_cached(plan: Iterable[Planned]) -> list[int]:
     found = []
     for planned in plan:
         node, num_cached, is_cached = 0, 0, True
-        for piece, length in planned.pieces:
+        for piece, length in planned.segments:
             below, longest = seen.get((node, piece), (0, 0))
             if is_cached:
                 num_cached += min(longest, length)
