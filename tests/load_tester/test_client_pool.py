@@ -23,7 +23,7 @@ from scripts.load_tester.workload.planned_request import PlannedRequest
 from scripts.load_tester.workload.prompts import RequestBodies
 
 
-def test_a_closed_loop_keeps_as_many_under_way_as_it_should(tmp_path: Path) -> None:
+def test_a_closed_loop_keeps_its_concurrency(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.03") as server:
         report = load(server, concurrency=4, num_requests=40, output_len="1")
     spans = [(record.released_s, record.ended_s) for record in report.records]
@@ -32,16 +32,14 @@ def test_a_closed_loop_keeps_as_many_under_way_as_it_should(tmp_path: Path) -> N
     assert report.num_requests == 40
 
 
-def test_a_closed_loop_over_a_time_ends_in_time(tmp_path: Path) -> None:
+def test_a_closed_loop_with_a_duration_begins_no_session_after_it(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         report = load(server, concurrency=2, duration="0.6", output_len="1")
     assert 2 <= report.num_requests <= 62
     assert max(record.intended_s for record in report.records) < 0.6
 
 
-def test_the_clock_starts_in_the_middle_of_a_session_that_is_too_long_to_be_read_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_starts_in_the_middle_of_a_very_long_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its process would stop reading at some point, and never learn of the start."""
     happened: list[int | str] = []
     body, go = RequestBodies.body, crew.ClientPool._start_clock
@@ -58,7 +56,7 @@ def test_the_clock_starts_in_the_middle_of_a_session_that_is_too_long_to_be_read
     assert [record.turn for record in sorted(report.records, key=lambda r: (r.session, r.sent_s))] == [*range(12)] * 2
 
 
-async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_process_never_pauses_reading_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pipe:
         is_reading = True
 
@@ -83,9 +81,7 @@ async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypa
     process._client.close()
 
 
-def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_gets_processes_for_its_peak_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = [
         PlannedRequest(n, at, (), tokens)
         for n, (at, tokens) in enumerate([(0, 5), (1, 5), (21, 300), (25, 100), (40, 9)])
@@ -102,7 +98,7 @@ def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
     assert len(server.truth) == 10
 
 
-def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_processes_that_do_not_start_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, started = subprocess.Popen, []
 
     def popen(*args: object, **options: object) -> object:
@@ -123,9 +119,7 @@ def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, m
     assert not server.truth
 
 
-def test_a_client_process_that_dies_ends_the_run_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_process_that_dies_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[crew.ClientPool] = []
     real = crew.ClientPool._start_clock
 
@@ -141,7 +135,7 @@ def test_a_client_process_that_dies_ends_the_run_with_a_sentence(
     assert all(member.process.poll() is not None for member in made[0]._handles)
 
 
-def test_a_closed_loop_is_fed_at_its_own_pace(tmp_path: Path) -> None:
+def test_feeding_a_closed_loop_is_bounded_by_its_slots(tmp_path: Path) -> None:
     """An endless plan: what is made ahead is bounded by the slots, not by memory."""
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         config = LoadtestConfig(url=server.url, concurrency=2, duration="0.7", output_len="1", scrape="none")
@@ -155,7 +149,7 @@ def test_a_closed_loop_is_fed_at_its_own_pace(tmp_path: Path) -> None:
     assert len(made) <= report.num_requests + 4 * 2 + 64 + 1
 
 
-def test_several_client_processes_send_one_schedule(tmp_path: Path) -> None:
+def test_several_client_processes_share_one_schedule(tmp_path: Path) -> None:
     with mock_server(tmp_path) as server:
         one = load(server, rate="200", num_requests=60, output_len="2", clients=1, seed=9)
         three = load(server, rate="200", num_requests=60, output_len="2", clients=3, seed=9)

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.load_tester.main import WRONG, main
+from scripts.load_tester.main import main
+from scripts.load_tester.output_files import WRONG
 
 WORDS = [sys.executable, "-m", "scripts.cli", "loadtest", "--demo", "--duration", "60s", "--no-live"]
 
@@ -37,7 +38,7 @@ def until_answered(url: str) -> None:
 
 
 @pytest.mark.parametrize(("end", "status"), [(ctrl_c, 130), (kill, -signal.SIGKILL)])
-def test_the_demos_service_ends_with_it(
+def test_the_service_of_a_demo_ends_with_it(
     tmp_path: Path, end: Callable[["subprocess.Popen[str]"], None], status: int
 ) -> None:
     shared = set(os.listdir("/dev/shm"))

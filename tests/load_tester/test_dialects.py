@@ -73,7 +73,7 @@ def test_llama_cpp_times_two_stages_in_milliseconds(events: list[dict[str, Any]]
     assert answer.stamps == [first, first + 1]
 
 
-def test_vllm_counts_tokens_only_if_it_is_asked_for_them() -> None:
+def test_vllm_counts_tokens_only_on_request() -> None:
     usage = {
         "prompt_tokens": 3,
         "total_tokens": 6,
@@ -91,7 +91,7 @@ def test_vllm_counts_tokens_only_if_it_is_asked_for_them() -> None:
     assert (counted.usage_output, plain.usage_output, plain.stamps) == (3, 3, [2.0])
 
 
-def test_vllm_refuses_a_prompt_inside_of_the_stream() -> None:
+def test_vllm_refuses_a_prompt_inside_the_stream() -> None:
     error = {"message": "Token id 9928 is out of vocabulary", "type": "BadRequestError", "param": "prompt", "code": 400}
     answer = read({"error": error})
     assert (answer.error, answer.message, answer.stamps) == ("stream_400", "Token id 9928 is out of vocabulary", [])
@@ -109,7 +109,7 @@ LENGTH = {"finish_reason": {"type": "length", "length": 4}, "e2e_latency": 0.5, 
 
 
 @pytest.mark.parametrize("is_cumulative", [True, False])
-def test_sglangs_own_stream_may_repeat_what_it_said(is_cumulative: bool) -> None:
+def test_the_stream_of_sglang_may_be_cumulative(is_cumulative: bool) -> None:
     """The increment "nona" begins as the text so far does, and is none the less not all of it."""
     if is_cumulative:
         events = [native("no", [7], 1), native("nono", [7, 7], 2), native("nononona", [7, 7, 7, 9], 4, **LENGTH)]
@@ -122,7 +122,7 @@ def test_sglangs_own_stream_may_repeat_what_it_said(is_cumulative: bool) -> None
     assert answer.timings == {"queue_s": 0.03, "prefill_s": 0.125}
 
 
-def test_sglangs_queue_may_be_full_in_every_dialect() -> None:
+def test_a_full_queue_of_sglang_is_an_error_in_every_dialect() -> None:
     abort = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
     own = read({"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason": abort, "completion_tokens": 0}})
     error = {"object": "error", "message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", "code": 503}
@@ -140,7 +140,7 @@ def test_sglang_refuses_without_an_envelope() -> None:
     assert (answer.error, answer.message) == ("http_400", "Messages cannot be empty.")
 
 
-def test_sglangs_completions_say_which_tokens_if_asked_and_its_chats_what_comes_last() -> None:
+def test_completions_of_sglang_have_token_ids_on_request() -> None:
     more = {"matched_stop": None}
     usage = {
         "prompt_tokens": 3,
@@ -163,7 +163,7 @@ def test_sglangs_completions_say_which_tokens_if_asked_and_its_chats_what_comes_
     assert (chat.text, chat.counts, chat.stamps, chat.usage_cached) == ("P", [1], [2.0], None)
 
 
-def test_sglangs_openai_stream_has_a_null_for_usage_in_every_event() -> None:
+def test_streams_of_sglang_may_have_null_usage() -> None:
     usage = {"prompt_tokens": 9, "total_tokens": 11, "completion_tokens": 2, "prompt_tokens_details": None}
     said = [delta_of(role="assistant", content=""), delta_of(content="x", reasoning_content=None), delta_of("stop")]
     answer = read(*(event | {"usage": None} for event in said), {"choices": [], "usage": usage})
@@ -172,15 +172,13 @@ def test_sglangs_openai_stream_has_a_null_for_usage_in_every_event() -> None:
 
 
 @pytest.mark.parametrize(("kind", "is_streamed"), [("sglang", False), ("vllm", True), ("baton", True)])
-def test_token_ids_are_asked_for_where_a_server_gives_them(kind: str, is_streamed: bool) -> None:
+def test_token_ids_are_requested_where_a_server_supports_them(kind: str, is_streamed: bool) -> None:
     server = ServerInfo(None, None, kind, {})
     assert server.sends_ids("chat", is_stream=True) is is_streamed
     assert server.sends_ids("chat", is_stream=False) and server.sends_ids("completions", is_stream=True)
 
 
-def test_a_model_in_a_folder_of_this_machine_says_how_many_ids_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_model_folder_gives_the_vocabulary_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM and SGLang list the folder, not the size; SGLang dies of an id that the model does not have."""
     listed = {"id": "m", "owned_by": "sglang", "root": str(tmp_path), "parent": None, "max_model_len": 4096}
     pages = {"/v1/models": {"object": "list", "data": [listed]}, "/server_info": {"version": "0.5.23"}}

@@ -18,7 +18,7 @@ from scripts.load_tester.workload.schedule import unit_arrivals
 RNG = np.random.default_rng(0)
 
 
-def test_latencies_count_from_the_intended_instant_and_beside_it_from_the_send() -> None:
+def test_latencies_count_from_the_intended_instant_and_from_the_send() -> None:
     one = record(1.5, 1.6, 1.8, at=1.0, late=0.4)
     found = metrics.latencies([one], RNG)
     assert found["ttft"]["p50"] == pytest.approx(0.5)
@@ -47,7 +47,7 @@ def test_failures_have_no_latency_and_count_as_misses() -> None:
     assert metrics.errors(records)["kinds"] == {"timeout": 1, "dropped": 1}
 
 
-def test_what_was_good_or_bad_together_counts_for_fewer() -> None:
+def test_correlated_attainment_counts_for_fewer() -> None:
     """Of forty the first twenty are bad, and then every second one: the same share, but far less of a sample."""
 
     def service_of(is_good: list[bool]) -> metrics.Figures:
@@ -60,7 +60,7 @@ def test_what_was_good_or_bad_together_counts_for_fewer() -> None:
     assert together["num_free"] < 10 and together["attainment_ci"][0] < 0.25 < 0.75 < together["attainment_ci"][1]
 
 
-def test_each_limit_is_judged_on_its_own_measure() -> None:
+def test_each_limit_applies_to_its_own_measure() -> None:
     slow_gap = record(0.1, 0.2, 0.9, 1.0)
     assert metrics.misses(slow_gap, {"itl": 0.5}) == ["itl"]
     assert metrics.misses(slow_gap, {"tpot": 0.31, "ttft": 0.1, "e2e": 1.0}) == []
@@ -68,13 +68,13 @@ def test_each_limit_is_judged_on_its_own_measure() -> None:
     assert metrics.misses(record(0.1, 0.3, deadline_ms=200.0), {}) == ["deadline"]
 
 
-def test_a_limit_on_gaps_is_broken_by_any_gap_beyond_the_hundredth_part() -> None:
+def test_a_limit_on_gaps_allows_one_percent_of_the_gaps() -> None:
     """One of three gaps is half a second: two thirds are within 499 ms, not 99 %, whatever lies between two gaps."""
     assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.499}) == ["itl"]
     assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.501}) == []
 
 
-def test_requests_that_met_no_other_are_told_from_the_rest() -> None:
+def test_requests_without_any_other_in_flight_are_counted() -> None:
     """The second begins before the first has ended, the third when both have, and the fourth fails beside nobody."""
     records = [record(1.0, at=0.0), record(2.0, at=0.9), record(3.0, at=2.0), record(at=4.0, error="x", ended_s=5.0)]
     service = metrics.service(records, {"ttft": 1.05}, {}, 5.0)
@@ -83,7 +83,7 @@ def test_requests_that_met_no_other_are_told_from_the_rest() -> None:
     assert metrics.service(overlapped, {}, {}, 5.0)["alone_count"] == 0, "the first one outlasts both"
 
 
-def test_a_class_has_limits_of_its_own() -> None:
+def test_a_class_has_its_own_limits() -> None:
     kinds = request_classes_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
     records = [record(0.1, class_name="fast"), record(0.1, class_name="slow"), record(0.3, class_name="slow")]
     service = metrics.service(records, {"ttft": 0.2}, kinds, 1.0)
@@ -92,7 +92,7 @@ def test_a_class_has_limits_of_its_own() -> None:
     assert (groups["fast"]["attainment"], groups["slow"]["attainment"]) == (0.0, 0.5)
 
 
-def test_throughput_counts_what_came_inside_the_window() -> None:
+def test_throughput_counts_tokens_inside_the_window() -> None:
     records = [record(0.5, 1.5, 2.5, usage_prompt=100), record(1.2, 1.4, usage_prompt=50), record(error="x")]
     found = metrics.throughput(records, 1.0, 2.0)
     assert found["output_tokens_per_s"] == 3
@@ -100,7 +100,7 @@ def test_throughput_counts_what_came_inside_the_window() -> None:
     assert found["input_tokens_per_s"] == 50
 
 
-def test_the_last_answer_is_inside_of_the_window_that_ends_with_it() -> None:
+def test_the_window_includes_its_last_response() -> None:
     """An answer that is not streamed has all its tokens at its end."""
     whole = record(2.0, counts=[1], num_counted=1, num_output=32, usage_output=32, usage_prompt=8, ended_s=2.0)
     found = metrics.throughput([whole], 0.0, 2.0)
@@ -113,7 +113,7 @@ def test_usage_larger_than_the_events_is_spread_over_them() -> None:
     assert metrics.throughput([one], 0.0, 0.15)["output_tokens_per_s"] == pytest.approx(3 / 0.15)
 
 
-def test_tenants_are_compared_by_what_they_got_of_what_they_asked() -> None:
+def test_fairness_compares_shares_of_requested_output() -> None:
     records = [record(0.1, 0.2, 0.3, tenant="a"), record(0.4, 0.5, 0.6, tenant="b"), record(tenant="b", error="x")]
     tenants = metrics.groups(records, "tenant", {}, {}, RNG)
     found = metrics.fairness(tenants, records, records, 0.0, 9.0)
@@ -144,7 +144,7 @@ def test_a_tenant_that_is_starved_does_not_make_the_others_look_fair() -> None:
     assert found["ttft_ratio"] is None and found["unserved"] == ["c"]
 
 
-def test_what_a_tenant_asked_for_in_the_warm_up_and_got_after_it_counts_as_service() -> None:
+def test_tokens_of_warm_up_requests_count_as_service() -> None:
     """Second 2: a and b wait all through it; of a's tokens in it, those of the request of second 0 came."""
     early = record(2.2, 2.4, 2.6, tenant="a", at=0.0, num_input=7, is_measured=False)
     late = [record(3.5, tenant="a", at=2.0, num_input=1), record(3.5, tenant="b", at=2.0, num_input=1)]
@@ -153,7 +153,7 @@ def test_what_a_tenant_asked_for_in_the_warm_up_and_got_after_it_counts_as_servi
     assert found["backlogged_s"] == 1 and found["tokens_per_s"] == {"a": 10.0, "b": 0.0}
 
 
-def test_prompts_that_the_server_knew_before_the_run_are_told_from_hits_of_the_run() -> None:
+def test_hits_from_before_the_run_are_told_from_hits_of_the_run() -> None:
     """Of 40 prompt tokens 8 + 6 came from the cache; the trace explains 8 of the first, and none of the second."""
     found = metrics.caching(
         [
@@ -164,7 +164,7 @@ def test_prompts_that_the_server_knew_before_the_run_are_told_from_hits_of_the_r
     assert (found["achieved_share"], found["ideal_share"], found["known_before_share"]) == (14 / 40, 10 / 40, 6 / 40)
 
 
-def test_hits_and_the_most_that_was_possible_are_of_the_same_requests() -> None:
+def test_cache_hits_and_their_limit_are_of_the_same_requests() -> None:
     """The second failed: it could have found 10, and nobody knows what it found."""
     found = metrics.caching(
         [
@@ -186,7 +186,7 @@ def test_usage_is_checked_against_counted_tokens() -> None:
     assert found["other_length_than_asked"] == 2
 
 
-def test_what_nobody_counted_is_not_said_to_differ() -> None:
+def test_uncounted_output_has_no_mismatch() -> None:
     """Of two answers one has no usage: neither its prompt nor its output can be of another length than asked."""
     said = record(0.1, 0.2, 0.3, usage_output=3, usage_prompt=10)
     silent = record(0.1, 0.2)  # two events, of who knows how many tokens
@@ -213,7 +213,7 @@ def judged(records: list[RequestRecord], *, lag: float = 0.0, cpu: float = 0.1, 
 POISSON = np.cumsum(np.random.default_rng(3).exponential(0.1, 400))
 
 
-def test_a_poisson_run_sent_in_time_is_valid() -> None:
+def test_a_poisson_run_sent_on_time_is_valid() -> None:
     assert judged(run_of(POISSON), rate="10") == []
     check = arrival_check(run_of(POISSON), LoadtestConfig(rate="10"), True)
     assert check["cv"] == pytest.approx(1, abs=0.1) and check["cv_expected"] == 1 and check["ks_p"] > 0.01
@@ -231,7 +231,7 @@ def test_ten_requests_at_a_time_are_not_poisson() -> None:
 @pytest.mark.parametrize(
     ("options", "cv"), [({"arrival": "constant"}, 0.0), ({"arrival": "burst", "burst_size": 5}, 2.0)]
 )
-def test_even_arrivals_are_where_they_should_be(options: dict[str, Any], cv: float) -> None:
+def test_constant_and_burst_arrivals_are_checked_by_their_instants(options: dict[str, Any], cv: float) -> None:
     """Processes that send the same half of a schedule, and a schedule at twice the rate, are on time, and wrong."""
     config = LoadtestConfig(rate="10", **options)
     unit = unit_arrivals(config.arrival, 400, RNG, burst_size=config.burst_size)
@@ -255,7 +255,7 @@ def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_name
     assert "3 scheduled requests" in verdict(records, arrival_check(records, config, True), load, config, 3)[0]
 
 
-def test_later_turns_that_went_out_late_are_no_less_late() -> None:
+def test_late_later_turns_make_a_run_invalid() -> None:
     """Their instants follow from the answers before, so that they count in no rate, but the client owed them too."""
     later = [record(float(at) + 1, at=float(at), late=0.1, turn=1, index=1) for at in POISSON + 0.5]
     reasons = judged([*run_of(POISSON), *later], rate="10")
@@ -270,7 +270,7 @@ def test_a_rate_that_was_not_reached_is_named() -> None:
     assert any("instead of" in reason for reason in reasons)
 
 
-def test_one_late_request_at_an_end_of_a_short_run_is_no_other_rate() -> None:
+def test_one_late_request_at_an_end_of_a_short_run_is_not_a_missed_rate() -> None:
     """30 requests in 0.15 s, the first 5 ms late: 3 % more a second, for want of one in a hundred that may be late."""
     instants = np.arange(30) * 0.005
     records = run_of(instants, np.where(instants == 0, 0.005, 0.0))
@@ -278,7 +278,7 @@ def test_one_late_request_at_an_end_of_a_short_run_is_no_other_rate() -> None:
     assert judged(records, rate="200", arrival="constant") == []
 
 
-def test_a_ramp_is_checked_in_its_own_time() -> None:
+def test_a_ramp_is_checked_in_operational_time() -> None:
     """A ramp's raw gaps are not exponential; seen through its rate they are."""
     config = LoadtestConfig(rate="1..100", duration="20")
     operational = np.cumsum(np.random.default_rng(5).exponential(1.0, 950))

@@ -102,7 +102,7 @@ def deaf(takes: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("scheme", "takes"), [("http", True), ("http", False), ("https", True)])
-def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(
+def test_a_silent_address_does_not_hold_up_the_end_of_a_run(
     scheme: str, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers nothing; it does not connect; it makes no TLS handshake. A run that waited would hang."""
@@ -112,21 +112,21 @@ def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(
     assert found.since(0.0) == {} and "nothing answered" in found.notes[0]
 
 
-def test_a_page_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_page_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "MAX_PAGE", 1 << 20)
     with server(flood) as (url, _):
         found = scrape_for(LoadtestConfig(url=url, scrape=url))
     assert found.since(0.0) == {} and "no metrics (HTTP 0)" in found.notes[0]
 
 
-def test_garbage_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_metrics_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     page = b"<html>\xff\x00</html>"
     with server(lambda peer: peer.sendall(OK + b"Content-Length: %d\r\n\r\n" % len(page) + page)) as (url, _):
         found = scrape_for(LoadtestConfig(url=url, scrape=url + "/metrics"))
     assert found.since(0.0) == {} and found.notes == [f"--scrape {url}/metrics: no metrics on that page"]
 
 
-def test_the_key_is_told_to_the_server_under_test_alone() -> None:
+def test_the_key_goes_only_to_the_server_under_test() -> None:
     page = OK + b"Content-Length: 4\r\n\r\na 1\n"
     with (
         server(lambda peer: peer.sendall(page)) as (own, mine),
@@ -155,7 +155,7 @@ def test_prometheus_text_is_read_without_buckets_and_nan(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("answer", [flood, drip])
-def test_a_server_that_never_ends_to_say_what_it_is_is_refused(
+def test_a_server_with_an_endless_response_is_refused(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.load_tester.client.server_info.TIMEOUT_S", 0.5)

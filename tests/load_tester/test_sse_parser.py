@@ -76,7 +76,7 @@ def facts(answer: ParsedResponse) -> dict[str, object]:
 
 
 @given(st.lists(BODIES, max_size=6), st.integers(0, 20), st.sets(st.integers(1, 400), max_size=12), st.data())
-def test_an_answer_is_the_same_however_it_is_chunked_and_cut(
+def test_a_response_is_parsed_alike_however_it_is_chunked_and_cut(
     bodies: list[bytes], num_missing: int, cuts: set[int], data: st.DataObject
 ) -> None:
     """Beside the same bytes without chunks, each a piece of its own with the instant at which it came."""
