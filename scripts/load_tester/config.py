@@ -77,7 +77,7 @@ class LoadOptions:
     )
     prefix_groups: int = option(1, "Number of groups, drawn evenly.", minimum=1, maximum=MAX_GROUPS)
     turns: str = option("1", "Requests of a session, one after another, each with all earlier turns in its prompt.")
-    think: str = option("0", f"Mean pause between an answer and the next turn, exponential. {SECONDS}")
+    think: str = option("0", f"Mean pause between a response and the next turn, exponential. {SECONDS}")
     tenants: int = option(0, "Number of tenants, drawn evenly; 0 for none.", minimum=0, maximum=1_000_000)
     mix: str | None = option(
         None,

@@ -23,20 +23,20 @@ DEFAULTS = (
 )  # fmt: skip
 
 
-def demo_command(words: Sequence[str]) -> int:
+def demo_command(arguments: Sequence[str]) -> int:
     """Run the demo; other options override its defaults. Return the exit status."""
-    given = {word.split("=")[0] for word in words}
+    given = {one.split("=")[0] for one in arguments}
     if "--url" in given:
         raise ConfigError("--demo serves its own model: leave --url or --demo out")
-    defaults = [word for word in DEFAULTS if word.split("=")[0] not in given]
+    defaults = [one for one in DEFAULTS if one.split("=")[0] not in given]
     if given & {"--concurrency", "--sweep", "--trace"}:
-        defaults = [word for word in defaults if not word.startswith("--rate")]
+        defaults = [one for one in defaults if not one.startswith("--rate")]
     if "--trace" in given:  # a trace has its own lengths and prefixes
         own_names = ("--input-len", "--output-len", "--prefix")
-        defaults = [word for word in defaults if not word.startswith(own_names)]
+        defaults = [one for one in defaults if not one.startswith(own_names)]
     if "--html" not in given:
         defaults.append(f"--html={Path.cwd() / REPORT}")
-    check_outputs(resolve(LoadtestConfig, [*defaults, *words], command="loadtest"))  # before the service starts
+    check_outputs(resolve(LoadtestConfig, [*defaults, *arguments], command="loadtest"))  # before the service starts
     print("serving the small model ...", flush=True)
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
     own = functools.partial(bind_to, os.getpid(), signal.SIGTERM)
@@ -46,7 +46,7 @@ def demo_command(words: Sequence[str]) -> int:
             if not url:
                 print("loadtest: the service did not start", file=sys.stderr)
                 return FAILED
-            config = resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest")
+            config = resolve(LoadtestConfig, [*defaults, *arguments, f"--url={url}"], command="loadtest")
             is_single = not (config.sweep or config.find_goodput)
             print(f"loading {url}; this takes {config.duration}{'' if is_single else ' a rate'}", flush=True)
             status = load_command(config, age_s=0.0)  # the start of the service does not count

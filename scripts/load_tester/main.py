@@ -35,17 +35,17 @@ missing, 130 stopped."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if "--compare" in words:
+        if "--compare" in arguments:
             from scripts.load_tester.analysis.compare import compare_command
 
-            return compare_command(words)
-        if "--demo" in words:
+            return compare_command(arguments)
+        if "--demo" in arguments:
             from scripts.load_tester.demo import demo_command
 
-            return demo_command([word for word in words if word != "--demo"])
-        config = resolve(LoadtestConfig, words, command="loadtest", help=HELP)
+            return demo_command([one for one in arguments if one != "--demo"])
+        config = resolve(LoadtestConfig, arguments, command="loadtest", help=HELP)
         return load_command(config)
     except ConfigError as error:
         print(f"loadtest: {error}", file=sys.stderr)

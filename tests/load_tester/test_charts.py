@@ -1,4 +1,4 @@
-"""Stages on a request's way, use of the nodes, and charts as files: values worked out by hand."""
+"""Stages of a request, node charts, and charts as files, with values worked out by hand."""
 
 import re
 from typing import Any
@@ -72,7 +72,7 @@ def test_medians_are_taken_over_the_requests_that_have_the_stage() -> None:
 
 
 def test_the_waterfall_names_every_stage_in_order() -> None:
-    """What nobody waited for is an answer as well: whether there was a queue is what the reader looks for."""
+    """A stage of length 0 is shown too, since it tells that there was no queue."""
     ((_, chart),) = waterfall_charts([record(3.0, 3.2, at=2.0, timings=TIMINGS | {"prefill_queue_s": 0.0})])
     shown = re.findall(r"(?:>|^)([a-z ,]+)  ([\d.]+) ms<", chart.svg())
     assert [name for name, _ in dict.fromkeys(shown)] == [
@@ -95,7 +95,7 @@ def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
 
 
 def test_many_requests_get_a_close_view_of_the_highest_concurrency() -> None:
-    """A hundred, one a second, each 0.5 s long, and ten more in second 70."""
+    """One request per second for 100 s, each 0.5 s long, and ten more in second 70."""
     many = [record(at + 0.5, at=float(at)) for at in range(100)]
     crowd = [record(71.0, at=70.05 + number / 100) for number in range(10)]
     (_, whole), (title, close) = gantt_charts([*crowd, *many])
@@ -139,7 +139,7 @@ def test_gauges_of_other_servers_are_shown_as_they_are() -> None:
 
 
 def test_a_replaced_node_counts_from_zero_again() -> None:
-    """10 busy seconds by 10 s, then another process: 0.2 at 12 s, and half of the time from there on."""
+    """10 busy seconds by 10 s; a new process has 0.2 at 12 s, and is busy half of the time from then on."""
     series = [[0.0, 9.0], [10.0, 10.0], [12.0, 0.2], [14.0, 1.2]]
     ((_, chart),) = node_charts({'baton_node_busy_seconds_total{node="a"}': series})
     ((_, points, _, _),) = chart._marks
@@ -153,7 +153,7 @@ def test_a_title_says_how_many_nodes_are_left_out() -> None:
 
 
 def test_thinning_keeps_spikes() -> None:
-    """100,000 points at 1, of which one is at 9 and one at 0.1."""
+    """100,000 points, all at 1 except one at 9 and one at 0.1."""
     heights = [1.0] * 100_000
     heights[33_333], heights[70_001] = 9.0, 0.1
     chart = Chart("s", "ms")
@@ -163,7 +163,7 @@ def test_thinning_keeps_spikes() -> None:
 
 
 def test_zeros_on_a_logarithmic_axis_are_drawn_at_its_lower_end() -> None:
-    """Tokens that came together, 5 ms before the third; a request that failed at 8; all pictures are of 8 s."""
+    """Two tokens arrive together, 5 ms before the third; a request fails at 8 s; all charts span 8 s."""
     charts = dict(timeline_charts([record(1.0, 1.0, 1.005), record(at=7.0, index=1, error="dropped", ended_s=8.0)]))
     ((_, gaps, _, _),) = charts["Gap between tokens"]._marks
     assert gaps == [(1.0, 0.1), (1.005, pytest.approx(5.0))]
@@ -190,7 +190,7 @@ def test_the_legend_names_dashed_lines_and_a_single_sample_is_a_dot() -> None:
 
 
 def test_tokens_are_counted_by_usage_where_events_hold_several() -> None:
-    """Four events in a second, and usage says 40 tokens."""
+    """Four events in a second; the usage says 40 tokens."""
     one = record(0.05, 0.15, 0.2, 0.24, num_output=40, usage_output=40)
     tokens = dict(timeline_charts([one]))["Tokens per second"]
     ((_, points, _, _),) = tokens._marks
@@ -210,7 +210,7 @@ def run_at(rate: float | None, p50: float, *, is_valid: bool = True) -> dict[str
 
 
 def test_invalid_runs_are_grey_and_in_no_line() -> None:
-    """As a search made them: 5, 8 (in which the client fell behind), 4; and one that had no rate."""
+    """The runs of a search: 5, 8 (invalid) and 4 requests/s, and one without a rate."""
     runs = [run_at(5.0, 0.2), run_at(8.0, 0.9, is_valid=False), run_at(4.0, 0.1), run_at(None, 0.3)]
     chart = dict(rate_charts({"": runs}))["Time to first token by rate"]
     lines = [points for kind, points, _, name in chart._marks if kind == "line" and name == "p50"]

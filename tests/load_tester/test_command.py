@@ -1,4 +1,4 @@
-"""The command as a user meets it: what it refuses, what it says, and how it ends when it is interrupted."""
+"""The command line: refusals, messages, and interruption."""
 
 import asyncio
 import os
@@ -138,7 +138,7 @@ def test_the_verdict_names_the_failures(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_a_run_whose_server_is_silent() -> None:
-    """As a terminal does it: to the whole group, here as soon as there is a client process, which still imports."""
+    """Signal the whole group, as a terminal does, while the first client process still imports."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = ["loadtest", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]
         command = [sys.executable, "-m", "scripts.cli", *words]

@@ -17,7 +17,7 @@ from scripts.load_tester.output_files import FINE, INVALID, REGRESSED, WRONG
 def report(
     ttft: "list[float] | np.ndarray", *, good: int = 100, failed: int = 0, count: int = 100, **own: Any
 ) -> Figures:
-    """What a report says that comparisons look at."""
+    """The fields of a report that comparisons use."""
     return {
         "schema": 1,
         "is_valid": True,
@@ -60,7 +60,7 @@ def test_a_change_counts_only_if_it_is_large_and_significant() -> None:
 
 
 def test_a_queue_that_grows_to_the_end_of_a_run_is_judged_by_the_other_run() -> None:
-    """Whether chance could make it nobody can tell from itself; the other run says that it makes no twofold change."""
+    """The spread of the queued run is unknown; that of the other run excludes a twofold change."""
     steady, growing = report(ttft(1.0, 200), count=200), report(np.linspace(1, 20, 200), count=200)
     names = ("time to first token mean", "time to first token p50", "time to first token p99")
     assert [verdicts(steady, growing)[name] for name in names] == ["worse"] * 3
@@ -71,7 +71,7 @@ def test_a_queue_that_grows_to_the_end_of_a_run_is_judged_by_the_other_run() -> 
 
 
 def test_p99_of_few_independent_requests_is_not_judged() -> None:
-    """Of 300 requests in 25 stretches, p99 is that of one: their mean can be judged, p99 only beyond twice as much."""
+    """300 requests in 25 correlated blocks: p99 depends on one block, so it is judged only beyond a factor of two."""
 
     def stretches(middle: float, seed: int) -> Figures:
         return report(np.repeat(ttft(middle, 25, seed), 12), count=300)
@@ -84,7 +84,7 @@ def test_p99_of_few_independent_requests_is_not_judged() -> None:
 
 
 def test_correlated_good_requests_count_for_fewer() -> None:
-    """0.9 and 0.6 are no chance of 100 requests each, and some of ten; if nearly all are bad, ten are enough."""
+    """0.9 and 0.6 differ significantly for 100 independent requests, not for ten; of nearly all bad ones ten suffice."""
 
     def good(share: float, num_free: float) -> Figures:
         found = report(ttft(1.0), good=round(100 * share))
@@ -98,7 +98,7 @@ def test_correlated_good_requests_count_for_fewer() -> None:
 
 
 def test_runs_of_one_request_are_not_judged() -> None:
-    """A bootstrap of one value has no spread, and would call any difference certain."""
+    """A bootstrap of one value has no spread, and would make any difference significant."""
     one, other = compare(report([0.1]), report([0.2]), 0.05)[:2]
     assert (one.verdict, one.low, one.p, other.verdict) == ("unknown", None, None, "unknown")
     assert one.ratio == pytest.approx(2)
@@ -107,7 +107,7 @@ def test_runs_of_one_request_are_not_judged() -> None:
 
 
 def test_more_comparisons_need_stronger_evidence() -> None:
-    """A change of p = 0.01 alone: one of a pair of runs counts, one of forty pairs is what chance makes."""
+    """A change with p = 0.01 is significant for one pair of runs, not for one of forty pairs."""
     pair = changes_of(report(ttft(1.0)), report(ttft(1.0)))
     unsure = [type(pair[0])("x", "s", 1.0, 1.1, 1.1, 1.02, 1.19, 0.01)]
     assert add_verdicts([unsure], 0.05)[0][0].verdict == "worse"
@@ -116,7 +116,7 @@ def test_more_comparisons_need_stronger_evidence() -> None:
 
 
 def test_the_threshold_does_not_apply_to_failures() -> None:
-    """Three in a hundred is less than the threshold, but no latency: of 1,000 requests that is no chance."""
+    """A share of 3 % is below the threshold but significant for 1,000 requests."""
     before, after = report(ttft(1.0), count=1000, good=1000), report(ttft(1.0), count=1000, good=970, failed=30)
     assert verdicts(before, after)["failed requests"] == "worse"
     assert verdicts(after, before)["failed requests"] == "better"
@@ -196,7 +196,7 @@ def test_sweeps_are_compared_rate_by_rate(tmp_path: Path, capsys: pytest.Capture
             words = ["--sweep", rates, "--num-requests", "30", "--output-len", "3", "--max-send-lateness", "1s"]
             main(["--url", server.url, *words, "--json", str(tmp_path / f"{name}.json")])
     both = [str(tmp_path / f"{name}.json") for name in ("quick", "slow")]
-    for path, least_s in zip(both, (0.01, 0.15), strict=True):  # what was measured depends on this machine's load
+    for path, least_s in zip(both, (0.01, 0.15), strict=True):  # measured values depend on the machine's load
         content = json.loads(Path(path).read_text())
         for run in content["runs"]:
             values = least_s + np.random.default_rng(0).exponential(least_s / 10, 30)

@@ -1,4 +1,4 @@
-"""``loadtest --demo``: however it ends, the service it started ends with it. Real processes."""
+"""``loadtest --demo`` with real processes."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ WORDS = [sys.executable, "-m", "scripts.cli", "loadtest", "--demo", "--duration"
 
 
 def ctrl_c(process: "subprocess.Popen[str]") -> None:
-    """As a terminal does it: to all of the group."""
+    """Signal the whole group, as a terminal does."""
     os.killpg(process.pid, signal.SIGINT)
 
 
@@ -28,7 +28,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 
 def until_answered(url: str) -> None:
-    """Wait until a request of the run has been answered."""
+    """Wait until a request of the run has succeeded."""
     for _ in range(200):
         with urllib.request.urlopen(url + "/metrics") as page:
             if b'baton_http_answers_total{path="/generate",status="200"}' in page.read():

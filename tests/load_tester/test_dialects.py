@@ -98,7 +98,7 @@ def test_vllm_refuses_a_prompt_inside_the_stream() -> None:
 
 
 def native(text: str, ids: list[int], so_far: int, **more: Any) -> dict[str, Any]:
-    """An event of SGLang's own stream, as 0.5.23 sends it with --enable-metrics."""
+    """An event of SGLang's native stream, from version 0.5.23 with --enable-metrics."""
     meta = {"id": "r", "finish_reason": None, "prompt_tokens": 4, "weight_version": "default", "num_retractions": 0}
     meta |= {"forward_entry_time": 1795305004.75, "prefill_finished_time": 1795305004.875, "queue_time": 0.03}
     meta |= {"reasoning_tokens": 0, "completion_tokens": so_far, "cached_tokens": 2, "cached_tokens_details": None}
@@ -110,7 +110,7 @@ LENGTH = {"finish_reason": {"type": "length", "length": 4}, "e2e_latency": 0.5, 
 
 @pytest.mark.parametrize("is_cumulative", [True, False])
 def test_the_stream_of_sglang_may_be_cumulative(is_cumulative: bool) -> None:
-    """The increment "nona" begins as the text so far does, and is none the less not all of it."""
+    """The increment "nona" begins like the text so far but is not cumulative."""
     if is_cumulative:
         events = [native("no", [7], 1), native("nono", [7, 7], 2), native("nononona", [7, 7, 7, 9], 4, **LENGTH)]
     else:
@@ -179,7 +179,7 @@ def test_token_ids_are_requested_where_a_server_supports_them(kind: str, is_stre
 
 
 def test_a_local_model_folder_gives_the_vocabulary_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM and SGLang list the folder, not the size; SGLang dies of an id that the model does not have."""
+    """vLLM and SGLang list the model's folder, not the size of its vocabulary."""
     listed = {"id": "m", "owned_by": "sglang", "root": str(tmp_path), "parent": None, "max_model_len": 4096}
     pages = {"/v1/models": {"object": "list", "data": [listed]}, "/server_info": {"version": "0.5.23"}}
     monkeypatch.setattr("scripts.load_tester.client.server_info.get_json", lambda parts, path, *_, **_more: pages[path])

@@ -1,4 +1,4 @@
-"""``--find-goodput`` and ``--sweep``: several runs, and what is concluded from them."""
+"""``--find-goodput`` and ``--sweep``."""
 
 import json
 from pathlib import Path
@@ -34,14 +34,14 @@ def counted(
 
 @pytest.mark.parametrize(("limit", "start"), [(13.0, 1.0), (0.3, 4.0), (5.0, 5.0)])
 def test_the_search_encloses_the_limit_and_bisects(limit: float, start: float) -> None:
-    """All requests are good up to a rate, and none beyond."""
+    """All requests are good up to the limit, and none beyond."""
     found = find_goodput(lambda rate, _: counted(100 * (rate <= limit), 100), start, 0.9, 6)
     assert found.best <= limit < found.best * 2 ** (1 / 64) * 1.0001 and not found.why
     assert all(point.is_sure and point.holds == (point.rate <= limit) for point in found.points)
 
 
 def test_a_search_without_a_failing_rate_says_so() -> None:
-    """Twelve doublings of 1/s, all of which hold: the limit is anywhere beyond."""
+    """Twelve doublings of 1/s all hold."""
     found = find_goodput(lambda *_: counted(100, 100), 1.0, 0.9, 6)
     assert (found.best, len(found.points)) == (4096, 13) and "4096/s was the last rate" in found.why
     words = describe_result(LoadtestConfig(slo_ttft="1s", find_goodput=True), found)
@@ -49,7 +49,7 @@ def test_a_search_without_a_failing_rate_says_so() -> None:
 
 
 def test_a_search_ends_where_a_lower_rate_cannot_help() -> None:
-    """Every halving doubles the time that as many requests take: twelve of them make days of a minute."""
+    """Each halving doubles the length of a run, so the search must not go down in vain."""
     failing = find_goodput(lambda *_: counted(0, 60, failed=60), 1.0, 0.9, 6)
     assert (failing.best, len(failing.points), failing.why) == (0.0, 1, "every request failed")
     slow = find_goodput(lambda rate, _: counted(0, 60, alone=(1, 20) if rate < 0.6 else (0, 3)), 1.0, 0.9, 6)
@@ -67,7 +67,7 @@ def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
 
 
 def test_correlated_requests_make_a_rate_less_certain() -> None:
-    """Of 99 good in 100 the true share is 0.945 at least; if they count for ten, perhaps 0.7, and for thirty, 0.87."""
+    """99 good of 100: Wilson's lower end is 0.945; if they count for 10 requests it is 0.7, and for 30, 0.87."""
     assert [len(measure(lambda *_: counted(99, 100), 1.0, 0.9).reports)] == [1]
     point = measure(lambda *_: counted(99, 100, free=10.0), 1.0, 0.9)
     assert (len(point.reports), point.holds, point.is_sure) == (3, True, False)
@@ -75,7 +75,7 @@ def test_correlated_requests_make_a_rate_less_certain() -> None:
 
 
 def test_the_drawn_rate_is_reported() -> None:
-    """Ninety requests drawn at 10/s may well come at 9."""
+    """Ninety requests drawn at 10/s may have a mean rate of 9/s."""
 
     def run(rate: float, number: int) -> Report:
         report = counted(9, 10)
@@ -132,7 +132,7 @@ def test_the_status_of_a_sweep_follows_from_its_runs() -> None:
 
 
 def test_runs_of_a_sweep_have_the_same_schedule_and_other_tokens(tmp_path: Path) -> None:
-    """Otherwise each would find the prompts of the one before it in the server's cache."""
+    """Otherwise a run would find the prompts of the previous one in the server's cache."""
     with mock_server(tmp_path) as server:
         main(["--url", server.url, "--sweep", "60,120", "--num-requests", "8", "--input-len", "uniform:5:40"])
     first, second = server.truth[:8], server.truth[8:]

@@ -1,4 +1,4 @@
-"""What is read of a server beside the load: its metrics, and what it says about itself."""
+"""Metrics and information read from a server beside the load."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 @contextmanager
 def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[bytes]]]:
-    """Answers every connection's first request with ``answer``, and keeps the heads; the address, and those."""
+    """Serve ``answer`` to the first request of every connection; yield the address and the received heads."""
     heads: list[bytes] = []
     sockets: list[socket.socket] = []
 
@@ -48,7 +48,7 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[
 
 
 def drip(peer: socket.socket) -> None:
-    """An answer that lasts until the connection's end, which never comes."""
+    """Send a response that ends with the connection, which never closes."""
     peer.sendall(OK + b"Connection: close\r\n\r\n")
     while True:
         peer.sendall(b"a 1\n")
@@ -62,7 +62,7 @@ def flood(peer: socket.socket) -> None:
 
 
 async def scraped(config: LoadtestConfig, seconds: float) -> MetricsScraper:
-    """As a run does it: until there is something to tell, at least so long, and at most ten seconds."""
+    """Scrape for this many seconds; with 0, until there is a result, for at most ten seconds."""
     scraper = MetricsScraper(config)
     running = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)
@@ -88,7 +88,7 @@ def test_a_page_that_never_ends_does_not_hold_up_the_end_of_a_run() -> None:
 
 @contextmanager
 def deaf(takes: bool) -> Iterator[str]:
-    """An address that says nothing: it accepts connections, or swallows all of them, the line of waiting ones full."""
+    """Address of a silent server: it accepts connections, or its backlog is full."""
     with socket.create_server(("127.0.0.1", 0), backlog=16 if takes else 0) as listener:
         waiting = [socket.socket() for _ in range(0 if takes else 4)]
         for one in waiting:
@@ -105,7 +105,7 @@ def deaf(takes: bool) -> Iterator[str]:
 def test_a_silent_address_does_not_hold_up_the_end_of_a_run(
     scheme: str, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers nothing; it does not connect; it makes no TLS handshake. A run that waited would hang."""
+    """No response, no connection, no TLS handshake: a run that waited for any of them would hang."""
     monkeypatch.setattr("scripts.load_tester.client.server_info.TIMEOUT_S", 900.0)
     with deaf(takes) as address:
         found = scrape_for(LoadtestConfig(scrape=f"{scheme}://{address}"), 0.2)

@@ -1,4 +1,4 @@
-"""What is written and said: files, page, expected outputs, exit statuses."""
+"""Files, page, expected outputs, exit statuses and live view."""
 
 import io
 import json
@@ -150,7 +150,7 @@ def test_other_files_are_written_after_one_failed(
 
 
 def test_samples_are_spread_over_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of 30 requests at most 10: each third, not the first ten."""
+    """At most 10 of 30 requests are kept: every third, not the first ten."""
     monkeypatch.setattr("scripts.load_tester.reporting.report.MAX_SAMPLES", 12)
     with mock_server(tmp_path) as server:
         report = run_load(LoadtestConfig(url=server.url, rate="100", num_requests=30, output_len="2"))
@@ -229,7 +229,7 @@ def outputs_of(path: Path) -> dict[str, Any]:
 
 
 def test_an_output_check_needs_every_expected_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every fifth of 30 is cut; then only 25 are sent, then 30 others."""
+    """Run with 25 of 30 requests, with 30 other prompts, and with every fifth connection cut."""
     saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
     files = ("--expect-file", saved, "--json", str(path), "--html", str(tmp_path / "r.html"))
     with mock_server(tmp_path) as server:
@@ -261,7 +261,7 @@ def test_chat_and_trimmed_words_are_different_prompts(tmp_path: Path) -> None:
 
 
 def test_the_digest_covers_the_users_own_fields() -> None:
-    """Of a prompt that was given, the seed is no part."""
+    """The seed does not matter for a given prompt."""
 
     def digest(drawn: str, **extra: object) -> str:
         return PlannedRequest(0, 0.0, ((1, 8),), 4, extra=extra).digest(drawn)
@@ -345,7 +345,7 @@ def test_shares_are_not_rounded_to_all_or_nothing() -> None:
 
 
 def test_the_live_view_of_a_closed_loop_counts_turns() -> None:
-    """Ten of the twenty requests of five sessions have ended: half of thirty."""
+    """Ten of the twenty requests of five sessions have ended: 15 of 30 blocks."""
     plan = make_plan(LoadtestConfig(concurrency=2, num_requests=5, turns="4"))
     assert (plan.num_sessions, plan.num_requests) == (5, 20)
     assert make_plan(LoadtestConfig(concurrency=2, duration="1s")).num_requests is None

@@ -1,4 +1,4 @@
-"""Responses read from bytes: where they end, which event came when, what they said. No sockets."""
+"""Responses parsed from bytes: their end, events and output. No sockets."""
 
 import itertools
 from array import array
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.load_line import Line
+from support.load_connection import FedConnection
 
 from scripts.load_tester.client.http_framing import follow_chunks, read_head
 from scripts.load_tester.client.ipc import (
@@ -44,7 +44,7 @@ def done_of(segments: list[bytes], error: str = "") -> RequestDone:
 def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[int]) -> None:
     edges = [0, *sorted(cuts), len(WHOLE)]
     segments = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
-    line = Line()
+    line = FedConnection()
     for piece in segments:
         assert not line.ended
         line.receive(piece)
@@ -55,7 +55,7 @@ def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[
     assert stamps == sorted(stamps) and len(stamps) == len(segments) and line.exchange.ended_at == stamps[-1]
     answer = parse_response(done_of(segments))
     assert (answer.text, answer.error, answer.usage_output) == ("0123", "", 4)
-    # Each event has the instant of the piece that brought its last byte.
+    # Each event has the instant of the piece with its last byte.
     at, expected = len(HEAD), []
     for event in EVENTS:
         end = at + len(b"%x\r\n" % len(event)) + len(event)
@@ -73,7 +73,7 @@ def test_bytes_after_a_response_are_dropped_and_close_the_connection(cuts: set[i
     }[framing]
     raw = b"HTTP/1.1 100 Continue\r\n\r\n" + whole + b"\r\n\r\n"
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    line = Line()
+    line = FedConnection()
     for begin, end in itertools.pairwise(edges):
         line.receive(raw[begin:end])
     assert line.ended == [line.exchange] and not line.exchange.error
@@ -93,8 +93,8 @@ def test_events_may_have_crlf_line_ends_and_comments(cuts: set[int]) -> None:
 
 
 def test_output_that_looks_like_the_last_chunk_is_not_taken_for_it() -> None:
-    """With DOS line ends a chunk may end in exactly these bytes."""
-    line = Line()
+    """With CRLF line ends a chunk may end in exactly these bytes."""
+    line = FedConnection()
     line.receive(HEAD)
     line.receive(chunk(b"data: 0\r\n"))
     assert not line.ended
@@ -111,12 +111,12 @@ def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
 
 @pytest.mark.parametrize("size", [b"-10", b"+5", b"0x5", b"1_0", b"", b"fffffffff"])
 def test_an_invalid_chunk_size_ends_the_response_with_an_error(size: bytes) -> None:
-    """Minus sixteen would lead back to where it stands."""
+    """A size of -16 would lead back to the same offset."""
     end = b"0" * 16 + size + b"\r\n" if size.isdigit() else size + b"\r\nabc\r\n"
     raw = HEAD + chunk(EVENTS[0]) + end
-    line = Line()
+    line = FedConnection()
     line.receive(raw)
-    if not line.ended:  # looked at when it could be the end
+    if not line.ended:  # the framing is checked only where the response could end
         line.receive(b"\r\n\r\n")
     assert line.ended == [line.exchange] and line.exchange.error == "bad_http"
     assert parse_response(done_of([raw], "bad_http")).error == "bad_http"
@@ -173,12 +173,12 @@ def test_any_bytes_become_output_or_a_named_failure(
 
 
 def test_a_content_length_or_a_closed_connection_can_end_a_response() -> None:
-    line = Line()
+    line = FedConnection()
     line.receive(b"HTTP/1.1 429 X\r\nContent-Length: 5\r\n\r\nab")
     assert not line.ended
     line.receive(b"cde")
     assert line.ended == [line.exchange] and line.connection.is_reusable
-    line = Line()
+    line = FedConnection()
     line.receive(b"HTTP/1.1 200 OK\r\n\r\nabc")
     line.hang_up()
     assert line.ended == [line.exchange] and not line.connection.is_reusable
@@ -186,7 +186,7 @@ def test_a_content_length_or_a_closed_connection_can_end_a_response() -> None:
 
 
 def test_an_interim_head_is_skipped() -> None:
-    line = Line()
+    line = FedConnection()
     line.receive(b"HTTP/1.1 100 Continue\r\n\r\n")
     line.receive(WHOLE)
     assert line.ended == [line.exchange]
@@ -194,7 +194,7 @@ def test_an_interim_head_is_skipped() -> None:
 
 
 def test_many_interim_heads_are_skipped() -> None:
-    line = Line()
+    line = FedConnection()
     line.receive(b"HTTP/1.1 102 Processing\r\n\r\n" * 2000 + WHOLE)
     assert line.ended == [line.exchange] and b"".join(line.exchange.parts) == WHOLE
 
@@ -202,7 +202,7 @@ def test_many_interim_heads_are_skipped() -> None:
 @pytest.mark.parametrize("head", [HEAD, b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_a_response_beyond_the_size_limit_is_dropped(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     monkeypatch.setattr("scripts.load_tester.client.connection.MAX_RESPONSE", len(head) + 50)
-    line = Line()
+    line = FedConnection()
     line.receive(head)
     line.receive(b"28\r\n" + b"x" * 40)
     line.receive(b"\r\n11\r\n")
@@ -216,24 +216,24 @@ def test_a_response_beyond_the_size_limit_is_dropped(monkeypatch: pytest.MonkeyP
 
 
 def test_an_enormous_content_length_is_too_large() -> None:
-    line = Line()
+    line = FedConnection()
     line.receive(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % (b"9" * 5000))
     assert line.ended == [line.exchange] and line.exchange.error == "too_large"
 
 
 def test_a_cut_connection_is_lost_and_other_protocols_are_an_error() -> None:
-    line = Line()
+    line = FedConnection()
     line.receive(WHOLE[:-3])
     line.hang_up()
     assert line.lost == [line.exchange] and not line.ended
     assert b"".join(line.exchange.parts) == WHOLE[:-3], "what came before is there"
-    line = Line()
+    line = FedConnection()
     line.receive(b"SSH-2.0-OpenSSH\r\n\r\n")
     assert line.exchange.error == "bad_http" and not line.connection.is_reusable
 
 
 def test_unrequested_bytes_close_the_connection() -> None:
-    line = Line()
+    line = FedConnection()
     line.receive(WHOLE)
     assert line.connection.is_reusable
     line.receive(b"more")

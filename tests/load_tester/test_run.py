@@ -106,13 +106,13 @@ def test_turns_of_a_session_follow_each_other_and_carry_earlier_turns(tmp_path: 
         for before, after in itertools.pairwise(own):
             assert after.intended_s >= before.ended_s
             assert after.released_s >= after.intended_s
-    # Sixteen tokens are shared by all; a later turn finds its whole past: 40, then 64 tokens with the answers drawn.
+    # All share 16 tokens; a later turn finds all earlier turns: 40, then 64 tokens with the drawn responses.
     assert report.caching["ideal_tokens"] == 7 * 16 + 8 * (16 + 20) + 8 * (16 + 20 + 4 + 20)
 
 
 def test_tenants_are_named_in_a_header_and_by_their_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("# of the test\ntenant-0 k0\ntenant-1 k1\n")
+    keys.write_text("# keys\ntenant-0 k0\ntenant-1 k1\n")
     options = {"rate": "80", "num_requests": 12, "output_len": "1", "tenants": 3, "api_key": "other"}
     with mock_server(tmp_path) as server:
         load(server, tenant_header="x-baton-tenant", tenant_keys=str(keys), **options)
@@ -196,7 +196,7 @@ def test_usage_that_disagrees_with_the_tokens_is_reported(tmp_path: Path) -> Non
 
 
 def test_cache_hits_are_compared_with_a_perfect_cache(tmp_path: Path) -> None:
-    """Two groups share 64 tokens each: of ten prompts the first of each group finds nothing."""
+    """Two groups share 64 tokens each; the first prompt of each group finds nothing cached."""
     with mock_server(tmp_path) as server:
         shared = {"prefix_len": 64, "prefix_groups": 2}
         report = load(server, rate="50", num_requests=10, input_len="16", output_len="1", **shared)

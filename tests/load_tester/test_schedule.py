@@ -48,7 +48,7 @@ def test_a_duration_ends_the_arrivals() -> None:
 
 
 def test_very_bursty_arrivals_last_until_the_end_of_the_duration() -> None:
-    """Nearly all gaps are tiny, so that in a few of these runs a hundred times the mean arrive."""
+    """Nearly all gaps are tiny, so a few of these runs have a hundred times the mean number of arrivals."""
     gaps = np.random.default_rng(3).standard_gamma(1e-4, 200_000) * 1e4
     expected = np.cumsum(gaps)
     at = drawn("gamma", "1", seed=3, duration_s=5.0, cv=100.0)
@@ -59,7 +59,7 @@ def test_very_bursty_arrivals_last_until_the_end_of_the_duration() -> None:
 
 
 def test_steps_follow_each_other_and_the_last_rate_continues() -> None:
-    """1/s for 3 s, then 2/s: the arrivals 0, 1, 2 and then every half second."""
+    """1/s for 3 s, then 2/s: arrivals at 0, 1, 2 and then every half second."""
     assert drawn("constant", "1x3,2x2", num_requests=9).tolist() == [0, 1, 2, 3, 3.5, 4, 4.5, 5, 5.5]
 
 

@@ -1,4 +1,4 @@
-"""Each format of trace is known by its fields, its unit is detected, and equal ids become equal tokens."""
+"""Formats of traces, their units, and their replay."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_file_in_mooncakes_format_with_fractions_counts_seconds(tmp_path: Path
 
 
 def test_whole_numbers_too_close_together_for_milliseconds_are_seconds(tmp_path: Path) -> None:
-    """One request a second; as milliseconds they would be a thousand."""
+    """One request per second; in milliseconds it would be a thousand."""
     rows = [dict(MOONCAKE[0], timestamp=number) for number in range(10)]
     trace = read_trace(write(tmp_path / "t", *rows))
     assert (trace.unit, trace.rows[-1].at) == ("s", 9)
@@ -58,7 +58,7 @@ def test_equal_hash_ids_are_equal_prefixes_and_the_last_is_partial(tmp_path: Pat
     assert plan[0].segments == ((one, 512), (two, 512), (three, 76))
     assert plan[1].segments[:2] == plan[0].segments[:2]
     assert [planned.num_input for planned in plan] == [1100, 1030, 512]
-    # The second finds two pieces, the third its only one, of which one token is computed anyway.
+    # The second finds two segments, the third its only one, of which one token is always computed.
     assert ideal_cached_tokens(plan) == [0, 1024, 511]
 
 
@@ -91,7 +91,7 @@ def test_jitter_spreads_requests_over_their_tick(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gaps_ms", "tick_s"),
     [
-        ([43_000, 7_000, 43_000, 12_000, 43_000, 30_000], 1.0),  # of a clock of seconds in which little happens
+        ([43_000, 7_000, 43_000, 12_000, 43_000, 30_000], 1.0),  # a clock of seconds with few requests
         ([3_000, 2_999, 3_001, 6_000, 3_000, 3_002, 3_000, 2_999, 3_000, 3_000], 3.0),  # Mooncake's
     ],
 )
@@ -124,7 +124,7 @@ def test_qwen_bailian_is_recognised_by_its_chats_with_seconds_and_segments_of_16
 
 
 def test_a_note_says_how_much_of_a_trace_a_duration_keeps(tmp_path: Path) -> None:
-    """Two seconds of requests that come one a second, from 0 on, are two."""
+    """Two seconds of one request per second, from 0 on, have two requests."""
     rows = [{"timestamp": 1000 * at, "input_length": 9, "output_length": 1, "hash_ids": [at]} for at in range(5)]
     trace = read_trace(write(tmp_path / "t", *rows))
     assert len(replay_trace(trace, ReplayOptions(duration_s=2.0), np.random.default_rng(0))) == 2
@@ -210,7 +210,7 @@ def test_blank_lines_and_spaces_in_column_names_are_ignored(tmp_path: Path) -> N
 
 
 def test_fields_of_a_wrong_type_only_go_to_the_server(tmp_path: Path) -> None:
-    """Records and their files have a number there; the server may say what it thinks of it."""
+    """Records and files need a number; the server may refuse the original value."""
     wrong = {"prompt": "a", "priority": "high", "deadline_ms": [], "user": None, "class": None}
     path = write(tmp_path / "t", wrong, {"prompt": "a", "priority": 2**31}, {"prompt": "a", "priority": 3})
     first, second, third = replay_trace(read_trace(path), ReplayOptions(), np.random.default_rng(0))
@@ -239,7 +239,7 @@ def test_a_clock_without_ticks_cannot_be_jittered(tmp_path: Path) -> None:
 
 
 def test_requests_without_a_clock_are_all_timed_before_the_start(tmp_path: Path) -> None:
-    """Six of ten come within three seconds at two a second."""
+    """Six of ten requests come within three seconds at 2/s."""
     path = write(tmp_path / "t", *[{"prompt": "a"}] * 10)
     plan = make_plan(LoadtestConfig(trace=path, rate="2", arrival="constant", duration="3"))
     assert isinstance(plan.sessions, list) and plan.num_sessions == 6

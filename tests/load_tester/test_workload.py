@@ -1,4 +1,4 @@
-"""What a run consists of, and the bodies that come of it."""
+"""Plans, and the bodies made from them."""
 
 import itertools
 import json
@@ -105,7 +105,7 @@ def test_sampling_in_several_calls_gives_the_same_sessions(counts: list[int]) ->
 
 
 def test_columns_of_sessions_are_uncorrelated() -> None:
-    """Independent ranks of 500 are correlated by more than 0.2 once in a hundred thousand times."""
+    """Independent samples of 500 have a correlation above 0.2 once in a hundred thousand times."""
     wide = "uniform:1:900"
     options = {"input_len": wide, "output_len": wide, "turns": wide, "prefix_len": 1, "prefix_groups": 900}
     took = SessionSampler(1, request_classes_of(LoadtestConfig(think="1s", mix="a:;b:", **options)), 900).take(1000)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_a_mix_draws_classes_by_share_with_their_own_lengths_and_fields() -> Non
     ],
 )
 def test_an_invalid_mix_is_refused(mix: str) -> None:
-    if mix == "x":  # a class with nothing of its own
+    if mix == "x":  # a class without options of its own
         assert list(request_classes_of(LoadtestConfig(mix=mix))) == ["x"]
         return
     with pytest.raises(ConfigError, match="--mix"):
@@ -280,14 +280,14 @@ def test_the_ideal_cache_holds_the_longest_common_prefix_with_anything_before(
             for other in plan[:number]
         ]
         expected.append(min(max(common, default=0), len(own) - 1))
-    # A piece after a shorter one of the same key is another position there: only compare where that cannot be.
+    # After a shorter segment of the same key the position differs there: only compare other prompts.
     if all(len({piece for piece, _ in row}) == len(row) for row in rows) and _lengths_agree(rows):
         assert ideal_cached_tokens(plan) == expected
     assert all(0 <= cached < planned.num_input for cached, planned in zip(ideal_cached_tokens(plan), plan, strict=True))
 
 
 def _lengths_agree(rows: list[list[tuple[int, int]]]) -> bool:
-    """Every piece but the last of a row has one length, as in all workloads."""
+    """All segments of a prompt but the last have one length, as in all workloads."""
     lengths: dict[int, int] = {}
     return all(lengths.setdefault(piece, length) == length for row in rows for piece, length in row)
 

@@ -167,10 +167,10 @@ def _json_format(content: dict[str, Any]) -> tuple[str, int]:
 
 
 def _hash_row(content: dict[str, Any], name: str) -> TraceRow:
-    kind = _text(content.get("type")) if name == "Qwen-Bailian" else ""
+    class_name = _text(content.get("type")) if name == "Qwen-Bailian" else ""
     ids = tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
     counts = _length(content["input_length"]), _length(content["output_length"])
-    return TraceRow(float(content["timestamp"]), *counts, ids, kind)
+    return TraceRow(float(content["timestamp"]), *counts, ids, class_name)
 
 
 def _length(value: Any) -> int:
@@ -203,8 +203,8 @@ def _own_row(content: dict[str, Any]) -> TraceRow:
         raise ValueError("a length below 0")
     if not num_input and "prompt" not in extra and "messages" not in extra:
         raise ValueError("neither prompt nor messages nor input_length")
-    kind = _text(content.get("class"))
-    return TraceRow(None if at is None else float(at), num_input, num_output or 32, (), kind, extra)
+    class_name = _text(content.get("class"))
+    return TraceRow(None if at is None else float(at), num_input, num_output or 32, (), class_name, extra)
 
 
 def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
