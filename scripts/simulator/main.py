@@ -80,7 +80,7 @@ class Simulation:
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,
         )
-        self._goals = Objectives(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
+        self._goals = Objectives(config.slos, plan.classes, config.slo_attainment, config.starvation_bound)
         self.is_stopped = False
 
     def _on_end(self, answer: Answer) -> None:
