@@ -253,7 +253,7 @@ def test_a_stranger_who_takes_the_peers_place_in_the_group_is_found_out(reader: 
     with pytest.raises(OSError):
         form(Liar(authenticated.connection, authenticated.terms, KEY), "gloo", WRITER, Pages(store, "gloo"))
     [fenced] = until(lambda: reader.poll(0.0))
-    assert "somebody else answered within the group" in fenced.reason
+    assert "another process answered within the group" in fenced.reason
 
 
 def test_gloos_own_port_takes_nobody_once_the_group_is_formed(reader: GroupReader, writer: GroupWriter) -> None:
@@ -352,7 +352,7 @@ def test_an_address_that_is_not_ours_is_refused_with_the_flag_named(store: Memfd
 
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
-        "import sys; sys.path.insert(0, 'tests'); from kv_fakes import MemfdStore;"
+        "import sys; sys.path.insert(0, 'tests'); from support.kv_fakes import MemfdStore;"
         "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"
