@@ -136,7 +136,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
 
 
 @pytest.mark.parametrize("rank", [WRITER, READER], ids=["to the reader", "to the writer"])
-def test_mangled_frames_form_no_group_and_the_next_forms(
+def test_damaged_frames_form_no_group_and_the_next_group_forms(
     ends: tuple[End, End], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_form, "FORM_S", 3.0)

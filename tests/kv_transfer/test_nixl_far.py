@@ -80,7 +80,7 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     cluster.balanced("d0")
 
 
-def test_what_a_pair_that_breaks_by_it_was_writing_is_written_anew(cluster: Cluster) -> None:
+def test_pages_of_a_pair_that_the_invalidation_breaks_are_written_again(cluster: Cluster) -> None:
     """Its writes failed, and nothing but the new offer says that they are over."""
     stop_in_mid_write(cluster, {"p0": "a", "p1": "b"})
     cluster.part("d0", "p0")

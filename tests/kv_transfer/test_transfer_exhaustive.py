@@ -43,7 +43,7 @@ def test_pages_that_come_damaged_with_any_other_fault() -> None:
     walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 5_600)
 
 
-def test_a_page_that_comes_damaged_as_often_as_it_likes() -> None:
+def test_a_page_that_comes_damaged_every_time() -> None:
     """It is shipped again a few times, then the transfer ends in an error."""
     walk(Scope(sizes=(2,), num_faults=6, faults=("corrupt",), has_checksums=True), 2_300)
 

@@ -185,7 +185,7 @@ def _failed(victim: str) -> Any:
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
-def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
+def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
     """What it may still write to stays aside meanwhile; another node serves from the rest of the pool, to the last
@@ -221,7 +221,7 @@ def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
-def test_a_decode_node_stands_still_for_longer_than_anyone_waits(
+def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
     make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
     cluster = make(transport)
