@@ -153,7 +153,7 @@ def test_a_source_page_that_changes_under_its_write_is_noticed() -> None:
     couple.hear_decode()
     couple.compute(KEY, 1)
     couple.pump()
-    couple.source.fill(couple.source_pages[KEY][0], 99)  # what nobody may do
+    couple.source.fill(couple.source_pages[KEY][0], 99)  # which is forbidden
     couple.tick()
     couple.tick()
     couple.source.fill(couple.source_pages[KEY][0], content(KEY, 0))

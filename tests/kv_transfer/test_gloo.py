@@ -81,7 +81,7 @@ def test_slices_of_a_page_are_gathered_and_scattered(
 
 
 def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter, store: MemfdStore) -> None:
-    """Two writers with one reader; the loss of one is nothing to the other."""
+    """Two writers attach to one reader; the loss of one does not affect the other."""
     second = GroupWriter(MemfdStore(NUM_PAGES), "gloo", key=KEY)
     other = "q" * 32
     attach(writer, reader)
@@ -125,7 +125,7 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
 
 
 def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
-    """The handshakes are alike, and tell each other apart."""
+    """The handshakes have the same frames, and differ in their magic word."""
     stranger = Stranger(reader)
     stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
     assert stranger.is_hung_up()
@@ -158,7 +158,7 @@ def test_a_writer_reports_a_reader_that_falls_silent_while_the_group_forms(
 
 
 class Deaf:
-    """An thread that does nothing."""
+    """A receiving thread that does nothing."""
 
     def __init__(self, authenticated: AuthenticatedConnection) -> None:
         self.authenticated = authenticated
@@ -257,13 +257,13 @@ def test_a_stranger_in_the_peers_place_is_detected(reader: GroupReader, store: M
 
 
 def test_gloos_port_accepts_no_connection_once_the_group_has_formed(reader: GroupReader, writer: GroupWriter) -> None:
-    """Each pending would stay in our table of files for as long as the pair lives."""
+    """Each connection would occupy a descriptor for as long as the pair lives."""
 
     def listening() -> set[int]:
         connections = psutil.Process().net_connections("tcp4")
         return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
-    before = listening()  # groups of earlier tests among them, which nobody wants any more
+    before = listening()  # may include groups of earlier tests
     attach(writer, reader)
     ports = sorted(listening() - before)
     assert len(ports) == 2
@@ -297,17 +297,15 @@ def test_the_survivor_of_a_death_at_any_step_holds_nothing(start: Callable[..., 
 
 
 def test_a_writer_detaches_from_a_stopped_reader(start: Callable[..., End]) -> None:
-    writer, reader = start("writer", "gloo"), start("reader", "gloo")
+    writer, reader = start("writer", "gloo", TEST_STALL_S="600"), start("reader", "gloo")
     join(writer, reader, "gloo")
     reader.ask("allow", peer=PREFILL, epoch=1, pages=list(range(8)))
     reader.signal(signal.SIGSTOP)
     ticket = writer.ask("write", peer=DECODE, pages=[(i, i, i) for i in range(8)])
     time.sleep(0.2)
     assert writer.ask("finished") == []
-    begun_at = time.monotonic()
     is_first = writer.ask("detach", peer=DECODE)
     until(lambda: writer.ask("detach", peer=DECODE))
-    assert time.monotonic() - begun_at < group_backend.STALL_S / 2
     assert writer.ask("finished") == ([] if is_first else [ticket])
     assert writer.ask("counters")["bytes_by_gloo"] == 0
     reader.signal(signal.SIGCONT)

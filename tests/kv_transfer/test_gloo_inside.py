@@ -84,13 +84,13 @@ def test_forbidding_waits_for_the_copy_under_way(
 def test_withdrawing_is_a_fence_while_a_page_is_on_its_way(
     intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The late bytes of an old epoch reach nobody, whoever has the page by then."""
+    """The late bytes of an old epoch do not reach the page, whichever request has it by then."""
     intruder.announce(2, 7)
     time.sleep(0.05)
     intruder.reader.withdraw(PREFILL)
     assert intruder.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
     store.fill(2, 99)
-    monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # nobody will take them
+    monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # the reader will not take them
     with contextlib.suppress(ConnectionError):
         intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
     until(lambda: not threads("receive-pages"))

@@ -173,7 +173,7 @@ def test_a_page_that_was_lost_before_a_pair_drains_is_over() -> None:
     lost = ends.write(0)
     ends.tick()
     assert ends.writer.done() == []
-    ticket = ends.write(1)  # begun before anybody has looked
+    ticket = ends.write(1)  # begun before any poll
     assert ends.writer.detach(DECODE) is False
     assert ends.writer.done() == [lost]
     ends.tick()

@@ -132,7 +132,7 @@ def test_a_peer_is_attached_again_only_when_no_earlier_write_is_under_way(store:
 
 
 def test_a_new_offer_may_void_writes_under_way(store: MemfdStore) -> None:
-    """Told to whom the peer is draining from; else nobody would read it before that is over."""
+    """The transports from which the peer is draining are told; otherwise they would read the offer too late."""
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     a.is_draining = True
@@ -227,7 +227,7 @@ def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_rel
 
 
 def test_a_break_before_the_peers_answer_is_reported(store: MemfdStore) -> None:
-    """Else the peer would wait for grants, and nobody for it."""
+    """Otherwise the peer would wait for grants in vain."""
     _, _, (a, b), reader = both(store, "a", "b")
     connect(reader)
     b.news, a.is_over, b.is_over = [Fenced(PREFILL, 1, "broke")], True, True

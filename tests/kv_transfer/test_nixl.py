@@ -1,7 +1,4 @@
-"""How NIXL's writer asks a reader on this host to watch it, and is admitted or rejected.
-
-And who begins a write: the loop itself or the writer's thread.
-"""
+"""NIXL's writer: how a reader on its host admits and watches it, which thread begins a write, and invalidation."""
 
 import json
 import os

@@ -271,13 +271,17 @@ def test_detaching_waits_for_the_page_that_is_being_copied_only(
     reader: ShmReader, store: MemfdStore, slow: tuple[SlowStore, ShmWriter]
 ) -> None:
     source, writer = slow
-    began = time.monotonic()
-    threading.Timer(0.2, source.may_end.set).start()
-    assert writer.detach(DECODE) is True
-    assert time.monotonic() - began > 0.1
+    detached: list[bool] = []
+    detaching = threading.Thread(target=lambda: detached.append(writer.detach(DECODE)))
+    detaching.start()
+    detaching.join(0.1)
+    assert detaching.is_alive()
+    source.may_end.set()
+    detaching.join()
+    assert detached == [True]
     assert wait_for_news(reader)[0].epoch == 1
     for page in range(3):
-        store.fill(page, 99)  # someone else's by now, as the source pages are
+        store.fill(page, 99)  # in another use by now, as the source pages are
         source.fill(page, 13)
     assert attach(reader, writer, offer(reader, 2)) == ""
     writer.write(DECODE, [(3, 3)])  # after the others in the thread's queue

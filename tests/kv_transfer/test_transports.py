@@ -17,7 +17,7 @@ from support.nursery import Nursery
 from support.transport_node import GEOMETRY, NUM_PAGES, page_content
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
-#: Where the reader places the bytes, it needs nobody's word.
+#: Transports whose reader places the bytes, and so needs no word of the writer.
 PLACED = ("tcp", "gloo")
 
 

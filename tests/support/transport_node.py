@@ -68,7 +68,7 @@ class WriterEnd:
         return ""
 
     def do_write(self, peer: str, pages: list[tuple[int, int, int]], slices: int = 0) -> int:
-        """(seed, our page, the peer's page); the how-manieth slices of each, where pages are unequal"""
+        """(seed, our page, the peer's page); number of the slice pair of each, where page sizes differ"""
         size = self.store.geometry.page_bytes
         for seed, source, _ in pages:
             self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.geometry)
