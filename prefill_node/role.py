@@ -16,13 +16,13 @@ from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
     check_generate,
+    check_pages,
     check_tokens,
-    explained,
-    first_tokens,
-    prove_pages,
-    request_from,
-    resumed_request,
-    tell_if_missed,
+    decisions_message,
+    first_token_message,
+    report_missed_deadline,
+    request_from_generate,
+    request_from_resume,
 )
 from common.request import Request, RequestKey
 from common.step_plan import StepPlan, StepResult
@@ -63,13 +63,19 @@ class PrefillRole:
     """Everything a prefill node decides. See ``common.node.role.Role`` for the calls."""
 
     def __init__(
-        self, scheduler: PrefillScheduler, sender: Sender, *, cache: RadixCache, books: PageAllocator, vocab_size: int
+        self,
+        scheduler: PrefillScheduler,
+        sender: Sender,
+        *,
+        cache: RadixCache,
+        allocator: PageAllocator,
+        vocab_size: int,
     ) -> None:
         self.outbox = Outbox()
         self._scheduler = scheduler
         self._sender = sender
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._vocab_size = vocab_size
         self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -85,14 +91,14 @@ class PrefillRole:
             key = (message.rid, message.attempt)
             request = self._scheduler.requests.get(key)
             self._close(key, "aborted", "the gateway ended it")
-            tell_if_missed(self._scheduler.policy, request, now)
+            report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, GetDecisions):
-            self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
+            self.outbox.gateway.append(decisions_message(self._scheduler.decisions, message, now))
         self._settle()
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
@@ -128,7 +134,7 @@ class PrefillRole:
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
-            tell_if_missed(self._scheduler.policy, request, now)
+            report_missed_deadline(self._scheduler.policy, request, now)
         more = self._sender.pump(now)
         self._settle()
         return more
@@ -141,7 +147,7 @@ class PrefillRole:
     # ---- what follows -----------------------------------------------------------------------------------------------
 
     def _generate(self, message: Generate, now: float) -> None:
-        request = request_from(message, now)
+        request = request_from_generate(message, now)
         if request.key in self._scheduler.requests:
             return  # said twice
         self._totals["requests"] += 1
@@ -156,7 +162,7 @@ class PrefillRole:
 
     def _resume(self, peer: str, message: Resume, now: float) -> None:
         """Compute once more what a decode node has lost. It hears of every end by ``Closed``, the gateway of none."""
-        request = resumed_request(message, now)
+        request = request_from_resume(message, now)
         if request.key in self._scheduler.requests:
             return
         try:
@@ -194,7 +200,7 @@ class PrefillRole:
     def _answer_first(self, request: Request, first: FirstToken, now: float) -> None:
         self._totals["output_tokens"] += 1
         self._totals["prompt_tokens_cached"] += request.num_cached
-        self.outbox.gateway.append(first_tokens(request, first.token, first.logprobs, first.finish, now))
+        self.outbox.gateway.append(first_token_message(request, first.token, first.logprobs, first.finish, now))
 
     def _close(
         self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
@@ -249,15 +255,15 @@ class PrefillRole:
         return Load(
             num_waiting=len(self._scheduler.waiting),
             num_running=len(self._scheduler.requests) - len(self._scheduler.waiting),
-            num_free_pages=self._books.num_free,
+            num_free_pages=self._allocator.num_free,
             num_cached_pages=self._cache.num_pages,
-            num_quarantined_pages=self._books.count(Owner.QUARANTINE),
+            num_quarantined_pages=self._allocator.count(Owner.QUARANTINE),
         )
 
     def counters(self) -> dict[str, float]:
         return {**self._totals, **self._scheduler.totals(), **self._sender.counters()}
 
     def check(self) -> None:
-        prove_pages(self._books, self._cache, self._scheduler.requests.values())
+        check_pages(self._allocator, self._cache, self._scheduler.requests.values())
         self._scheduler.check()
         self._sender.check()

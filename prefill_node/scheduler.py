@@ -44,7 +44,7 @@ from prefill_node.request_state import TABLE, Event, State
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PrefillLimits:
     """Bounds of a prefill node; None means no bound.
 
     Attributes:
@@ -117,32 +117,32 @@ class PrefillScheduler:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageAllocator,
+        allocator: PageAllocator,
         *,
-        limits: Limits,
-        order: RequestOrdering,
+        limits: PrefillLimits,
+        ordering: RequestOrdering,
         eos_token_ids: Collection[int],
         is_granted: Callable[[RequestKey], bool],
     ) -> None:
-        self.policy = order.policy
+        self.policy = ordering.policy
         self.requests: dict[RequestKey, Request] = {}  # every request that may hold pages
         self.states: dict[RequestKey, State] = {}
-        self.waiting = WaitingQueue(order, cache)
+        self.waiting = WaitingQueue(ordering, cache)
         self.extending: dict[RequestKey, Request] = {}  # requests with a slot
         self.decisions = Decisions()
         self._totals: Counter[str] = Counter(
             retractions=0, preemptions=0, skipped_ahead=0, budget_tokens=0, budget_tokens_used=0
         )
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._limits = limits
-        self._order = order
+        self._ordering = ordering
         self._eos = frozenset(eos_token_ids)
         self._is_granted = is_granted
         self._deadlines = Deadlines(self.requests)
         self._first: dict[RequestKey, FirstToken] = {}  # survive a retraction
         self._slots = SlotPool(limits.max_running)
-        self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(books)
+        self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(allocator)
         self._effects: list[Effect] = []
         self._made_room_for: RequestKey = ("", 0)  # the request that pages were last taken for
 
@@ -158,7 +158,7 @@ class PrefillScheduler:
         if context is not None and len(request.prompt) >= context:
             message = f"the prompt has {len(request.prompt)} tokens, the context is {context}, output included"
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
-        capacity = self._books.num_pages * self._cache.page_size
+        capacity = self._allocator.num_pages * self._cache.page_size
         if len(request.prompt) > capacity:
             message = f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}"
             raise RequestError(ErrorCode.POOL_TOO_SMALL, message + " (--max-total-tokens)", param="prompt")
@@ -185,7 +185,7 @@ class PrefillScheduler:
         self._advance(key, Event.RELEASED)
         del self.states[key]
         self._first.pop(key, None)
-        release(self._cache, self._books, request, keep=False)  # its whole pages went to the cache chunk by chunk
+        release(self._cache, self._allocator, request, keep=False)  # its whole pages went to the cache chunk by chunk
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -195,12 +195,12 @@ class PrefillScheduler:
     @property
     def has_priorities(self) -> bool:
         """Whether priorities come before the policy's order."""
-        return self._order.rules.is_enabled
+        return self._ordering.rules.is_enabled
 
     def rank(self, key: RequestKey) -> float:
         """The order in which pages of different requests leave, lowest first."""
         request = self.requests.get(key)
-        return math.inf if request is None else -self._order.standing(request)
+        return math.inf if request is None else -self._ordering.standing(request)
 
     def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
         """Change the priority of a request, and its class unless that is None. Unknown keys are ignored."""
@@ -238,7 +238,7 @@ class PrefillScheduler:
         urgent = self._preempt(granted, now)
         adder = self._adder()
         admitted = self._fill(adder, urgent, granted, now)
-        self._order.explain(self.decisions, now)
+        self._ordering.explain(self.decisions, now)
         if not adder.chunks:
             return None
         self._totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
@@ -251,7 +251,7 @@ class PrefillScheduler:
         )
 
     def _adder(self) -> PrefillAdder:
-        num_available = self._books.num_free + self._cache.num_evictable_pages
+        num_available = self._allocator.num_free + self._cache.num_evictable_pages
         budgets = Budgets(
             total_tokens=num_available * self._cache.page_size + 1,
             input_tokens=self._limits.max_prefill_tokens,
@@ -259,12 +259,12 @@ class PrefillScheduler:
             cut=self._limits.cut,
         )
         return PrefillAdder(
-            self._cache, self._books, budgets, max_requests=self._limits.max_requests, reserve_output=False
+            self._cache, self._allocator, budgets, max_requests=self._limits.max_requests, reserve_output=False
         )
 
     def _queue(self, urgent: Request | None, now: float) -> list[Request]:
         """Extending and waiting requests in one order; ``urgent`` before all waiting ones."""
-        queue = list(self._order.merge(list(self.extending.values()), list(self.waiting.values()), now))
+        queue = list(self._ordering.merge(list(self.extending.values()), list(self.waiting.values()), now))
         if urgent is not None:
             queue.remove(urgent)
             queue.insert(next((i for i, r in enumerate(queue) if r.key in self.waiting), len(queue)), urgent)
@@ -296,9 +296,9 @@ class PrefillScheduler:
                 if not num_begun and not may_pass:
                     break
                 if self.has_priorities and (holder := sharing.waits_for(request, self._cache)):
-                    self._order.lend(request, holder, lent)
+                    self._ordering.lend(request, holder, lent)
             elif holder := sharing.waits_for(request, self._cache):
-                self._order.lend(request, holder, lent)
+                self._ordering.lend(request, holder, lent)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -322,7 +322,7 @@ class PrefillScheduler:
             self._made_room_for = ("", 0)
         self._slots.take(request)
         request.admitted_at = now
-        self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
+        self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
         self._totals["skipped_ahead"] += bool(passing)
         num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
@@ -345,19 +345,19 @@ class PrefillScheduler:
         prompt is returned if it fits only by taking pages from others, now or in an earlier plan after which they
         lingered; it is admitted first.
         """
-        urgent = max(granted, key=self._order.standing, default=None)
+        urgent = max(granted, key=self._ordering.standing, default=None)
         if urgent is not None and not self._fits(urgent):
             self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
             self._made_room_for = urgent.key
             return urgent
         if (kept := self.waiting.get(self._made_room_for)) is not None:
             return kept
-        if not self._order.rules.is_enabled or not self.waiting:
+        if not self._ordering.rules.is_enabled or not self.waiting:
             return None
         ungranted = self._ungranted()
-        if self._order.may_beat(max(map(self._order.priority, self.waiting.values())), ungranted):
-            first = self._order.most_urgent(self.waiting.values())
-            weaker = [victim for victim in ungranted if self._order.beats(first, victim)]
+        if self._ordering.may_beat(max(map(self._ordering.priority, self.waiting.values())), ungranted):
+            first = self._ordering.most_urgent(self.waiting.values())
+            weaker = [victim for victim in ungranted if self._ordering.beats(first, victim)]
             if weaker and self._sharing().waits_for(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)
         return None
@@ -366,7 +366,7 @@ class PrefillScheduler:
         """Requests that may be retracted, least urgent first."""
         states = (State.EXTENDING, State.SENDING)
         holders = [r for key, r in self.requests.items() if self.states[key] in states and not self._is_granted(key)]
-        return self._order.least_first(holders)
+        return self._ordering.least_first(holders)
 
     def _preempt_for_first(self, first: Request, weaker: list[Request], now: float) -> None:
         """Take a slot, pages, or both from less urgent requests for the first in the queue, if it lacks them."""
@@ -389,13 +389,15 @@ class PrefillScheduler:
         any sooner.
         """
         num_pages, prefix = self._needs(request)
-        num_pages -= self._books.num_lingering
-        for victim in victims_for(self._cache, self._books, num_pages=num_pages, keep=prefix, candidates=candidates):
+        num_pages -= self._allocator.num_lingering
+        for victim in victims_for(
+            self._cache, self._allocator, num_pages=num_pages, keep=prefix, candidates=candidates
+        ):
             self._retract(victim, now, reason, request)
 
     def _fits(self, request: Request) -> bool:
         num_pages, prefix = self._needs(request)
-        return has_room(self._cache, self._books, num_pages=num_pages, keep=prefix)
+        return has_room(self._cache, self._allocator, num_pages=num_pages, keep=prefix)
 
     def _needs(self, request: Request) -> tuple[int, TreeNode]:
         """Pages of a request beside those of its cached prefix, and the node at which that prefix ends."""
@@ -405,7 +407,7 @@ class PrefillScheduler:
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back and queue the request first again. Its KV stays cached while there is room."""
         self._leave_batch(request.key)
-        release(self._cache, self._books, request, keep=True)
+        release(self._cache, self._allocator, request, keep=True)
         request.output.clear()
         request.prompt_logprobs.clear()
         self._advance(request.key, Event.RETRACT)

@@ -40,7 +40,7 @@ LONGEST_WAIT_S = 1.0
 MAX_PAIRS = 1_024  # of which a node tells
 
 
-class Node:
+class EventLoop:
     """One registered process: a role, an engine, and the sockets between them and the world.
 
     Args:
@@ -126,7 +126,7 @@ class Node:
                 self._engine.submit(plan)
 
     def _check_when_idle(self) -> None:
-        """Prove the books once after each spell of work: a leak shows here, long before the pool is empty."""
+        """Prove the books of the role once after each spell of work: a leak shows here, long before the pool is empty."""
         if self._engine.is_busy:
             self._is_checked = False
         elif not self._is_checked and self._role.load().num_running == 0:

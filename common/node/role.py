@@ -51,16 +51,16 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 #: What is sampled after tokens that are only computed again is thrown away, but it must not end anything.
-THROWN_AWAY = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+DISCARDED_SAMPLING = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
 
 
-def resumed_request(message: Resume, now: float) -> Request:
+def request_from_resume(message: Resume, now: float) -> Request:
     """The prefill scheduler's view of a ``Resume``."""
     return Request(
         rid=message.rid,
         attempt=message.attempt,
         prompt=message.prompt,
-        sampling=THROWN_AWAY,
+        sampling=DISCARDED_SAMPLING,
         salt=message.cache_salt,
         priority=message.priority,
         priority_class=message.priority_class,
@@ -71,7 +71,7 @@ def resumed_request(message: Resume, now: float) -> Request:
     )
 
 
-def request_from(message: Generate, now: float) -> Request:
+def request_from_generate(message: Generate, now: float) -> Request:
     """The scheduler's view of a ``Generate`` that arrived at ``now``."""
     return Request(
         rid=message.rid,
@@ -89,7 +89,9 @@ def request_from(message: Generate, now: float) -> Request:
     )
 
 
-def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, finish: Finish, now: float) -> Tokens:
+def first_token_message(
+    request: Request, token: int, logprobs: TokenLogprobs | None, finish: Finish, now: float
+) -> Tokens:
     """What the gateway gets from the node that computed the prompt, whichever role that node has."""
     return Tokens(
         *request.key,
@@ -106,23 +108,23 @@ def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, f
     )
 
 
-def tell_if_missed(policy: Policy, request: Request | None, now: float) -> None:
+def report_missed_deadline(policy: Policy, request: Request | None, now: float) -> None:
     """A request is being ended before it is done. If that is its deadline's doing, the policy learns of it."""
     if request is not None and request.deadline_at <= now + MISSED_S:
         policy.missed(request)
 
 
-def explained(decisions: Ring, message: GetDecisions, now: float) -> Decisions:
+def decisions_message(decisions: Ring, message: GetDecisions, now: float) -> Decisions:
     """The answer to ``GetDecisions``."""
     return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)), message.number)
 
 
-def prove_pages(books: PageAllocator, cache: RadixCache, requests: Iterable[Request]) -> None:
+def check_pages(allocator: PageAllocator, cache: RadixCache, requests: Iterable[Request]) -> None:
     """Books and cache agree with themselves, and every page that belongs to a request belongs to a known one."""
-    books.check()
+    allocator.check()
     cache.check()
     num_own = sum(len(request.own) for request in requests)
-    invariant(books.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows")
+    invariant(allocator.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,5 +194,5 @@ class Role(Protocol):
         ...
 
     def check(self) -> None:
-        """Prove the books; raises ``InvariantError``."""
+        """Prove all books; raises ``InvariantError``."""
         ...

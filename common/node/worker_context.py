@@ -18,7 +18,7 @@ from common.scheduling.policies.factory import make_order
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WorkerContext:
     """What a role is built of.
 
     Attributes:
@@ -32,7 +32,7 @@ class Parts:
     config: NodeConfig
     capacity: Capacity
     pool: Any
-    books: PageAllocator
+    allocator: PageAllocator
     cache: RadixCache
     clock: Clock
     digest: str
@@ -51,7 +51,7 @@ class Parts:
         """Raises ConfigError: a variable is no such number."""
         return sharing_limits_from(self.environ)
 
-    def order(self) -> RequestOrdering:
+    def ordering(self) -> RequestOrdering:
         """The order of the role's queue. Raises ConfigError: a policy of the user's own cannot be made."""
         own_policy = load_policy(self.config.schedule_policy)
         return make_order(
@@ -59,10 +59,10 @@ class Parts:
         )
 
 
-def cache_for(config: NodeConfig, books: PageAllocator) -> RadixCache:
-    """The radix cache over these books, as the configuration wants it."""
+def make_cache(config: NodeConfig, allocator: PageAllocator) -> RadixCache:
+    """The radix cache that the configuration asks for, over these pages."""
     return RadixCache(
-        books,
+        allocator,
         config.page_size,
         is_enabled=not config.disable_radix_cache,
         eviction=config.radix_eviction_policy,

@@ -20,13 +20,13 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.node.engine_thread import EngineThread
-from common.node.event_loop import Node, listen_mailbox
+from common.node.event_loop import EventLoop, listen_mailbox
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
 from common.node.recording.format import VERSION as RECORDING_VERSION
-from common.node.recording.format import Opening
+from common.node.recording.format import RecordingHeader
 from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
 from common.node.role import Role
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
 from common.wire.address import in_url
@@ -51,7 +51,9 @@ REMEMBERED_SHAPES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACI
 POPULATE_S = 3.0
 
 
-def run(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
+def run(
+    config: NodeConfig, open_transport: Callable[[WorkerContext], Any], build_role: Callable[[WorkerContext, Any], Role]
+) -> int:
     """Serve until a signal or a refusal. Returns the exit status: 0 stopped on purpose, 1 failed, 2 refused."""
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -65,7 +67,9 @@ def run(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: 
         return 2
 
 
-def _serve(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
+def _serve(
+    config: NodeConfig, open_transport: Callable[[WorkerContext], Any], build_role: Callable[[WorkerContext, Any], Role]
+) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning("--schedule-policy %s is fcfs now, since --disable-radix-cache is set", config.schedule_policy)
     load_policy(config.schedule_policy)  # what cannot be imported is refused before the model is loaded
@@ -75,7 +79,7 @@ def _serve(config: NodeConfig, open_transport: Callable[[Parts], Any], build_rol
     try:
         if config.role == "prefill":  # a port that is taken is told of before the model is loaded, too
             listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
-        return _serve_model(config, open_transport, build_role, Door(context, incarnation, listen))
+        return _serve_model(config, open_transport, build_role, ControlEndpoint(context, incarnation, listen))
     finally:
         if listen is not None:
             listen.close()
@@ -83,7 +87,7 @@ def _serve(config: NodeConfig, open_transport: Callable[[Parts], Any], build_rol
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ControlEndpoint:
     """Where a start of a process is reached: its ZMQ context, who it is, and what a prefill node listens on."""
 
     context: "zmq.Context[zmq.Socket[bytes]]"
@@ -92,17 +96,20 @@ class Door:
 
 
 def _serve_model(
-    config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role], door: Door
+    config: NodeConfig,
+    open_transport: Callable[[WorkerContext], Any],
+    build_role: Callable[[WorkerContext, Any], Role],
+    door: ControlEndpoint,
 ) -> int:
     model, executor, capacity = _load(config)
-    parts = _parts(config, model, executor, capacity, door.incarnation)
-    transport = open_transport(parts)
-    recorder = start_recording(parts, transport) if config.record else None
-    role = build_role(parts, transport if recorder is None else RecordedTransport(transport, recorder))
+    worker = _worker_context(config, model, executor, capacity, door.incarnation)
+    transport = open_transport(worker)
+    recorder = start_recording(worker, transport) if config.record else None
+    role = build_role(worker, transport if recorder is None else RecordedTransport(transport, recorder))
     if recorder is not None:
         role = RecordedRole(role, recorder)
     engine = EngineThread(executor)
-    node = Node(
+    node = EventLoop(
         role,
         engine,
         register=lambda: _register(config, model, capacity, role, listen=door.listen),
@@ -110,7 +117,7 @@ def _serve_model(
         context=door.context,
         incarnation=door.incarnation,
         listen=door.listen,
-        clock=parts.clock,
+        clock=worker.clock,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: node.stop())
@@ -125,16 +132,16 @@ def _serve_model(
             recorder.close()
 
 
-def _parts(
+def _worker_context(
     config: NodeConfig, model: "ModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
-) -> Parts:
-    books = PageAllocator(capacity.num_pages)
-    return Parts(
+) -> WorkerContext:
+    allocator = PageAllocator(capacity.num_pages)
+    return WorkerContext(
         config=config,
         capacity=capacity,
         pool=executor.pool,
-        books=books,
-        cache=cache_for(config, books),
+        allocator=allocator,
+        cache=make_cache(config, allocator),
         clock=MonotonicClock(),
         digest=model.identity,
         incarnation=incarnation,
@@ -143,7 +150,7 @@ def _parts(
     )
 
 
-def _until_stopped(node: Node) -> int:
+def _until_stopped(node: EventLoop) -> int:
     """Returns the exit status. Everybody has his answer then, and every socket is closed."""
     status, reason = 0, "the node is stopping"
     try:
@@ -162,13 +169,13 @@ def _until_stopped(node: Node) -> int:
     return status
 
 
-def start_recording(parts: Parts, transport: Any) -> Recorder:
+def start_recording(worker: WorkerContext, transport: Any) -> Recorder:
     """The recording that the configuration asks for; its first frame says what the role is built from.
 
     Raises:
         ConfigError: the file cannot be made.
     """
-    config = parts.config
+    config = worker.config
     assert config.record is not None
     try:
         recorder = Recorder(config.record)
@@ -176,17 +183,17 @@ def start_recording(parts: Parts, transport: Any) -> Recorder:
         raise ConfigError(f"--record {config.record} cannot be made: {error.strerror}") from error
     log.warning("recording into %s, prompts included", recorder.path)
     recorder.note(
-        Opening(
+        RecordingHeader(
             version=RECORDING_VERSION,
             role=config.role,
             config=plain_config(config),
-            environ=read_environ(parts.environ),
-            capacity=parts.capacity,
-            geometry=Geometry.of(parts.pool.geometry),
-            digest=parts.digest,
-            incarnation=parts.incarnation,
-            vocab_size=parts.vocab_size,
-            eos_token_ids=parts.eos_token_ids,
+            environ=read_environ(worker.environ),
+            capacity=worker.capacity,
+            geometry=Geometry.of(worker.pool.geometry),
+            digest=worker.digest,
+            incarnation=worker.incarnation,
+            vocab_size=worker.vocab_size,
+            eos_token_ids=worker.eos_token_ids,
             transport=transport.name,
             transports=tuple(transport.names),
         )

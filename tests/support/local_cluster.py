@@ -162,7 +162,7 @@ class LocalCluster:
         executor, eos = self._load(num_pages, page_size)
         books = PageAllocator(num_pages)
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
-        limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
+        limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else ChoosingWriter([transport])
         sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
@@ -170,12 +170,15 @@ class LocalCluster:
             cache,
             books,
             limits=self._with_limits(limits),
-            order=self._order(cache),
+            ordering=self._order(cache),
             eos_token_ids=eos,
             is_granted=sender.is_granted,
         )
         return Member(
-            name, PrefillRole(scheduler, sender, cache=cache, books=books, vocab_size=VOCAB_SIZE), executor, transport
+            name,
+            PrefillRole(scheduler, sender, cache=cache, allocator=books, vocab_size=VOCAB_SIZE),
+            executor,
+            transport,
         )
 
     def _decode_node(self, name: str, num_pages: int) -> Member:
@@ -190,7 +193,7 @@ class LocalCluster:
             cache,
             books,
             limits=self._with_limits(
-                decode.Limits(
+                decode.DecodeLimits(
                     self._max_running,
                     self._max_queued,
                     chunk_tokens=self._chunk,
@@ -198,13 +201,18 @@ class LocalCluster:
                     is_retracted_by_priority=self._rules is not None,
                 )
             ),
-            order=self._order(cache),
+            ordering=self._order(cache),
             ratio=NewTokenRatio(constants_from({}), self._conservativeness),
             eos_token_ids=eos,
             is_connected=receiver.is_connected,
         )
         role = DecodeRole(
-            scheduler, receiver, cache=cache, books=books, vocab_size=VOCAB_SIZE, stream_interval=self._stream_interval
+            scheduler,
+            receiver,
+            cache=cache,
+            allocator=books,
+            vocab_size=VOCAB_SIZE,
+            stream_interval=self._stream_interval,
         )
         return Member(name, role, executor, transport)
 

@@ -1,7 +1,7 @@
 """A recording of a node as a file: what its pure core was told, what its transport told it, and what it planned.
 
 Frames of MessagePack, each behind its length (4 bytes, little endian), in the order in which things happened; the first
-is ``Opening``. Read strictly: unknown fields, wrong types, oversized frames are refused. A node that was killed leaves
+is ``RecordingHeader``. Read strictly: unknown fields, wrong types, oversized frames are refused. A node that was killed leaves
 a frame cut short at the end, which ends the reading and is no error.
 """
 
@@ -31,7 +31,7 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     """Base of all frames. ``now``: seconds of the node's clock."""
 
 
-class Opening(Frame, frozen=True, tag="opening"):
+class RecordingHeader(Frame, frozen=True, tag="opening"):
     """Everything that the role was built from. Secrets are left out."""
 
     version: int
@@ -48,12 +48,12 @@ class Opening(Frame, frozen=True, tag="opening"):
     transports: tuple[str, ...]
 
 
-class FromTheGateway(Frame, frozen=True, tag="gateway"):
+class GatewayMessage(Frame, frozen=True, tag="gateway"):
     now: float
     message: FromGateway
 
 
-class FromAPeer(Frame, frozen=True, tag="peer"):
+class PeerMessage(Frame, frozen=True, tag="peer"):
     now: float
     peer: str
     message: FromDecode | FromPrefill
@@ -87,7 +87,7 @@ class Stopped(Frame, frozen=True, tag="stop"):
     message: str
 
 
-class News(Frame, frozen=True, tag="news"):
+class TransportResult(Frame, frozen=True, tag="news"):
     """What a call of the transport returned, if that was not the usual: the ``call``-th of this method, from 0."""
 
     method: str
@@ -95,10 +95,21 @@ class News(Frame, frozen=True, tag="news"):
     result: msgspec.Raw
 
 
-Happened = Opening | FromTheGateway | FromAPeer | PeerLost | GatewayLost | Planned | Committed | Ticked | Stopped | News
+AnyFrame = (
+    RecordingHeader
+    | GatewayMessage
+    | PeerMessage
+    | PeerLost
+    | GatewayLost
+    | Planned
+    | Committed
+    | Ticked
+    | Stopped
+    | TransportResult
+)
 
 encode = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[Happened] = msgspec.msgpack.Decoder(Happened)
+_decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
 
 
 def write_frame(file: IO[bytes], frame: Frame) -> None:
@@ -109,8 +120,8 @@ def write_frame(file: IO[bytes], frame: Frame) -> None:
     file.write(_LENGTH.pack(len(content)) + content)
 
 
-def read_frames(path: str) -> Iterator[Happened]:
-    """The frames of a recording, in order; the first is an ``Opening`` of our version.
+def read_frames(path: str) -> Iterator[AnyFrame]:
+    """The frames of a recording, in order; the first is an ``RecordingHeader`` of our version.
 
     Raises:
         RecordingError: it cannot be read; says which frame.
@@ -119,7 +130,7 @@ def read_frames(path: str) -> Iterator[Happened]:
         with Path(path).open("rb") as file:
             number = 0
             while (frame := _read_frame(file, path, number)) is not None:
-                if number == 0 and not isinstance(frame, Opening):
+                if number == 0 and not isinstance(frame, RecordingHeader):
                     raise RecordingError(f"{path} does not begin as a recording does")
                 yield frame
                 number += 1
@@ -129,7 +140,7 @@ def read_frames(path: str) -> Iterator[Happened]:
         raise RecordingError(f"{path} holds nothing")
 
 
-def _read_frame(file: IO[bytes], path: str, number: int) -> Happened | None:
+def _read_frame(file: IO[bytes], path: str, number: int) -> AnyFrame | None:
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -143,7 +154,7 @@ def _read_frame(file: IO[bytes], path: str, number: int) -> Happened | None:
         frame = _decoder.decode(content)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordingError(f"{path}, frame {number}: {error}") from error
-    if isinstance(frame, Opening) and frame.version != VERSION:
+    if isinstance(frame, RecordingHeader) and frame.version != VERSION:
         raise RecordingError(f"{path} is of version {frame.version}, this program reads {VERSION}")
     return frame
 

@@ -33,7 +33,7 @@ MAX_WAITING = 100_000
 CLOSE_S = 5.0
 
 #: What calls of a transport usually return, and need not be written then. Calls that are not named here tell nothing.
-USUAL: dict[str, Any] = {
+DEFAULT_RESULTS: dict[str, Any] = {
     "attach": None,
     "poll": [],
     "write": ...,
@@ -117,7 +117,7 @@ class RecordedTransport:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._transport, name)
-        if name not in USUAL:
+        if name not in DEFAULT_RESULTS:
             return found
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -128,7 +128,7 @@ class RecordedTransport:
             except BatonError as error:  # only attaching raises
                 self._note(name, number, str(error))
                 raise
-            if result != USUAL[name]:
+            if result != DEFAULT_RESULTS[name]:
                 self._note(name, number, result)
             return result
 
@@ -136,7 +136,7 @@ class RecordedTransport:
         return call
 
     def _note(self, name: str, number: int, result: Any) -> None:
-        self._recorder.note(frames.News(name, number, msgspec.Raw(frames.encode(result))))
+        self._recorder.note(frames.TransportResult(name, number, msgspec.Raw(frames.encode(result))))
 
 
 class RecordedRole:
@@ -152,11 +152,11 @@ class RecordedRole:
         return getattr(self._role, name)  # what is only asked
 
     def on_gateway(self, message: Message, now: float) -> None:
-        self._note(frames.FromTheGateway(now, message))  # type: ignore[arg-type]  # whatever arrived, was one of these
+        self._note(frames.GatewayMessage(now, message))  # type: ignore[arg-type]  # whatever arrived, was one of these
         self._role.on_gateway(message, now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
-        self._note(frames.FromAPeer(now, peer, message))  # type: ignore[arg-type]  # likewise
+        self._note(frames.PeerMessage(now, peer, message))  # type: ignore[arg-type]  # likewise
         self._role.on_peer(peer, message, now)
 
     def gateway_lost(self, now: float) -> None:

@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.node.memory_plan import Capacity
 from common.node.recording import format as frames
 from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, config_from, plain_config
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.node.worker_main import start_recording
 from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import sharing_limits_from
@@ -35,7 +35,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
 from scripts.simulator.replay import replay
 
-OPENING = frames.Opening(
+OPENING = frames.RecordingHeader(
     version=frames.VERSION,
     role="decode",
     config=plain_config(NodeConfig(role="decode")),
@@ -78,7 +78,7 @@ def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
 
 def test_frames_come_back_as_they_went(tmp_path: Path) -> None:
     plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
-    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.FromTheGateway(2.0, Abort("r", 0))]
+    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
     assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
 
 
@@ -187,8 +187,12 @@ def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
     assert (transport.write("p", []), transport.files(), transport.name) == (41, (3,), "t")
     recorder.close()
     _, done, write = frames.read_frames(recorder.path)
-    assert isinstance(done, frames.News) and (done.method, done.call, bytes(done.result)) == ("done", 2, b"\x91\x07")
-    assert isinstance(write, frames.News) and (write.method, write.call) == ("write", 0)
+    assert isinstance(done, frames.TransportResult) and (done.method, done.call, bytes(done.result)) == (
+        "done",
+        2,
+        b"\x91\x07",
+    )
+    assert isinstance(write, frames.TransportResult) and (write.method, write.call) == ("write", 0)
 
 
 def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) -> None:
@@ -197,12 +201,12 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
     capacity = Capacity(num_slots=4, num_pages=14, max_queued=99, chunk_tokens=8)
     executor = FakeExecutor(capacity.num_pages, config.page_size, capacity.num_slots)
     books = PageAllocator(capacity.num_pages)
-    parts = Parts(
+    parts = WorkerContext(
         config=config,
         capacity=capacity,
         pool=executor.pool,
-        books=books,
-        cache=cache_for(config, books),
+        allocator=books,
+        cache=make_cache(config, books),
         clock=ManualClock(),
         digest="d",
         incarnation="i" * 16,
@@ -285,7 +289,7 @@ def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Pa
         assert found.returncode == 0, found.stdout + found.stderr
         assert found.stdout.startswith("identical: ")
         told = list(frames.read_frames(str(tmp_path / name)))
-        assert sum(isinstance(f, frames.FromTheGateway) and isinstance(f.message, Abort) for f in told) >= 4
+        assert sum(isinstance(f, frames.GatewayMessage) and isinstance(f.message, Abort) for f in told) >= 4
     _spoil_and_replay(tmp_path / "decode-0")
 
 

@@ -19,11 +19,11 @@ from common.errors import ConfigError
 from common.finish_reason import finish_reason
 from common.node import worker_main as process
 from common.node.engine_thread import EngineThread
-from common.node.event_loop import Node, listen_mailbox
+from common.node.event_loop import EventLoop, listen_mailbox
 from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
 from common.node.outbox import Outbox
 from common.node.role import Load
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Connect, Generate, Peer, Ping
@@ -169,7 +169,7 @@ class Watched:
         self.plans = [plan(1)]
         self.is_committed = False
         self.seen: tuple[int, bool] | None = None
-        self.node: Node | None = None
+        self.node: EventLoop | None = None
 
     def plan(self, now: float) -> StepPlan | None:
         return self.plans.pop() if self.plans else None
@@ -201,7 +201,7 @@ def test_what_a_step_came_to_goes_out_and_the_next_one_begins_before_pages_are_m
     engine.may_run.set()
     thread = EngineThread(engine)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    node = Node(
+    node = EventLoop(
         role, thread, register=lambda: None, gateway="127.0.0.1:1", context=context, incarnation="n" * 32,
         listen=None, clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
@@ -237,8 +237,8 @@ def test_a_node_to_which_nobody_gave_a_name_has_one_for_all() -> None:
     """The gateway knows it by the same one as prefill nodes, whose errors say between whom pages did not travel."""
     config, store = NodeConfig(role="decode"), MemfdStore(8)
     books = PageAllocator(8)
-    parts = Parts(
-        config=config, capacity=Capacity(2, 8, 2, None), pool=store, books=books, cache=cache_for(config, books),
+    parts = WorkerContext(
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, books=books, cache=make_cache(config, books),
         clock=MonotonicClock(), digest="d", incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, InProcessReader(Wire(), store))
