@@ -1,4 +1,4 @@
-"""``python -m decode_node``: one decode node, dialling the gateway until it is told to stop."""
+"""``python -m decode_node``: runs one decode node until it is stopped."""
 
 import sys
 
@@ -22,7 +22,7 @@ def open_transport(context: WorkerContext) -> ReaderTransport:
 
 
 def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
-    """The role and its transfer endpoint, over the pool of the process."""
+    """Build the role with its scheduler and its end of the transfer plane."""
     config, capacity = context.config, context.capacity
     limits = DecodeLimits(
         max_running=capacity.num_slots,

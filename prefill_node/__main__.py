@@ -1,4 +1,4 @@
-"""``python -m prefill_node``: one prefill node, dialling the gateway until it is told to stop."""
+"""``python -m prefill_node``: runs one prefill node until it is stopped."""
 
 import sys
 
@@ -21,7 +21,7 @@ def open_transport(context: WorkerContext) -> WriterTransport:
 
 
 def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
-    """The role and its transfer endpoint, over the pool of the process."""
+    """Build the role with its scheduler and its end of the transfer plane."""
     config, capacity = context.config, context.capacity
     limits = PrefillLimits(
         max_running=capacity.num_slots,

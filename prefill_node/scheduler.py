@@ -193,6 +193,15 @@ class PrefillScheduler:
         return effects
 
     @property
+    def num_waiting(self) -> int:
+        """Requests without pages."""
+        return len(self.waiting)
+
+    def is_closing(self, key: RequestKey) -> bool:
+        """Whether the request has ended, and only its pages are still here."""
+        return self.states[key] is State.CLOSING
+
+    @property
     def has_priorities(self) -> bool:
         """Whether priorities come before the policy's order."""
         return self._ordering.rules.is_enabled

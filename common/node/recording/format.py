@@ -1,8 +1,8 @@
 """The file format of a recording: every event of a role, every result of its transport, and every plan.
 
 A recording is a sequence of MessagePack frames, each behind its length (4 bytes, little endian), in the order of the
-events. The first frame is a ``RecordingHeader``. Reading is strict: it refuses unknown fields, wrong types and oversized
-frames. A node that was killed leaves a truncated frame at the end, which ends the reading and is not an error.
+events. The first frame is a ``RecordingHeader``. Reading refuses unknown fields, wrong types and oversized frames.
+A node that was killed leaves a truncated frame at the end, which ends the reading and is not an error.
 """
 
 import os
