@@ -43,8 +43,8 @@ from common.wire.messages import (
 from kv_transfer.send.sender import Reason, Sender
 from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted
 
-#: Monotonic totals of the role itself. ``overlapped_transfers`` counts those of the ``chunked_requests`` whose first page
-#: was delivered before their last chunk began.
+#: Monotonic totals of the role itself. ``overlapped_transfers`` counts the ``chunked_requests`` whose first page was
+#: delivered before their last chunk began.
 COUNTERS = (
     "requests",
     "failed_requests",

@@ -119,7 +119,7 @@ class Node:
                 if request.output:
                     self.scheduler.abort(key)
                     self.scheduler.release(key)
-            self.submit(self.requests(self._num_waiting - len(self.scheduler.waiting)))
+            self.submit(self.requests(self._num_waiting - self.scheduler.num_waiting))
             yield planned, committed
 
     def _plan(self, now: float) -> None:
