@@ -64,14 +64,14 @@ def test_without_mixing_chunks_and_decode_rows_take_turns() -> None:
     assert [node.step() for _ in range(7)] == [(0, 1), (8, 0), (0, 1), (8, 0), (0, 1), (4, 0), (0, 2)]
 
 
-def test_without_mixing_chunks_go_on_while_nothing_decodes() -> None:
+def test_without_mixing_chunks_follow_one_another_while_nothing_decodes() -> None:
     node = Node(is_mixed=False)
     node.submit("a", 20)
     assert [node.step() for _ in range(4)] == [(8, 0), (8, 0), (4, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("is_mixed", [True, False])
-def test_everybody_ends_either_way(is_mixed: bool) -> None:
+def test_every_request_ends_with_and_without_mixing(is_mixed: bool) -> None:
     node = Node(is_mixed=is_mixed)
     for number, length in enumerate((3, 30, 17, 9), start=1):
         node.submit("r" * number, length, new=5 + number)

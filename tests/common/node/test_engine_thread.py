@@ -42,7 +42,7 @@ def is_readable(thread: EngineThread) -> bool:
     return bool(select.select([thread.fileno()], [], [], 0)[0])
 
 
-def test_a_result_may_be_taken_before_its_wake_up_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_may_be_taken_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
     write, written = os.eventfd_write, []
 
     def late(descriptor: int, value: int) -> None:
@@ -65,7 +65,7 @@ def test_a_result_may_be_taken_before_its_wake_up_was_given(monkeypatch: pytest.
     thread.close()
 
 
-def test_only_the_time_inside_of_steps_counts_as_busy() -> None:
+def test_only_time_inside_steps_counts_as_busy() -> None:
     engine = Engine(0.05)
     thread = EngineThread(engine)
     for step in range(2):
@@ -76,7 +76,7 @@ def test_only_the_time_inside_of_steps_counts_as_busy() -> None:
     thread.close()
 
 
-def test_what_the_executor_raises_is_raised_where_results_are_taken() -> None:
+def test_an_exception_of_the_executor_is_raised_by_take() -> None:
     engine = Engine()
     engine.error = ValueError("no such page")
     thread = EngineThread(engine)

@@ -58,7 +58,7 @@ def written(path: Path, *parts: frames.Frame) -> str:
     return str(path)
 
 
-def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
+def test_a_recording_holds_every_variable_that_a_role_reads() -> None:
     class Environ(dict[str, str]):
         """Notes what is looked up."""
 
@@ -76,13 +76,13 @@ def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
     assert environ.asked == set(SCHEDULING_VARIABLES)
 
 
-def test_frames_come_back_as_they_went(tmp_path: Path) -> None:
+def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
     plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
     told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
     assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
 
 
-def test_a_frame_that_was_cut_short_ends_the_reading(tmp_path: Path) -> None:
+def test_a_truncated_frame_ends_the_reading(tmp_path: Path) -> None:
     path = tmp_path / "f"
     written(path, OPENING, frames.Ticked(1.0), frames.Ticked(2.0))
     whole = path.read_bytes()
@@ -100,7 +100,7 @@ def test_a_frame_that_was_cut_short_ends_the_reading(tmp_path: Path) -> None:
         (b"\x07\x00\x00\x00\x92\xa4tick\x01", "does not begin with a header"),
     ],
 )
-def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
     with pytest.raises(frames.RecordingError, match=sentence):
@@ -108,7 +108,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, sentenc
     assert main(["--replay", str(path)]) == 1
 
 
-def test_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
     import msgspec
 
     path = written(tmp_path / "f", msgspec.structs.replace(OPENING, version=frames.VERSION + 1))
@@ -116,18 +116,18 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
         list(frames.read_frames(path))
 
 
-def test_a_configuration_comes_back_as_it_was_but_for_secrets() -> None:
+def test_a_recorded_configuration_lacks_only_secrets() -> None:
     config = NodeConfig(role="decode", priority_classes=("high:8", "low:1"), page_size=4)
     assert config_from(plain_config(config)) == config
     assert "s3cret" not in str(plain_config(NodeConfig(role="decode", cluster_key="s3cret")))
 
 
-def test_checksums_of_pages_cannot_be_recorded() -> None:
+def test_recording_with_page_checksums_is_refused() -> None:
     with pytest.raises(ConfigError, match="--record and --kv-checksum exclude each other"):
         NodeConfig(role="decode", record="x", kv_checksum=True)
 
 
-def test_a_recording_is_private_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_recording_is_private_and_overwrites_no_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("mine")
     recorder = Recorder(str(tmp_path / "f"))
     recorder.note(OPENING)
@@ -150,7 +150,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     recorder.note(OPENING)
 
 
-def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_word(
+def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_log_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -164,7 +164,7 @@ def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_word(
     assert "unforeseen" in caplog.text
 
 
-def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
+def test_only_unusual_results_of_a_transport_are_recorded(tmp_path: Path) -> None:
     class Transport:
         name = "t"
 
