@@ -1,4 +1,4 @@
-"""Priorities on a decode node: for pages, for rows, inside a batch, in retraction; what room is kept for outputs."""
+"""Priorities on a decode node decide about pages, slots, rows and retractions; room is kept for outputs."""
 
 from collections import Counter
 
@@ -95,7 +95,7 @@ def test_a_paused_request_continues_where_it_was_with_its_history() -> None:
 def test_as_many_requests_are_retracted_as_needed_least_urgent_first() -> None:
     node = Node(num_pages=13)
     for rid, priority in (("middle", 1), ("low", 0), ("lower", 0)):
-        node.run_in(rid, 12, priority, new=40)  # four pages each with what grows
+        node.run_in(rid, 12, priority, new=40)  # four pages each with the output
     node.submit("urgent", 24, 9)
     node.step()
     assert node.granted[-1] == "urgent"
@@ -136,7 +136,7 @@ def test_the_victim_when_the_batch_outgrows_the_pool(rules: PriorityRules, victi
     node.run_in("new", 8, 1, new=30)
     while not node.places.retracted:
         node.step()
-    # The least urgent, or the one with the shorter output, whose loss costs less.
+    # The least urgent request, or the one with the shorter output.
     assert [key[0] for key in node.places.retracted] == [victim]
 
 
@@ -164,7 +164,9 @@ def test_the_new_token_ratio_set_by_a_retraction_falls_from_the_next_step_on() -
         before = ratio.value
         node.step()
     [stays] = node.places.running.values()
-    assert ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before  # its token of this step came after
+    assert (
+        ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before
+    )  # the ratio was set before this step's token
     before = ratio.value
     node.step()
     assert ratio.value == pytest.approx(before - 0.005)
@@ -221,7 +223,7 @@ def test_received_requests_without_a_slot_do_not_hold_up_a_more_urgent_transfer(
     node.run_in("busy", 8, 5, new=30)
     node.submit("low", 8, 0)
     assert node.grant() == ["low"]
-    node.receive("low")  # it is here, and there is no row
+    node.receive("low")  # it is here, and no slot is free
     node.submit("equal", 8, 0)
     assert node.grant() == []
     node.submit("urgent", 8, 9)
@@ -234,7 +236,7 @@ def test_a_changed_priority_takes_effect_at_once() -> None:
     node.submit("a", 12, 1)
     node.submit("b", 12, 0)
     node.scheduler.reprioritize(("b", 0), 2, node.now)
-    node.scheduler.reprioritize(("nobody", 0), 2, node.now)
+    node.scheduler.reprioritize(("unknown", 0), 2, node.now)
     assert node.run() == ["busy", "b", "a"]
 
 

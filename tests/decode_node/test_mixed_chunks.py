@@ -1,4 +1,4 @@
-"""Chunks that a decode node computes: in the same steps as its decode rows, or in turns with them."""
+"""A decode node computes chunks in the same steps as its decode rows, or in turns with them."""
 
 import pytest
 

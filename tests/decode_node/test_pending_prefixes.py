@@ -1,4 +1,4 @@
-"""Who waits on a decode node for a prefix that is being received for another, and what others may take meanwhile."""
+"""A request on a decode node waits for a prefix that is being received for another request."""
 
 from support.lone_nodes import PAGE, DecodeNode
 

@@ -1,4 +1,4 @@
-"""How requests that a decode node has retracted come back: from its cache, computed here, or by a prefill node."""
+"""A retracted request comes back from the cache, by computing here, or from a prefill node."""
 
 import pytest
 from support.lone_nodes import PAGE

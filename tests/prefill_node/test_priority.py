@@ -1,4 +1,4 @@
-"""Priorities on a prefill node: in the queue, between chunks, for slots and for pages, and who inherits them."""
+"""Priorities on a prefill node decide about the queue, chunks, slots and pages, and are inherited."""
 
 import pytest
 from support.lone_nodes import PrefillNode as Node
@@ -32,7 +32,7 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_two_of_its_chunks() -> No
     assert node.step() == [("urgent", 4), ("long", 4)]
     assert (node.scheduler.totals()["budget_tokens"], node.scheduler.totals()["budget_tokens_used"]) == (24, 24)
     assert node.run() == ["urgent", "long"]
-    assert node.scheduler.totals()["preemptions"] == 0, "nobody had to give anything up"
+    assert node.scheduler.totals()["preemptions"] == 0, "no request had to be retracted"
 
 
 def test_an_equal_prompt_does_not_overtake() -> None:
@@ -94,7 +94,7 @@ def test_a_prompt_that_lacks_both_takes_a_slot_first_and_no_more_pages_than_it_n
     node = Node(num_pages=12, slots=1)
     node.submit("weak", 16)
     for _ in range(2):
-        node.step(is_sent=False)  # four pages, and no slot any more
+        node.step(is_sent=False)  # four pages, and its slot is free again
     node.submit("slow", 24, 1)
     node.step()
     node.submit("urgent", 32, 50)
@@ -133,14 +133,14 @@ def test_a_prompt_inherits_the_priority_of_a_prompt_that_waits_for_its_prefix() 
     node.step()
     node.submit("middle", 16, 5)
     urgent = node.submit("urgent", 72, 9, first=shared)
-    assert node.step() == [("middle", 8)]  # that urgent waits for low is found out now
+    assert node.step() == [("middle", 8)]  # this plan finds that urgent waits for low
     for _ in range(2):
         assert low.inherited_priority == urgent.priority
         assert node.step() == [("low", 8)]
     node.scheduler.abort(urgent.key)
     node.scheduler.release(urgent.key)
     node.step()
-    assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
+    assert low.inherited_priority == LOWEST_PRIORITY, "no request waits for it any more"
     assert node.run() == ["middle", "low"]
 
 
@@ -162,7 +162,7 @@ def test_a_changed_priority_takes_effect_in_the_next_step() -> None:
     node.submit("b", 32, 1)
     assert node.step() == [("a", 8)]
     node.scheduler.reprioritize(("b", 0), 2, node.now)
-    node.scheduler.reprioritize(("nobody", 0), 2, node.now)
+    node.scheduler.reprioritize(("unknown", 0), 2, node.now)
     assert node.step() == [("b", 8)]
     assert node.run() == ["b", "a"]
 
@@ -213,7 +213,7 @@ def test_no_prompt_overtakes_a_granted_one_that_does_not_fit() -> None:
         node.granted.add(request.key)
     node.step(is_sent=False)
     node.submit("small", 4)
-    assert node.step() == [], "what is free is for the one whose pages a decode node holds already"
+    assert node.step() == [], "free pages are for the prompt whose pages a decode node has granted"
 
 
 def test_being_overtaken_counts_from_zero_after_an_admission() -> None:

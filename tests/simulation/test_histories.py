@@ -257,7 +257,7 @@ def test_a_request_that_outgrows_the_pool_ends_alone() -> None:
 
 
 def test_a_request_retracted_for_a_local_prompt_does_not_get_its_pages_back_first() -> None:
-    """It was granted them anew at once, and gave way again, for ever."""
+    """It was granted them again at once, and retracted again, for ever."""
     cluster = LocalCluster(
         page_size=4, decode_pages=8, conservativeness=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
@@ -290,7 +290,7 @@ def test_pages_granted_to_a_refused_resume_can_be_granted_again() -> None:
 
 
 def test_a_request_that_is_as_urgent_by_ageing_is_not_retracted() -> None:
-    """Retracted, it would come before the one that it made room for: granted anew, retracted again, for ever."""
+    """Retracted, it would come before the request that it made room for, and be retracted again, for ever."""
     rules = PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1000.0)
     cluster = LocalCluster(page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0, rules=rules)
     old = cluster.submit("old", prompt_of(12), sampling(6))

@@ -1,4 +1,4 @@
-"""Whole prefill and decode nodes in one process, stepped by hand: real roles, schedulers, caches, sessions and engines.
+"""Prefill and decode nodes in one process, stepped by hand, with real roles, schedulers, caches and transfer sessions.
 
 Only sockets and the clock are missing. Messages are carried over between steps (between plan and commit too, as happens
 in a node whose engine runs in a thread), pages over an in-process wire, and the books of every node are proved after
@@ -52,7 +52,7 @@ class Member:
 
 @dataclass(slots=True)
 class Answer:
-    """What the client of one request has got."""
+    """The answer to one request, as far as it has arrived."""
 
     legs: list[Member]
     tokens: dict[int, int] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class LocalCluster:
         priority: int = 0,
         **others: Any,
     ) -> Answer:
-        """Send one request to a pair of nodes, decode first; or to a decode node alone."""
+        """Send a request to a pair of nodes, decode node first, or to a decode node alone."""
         decode = self.decode[pair[1]]
         prefill = None if pair[0] is None else self.prefill[pair[0]]
         legs = [decode] if prefill is None else [prefill, decode]
@@ -256,7 +256,7 @@ class LocalCluster:
         return answer
 
     def tell(self, member: Member, message: Message) -> None:
-        """The gateway says something to a node."""
+        """Deliver a message of the gateway to a node."""
         if member.is_alive:
             member.role.on_gateway(message, self.clock.now())
 
@@ -265,7 +265,7 @@ class LocalCluster:
             self.tell(leg, Abort(rid, 0))
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
-        """As kill -9. The others notice, and its requests fail, as the gateway would see to."""
+        """End a node as kill -9 does. The other nodes notice, and its requests fail, as the gateway would have it."""
         member.is_alive = False
         member.plans.clear()
         if member in self.prefill:
@@ -279,7 +279,7 @@ class LocalCluster:
                 other.role.peer_lost(member.name, self.clock.now())
 
     def replace(self, member: Member, num_pages: int) -> Member:
-        """A fresh node takes the place of a dead one."""
+        """Put a new node in the place of a dead one."""
         nodes = self.prefill if member in self.prefill else self.decode
         self.num_starts += 1
         name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, ".")
@@ -288,7 +288,7 @@ class LocalCluster:
         return fresh
 
     def run(self, max_steps: int = 20_000) -> None:
-        """Until every answer is over."""
+        """Step until every answer is over."""
         for _ in range(max_steps):
             if all(answer.is_over for answer in self.answers.values()):
                 return
@@ -298,11 +298,11 @@ class LocalCluster:
         )
 
     def settle(self, num_steps: int = 10) -> None:
-        """A few more steps, so that what is said last is heard."""
+        """A few more steps, so that the last messages arrive."""
         for _ in range(num_steps):
             self.step()
 
-    # ---- one step of everybody --------------------------------------------------------------------------------------
+    # ---- one step of every node -------------------------------------------------------------------------------------
 
     def step(self) -> None:
         self.clock.advance(0.001)
@@ -321,13 +321,13 @@ class LocalCluster:
         self.check()
 
     def plan(self, member: Member) -> None:
-        """Plan one step more, if the node has something to compute."""
+        """Plan one more step, if the node has anything to compute."""
         member.is_planned_out = (plan := member.role.plan(self.clock.now())) is None
         if plan is not None:
             member.plans.append(plan)
 
     def is_due(self, member: Member) -> bool:
-        """Whether the oldest step is to be committed before another is planned."""
+        """Whether the oldest step must be committed before another is planned."""
         return len(member.plans) >= self.num_outstanding or member.is_planned_out
 
     def commit(self, member: Member) -> None:

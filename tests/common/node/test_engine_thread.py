@@ -1,4 +1,4 @@
-"""The engine's thread hands every result over once, and wakes nobody for nothing."""
+"""The engine thread hands every result over once, with one wake-up."""
 
 import os
 import select
@@ -11,7 +11,7 @@ from common.step_plan import StepPlan, StepResult
 
 
 class Engine:
-    """Computes nothing, in ``seconds``, or raises what it is told to; and knows what it took, in ``spent_s``."""
+    """An executor that takes ``seconds`` for a step, or raises; ``spent_s`` is the time that it took."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.error: Exception | None = None

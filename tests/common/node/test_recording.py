@@ -1,4 +1,4 @@
-"""What a node records is what it did: replayed in another process, it plans the same, byte for byte."""
+"""A recording holds what a node did; a replay in another process makes the same plans, byte for byte."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What stands around a role: how much a node holds, the engine's thread, when an output ends."""
+"""The node process: its sizes, its engine thread and its event loop."""
 
 import os
 import platform
@@ -114,7 +114,7 @@ def test_a_port_in_use_is_refused_by_flag_and_leaves_no_socket() -> None:
 
 
 class Engine:
-    """Computes nothing, when it is told to."""
+    """An executor whose steps end when the test says so."""
 
     def __init__(self) -> None:
         self.may_run = threading.Event()
@@ -160,7 +160,7 @@ def test_an_exception_of_the_engine_is_raised_in_the_loop() -> None:
 
 
 class Watched:
-    """A role whose tick after its first step notes what had not gone out by then, and whether the next had begun."""
+    """A role whose tick after the first step records what was unsent, and whether the next step had started."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
@@ -204,7 +204,7 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
         endpoint=ControlEndpoint(context, "n" * 32, None), clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node
-    os.eventfd_write(node._wake, 1)  # nothing else would wake it
+    os.eventfd_write(node._wake, 1)  # the only wake-up
     node.run()
     node.close("the test is over")
     thread.close()
@@ -232,7 +232,7 @@ def test_an_output_ends_at_its_last_allowed_token_or_at_an_end_token(
 
 
 def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
-    """The gateway knows it by the same one as prefill nodes, whose errors say between whom pages did not travel."""
+    """The gateway and the errors of prefill nodes name it alike."""
     config, store = NodeConfig(role="decode"), MemfdStore(8)
     books = PageAllocator(8)
     parts = WorkerContext(
