@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence, ValuesView
 
-from common.cache.prefix_watch import Watch
+from common.cache.prefix_watch import PrefixWatch
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
 from common.errors import invariant
@@ -24,7 +24,7 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._order = order
         self._cache = cache
         self._requests: dict[RequestKey, Request] = {}
-        self._watched: dict[Watch, Request] = {}
+        self._watched: dict[PrefixWatch, Request] = {}
         self._num_by_priority: Counter[int] = Counter()
         self._line: SortedLine | None = None  # from when it is wanted first
         self._last_number = self._first_number = 0
@@ -67,7 +67,7 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         """How many are of a higher one."""
         return sum(count for other, count in self._num_by_priority.items() if other > priority)
 
-    def watched_by(self, watch: Watch) -> Request:
+    def watched_by(self, watch: PrefixWatch) -> Request:
         """Whose watch this is."""
         return self._watched[watch]
 

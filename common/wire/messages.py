@@ -14,8 +14,8 @@ from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 
-#: Rises with every change of what nodes say to each other; ``tests/common/test_messages.py`` notices one. ``Header``
-#: and ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
+#: Rises with every change of what nodes say to each other; ``tests/common/wire/test_messages.py`` notices one.
+#: ``Header`` and ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
 PROTOCOL_VERSION = 8
 
 Count = Annotated[int, Meta(ge=0)]
@@ -74,7 +74,8 @@ class Register(Message, frozen=True, tag="register"):
     role: Role
     name: Id
     model: Id
-    digest: Id  # of configuration and weights' index: nodes that differ cannot share KV
+    digest: Id  # of configuration, and of names, types and shapes of the tensors
+    weight_version: Id  # fingerprint of the weight files, or --weight-version: nodes that differ cannot share KV
     vocab_size: Annotated[int, Meta(ge=1)]
     context_length: Annotated[int, Meta(ge=1)]
     eos_token_ids: tuple[int, ...]
@@ -216,11 +217,7 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Reprioritize(Message, frozen=True, tag="reprioritize"):
-    """gateway -> both nodes: another priority, or class, from now on.
-
-    decode -> prefill: so urgent is who waits for this transfer; ``LOWEST_PRIORITY``: nobody does any more who is more
-    urgent than the request itself.
-    """
+    """gateway -> both nodes: change the priority, or the class, of a request."""
 
     rid: Id
     attempt: Count
@@ -259,7 +256,7 @@ class Connect(Message, frozen=True, tag="connect"):
     """decode -> prefill: my pool, and how to reach it. Opens a new epoch between the two."""
 
     name: Id
-    digest: Id
+    digest: Id  # of the model, weights included
     epoch: Count
     geometry: Geometry
     num_pages: Annotated[int, Meta(ge=1)]
@@ -374,5 +371,5 @@ class Closed(Message, frozen=True, tag="closed"):
 
 FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
-FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Reprioritize | Ping
+FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
 FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.cache.page_layout import conflict
+from common.cache.page_layout import layout_conflict
 from common.errors import invariant
 from common.wire.messages import AttachFailed, Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.page_mapping import PageMapping
@@ -113,7 +113,7 @@ class Connections:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
         if self._digest and connect.digest != self._digest:
             return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
-        problem = conflict(theirs, ours)
+        problem = layout_conflict(theirs, ours)
         if problem:
             return f"{connect.name} and this prefill node cannot share pages: {problem}"
         return ""

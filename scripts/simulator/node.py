@@ -14,7 +14,7 @@ from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
 from common.node.memory_plan import Capacity
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Geometry, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
@@ -89,7 +89,7 @@ class Node:
         self._has_timer = False
         self._used = (0, 0.0)  # pages that somebody needs, since when
         self.books = PageAllocator(self.capacity.num_pages)
-        self.cache = cache_for(make.config, self.books)
+        self.cache = make_cache(make.config, self.books)
         self.transport: InProcessReader | TimedWriter
         parts = self._parts(replace(make.config, role=role, name=incarnation))
         if role == "prefill":
@@ -99,12 +99,12 @@ class Node:
             self.transport = InProcessReader(wire, self.engine.pool, incarnation)
             self.role = build_decode(parts, self.transport)
 
-    def _parts(self, config: NodeConfig) -> Parts:
-        return Parts(
+    def _parts(self, config: NodeConfig) -> WorkerContext:
+        return WorkerContext(
             config=config,
             capacity=self.capacity,
             pool=self.engine.pool,
-            books=self.books,
+            allocator=self.books,
             cache=self.cache,
             clock=self._agenda,
             digest=DIGEST,
@@ -121,6 +121,7 @@ class Node:
             name=self.incarnation,
             model=MODEL,
             digest=DIGEST,
+            weight_version=DIGEST,
             vocab_size=self._make.vocab_size,
             context_length=self._make.context_length,
             eos_token_ids=self._make.eos_token_ids,

@@ -11,8 +11,7 @@ from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_order
 from common.step_plan import StepResult
-from decode_node.prealloc_queue import Limits
-from decode_node.scheduler import DecodeScheduler, Sampled
+from decode_node.scheduler import DecodeLimits, DecodeScheduler, Sampled
 
 
 class Node:
@@ -24,8 +23,8 @@ class Node:
         self.scheduler = DecodeScheduler(
             cache,
             books,
-            limits=Limits(8, chunk_tokens=8, is_mixed=is_mixed, cut=cut or ChunkAlignment()),
-            order=make_order(SchedulingOptions(), cache),
+            limits=DecodeLimits(8, chunk_tokens=8, is_mixed=is_mixed, cut=cut or ChunkAlignment()),
+            ordering=make_order(SchedulingOptions(), cache),
             ratio=NewTokenRatio(RatioConstants()),
             eos_token_ids=(),
             is_connected=lambda source: False,

@@ -72,7 +72,7 @@ def test_pages_are_taken_from_the_least_urgent_and_of_these_the_newest() -> None
         node.step(is_sent=False)
     node.submit("urgent", 16, 50)
     node.step()
-    assert {key[0] for key in node.scheduler.waiting} == {"lower"}
+    assert {key[0] for key in node.scheduler._waiting} == {"lower"}
     assert [decided.action for decided in node.scheduler.decisions.last(3, node.now)] == ["retract", "admit", "wait"]
     assert node.run() == ["low", "middle", "lower", "urgent", "lower"]
 
@@ -99,7 +99,7 @@ def test_short_of_both_it_takes_the_slot_first_and_touches_nobody_whose_pages_it
     node.step()
     node.submit("urgent", 32, 50)
     assert node.step() == [("urgent", 8)]
-    assert {key[0] for key in node.scheduler.waiting} == {"slow"}
+    assert {key[0] for key in node.scheduler._waiting} == {"slow"}
 
 
 def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
@@ -110,7 +110,7 @@ def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
     node.step(is_sent=False)
     node.submit("urgent", 40, 50)  # 10 pages; without low there are 6
     assert node.step(is_sent=False) == []
-    assert {key[0] for key in node.scheduler.waiting} == {"urgent"}
+    assert {key[0] for key in node.scheduler._waiting} == {"urgent"}
     assert node.scheduler.totals()["preemptions"] == 0
 
 
@@ -202,7 +202,7 @@ def test_a_granted_prompt_takes_pages_from_ungranted_ones_whatever_their_priorit
     granted = node.submit("granted", 16, 0)
     node.granted.add(granted.key)
     node.step()
-    assert {key[0] for key in node.scheduler.waiting} == {"high"}
+    assert {key[0] for key in node.scheduler._waiting} == {"high"}
     assert node.run() == ["granted", "high"]
 
 

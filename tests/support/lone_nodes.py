@@ -12,10 +12,8 @@ from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.step_plan import StepPlan, StepResult
 from decode_node.request_state import State
-from decode_node.scheduler import DecodeScheduler, PageGrant, Sampled
-from decode_node.scheduler import Limits as DecodeLimits
-from prefill_node.scheduler import Computed, PrefillScheduler
-from prefill_node.scheduler import Limits as PrefillLimits
+from decode_node.scheduler import DecodeLimits, DecodeScheduler, PageGrant, Sampled
+from prefill_node.scheduler import Computed, PrefillLimits, PrefillScheduler
 
 PAGE = 4
 ON = PriorityRules(is_enabled=True, preemption_threshold=2)
@@ -37,7 +35,7 @@ class PrefillNode:
             self.cache,
             self.books,
             limits=PrefillLimits(slots, chunk_tokens=chunk, max_skip_ahead=skip_ahead),
-            order=RequestOrdering(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
+            ordering=RequestOrdering(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
             eos_token_ids=(),
             is_granted=self.granted.__contains__,
         )
@@ -96,7 +94,7 @@ class DecodeNode:
             self.cache,
             self.books,
             limits=DecodeLimits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
-            order=RequestOrdering(make_policy(policy, self.cache), rules),
+            ordering=RequestOrdering(make_policy(policy, self.cache), rules),
             ratio=ratio or NewTokenRatio(RatioConstants(initial=0.0)),
             eos_token_ids=(),
             is_connected=self.connected.__contains__,

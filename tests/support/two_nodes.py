@@ -145,7 +145,7 @@ class TwoNodes:
                 link.is_open_at_prefill, link.is_torn = False, True
             self.links.append(link)
             self._send_from_decode(peer, node.receiver.connect(peer))
-        node.begun[key] = self.scope.first + count
+        node.begun[key] = None
         pages = self._reserve(count)
         node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
 

@@ -120,7 +120,7 @@ class Decode:
     reader: InProcessReader
     transport: ReaderTransport
     receiver: Receiver
-    begun: dict[RequestKey, int] = field(default_factory=dict)  # pages that are here or granted
+    begun: dict[RequestKey, None] = field(default_factory=dict)
     ended: dict[RequestKey, str] = field(default_factory=dict)
     dialled: dict[str, None] = field(default_factory=dict)
 

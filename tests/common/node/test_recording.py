@@ -5,26 +5,37 @@ import os
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.fake_engine import VOCAB_SIZE, FakeExecutor
 from support.processes import ROOT
 from support.service import Service, running
 from support.service_client import prompt_of
 
+from common.cache.page_allocator import PageAllocator
+from common.clock import ManualClock
 from common.config.node import NodeConfig
 from common.config.shared import SCHEDULING_VARIABLES
 from common.errors import ConfigError
 from common.node.memory_plan import Capacity
 from common.node.recording import format as frames
-from common.node.recording.recorder import RecordedTransport, Recorder, config_from, plain_config
+from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, config_from, plain_config
+from common.node.worker_context import WorkerContext, make_cache
+from common.node.worker_main import start_recording
+from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import sharing_limits_from
 from common.scheduling.new_token_ratio import constants_from
 from common.step_plan import PageDelta, Row, StepPlan
-from common.wire.messages import Abort, Geometry
+from common.wire.messages import Abort, Generate, Geometry, Peer
+from decode_node.__main__ import build as build_decode
+from kv_transfer.transports.negotiation import ChoosingReader
+from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
+from scripts.simulator.replay import replay
 
-OPENING = frames.Opening(
+OPENING = frames.RecordingHeader(
     version=frames.VERSION,
     role="decode",
     config=plain_config(NodeConfig(role="decode")),
@@ -67,7 +78,7 @@ def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
 
 def test_frames_come_back_as_they_went(tmp_path: Path) -> None:
     plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
-    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.FromTheGateway(2.0, Abort("r", 0))]
+    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
     assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
 
 
@@ -83,10 +94,10 @@ def test_a_frame_that_was_cut_short_ends_the_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "holds nothing"),
-        (b"\xff\xff\xff\xff....", "4294967295 bytes are more than a frame has"),
+        (b"", "is empty"),
+        (b"\xff\xff\xff\xff....", "4294967295 bytes exceed the limit of a frame"),
         (b"\x03\x00\x00\x00abc", "frame 0"),
-        (b"\x07\x00\x00\x00\x92\xa4tick\x01", "does not begin as a recording does"),
+        (b"\x07\x00\x00\x00\x92\xa4tick\x01", "does not begin with a header"),
     ],
 )
 def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
@@ -101,7 +112,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     import msgspec
 
     path = written(tmp_path / "f", msgspec.structs.replace(OPENING, version=frames.VERSION + 1))
-    with pytest.raises(frames.RecordingError, match="of version"):
+    with pytest.raises(frames.RecordingError, match="has version"):
         list(frames.read_frames(path))
 
 
@@ -112,7 +123,7 @@ def test_a_configuration_comes_back_as_it_was_but_for_secrets() -> None:
 
 
 def test_checksums_of_pages_cannot_be_recorded() -> None:
-    with pytest.raises(ConfigError, match="--record holds no pages"):
+    with pytest.raises(ConfigError, match="--record and --kv-checksum exclude each other"):
         NodeConfig(role="decode", record="x", kv_checksum=True)
 
 
@@ -143,14 +154,14 @@ def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
-        raise ZeroDivisionError("nobody thought of this")
+        raise ZeroDivisionError("unforeseen")
 
     monkeypatch.setattr(frames, "write_frame", fail)
     recorder = Recorder(str(tmp_path / "f"))
     recorder.note(OPENING)
     recorder.close()
     assert caplog.text.count("recording ends here") == 1
-    assert "nobody thought of this" in caplog.text
+    assert "unforeseen" in caplog.text
 
 
 def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
@@ -176,8 +187,64 @@ def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
     assert (transport.write("p", []), transport.files(), transport.name) == (41, (3,), "t")
     recorder.close()
     _, done, write = frames.read_frames(recorder.path)
-    assert isinstance(done, frames.News) and (done.method, done.call, bytes(done.result)) == ("done", 2, b"\x91\x07")
-    assert isinstance(write, frames.News) and (write.method, write.call) == ("write", 0)
+    assert isinstance(done, frames.TransportResult) and (done.method, done.call, bytes(done.result)) == (
+        "done",
+        2,
+        b"\x91\x07",
+    )
+    assert isinstance(write, frames.TransportResult) and (write.method, write.call) == ("write", 0)
+
+
+def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) -> None:
+    """The order of plans and commits is part of the recording; requests come, are retracted and leave in between."""
+    config = NodeConfig(role="decode", page_size=4, record=str(tmp_path / "f"))
+    capacity = Capacity(num_slots=4, num_pages=14, max_queued=99, chunk_tokens=8)
+    executor = FakeExecutor(capacity.num_pages, config.page_size, capacity.num_slots)
+    books = PageAllocator(capacity.num_pages)
+    parts = WorkerContext(
+        config=config,
+        capacity=capacity,
+        pool=executor.pool,
+        allocator=books,
+        cache=make_cache(config, books),
+        clock=ManualClock(),
+        digest="d",
+        incarnation="i" * 16,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        environ={"BATON_INIT_NEW_TOKEN_RATIO": "0"},  # admits more than there is room for
+    )
+    transport = ChoosingReader([InProcessReader(Wire(), executor.pool)])
+    recorder = start_recording(parts, transport)
+    role = RecordedRole(build_decode(parts, RecordedTransport(transport, recorder)), recorder)
+    plans: list[StepPlan] = []
+    for turn in range(80):
+        now = float(turn)
+        if turn % 4 == 0:
+            prompt = tuple(range(turn, turn + 9))
+            sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
+            role.on_gateway(
+                Generate(f"r{turn}", 0, prompt, sampling, None, Peer("d", "d" * 16, "here:1"), timeout_s=99.0), now
+            )
+        if turn % 20 == 13:
+            role.on_gateway(Abort(f"r{turn - 1}", 0), now)
+        plan = role.plan(now)
+        plans += [] if plan is None else [plan]
+        if len(plans) == 2 or (plans and plan is None):
+            role.commit(executor.run(plans.pop(0)), now)
+        role.tick(now)
+        role.check()
+        role.outbox.gateway.clear()
+    assert role.counters()["retractions"] > 0
+    recorder.close()
+    told = [
+        frame for frame in frames.read_frames(recorder.path) if isinstance(frame, frames.Planned | frames.Committed)
+    ]
+    planned = [isinstance(frame, frames.Planned) and frame.plan is not None for frame in told]
+    assert any(map(all, pairwise(planned))), "no two plans were outstanding at once"
+    found = replay(recorder.path)
+    assert found.difference == ()
+    assert found.num_plans > 30
 
 
 # ---- live -----------------------------------------------------------------------------------------------------------
@@ -222,7 +289,7 @@ def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Pa
         assert found.returncode == 0, found.stdout + found.stderr
         assert found.stdout.startswith("identical: ")
         told = list(frames.read_frames(str(tmp_path / name)))
-        assert sum(isinstance(f, frames.FromTheGateway) and isinstance(f.message, Abort) for f in told) >= 4
+        assert sum(isinstance(f, frames.GatewayMessage) and isinstance(f.message, Abort) for f in told) >= 4
     _spoil_and_replay(tmp_path / "decode-0")
 
 

@@ -19,11 +19,11 @@ from common.errors import ConfigError
 from common.finish_reason import finish_reason
 from common.node import worker_main as process
 from common.node.engine_thread import EngineThread
-from common.node.event_loop import Node, listen_mailbox
+from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
 from common.node.outbox import Outbox
 from common.node.role import Load
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Connect, Generate, Peer, Ping
@@ -62,7 +62,7 @@ def test_that_a_policy_has_no_cache_to_go_by_is_said_once(
     monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
     config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
     assert process.run(config, lambda parts: None, lambda parts, transport: None) == 0
-    said = f"--schedule-policy {policy} is fcfs now, since --disable-radix-cache is set"
+    said = f"--schedule-policy {policy} needs the radix cache: serving with fcfs, since --disable-radix-cache is set"
     assert [record.getMessage() for record in caplog.records] == [said] * num_said
 
 
@@ -108,9 +108,7 @@ def test_a_port_that_is_taken_is_refused_by_flag_and_leaves_no_socket() -> None:
     context = zmq.Context()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=rf"^--data-port {port} on --advertise-host 127.0.0.1 cannot be listened on"
-        ):
+        with pytest.raises(ConfigError, match=rf"^cannot bind --advertise-host 127.0.0.1 --data-port {port}: "):
             listen_mailbox(context, "i" * 32, "127.0.0.1", port)
     context.term()  # would wait for any socket that is left
 
@@ -169,7 +167,7 @@ class Watched:
         self.plans = [plan(1)]
         self.is_committed = False
         self.seen: tuple[int, bool] | None = None
-        self.node: Node | None = None
+        self.node: EventLoop | None = None
 
     def plan(self, now: float) -> StepPlan | None:
         return self.plans.pop() if self.plans else None
@@ -201,9 +199,9 @@ def test_what_a_step_came_to_goes_out_and_the_next_one_begins_before_pages_are_m
     engine.may_run.set()
     thread = EngineThread(engine)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    node = Node(
-        role, thread, register=lambda: None, gateway="127.0.0.1:1", context=context, incarnation="n" * 32,
-        listen=None, clock=MonotonicClock(),
+    node = EventLoop(
+        role, thread, register=lambda: None, gateway="127.0.0.1:1",
+        endpoint=ControlEndpoint(context, "n" * 32, None), clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node
     os.eventfd_write(node._wake, 1)  # nothing else would wake it
@@ -237,8 +235,8 @@ def test_a_node_to_which_nobody_gave_a_name_has_one_for_all() -> None:
     """The gateway knows it by the same one as prefill nodes, whose errors say between whom pages did not travel."""
     config, store = NodeConfig(role="decode"), MemfdStore(8)
     books = PageAllocator(8)
-    parts = Parts(
-        config=config, capacity=Capacity(2, 8, 2, None), pool=store, books=books, cache=cache_for(config, books),
+    parts = WorkerContext(
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=books, cache=make_cache(config, books),
         clock=MonotonicClock(), digest="d", incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, InProcessReader(Wire(), store))
