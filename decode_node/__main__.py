@@ -11,14 +11,14 @@ from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
-from kv_transfer.transports.negotiation import Settings, open_reader
+from kv_transfer.transports.negotiation import TransportSettings, open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
 def open_transport(context: WorkerContext) -> ReaderTransport:
     """The transport that the configuration names, over the pool of the process."""
-    return open_reader(context.pool, Settings.of(context.config, context.incarnation))
+    return open_reader(context.pool, TransportSettings.of(context.config, context.incarnation))
 
 
 def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:

@@ -8,7 +8,7 @@ from common.node.worker_context import WorkerContext
 from common.node.worker_main import run
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import WriterTransport
-from kv_transfer.transports.negotiation import Settings, open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_writer
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
@@ -17,7 +17,7 @@ HELP = "Compute prompts and hand their KV pages to decode nodes."
 
 def open_transport(context: WorkerContext) -> WriterTransport:
     """The transport that the configuration names, over the pool of the process."""
-    return open_writer(context.pool, Settings.of(context.config, context.incarnation))
+    return open_writer(context.pool, TransportSettings.of(context.config, context.incarnation))
 
 
 def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:

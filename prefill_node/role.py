@@ -82,8 +82,7 @@ class PrefillRole:
         self._vocab_size = vocab_size
         self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        if scheduler.has_priorities:
-            sender.order_by(scheduler.rank)
+        self._rank = scheduler.rank if scheduler.has_priorities else None
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class PrefillRole:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
             report_missed_deadline(self._scheduler.policy, request, now)
-        more = self._sender.pump(now)
+        more = self._sender.pump(now, rank=self._rank)
         self._settle()
         return more
 

@@ -18,12 +18,12 @@ from common.errors import ErrorCode
 from common.wire.messages import Closed, PagesWritten, PrefillDone, Resend
 from kv_transfer.checksums import Checksums
 from kv_transfer.events import Completed, TransferFailed
-from kv_transfer.page_mapping import Fit, parts_of
+from kv_transfer.page_mapping import PageMapping, parts_of
 from kv_transfer.page_slices import copy
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import MAX_RESENDS
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.states import MAX_RESENDS
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from scripts.simulator.inprocess_transport import Fault, Wire
 from tests.kv_transfer.test_unequal_transfer import SIZES, Nodes
 
@@ -61,7 +61,7 @@ def test_a_page_has_the_crc_32_of_its_bytes() -> None:
     assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == zlib.crc32(bytes(range(64)))
 
 
-def test_a_page_of_a_device_is_read_from_the_device_and_where_it_came_to_from_there() -> None:
+def test_a_page_of_a_device_is_summed_where_it_is() -> None:
     store = DeviceStore(3)
     store.device[64:128] = b"\5" * 64
     store.memory[64:128] = b"\6" * 64
@@ -74,18 +74,18 @@ def test_a_page_of_a_device_is_read_from_the_device_and_where_it_came_to_from_th
 
 
 @pytest.mark.parametrize(("source_size", "target_size"), [(2, 4), (4, 2), (4, 4)])
-def test_both_ends_sum_a_piece_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
+def test_both_ends_sum_a_slice_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
     ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
-    fit = Fit(ours, theirs)
+    mapping = PageMapping(ours, theirs)
     source, target = MemfdStore(1, ours), MemfdStore(1, theirs)
     source.memory[:] = bytes(range(len(source.memory)))
-    for number, piece in enumerate(fit.pieces):
-        if piece is None:
+    for number, slices in enumerate(mapping.slice_pairs):
+        if slices is None:
             target.memory[:] = source.memory[:]
         else:
-            copy(piece, memoryview(source.memory), memoryview(target.memory))
-        runs = parts_of(theirs, fit.units.per_target)[number % fit.units.per_target].runs(theirs)
-        assert Checksums(source).of_source(0, piece) == Checksums(target).of_target(0, runs)
+            copy(slices, memoryview(source.memory), memoryview(target.memory))
+        runs = parts_of(theirs, mapping.units.per_target)[number % mapping.units.per_target].runs(theirs)
+        assert Checksums(source).of_source(0, slices) == Checksums(target).of_target(0, runs)
 
 
 # ---- the protocol ---------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool
     couple.assert_nothing_is_held()
 
 
-def test_without_checksums_nothing_is_summed_and_nobody_notices() -> None:
+def test_damage_goes_unnoticed_without_checksums() -> None:
     couple = Couple(Wire(faults={1: Fault("corrupt")}))
     with pytest.raises(AssertionError, match="has other bytes"):  # says the couple, who knows what they should be
         ship(couple)
@@ -120,7 +120,7 @@ def test_without_checksums_nothing_is_summed_and_nobody_notices() -> None:
 
 
 @pytest.mark.parametrize("asks", ASKS)
-def test_a_page_that_is_damaged_again_and_again_ends_the_transfer_with_the_pair_and_its_transport_named(
+def test_a_page_that_is_always_damaged_ends_the_transfer_with_pair_and_transport_named(
     asks: tuple[bool, bool],
 ) -> None:
     faults = {1: Fault("corrupt")} | {3 + n: Fault("corrupt") for n in range(MAX_RESENDS)}
@@ -153,7 +153,7 @@ def test_a_source_page_that_changes_under_its_write_is_noticed() -> None:
     couple.hear_decode()
     couple.compute(KEY, 1)
     couple.pump()
-    couple.source.fill(couple.source_pages[KEY][0], 99)  # what nobody may do
+    couple.source.fill(couple.source_pages[KEY][0], 99)  # which is forbidden
     couple.tick()
     couple.tick()
     couple.source.fill(couple.source_pages[KEY][0], content(KEY, 0))
@@ -194,7 +194,7 @@ def test_a_page_without_the_checksum_that_was_asked_for_counts_as_damaged() -> N
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_asked_for_again_is_counted_and_ignored(change: dict[str, Any], why: str) -> None:
+def test_an_invalid_resend_is_counted_and_ignored(change: dict[str, Any], why: str) -> None:
     couple = Couple(Wire(latency=1), wants_checksums=(True, True))
     couple.connect()
     couple.open(KEY, 3)
@@ -213,7 +213,7 @@ def test_what_cannot_be_asked_for_again_is_counted_and_ignored(change: dict[str,
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_decode_node_that_asks_without_end_is_refused() -> None:
+def test_a_decode_node_that_asks_again_too_often_is_refused() -> None:
     couple = Couple(wants_checksums=(True, True))
     couple.connect()
     couple.open(KEY, 2)
@@ -263,8 +263,8 @@ class Ends:
     def __init__(self, transport: str, source: MemfdStore, target: MemfdStore) -> None:
         self.source, self.target = source, target
         self.books = PageAllocator(target.num_pages)
-        self.reader = open_reader(target, Settings(transport, DECODE))
-        self.writer = open_writer(source, Settings(transport, PREFILL))
+        self.reader = open_reader(target, TransportSettings(transport, DECODE))
+        self.writer = open_writer(source, TransportSettings(transport, PREFILL))
         self.sender = Sender(self.writer, digest="model")
         self.receiver = Receiver(self.reader, self.books, name="decode-0", digest="model", wants_checksums=True)
         self.events: list[Any] = []

@@ -1,5 +1,8 @@
-"""NIXL between the memories of devices. Where there is no GPU, other host memory stands for a device's: then NIXL is
-told that it is of the kind that it really is, and everything else is as it would be."""
+"""NIXL between the memories of devices.
+
+Where there is no GPU, other host memory stands for a device's: NIXL is told the kind that the memory really has, and
+everything else is as it would be.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +16,9 @@ from common.config.node import NodeConfig
 from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, PageStore, to_message
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import agent as nixl
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
@@ -75,10 +78,12 @@ def attach(writer: NixlWriter, reader: NixlReader, geometry: Any) -> None:
     assert news == [Attached(DECODE, 1)]
 
 
-def write(writer: NixlWriter, reader: NixlReader, pages: list[tuple[int, int]], piece: Piece | None = None) -> None:
+def write(
+    writer: NixlWriter, reader: NixlReader, pages: list[tuple[int, int]], slices: SlicePair | None = None
+) -> None:
     targets = [target for _, target in pages]
     reader.allow(PREFILL, 1, targets)
-    ticket, done = writer.write(DECODE, pages, piece), []
+    ticket, done = writer.write(DECODE, pages, slices), []
     end = time.monotonic() + 60
     while not (done := done + writer.done()):
         assert time.monotonic() < end, "never over"
@@ -102,13 +107,13 @@ def test_pages_arrive_whichever_end_is_direct(
     assert reader.store.is_in_place is directs[1]
 
 
-def test_a_piece_of_a_page_goes_directly_too(pair: Callable[..., tuple[NixlWriter, NixlReader]]) -> None:
+def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, NixlReader]]) -> None:
     """The first two tokens of a page become the last two of another."""
     ours, theirs = DeviceStore(), DeviceStore()
     ours.device_pages[2] = torch.arange(SIZE)
     writer, reader = pair(ours, theirs, directs=(True, True))
     front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
-    write(writer, reader, [(2, 1)], Piece(GEOMETRY, front, GEOMETRY, back))
+    write(writer, reader, [(2, 1)], SlicePair(GEOMETRY, front, GEOMETRY, back))
     half = SIZE // 4  # keys and values, two tokens of four
     page = theirs.device_pages[1].view(2, 2, half)
     assert torch.equal(page[:, 1], torch.arange(SIZE).view(2, 2, half)[:, 0])
@@ -119,12 +124,12 @@ def test_a_piece_of_a_page_goes_directly_too(pair: Callable[..., tuple[NixlWrite
 @pytest.mark.parametrize("open_end", [open_reader, open_writer])
 def test_a_pool_in_host_memory_cannot_be_direct(open_end: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="--gpu-direct moves pages between GPUs, and this pool is in host memory"):
-        open_end(MemfdStore(2), Settings("nixl", gpu_direct=True))
+        open_end(MemfdStore(2), TransportSettings("nixl", gpu_direct=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("end", [NixlReader, NixlWriter])
-def test_memory_that_nixl_does_not_take_for_a_gpus_is_refused_by_the_name_of_the_flag(end: Any) -> None:
+def test_memory_that_nixl_cannot_register_is_refused_with_the_flag_named(end: Any) -> None:
     with pytest.raises(ConfigError, match=r"cannot register the GPU's memory \(--gpu-direct\)"):
         end(DeviceStore(), is_direct=True)
 

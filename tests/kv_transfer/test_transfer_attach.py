@@ -1,4 +1,4 @@
-"""Attachments that fail: passing causes are tried again, and a pair that cannot carry pages says so."""
+"""Attachments that fail: they are tried again, and a pair that cannot carry pages reports its problem."""
 
 import logging
 
@@ -23,7 +23,7 @@ def couple() -> Couple:
 
 def fail(couple: Couple) -> None:
     """The attachment of the last offer fails."""
-    epoch = couple.receiver._links.epoch
+    epoch = couple.receiver._connections.epoch
     couple.receiver.on_message(PREFILL, AttachFailed(epoch, NO_WAY), couple.now)
     couple.settle()
 

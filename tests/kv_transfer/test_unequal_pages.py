@@ -22,7 +22,7 @@ def prompt_of(pages: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("source_size", "target_size", "sources"), [(16, 32, (3, 1, 2, 0)), (32, 8, (3, 1))], ids=["longer", "shorter"]
 )
-def test_pieces_of_pages_arrive_bit_by_bit_from_another_process(
+def test_slices_of_pages_arrive_unchanged_from_another_process(
     start: Callable[..., End], transport: str, source_size: int, target_size: int, sources: tuple[int, ...]
 ) -> None:
     writer = start("writer", transport, TEST_PAGE_SIZE=str(source_size))
@@ -37,7 +37,7 @@ def test_pieces_of_pages_arrive_bit_by_bit_from_another_process(
     for unit in range(num_units):
         source = sources[unit // per_source]
         pages = [(source, source, targets[unit // per_target])]  # seeded by its own number
-        tickets.append(writer.ask("write", peer=DECODE, pages=pages, piece=unit % max(per_source, per_target)))
+        tickets.append(writer.ask("write", peer=DECODE, pages=pages, slices=unit % max(per_source, per_target)))
     finished: list[int] = []
     until(lambda: finished.extend(writer.ask("finished")) or len(finished) == num_units)
     assert sorted(finished) == tickets

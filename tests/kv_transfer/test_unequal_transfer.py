@@ -18,8 +18,9 @@ from common.wire.messages import Connected, Grant, Message, PagesWritten, Prefil
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.page_mapping import Units
 from kv_transfer.receive.receiver import Receiver
+from kv_transfer.receive.session import PageDelivery, ReceiveSession
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import ReceiveSession, SendSession
+from kv_transfer.send.session import SendSession
 from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 GEOMETRY = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
@@ -219,7 +220,7 @@ def test_a_longer_page_is_received_when_all_parts_that_the_prompt_has_of_it_are_
     nodes.assert_all_arrived()
 
 
-def test_a_longer_page_fills_several_and_those_behind_the_prompts_end_are_not_written() -> None:
+def test_a_longer_page_fills_several_but_none_behind_the_prompts_end() -> None:
     """Pages of 6 tokens go into pages of 2; of the prompt's 8 tokens the last page here holds 2."""
     nodes = Nodes(6, 2)
     nodes.join()
@@ -252,7 +253,7 @@ def test_a_grant_beyond_what_the_prompt_can_fill_is_refused(sizes: tuple[int, in
     assert f"the prompt has at most {end}" in closed.message  # type: ignore[attr-defined]
 
 
-def test_a_page_that_cannot_be_cut_into_the_parts_that_are_told_is_refused() -> None:
+def test_a_number_of_parts_that_does_not_divide_a_page_is_refused() -> None:
     nodes = Nodes(2, 6)
     key = nodes.open(9)
     pages = nodes.books.alloc(2, Owner.GRANT)
@@ -263,20 +264,20 @@ def test_a_page_that_cannot_be_cut_into_the_parts_that_are_told_is_refused() -> 
     assert nodes.books.num_free == nodes.books.num_pages
 
 
-def test_room_behind_the_prompts_end_is_never_due() -> None:
+def test_units_behind_the_prompts_end_are_never_due() -> None:
     session = SendSession(("r", 0), "peer")
     session.grant(1, 0, [4, 5], Units(2, 1, 3))  # pages of 6 tokens, told before the prompt is computed
     session.compute([0, 1, 2])
     session.finish([0, 1, 2, 3, 4], 9)
     assert not session.has_ungrantable()
     assert session.start(9) == [0, 1, 2, 3, 4]
-    assert session.way_of(4) == (4, 5)
+    assert session.pages_of(4) == (4, 5)
     session.check()
 
 
 def test_parts_of_a_page_behind_the_prompts_end_are_not_expected() -> None:
-    session = ReceiveSession(("r", 0), "peer", first=0, num_tokens=9, page_size=6)
-    session.reserve([4, 5])
+    delivery = PageDelivery(page_size=6)
+    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, delivery=delivery)
     session.grant(1, 3)
     assert session.is_expected([0, 1], 1)
     assert session.is_expected([0], 2)

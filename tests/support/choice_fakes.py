@@ -1,4 +1,4 @@
-"""Transports that attach, fail and let go when a test says so."""
+"""Fake transports that attach, fail and detach when a test says so."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from support.kv_fakes import MemfdStore
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, AttachError, Fenced
 
 
 class FakeWriter:
-    """Attaches, fails, and lets go when a test says so."""
+    """A writer that attaches, fails and detaches when a test says so."""
 
     def __init__(self, name: str, store: MemfdStore, refuses: str = "") -> None:
         self.name = name
@@ -35,7 +35,7 @@ class FakeWriter:
         news, self.news = self.news, []
         return news
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._ticket += 1
         return self._ticket
 

@@ -1,4 +1,4 @@
-"""A data port and who visits it: a reader and a writer of TCP in this process, and a stranger that speaks by hand."""
+"""A data port: a reader and a writer of TCP in this process, and a stranger that sends frames by hand."""
 
 import socket
 import time
@@ -63,7 +63,7 @@ def join(writer: TcpWriter, reader: TcpReader, epoch: int = 1) -> None:
 
 
 class Stranger:
-    """Speaks to a data port by hand: the handshake as a writer would, and then whatever a test likes."""
+    """Sends frames to a data port by hand: the handshake of a writer, and then what a test gives it."""
 
     met: ClassVar[list["Stranger"]] = []
 
@@ -107,10 +107,16 @@ class Stranger:
         return data
 
     def header(
-        self, page: int, *, number: int | None = None, size: int = SIZE, magic: bytes = b"page", box: PageSlice = WHOLE
+        self,
+        page: int,
+        *,
+        number: int | None = None,
+        size: int = SIZE,
+        magic: bytes = b"page",
+        page_slice: PageSlice = WHOLE,
     ) -> bytes:
         assert self.terms is not None
-        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *box)
+        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *page_slice)
         return header + self.terms.seal(KEY, b"pages").mac(header)
 
     def frame(self, page: int, value: int, *, size: int = SIZE, **words: Any) -> bytes:
@@ -126,8 +132,8 @@ class Stranger:
         self.connection.sendall(self.frame(page, value, **words))
         self.num_sent += 1
 
-    def part(self, page: int, value: int, box: PageSlice) -> None:
-        self.page(page, value, size=box.num_bytes(GEOMETRY), box=box)
+    def part(self, page: int, value: int, page_slice: PageSlice) -> None:
+        self.page(page, value, size=page_slice.num_bytes(GEOMETRY), page_slice=page_slice)
 
     def answer(self) -> tuple[int, int] | None:
         """(was it placed, page) of the next acknowledgement; None if the reader hung up."""
@@ -151,7 +157,7 @@ def _strangers_leave() -> Iterator[None]:
 
 @pytest.fixture
 def stranger(store: MemfdStore) -> Iterator[Stranger]:
-    """A writer let in under epoch 1, over one connection, that may write pages 2 and 3."""
+    """A writer accepted under epoch 1, over one connection, that may write pages 2 and 3."""
     reader = TcpReader(store, key=KEY, num_connections=1)
     stranger = Stranger(reader)
     assert len(stranger.shake(offer(reader))) == 32
