@@ -186,13 +186,13 @@ class EventLoop:
     # ---- receiving --------------------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
-        link = self._gateway.link()
-        if link.disconnected:
+        events = self._gateway.connection_events()
+        if events.disconnected:
             log.warning("the gateway is gone; ending its requests and dialling it again")
             self.is_registered = False
             self._gateway_incarnation = ""
             self._role.gateway_lost(now)
-        if link.connected:
+        if events.connected:
             self._gateway.send(self._register())
         for letter in self._gateway.receive():
             self._on_gateway(letter.sender, letter.message, now)
@@ -224,7 +224,7 @@ class EventLoop:
         for letter in listen.receive():
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
-        for peer in listen.lost(self._role.peers()):
+        for peer in listen.lost_peers(self._role.peers()):
             log.warning("decode node %s is gone", peer[:8])
             self._role.peer_lost(peer, now)
 
@@ -233,7 +233,7 @@ class EventLoop:
         for letter in mailbox.receive():
             if letter.sender == incarnation and not isinstance(letter.message, Ping):
                 self._role.on_peer(incarnation, letter.message, now)
-        if mailbox.link().disconnected:
+        if mailbox.connection_events().disconnected:
             log.warning("prefill node %s is gone", incarnation[:8])
             self._role.peer_lost(incarnation, now)
 

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from common.clock import Clock
-from common.wire.mailbox import PROBE_EVERY_S, Letter, Mailbox
+from common.wire.mailbox import PROBE_EVERY_S, Envelope, Mailbox
 from common.wire.messages import (  # fmt: skip
     Decision,
     Decisions,
@@ -144,7 +144,7 @@ class Control:
         if len(letters) == RECEIVE_AT_ONCE:
             self._drain_soon()
 
-    def _handle(self, letter: Letter) -> None:
+    def _handle(self, letter: Envelope) -> None:
         try:
             self._handlers[type(letter.message)](letter.sender, letter.message)
         except Exception:  # one message's fault is no reason to lose the others
@@ -154,7 +154,7 @@ class Control:
     def _look_for_lost(self) -> None:
         self._drain()  # what somebody has said before he went counts
         self._drain_soon()
-        for incarnation in self.mailbox.lost([node.incarnation for node in self.fleets.nodes()]):
+        for incarnation in self.mailbox.lost_peers([node.incarnation for node in self.fleets.nodes()]):
             self.lose(incarnation)
         if self.mailbox.is_probing and not self._is_probe_due:
             self._is_probe_due = True

@@ -1,21 +1,18 @@
-"""Other load-test tools, for benchmarks that set ours beside them: aiperf 0.13 and guidellm 0.8.
+"""aiperf 0.13, which ``bench loadtest`` runs beside the load tester.
 
-Each comes from an environment of its own (``python -m venv V && V/bin/pip install aiperf``); the benchmarks are given
-the paths of their programs.
+It comes from an environment of its own (``python -m venv V && V/bin/pip install aiperf``); the benchmark is given the
+path of its program.
 """
 
 import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from common.config.shared import SMALL_MODEL
 
 REVISION = "0" * 40
-#: From program, server's address, requests per second, how many, output tokens, folder, and API to a command line.
-Command = Callable[[str, str, float, int, int, Path, str], list[str]]
 
 
 def aiperf_words(program: str, url: str, rate: float, count: int, tokens: int, folder: Path, api: str) -> list[str]:
@@ -24,20 +21,6 @@ def aiperf_words(program: str, url: str, rate: float, count: int, tokens: int, f
     words = f"profile -m mock --endpoint-type {api} --streaming --arrival-pattern poisson --isl 64 --osl {tokens}"
     words += f" --request-rate {rate:g} --request-count {count} --ui none --tokenizer baton/small"
     return [program, *words.split(), "--url", url, "--output-artifact-dir", str(folder / "aiperf")]
-
-
-def guidellm_words(program: str, url: str, rate: float, count: int, tokens: int, folder: Path, api: str) -> list[str]:
-    """guidellm at Poisson arrivals."""
-    path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
-    return [
-        program, "run", "--disable-console",
-        "--backend", f"kind=openai_http,target={url},model=mock,validate_backend=false,request_format={path}",
-        "--profile", f"kind=poisson,rate={rate:g}",
-        "--constraint", f"kind=max_requests,count={count}",
-        "--tokenizer", f"kind=huggingface_auto,model={SMALL_MODEL}",
-        "--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={tokens}",
-        "--output", f"kind=json,path={folder / 'guidellm.json'}",
-    ]  # fmt: skip
 
 
 def cpu_of(words: list[str], folder: Path) -> float:

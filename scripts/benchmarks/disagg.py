@@ -29,7 +29,7 @@ from scripts.benchmarks.cpu_contention import Neighbours
 from scripts.benchmarks.disagg_table import ARRANGEMENTS, lines_of
 from scripts.benchmarks.service_fixture import served
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report, write_json
+from scripts.load_tester.reporting.report import Report, write_json
 from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
 from scripts.serving.cpu_affinity import usable_cores

@@ -26,7 +26,7 @@ from common.config.shared import SMALL_MODEL
 from common.errors import BatonError
 from scripts.benchmarks.cpu_contention import Neighbours
 from scripts.benchmarks.service_fixture import served
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
@@ -127,7 +127,7 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
     return [sample_of(arrangement, length, record) for record in report.records[NUM_WARMUP:]]
 
 
-def sample_of(arrangement: str, length: int, record: Record) -> Sample:
+def sample_of(arrangement: str, length: int, record: RequestRecord) -> Sample:
     """Raises BatonError if several tokens came at once, or too few to tell a step."""
     if len(record.stamps_s) < 4 or any(count != 1 for count in record.counts[:2]):
         raise BatonError(f"{arrangement}: tokens came in pieces of {record.counts}")

@@ -19,7 +19,7 @@ import numpy as np
 from scripts.benchmarks.competitors import aiperf_words, cpu_of, keep_tokenizer
 from scripts.benchmarks.cpu_contention import Neighbours
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,8 +109,9 @@ def main(program: str | None, rate: float, count: int, tokens: int, repeats: int
             found, truth, report = ours(rate, count, tokens, seed, folder)
             mine.append(found)
             truths.append(truth)
-            own_ms = report.client["cpu_ms_per_event"]
-            print(f"run {seed + 1}: {'valid' if report.is_valid else report.reasons}, {own_ms:.4f} ms of CPU per event")
+            own_ms, start_s = report.client["cpu_ms_per_event"], report.start_up_s or 0.0
+            verdict = "valid" if report.is_valid else report.reasons
+            print(f"run {seed + 1}: {verdict}, {own_ms:.4f} ms of CPU per event, first request after {start_s:.2f} s")
             if program:
                 found, _, cpu_s = aiperf(program, rate, count, tokens, folder)
                 theirs.append(found)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.config.cli import parse
-from scripts.load_tester.workload.workload import make_plan
+from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import Simulation
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from common.config.options import option
 from common.errors import ConfigError
 from scripts.load_tester.workload.lengths import MAX_LENGTH, MAX_TURNS, parse_lengths
-from scripts.load_tester.workload.plan import MAX_GROUPS
+from scripts.load_tester.workload.planned_request import MAX_GROUPS
 from scripts.load_tester.workload.schedule import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, MIN_RATE, Arrival, RateProfile
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
@@ -18,7 +18,7 @@ MAX_SEED = 2**63 - 1
 SECONDS = "Seconds, or with a unit: 200ms, 30s, 5m."
 
 
-def seconds(text: str | None, flag: str) -> float | None:
+def parse_seconds(text: str | None, flag: str) -> float | None:
     """``0.2``, ``200ms``, ``30s``, ``5m``, ``1h`` in seconds; None for None.
 
     Raises:
@@ -112,21 +112,21 @@ class LoadOptions:
 
     @property
     def duration_s(self) -> float | None:
-        return seconds(self.duration, "--duration")
+        return parse_seconds(self.duration, "--duration")
 
     @property
     def warmup_s(self) -> float:
-        return seconds(self.warmup, "--warmup") or 0.0
+        return parse_seconds(self.warmup, "--warmup") or 0.0
 
     @property
     def cooldown_s(self) -> float:
-        return seconds(self.cooldown, "--cooldown") or 0.0
+        return parse_seconds(self.cooldown, "--cooldown") or 0.0
 
     @property
     def slos(self) -> dict[str, float]:
         """Limits in seconds by ttft, itl, tpot, e2e; those that are set."""
         names = ("ttft", "itl", "tpot", "e2e")
-        limits = {name: seconds(getattr(self, f"slo_{name}"), f"--slo-{name}") for name in names}
+        limits = {name: parse_seconds(getattr(self, f"slo_{name}"), f"--slo-{name}") for name in names}
         for name, limit in limits.items():
             if limit == 0:
                 raise ConfigError(f"--slo-{name} must be more than 0: nothing takes no time")
@@ -262,11 +262,11 @@ class LoadtestConfig(LoadOptions, _Target):
 
     @property
     def timeout_s(self) -> float:
-        return seconds(self.timeout, "--timeout") or 0.0
+        return parse_seconds(self.timeout, "--timeout") or 0.0
 
     @property
     def lateness_s(self) -> float:
-        return seconds(self.max_send_lateness, "--max-send-lateness") or 0.0
+        return parse_seconds(self.max_send_lateness, "--max-send-lateness") or 0.0
 
     @property
     def sends_ids(self) -> bool:
@@ -346,7 +346,7 @@ def _check_header(config: LoadtestConfig) -> None:
 
 def _check_times(config: LoadtestConfig) -> None:
     for name in ("timeout", "max_send_lateness"):
-        found = seconds(getattr(config, name), "--" + name.replace("_", "-"))
+        found = parse_seconds(getattr(config, name), "--" + name.replace("_", "-"))
         if found == 0 and name == "timeout":
             raise ConfigError("--timeout must be more than 0")
 
@@ -354,7 +354,7 @@ def _check_times(config: LoadtestConfig) -> None:
 def check_load(config: LoadOptions) -> None:
     """Raises ConfigError for times and lengths that cannot be read, and options that cannot be together."""
     for name in ("duration", "warmup", "cooldown", "think"):
-        found = seconds(getattr(config, name), "--" + name.replace("_", "-"))
+        found = parse_seconds(getattr(config, name), "--" + name.replace("_", "-"))
         if found == 0 and name == "duration":
             raise ConfigError("--duration must be more than 0")
     _ = config.slos, config.window, config.profile
@@ -386,5 +386,5 @@ def _check_together(config: LoadOptions) -> None:
         )
     elif config.rate and config.time_scale != 1:
         raise ConfigError("--rate and --time-scale both set the pace of the trace: choose one")
-    elif config.rate and len(config.profile.legs) > 1:
+    elif config.rate and len(config.profile.phases) > 1:
         raise ConfigError("with --trace, --rate must be one number, the mean rate")

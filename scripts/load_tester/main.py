@@ -15,7 +15,7 @@ from pathlib import Path
 from common.config.cli import resolve
 from common.errors import BatonError, ConfigError
 from scripts.load_tester.config import NEEDS, LoadtestConfig, check_needs
-from scripts.load_tester.reporting.files import TO_STDOUT, Report, write_json, write_jsonl
+from scripts.load_tester.reporting.report import TO_STDOUT, Report, write_json, write_jsonl
 
 FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
 STOPPED = 130
@@ -79,14 +79,14 @@ def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
     if config.json == TO_STDOUT and sys.stdout is not sys.stderr:
         with redirect_stdout(sys.stderr):
             return load_command(config, age_s)
-    from scripts.load_tester.reporting.progress import watched
+    from scripts.load_tester.reporting.progress import run_with_progress
 
     if config.find_goodput or config.sweep:
         from scripts.load_tester.analysis.goodput_search import search_command
 
         return search_command(config)
     age_s = process_age_s() if age_s is None else age_s
-    report = watched(config)
+    report = run_with_progress(config)
     if report.start_up_s is not None:
         report.start_up_s += age_s
     return finish(config, report)
@@ -147,9 +147,9 @@ def write_files(writers: Sequence[tuple[str, Callable[[str], object]]]) -> bool:
 def _writers(config: LoadtestConfig, report: Report) -> list[tuple[str, Callable[[str], object]]]:
     """Path and writer of each file that is asked for."""
     from scripts.load_tester.analysis.output_check import save_outputs
-    from scripts.load_tester.reporting.charts import of_run, write_svgs
+    from scripts.load_tester.reporting.charts import run_sections, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
-    from scripts.load_tester.workload.parquet import write_parquet
+    from scripts.load_tester.reporting.parquet import write_parquet
 
     writers: tuple[tuple[str | None, Callable[[str], object]], ...] = (
         (config.json, lambda path: write_json(report.to_dict(), path)),
@@ -157,7 +157,7 @@ def _writers(config: LoadtestConfig, report: Report) -> list[tuple[str, Callable
         (config.parquet, lambda path: write_parquet(report.records, path)),
         (config.save_outputs, lambda path: save_outputs(report.records, path)),
         (config.html, lambda path: write_html([report], path)),
-        (config.svg, lambda path: write_svgs([one for *_, pictures in of_run(report) for one in pictures], path)),
+        (config.svg, lambda path: write_svgs([one for *_, pictures in run_sections(report) for one in pictures], path)),
     )
     return [(path, write) for path, write in writers if path]
 
@@ -182,7 +182,7 @@ def check_outputs(config: LoadtestConfig) -> None:
             raise ConfigError(f"{other} and {flag} name the same file, {path}")
     check_folder(config.svg, "--svg")
     if config.parquet:
-        from scripts.load_tester.workload.parquet import require_pyarrow
+        from scripts.load_tester.reporting.parquet import require_pyarrow
 
         require_pyarrow()
     if config.expect_file and not Path(config.expect_file).is_file():

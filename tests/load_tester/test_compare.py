@@ -197,12 +197,11 @@ def test_sweeps_are_compared_rate_by_rate(tmp_path: Path, capsys: pytest.Capture
             words = ["--sweep", rates, "--num-requests", "30", "--output-len", "3", "--max-send-lateness", "1s"]
             main(["--url", server.url, *words, "--json", str(tmp_path / f"{name}.json")])
     both = [str(tmp_path / f"{name}.json") for name in ("quick", "slow")]
-    for path in both:  # whatever else this machine had to do
+    for path, least_s in zip(both, (0.01, 0.15), strict=True):  # what was measured depends on this machine's load
         content = json.loads(Path(path).read_text())
         for run in content["runs"]:
-            first_s = np.array(run["samples"]["ttft"])
-            np.random.default_rng(0).shuffle(first_s)
-            run |= {"is_valid": True, "reasons": [], "samples": run["samples"] | {"ttft": first_s.tolist()}}
+            values = least_s + np.random.default_rng(0).exponential(least_s / 10, 30)
+            run |= {"is_valid": True, "reasons": [], "samples": run["samples"] | {"ttft": values.tolist()}}
         Path(path).write_text(json.dumps(content))
     page, pictures, changed = tmp_path / "c.html", tmp_path / "pictures", tmp_path / "c.json"
     capsys.readouterr()

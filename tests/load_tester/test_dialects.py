@@ -7,20 +7,22 @@ from typing import Any
 
 import pytest
 
-from scripts.load_tester.client.ipc import Done
-from scripts.load_tester.client.server_info import Server, probe
-from scripts.load_tester.client.sse_parser import Answer, read_answer
+from scripts.load_tester.client.ipc import RequestDone
+from scripts.load_tester.client.server_info import ServerInfo, fetch_server_info
+from scripts.load_tester.client.sse_parser import ParsedResponse, parse_response
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def read(*events: dict[str, Any], head: bytes = HEAD) -> Answer:
+def read(*events: dict[str, Any], head: bytes = HEAD) -> ParsedResponse:
     """Each event in a chunk of its own, at instants 1, 2, 3, ..."""
     data = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [b"data: [DONE]\n\n"]
-    pieces = [head + chunk(data[0]), *map(chunk, data[1:]), b"0\r\n\r\n"]
-    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
-    sizes = array("I", map(len, pieces)).tobytes()
-    return read_answer(Done(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), "", False))
+    segments = [head + chunk(data[0]), *map(chunk, data[1:]), b"0\r\n\r\n"]
+    stamps = array("d", range(1, len(segments) + 1)).tobytes()
+    sizes = array("I", map(len, segments)).tobytes()
+    return parse_response(
+        RequestDone(0, 0.0, 0.0, 0.0, float(len(segments)), stamps, sizes, b"".join(segments), "", False)
+    )
 
 
 def chunk(data: bytes) -> bytes:
@@ -134,7 +136,7 @@ def test_sglang_refuses_without_an_envelope() -> None:
     body = b'{"object":"error","message":"Messages cannot be empty.","type":"BadRequestError","param":null,"code":400}'
     raw = b"HTTP/1.1 400 Bad Request\r\nserver: uvicorn\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     stamps, sizes = array("d", [1.0]).tobytes(), array("I", [len(raw)]).tobytes()
-    answer = read_answer(Done(0, 0.0, 0.0, 0.0, 1.0, stamps, sizes, raw, "", False))
+    answer = parse_response(RequestDone(0, 0.0, 0.0, 0.0, 1.0, stamps, sizes, raw, "", False))
     assert (answer.error, answer.message) == ("http_400", "Messages cannot be empty.")
 
 
@@ -171,7 +173,7 @@ def test_sglangs_openai_stream_has_a_null_for_usage_in_every_event() -> None:
 
 @pytest.mark.parametrize(("kind", "is_streamed"), [("sglang", False), ("vllm", True), ("baton", True)])
 def test_token_ids_are_asked_for_where_a_server_gives_them(kind: str, is_streamed: bool) -> None:
-    server = Server(None, None, kind, {})
+    server = ServerInfo(None, None, kind, {})
     assert server.sends_ids("chat", is_stream=True) is is_streamed
     assert server.sends_ids("chat", is_stream=False) and server.sends_ids("completions", is_stream=True)
 
@@ -183,11 +185,11 @@ def test_a_model_in_a_folder_of_this_machine_says_how_many_ids_it_has(
     listed = {"id": "m", "owned_by": "sglang", "root": str(tmp_path), "parent": None, "max_model_len": 4096}
     pages = {"/v1/models": {"object": "list", "data": [listed]}, "/server_info": {"version": "0.5.23"}}
     monkeypatch.setattr("scripts.load_tester.client.server_info.get_json", lambda parts, path, *_, **_more: pages[path])
-    assert probe("http://x", {}).vocab_size is None
+    assert fetch_server_info("http://x", {}).vocab_size is None
     (tmp_path / "config.json").write_text('{"vocab_size": 1024}')
-    found = probe("http://x", {})
+    found = fetch_server_info("http://x", {})
     assert (found.model, found.kind, found.vocab_size, found.vocab) == ("m", "sglang", 1024, (100, 960))
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 2048}}')
-    assert probe("http://x", {}).vocab_size == 2048
+    assert fetch_server_info("http://x", {}).vocab_size == 2048
     (tmp_path / "config.json").write_text("[]")
-    assert probe("http://x", {}).vocab_size is None
+    assert fetch_server_info("http://x", {}).vocab_size is None

@@ -7,10 +7,10 @@ import pytest
 from support.load_mock import mock_server
 
 from common.errors import ConfigError
-from scripts.load_tester.analysis.goodput_search import _too_short, _verdict, find_goodput, measure, words_of
+from scripts.load_tester.analysis.goodput_search import _too_short, _verdict, describe_result, find_goodput, measure
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import FAILED, FINE, INVALID, main
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 
 
 def counted(
@@ -37,7 +37,7 @@ def test_a_search_that_finds_no_failing_rate_says_so() -> None:
     """Twelve doublings of 1/s, all of which hold: the limit is anywhere beyond."""
     found = find_goodput(lambda *_: counted(100, 100), 1.0, 0.9, 6)
     assert (found.best, len(found.points)) == (4096, 13) and "4096/s was the last rate" in found.why
-    words = words_of(LoadtestConfig(slo_ttft="1s", find_goodput=True), found)
+    words = describe_result(LoadtestConfig(slo_ttft="1s", find_goodput=True), found)
     assert words.startswith("at least 4096/s with 90.0% of requests within ttft 1,000 ms")
 
 

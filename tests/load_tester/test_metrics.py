@@ -7,12 +7,12 @@ import pytest
 from support.load_records import record
 
 from scripts.load_tester.analysis import metrics
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.analysis.validity import arrival_check, client_load, verdict
-from scripts.load_tester.client.client_pool import Outcome
-from scripts.load_tester.client.ipc import Finished
+from scripts.load_tester.client.client_pool import LoadResult
+from scripts.load_tester.client.ipc import ClientFinished
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.workload.request_classes import kinds_of
+from scripts.load_tester.workload.request_classes import request_classes_of
 from scripts.load_tester.workload.schedule import unit_arrivals
 
 RNG = np.random.default_rng(0)
@@ -84,7 +84,7 @@ def test_requests_that_met_no_other_are_told_from_the_rest() -> None:
 
 
 def test_a_class_has_limits_of_its_own() -> None:
-    kinds = kinds_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
+    kinds = request_classes_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
     records = [record(0.1, class_name="fast"), record(0.1, class_name="slow"), record(0.3, class_name="slow")]
     service = metrics.service(records, {"ttft": 0.2}, kinds, 1.0)
     assert service["good"] == 1
@@ -197,16 +197,16 @@ def test_what_nobody_counted_is_not_said_to_differ() -> None:
 # ---- can the run be believed? ---------------------------------------------------------------------------------------
 
 
-def run_of(at: "np.ndarray", lateness: "np.ndarray | float" = 0.0) -> list[Record]:
+def run_of(at: "np.ndarray", lateness: "np.ndarray | float" = 0.0) -> list[RequestRecord]:
     return [
         record(float(a) + 1, at=float(a), late=float(late))
         for a, late in zip(at, np.broadcast_to(lateness, at.shape), strict=True)
     ]
 
 
-def judged(records: list[Record], *, lag: float = 0.0, cpu: float = 0.1, **options: object) -> list[str]:
+def judged(records: list[RequestRecord], *, lag: float = 0.0, cpu: float = 0.1, **options: object) -> list[str]:
     config = LoadtestConfig(**options)  # type: ignore[arg-type]
-    outcome = Outcome(finished=[Finished(cpu * 10, 10.0, [lag] * 100, 1, 0)])
+    outcome = LoadResult(finished=[ClientFinished(cpu * 10, 10.0, [lag] * 100, 1, 0)])
     return verdict(records, arrival_check(records, config, True), client_load(outcome, 0.0, 100), config, 0)
 
 
@@ -249,8 +249,8 @@ def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_name
     assert "97% of a core" in judged(run_of(POISSON), cpu=0.97, rate="10")[0]
     config = LoadtestConfig(rate="10")
     records = run_of(POISSON)
-    idle = Finished(0.002, 0.0021, [], 0, 0)  # had no request, and began and ended all the same
-    load = client_load(Outcome(finished=[idle]), 0.0, 1)
+    idle = ClientFinished(0.002, 0.0021, [], 0, 0)  # had no request, and began and ended all the same
+    load = client_load(LoadResult(finished=[idle]), 0.0, 1)
     assert load["busiest"] < 0.01
     assert "3 scheduled requests" in verdict(records, arrival_check(records, config, True), load, config, 3)[0]
 

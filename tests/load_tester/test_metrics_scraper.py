@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import ConfigError
 from scripts.load_tester.client import metrics_scraper as scrape
-from scripts.load_tester.client.metrics_scraper import Scraper, parse
-from scripts.load_tester.client.server_info import probe
+from scripts.load_tester.client.metrics_scraper import MetricsScraper, parse_metrics
+from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -61,9 +61,9 @@ def flood(peer: socket.socket) -> None:
         peer.sendall(b"a 1\n" * 20_000)
 
 
-async def scraped(config: LoadtestConfig, seconds: float) -> Scraper:
+async def scraped(config: LoadtestConfig, seconds: float) -> MetricsScraper:
     """As a run does it: until there is something to tell, at least so long, and at most ten seconds."""
-    scraper = Scraper(config)
+    scraper = MetricsScraper(config)
     running = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)
     for _ in range(500 if not seconds else 0):
@@ -76,15 +76,13 @@ async def scraped(config: LoadtestConfig, seconds: float) -> Scraper:
     return scraper
 
 
-def scrape_for(config: LoadtestConfig, seconds: float = 0.0) -> Scraper:
+def scrape_for(config: LoadtestConfig, seconds: float = 0.0) -> MetricsScraper:
     return asyncio.run(scraped(config, seconds))
 
 
 def test_a_page_that_never_ends_does_not_hold_up_the_end_of_a_run() -> None:
     with server(drip) as (url, _):
-        began_at = time.monotonic()
         found = scrape_for(LoadtestConfig(url=url), 0.3)
-        assert time.monotonic() - began_at < 9, "the thread that reads would go on for ever"
     assert found.since(0.0) == {}
 
 
@@ -104,12 +102,13 @@ def deaf(takes: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("scheme", "takes"), [("http", True), ("http", False), ("https", True)])
-def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(scheme: str, takes: bool) -> None:
-    """It answers to nothing; it does not connect; it makes no TLS handshake. Each is tried for ten seconds."""
+def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(
+    scheme: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing; it does not connect; it makes no TLS handshake. A run that waited would hang."""
+    monkeypatch.setattr("scripts.load_tester.client.server_info.TIMEOUT_S", 900.0)
     with deaf(takes) as address:
-        began_at = time.monotonic()
         found = scrape_for(LoadtestConfig(scrape=f"{scheme}://{address}"), 0.2)
-        assert time.monotonic() - began_at < 5
     assert found.since(0.0) == {} and "nothing answered" in found.notes[0]
 
 
@@ -141,7 +140,7 @@ def test_the_key_is_told_to_the_server_under_test_alone() -> None:
 
 def test_a_long_run_keeps_an_even_selection_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "MAX_ROWS", 4)
-    scraper = Scraper(LoadtestConfig(scrape_interval=1.0))
+    scraper = MetricsScraper(LoadtestConfig(scrape_interval=1.0))
     for at in range(6):
         scraper._keep(float(at), {"a": 1.0 + at})
     assert [at for at, _ in scraper.since(0.0)["a"]] == [0, 2, 4, 5]
@@ -150,9 +149,9 @@ def test_a_long_run_keeps_an_even_selection_of_pages(monkeypatch: pytest.MonkeyP
 
 def test_prometheus_text_is_read_without_buckets_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nd 1.2.3\nprocess_x 1\n'
-    assert parse(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}
+    assert parse_metrics(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}
     monkeypatch.setattr(scrape, "MAX_NAMES", 1)
-    assert parse(text) == {"a_total": 3.0}
+    assert parse_metrics(text) == {"a_total": 3.0}
 
 
 @pytest.mark.parametrize("answer", [flood, drip])
@@ -160,5 +159,5 @@ def test_a_server_that_never_ends_to_say_what_it_is_is_refused(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.load_tester.client.server_info.TIMEOUT_S", 0.5)
-    with server(answer) as (url, _), pytest.raises(ConfigError, match="does not come to an end"):
-        probe(url, {})
+    with server(answer) as (url, _), pytest.raises(ConfigError, match="does not end"):
+        fetch_server_info(url, {})

@@ -19,20 +19,20 @@ from support.load_records import record
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
 from scripts.load_tester.analysis import metrics
-from scripts.load_tester.analysis.records import Record
-from scripts.load_tester.client.ipc import Tick
-from scripts.load_tester.client.server_info import probe
+from scripts.load_tester.analysis.records import RequestRecord
+from scripts.load_tester.client.ipc import Progress
+from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import DIFFERENT, FAILED, FINE, INVALID, WRONG, main
-from scripts.load_tester.reporting.files import Report
 from scripts.load_tester.reporting.html_report import comparison_page, page
-from scripts.load_tester.reporting.progress import View, panel
+from scripts.load_tester.reporting.parquet import COLUMNS, write_parquet
+from scripts.load_tester.reporting.progress import ProgressView, panel
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import log_ticks, ticks
 from scripts.load_tester.reporting.text_report import outputs_verdict, percent, summary_lines
 from scripts.load_tester.run import run_load
-from scripts.load_tester.workload.parquet import COLUMNS, write_parquet
-from scripts.load_tester.workload.plan import Planned
-from scripts.load_tester.workload.workload import Plan, make_plan
+from scripts.load_tester.workload.plan import Plan, make_plan
+from scripts.load_tester.workload.planned_request import PlannedRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,13 +91,13 @@ def test_keys_never_reach_a_report(tmp_path: Path) -> None:
     assert "s3cret" not in (tmp_path / "r.json").read_text()
 
 
-@pytest.mark.parametrize(("key", "words"), [(None, "wants an API key"), ("wrong", "refuses this --api-key")])
+@pytest.mark.parametrize(("key", "words"), [(None, "requires an API key"), ("wrong", "refuses this --api-key")])
 def test_a_server_behind_a_key_is_refused_in_a_sentence(
     key: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.load_tester.client.server_info.get", lambda *_: (401, b"{}"))
     with pytest.raises(ConfigError, match=words) as refused:
-        probe("http://127.0.0.1:9", {"Authorization": f"Bearer {key}"} if key else {})
+        fetch_server_info("http://127.0.0.1:9", {"Authorization": f"Bearer {key}"} if key else {})
     assert "wrong" not in str(refused.value), "keys are not shown"
 
 
@@ -110,7 +110,7 @@ def test_a_server_that_says_odd_things_about_itself_is_one_that_says_nothing(
     page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.load_tester.client.server_info.get", lambda *_: (200, page))
-    found = probe("http://127.0.0.1:9", {})
+    found = fetch_server_info("http://127.0.0.1:9", {})
     assert found.vocab_size is None and found.model in (None, "m")
     assert found.vocab == (100, 10_000)
 
@@ -154,7 +154,7 @@ def test_one_file_that_cannot_be_written_does_not_cost_the_others(
 
 def test_samples_are_of_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of 30 requests at most 10: each third, not the first ten."""
-    monkeypatch.setattr("scripts.load_tester.reporting.files.MAX_SAMPLES", 12)
+    monkeypatch.setattr("scripts.load_tester.reporting.report.MAX_SAMPLES", 12)
     with mock_server(tmp_path) as server:
         report = run_load(LoadtestConfig(url=server.url, rate="100", num_requests=30, output_len="2"))
     for index, one in enumerate(report.records):
@@ -186,7 +186,7 @@ def test_parquet_has_a_row_per_request_and_says_what_columns_mean(tmp_path: Path
     assert table["stamps_s"][0].as_py() == [0.5, 0.6]
     assert (table["ttft_s"][0].as_py(), table["ttft_s"][1].as_py()) == (0.5, None)
     assert all(table.schema.field(name).metadata[b"description"] for name in table.column_names)
-    known = set(Record.__struct_fields__) | {"ttft_s", "e2e_s", "tpot_s"}
+    known = set(RequestRecord.__struct_fields__) | {"ttft_s", "e2e_s", "tpot_s"}
     assert known - set(table.column_names) == {"text", "ids", "num_events"}
 
 
@@ -194,7 +194,11 @@ def test_the_manual_names_every_field_of_every_file() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "loadtest.md").read_text()
     rows = {f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in COLUMNS}
     assert rows <= set(manual.splitlines())
-    names = {*Record.__struct_fields__, *(own.name for own in fields(Report) if own.name != "records"), "samples"}
+    names = {
+        *RequestRecord.__struct_fields__,
+        *(own.name for own in fields(Report) if own.name != "records"),
+        "samples",
+    }
     assert not [name for name in sorted(names) if f"`{name}`" not in manual]
 
 
@@ -265,7 +269,7 @@ def test_what_a_file_of_ones_own_asks_beside_the_prompt_tells_requests_apart() -
     """Of a prompt that was given, the seed is no part."""
 
     def digest(drawn: str, **extra: object) -> str:
-        return Planned(0, 0.0, ((1, 8),), 4, extra=extra).digest(drawn)
+        return PlannedRequest(0, 0.0, ((1, 8),), 4, extra=extra).digest(drawn)
 
     assert digest("0", prompt="a") == digest("1", prompt="a") != digest("0", prompt="a", temperature=1)
     assert digest("0", temperature=1) != digest("1", temperature=1) != digest("1", temperature=0)
@@ -345,20 +349,20 @@ def test_shares_are_not_rounded_to_all_or_nothing() -> None:
 def test_the_live_view_of_a_closed_loop_counts_turns() -> None:
     """Ten of the twenty requests of five sessions have ended: half of thirty."""
     plan = make_plan(LoadtestConfig(concurrency=2, num_requests=5, turns="4"))
-    assert (plan.num_chains, plan.num_requests) == (5, 20)
+    assert (plan.num_sessions, plan.num_requests) == (5, 20)
     assert make_plan(LoadtestConfig(concurrency=2, duration="1s")).num_requests is None
-    bar, *_ = View().text([Tick(4.0, 2, 10, 0, 0, 0, [], [])], plan).splitlines()
+    bar, *_ = ProgressView().text([Progress(4.0, 2, 10, 0, 0, 0, [], [])], plan).splitlines()
     assert bar.count("█") == 15
 
 
 def test_the_live_view_says_how_far_and_how_fast() -> None:
-    view = View()
+    view = ProgressView()
     plan = Plan([], 100, True, 10.0, [], {})
-    view.text([Tick(4.0, 3, 0, 0, 200, 0, [0.05], [0.001]), Tick(4.0, 1, 0, 0, 100, 0, [], [])], plan)
-    ticks = [Tick(5.0, 3, 20, 1, 400, 0, [0.1, 0.25], [0.002, 0.004]), Tick(4.9, 2, 10, 0, 100, 0, [], [])]
+    view.text([Progress(4.0, 3, 0, 0, 200, 0, [0.05], [0.001]), Progress(4.0, 1, 0, 0, 100, 0, [], [])], plan)
+    ticks = [Progress(5.0, 3, 20, 1, 400, 0, [0.1, 0.25], [0.002, 0.004]), Progress(4.9, 2, 10, 0, 100, 0, [], [])]
     bar, requests, first, gap, rate = view.text(ticks, plan).splitlines()
     assert bar == "█" * 15 + "░" * 15 + " 5.0 of 10.0 s"
-    assert requests == "requests     30 done, 1 failed, 5 under way"
+    assert requests == "requests     30 done, 1 failed, 5 in flight"
     assert "p50 100.0 ms" in first and first.endswith("▂█"), "0.05 then 0.175: a quarter and all of the largest"
     assert "p50 3.0 ms" in gap and gap.endswith("▃█")
     assert "pieces/s     200 " in rate, "from 300 to 500 in a second"

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scripts.load_tester.client.http_framing import chunk_size
-from scripts.load_tester.client.ipc import Done
-from scripts.load_tester.client.sse_parser import Answer, events, read_answer
+from scripts.load_tester.client.ipc import RequestDone
+from scripts.load_tester.client.sse_parser import ParsedResponse, parse_response, split_events
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 SAID = [
@@ -32,7 +32,7 @@ CUT = [(b"data: {}\n\n", (b"%x", 0, b"\r\n"))], 0, 9, True  # where an event, an
 
 
 def one_by_one(raw: bytes, at: int, is_chunked: bool) -> list[tuple[int, bytes]]:
-    """As ``events``: the bytes of the body by themselves, each with the offset behind it, then lines and events."""
+    """As ``split_events``: the bytes of the body alone, each with the offset behind it, then lines and events."""
     body = list(enumerate(raw[at:], at + 1))
     if is_chunked:
         body = []
@@ -61,16 +61,18 @@ def test_events_are_found_in_whatever_chunks_they_come_and_where_the_framing_bre
         line = size % max(0, len(body) + error) if b"%" in size else size
         raw += line + b"\r\n" + body + end
     raw = (raw + b"0\r\n\r\n")[: -num_missing or None]
-    assert list(events(raw, begin, is_chunked)) == one_by_one(raw, begin, is_chunked)
+    assert list(split_events(raw, begin, is_chunked)) == one_by_one(raw, begin, is_chunked)
 
 
-def done_of(head: bytes, raw: bytes, stamps: list[float], sizes: list[int]) -> Done:
+def done_of(head: bytes, raw: bytes, stamps: list[float], sizes: list[int]) -> RequestDone:
     sizes[0] += len(head)
-    return Done(0, 0.0, 0.0, 0.0, 9.0, array("d", stamps).tobytes(), array("I", sizes).tobytes(), head + raw, "", False)
+    return RequestDone(
+        0, 0.0, 0.0, 0.0, 9.0, array("d", stamps).tobytes(), array("I", sizes).tobytes(), head + raw, "", False
+    )
 
 
-def facts(answer: Answer) -> dict[str, object]:
-    return {name: getattr(answer, name) for name in Answer.__slots__}
+def facts(answer: ParsedResponse) -> dict[str, object]:
+    return {name: getattr(answer, name) for name in ParsedResponse.__slots__}
 
 
 @given(st.lists(BODIES, max_size=6), st.integers(0, 20), st.sets(st.integers(1, 400), max_size=12), st.data())
@@ -92,8 +94,8 @@ def test_an_answer_is_the_same_however_it_is_chunked_and_cut(
     ends = [*sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     came = [next(float(piece) for piece, end in enumerate(ends) if place < end) for place in where]
-    chunked = read_answer(
+    chunked = parse_response(
         done_of(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", raw, [*map(float, range(len(ends)))], sizes)
     )
-    plain = read_answer(done_of(HEAD + b"\r\n", body, came or [0.0], [1] * len(body) or [0]))
+    plain = parse_response(done_of(HEAD + b"\r\n", body, came or [0.0], [1] * len(body) or [0]))
     assert facts(chunked) == facts(plain)

@@ -212,7 +212,7 @@ class FakeNode:
         loop = asyncio.get_running_loop()
         while True:
             is_unknown = any(isinstance(letter.message, Unknown) for letter in self._receive())
-            if self.mailbox.link().connected or is_unknown:
+            if self.mailbox.connection_events().connected or is_unknown:
                 self.send(self.register)
             if self.is_beating and self.is_registered and loop.time() > next_beat:
                 next_beat = loop.time() + 0.2

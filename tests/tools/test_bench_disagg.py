@@ -13,7 +13,7 @@ from common.engine.model_config import ModelConfig
 from common.errors import BatonError
 from scripts.benchmarks.disagg import Bench, minutes, parse, points, started
 from scripts.benchmarks.disagg_table import lines_of, pooled
-from scripts.load_tester.reporting.files import write_json
+from scripts.load_tester.reporting.report import write_json
 from scripts.models.random_model import QWEN3_600M, random_model, shapes
 
 

@@ -22,10 +22,10 @@ from common.errors import ConfigError
 from scripts.load_tester.analysis import stats
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.main import FINE, INVALID, REGRESSED, check_file, check_folder
-from scripts.load_tester.reporting.files import read_json, write_json
+from scripts.load_tester.reporting.report import read_json, write_json
 
 if TYPE_CHECKING:
-    from scripts.load_tester.reporting.charts import Picture
+    from scripts.load_tester.reporting.charts import TitledChart
 
 STATISTICS: dict[str, Callable[[stats.Floats], float]] = {
     "mean": lambda values: float(values.mean()),
@@ -244,8 +244,8 @@ def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures
         raise ConfigError("one is a sweep or a search and the other a single run: compare like with like")
     if "runs" not in before:
         return [("", before, after)]
-    by_rate = [_by_rate(side["runs"]) for side in (before, after)]
-    pairs = [(title, run, by_rate[1][title]) for title, run in by_rate[0].items() if title in by_rate[1]]
+    rate_charts = [_by_rate(side["runs"]) for side in (before, after)]
+    pairs = [(title, run, rate_charts[1][title]) for title, run in rate_charts[0].items() if title in rate_charts[1]]
     if not pairs:
         raise ConfigError("the two have no rate in common")
     return pairs
@@ -261,19 +261,21 @@ def _by_rate(runs: Sequence[Figures]) -> dict[str, Figures]:
     return found
 
 
-def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["Picture"]]:
+def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["TitledChart"]]:
     """Names to tell the two apart, and the pictures of both."""
-    from scripts.load_tester.reporting.charts import by_rate, distributions_of
+    from scripts.load_tester.reporting.charts import comparison_charts, rate_charts
 
     names = [name for name, _ in sides]
     if names[0] == names[1]:
         names = [f"{names[0]} before", f"{names[1]} after"]
     whole = dict(zip(names, (side for _, side in sides), strict=True))
     is_sweep = "runs" in sides[0][1]
-    return names, by_rate({name: side["runs"] for name, side in whole.items()}) if is_sweep else distributions_of(whole)
+    return names, rate_charts({name: side["runs"] for name, side in whole.items()}) if is_sweep else comparison_charts(
+        whole
+    )
 
 
-def _draw(names: Sequence[str], charts: Sequence["Picture"], lines: list[str], out: dict[str, str | None]) -> None:
+def _draw(names: Sequence[str], charts: Sequence["TitledChart"], lines: list[str], out: dict[str, str | None]) -> None:
     """The page and the pictures, if they are asked for."""
     from scripts.load_tester.reporting.charts import write_svgs
     from scripts.load_tester.reporting.html_report import comparison_page

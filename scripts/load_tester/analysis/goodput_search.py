@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from scripts.load_tester.analysis import stats
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.client.request_headers import own_headers
-from scripts.load_tester.client.server_info import probe
+from scripts.load_tester.client.request_headers import common_headers
+from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import FAILED, FINE, INVALID, at_rate, say, write_files
-from scripts.load_tester.reporting.files import SCHEMA, Report, write_json
-from scripts.load_tester.reporting.progress import watched
+from scripts.load_tester.reporting.progress import run_with_progress
+from scripts.load_tester.reporting.report import SCHEMA, Report, write_json
 from scripts.load_tester.reporting.text_report import milliseconds, percent
 
 MAX_TRIES = 3
@@ -31,7 +31,7 @@ Run = Callable[[float, int], Report]
 
 
 @dataclass
-class Point:
+class RatePoint:
     """A rate, and what all runs at it came to.
 
     Attributes:
@@ -91,7 +91,7 @@ class Point:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search came to.
 
     Attributes:
@@ -101,16 +101,16 @@ class Found:
     """
 
     best: float
-    points: list[Point]
+    points: list[RatePoint]
     why: str = ""
 
     @property
-    def point(self) -> Point | None:
+    def point(self) -> RatePoint | None:
         """That of the highest rate that held."""
         return next((point for point in self.points if point.holds and point.rate == self.best), None)
 
 
-def find_goodput(run: Run, start: float, target: float, steps: int) -> Found:
+def find_goodput(run: Run, start: float, target: float, steps: int) -> SearchResult:
     """The highest rate that holds.
 
     Args:
@@ -124,7 +124,7 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> Found:
     for _ in range(MAX_DOUBLINGS):
         why = "" if factor > 1 else points[-1].why_no_lower_rate(target)
         if why:
-            return Found(0.0, points, why)
+            return SearchResult(0.0, points, why)
         point = measure(run, points[-1].rate * factor, target)
         points.append(point)
         if point.holds != points[0].holds:
@@ -132,7 +132,9 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> Found:
     holding = [point.rate for point in points if point.holds]
     failing = [point.rate for point in points if not point.holds]
     if not holding or not failing:
-        return Found(max(holding, default=0.0), points, f"{points[-1].rate:.4g}/s was the last rate that was tried")
+        return SearchResult(
+            max(holding, default=0.0), points, f"{points[-1].rate:.4g}/s was the last rate that was tried"
+        )
     low, high = max(holding), min(failing)
     for _ in range(steps):
         middle = math.sqrt(low * high)
@@ -140,12 +142,12 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> Found:
         points.append(point)
         low, high = (middle, high) if point.holds else (low, middle)
     is_client = any(point.rate == high and not point.is_valid for point in points)
-    return Found(low, points, f"at {high:.4g}/s the client could not keep up" if is_client else "")
+    return SearchResult(low, points, f"at {high:.4g}/s the client could not keep up" if is_client else "")
 
 
-def measure(run: Run, rate: float, target: float) -> Point:
+def measure(run: Run, rate: float, target: float) -> RatePoint:
     """Run at a rate until it is clear whether it holds, or patience ends."""
-    point = Point(rate)
+    point = RatePoint(rate)
     num_invalid = 0
     for number in range(MAX_TRIES):
         report = run(rate, number)
@@ -171,11 +173,11 @@ def measure(run: Run, rate: float, target: float) -> Point:
 
 def search_command(config: LoadtestConfig) -> int:
     """``--find-goodput`` and ``--sweep``: run, print a table, write the files."""
-    server = probe(config.url, own_headers(config), verify_tls=config.verify_tls)
+    server = fetch_server_info(config.url, common_headers(config), verify_tls=config.verify_tls)
     shown: list[Report] = []
 
     def run(rate: float, number: int) -> Report:
-        report = watched(replace(at_rate(config, rate), seed=config.seed + number), server, salt=len(shown))
+        report = run_with_progress(replace(at_rate(config, rate), seed=config.seed + number), server, salt=len(shown))
         shown.append(report)
         say(_row(rate, report))
         if report.was_stopped:
@@ -183,7 +185,7 @@ def search_command(config: LoadtestConfig) -> int:
         return report
 
     say(f"{'rate':>9}{'achieved':>10}{'good':>9}{'TTFT p50':>10}{'TTFT p99':>10}{'ITL p50':>9}{'ITL p99':>9}  (ms)")
-    found: Found | None = None
+    found: SearchResult | None = None
     try:
         if config.find_goodput:
             found = find_goodput(run, float(config.rate or 1.0), config.slo_attainment, config.search_steps)
@@ -206,9 +208,9 @@ def _verdict(shown: list[Report]) -> int:
     return FINE
 
 
-def _verdict_of_search(config: LoadtestConfig, found: Found) -> int:
+def _verdict_of_search(config: LoadtestConfig, found: SearchResult) -> int:
     """Say what was found; the exit status."""
-    say("", words_of(config, found))
+    say("", describe_result(config, found))
     unsure = [point.rate for point in found.points if not point.is_sure and point.is_valid]
     if unsure:
         say(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
@@ -221,7 +223,7 @@ def _verdict_of_search(config: LoadtestConfig, found: Found) -> int:
     return FINE if found.best else FAILED
 
 
-def words_of(config: LoadtestConfig, found: Found) -> str:
+def describe_result(config: LoadtestConfig, found: SearchResult) -> str:
     """The result in a sentence."""
     limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
     good = f"{percent(config.slo_attainment)} of requests within {limits}"
@@ -234,7 +236,7 @@ def words_of(config: LoadtestConfig, found: Found) -> str:
     return f"highest rate with {good}: {found.best:.4g}/s{drawn}"
 
 
-def _too_short(point: Point) -> str:
+def _too_short(point: RatePoint) -> str:
     """A queue that grows must have the time to: what holds for a few answers' time need not last."""
     report = point.reports[-1]
     answer_s = report.latency["e2e"].get("p50")
@@ -259,21 +261,21 @@ def _row(rate: float, report: Report) -> str:
 
 
 def _writers(
-    config: LoadtestConfig, reports: list[Report], found: Found | None
+    config: LoadtestConfig, reports: list[Report], found: SearchResult | None
 ) -> list[tuple[str, Callable[[str], object]]]:
-    from scripts.load_tester.reporting.charts import by_rate, rated, write_svgs
+    from scripts.load_tester.reporting.charts import rate_charts, rate_figures, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
 
-    words = words_of(config, found) if found else ""
+    words = describe_result(config, found) if found else ""
     writers: tuple[tuple[str | None, Callable[[str], object]], ...] = (
         (config.json, lambda path: write_json(_to_dict(reports, found), path)),
         (config.html, lambda path: write_html(reports, path, found=words)),
-        (config.svg, lambda path: write_svgs(by_rate({"": rated(reports)}), path)),
+        (config.svg, lambda path: write_svgs(rate_charts({"": rate_figures(reports)}), path)),
     )
     return [(path, write) for path, write in writers if path]
 
 
-def _to_dict(reports: list[Report], found: Found | None) -> Figures:
+def _to_dict(reports: list[Report], found: SearchResult | None) -> Figures:
     search = None
     if found:
         points = [point.to_dict() for point in found.points]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from scripts.load_tester.analysis import stats
-from scripts.load_tester.analysis.records import Record
-from scripts.load_tester.workload.request_classes import Kind
+from scripts.load_tester.analysis.records import RequestRecord
+from scripts.load_tester.workload.request_classes import RequestClass
 
 Figures = dict[str, Any]
 
 
-def latencies(records: Sequence[Record], rng: np.random.Generator) -> Figures:
+def latencies(records: Sequence[RequestRecord], rng: np.random.Generator) -> Figures:
     """Summaries in seconds, over requests that succeeded.
 
     ``ttft``, ``e2e``: from the intended instant; ``ttft_sent``, ``e2e_sent``: from the send. ``itl``: gaps between
@@ -44,7 +44,7 @@ def latencies(records: Sequence[Record], rng: np.random.Generator) -> Figures:
     }
 
 
-def throughput(records: Sequence[Record], begin_s: float, end_s: float) -> Figures:
+def throughput(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> Figures:
     """Rates inside a window, its ends included: what was received in it, whoever asked when.
 
     Args:
@@ -73,7 +73,7 @@ def throughput(records: Sequence[Record], begin_s: float, end_s: float) -> Figur
 # ---- service levels -------------------------------------------------------------------------------------------------
 
 
-def misses(record: Record, limits: dict[str, float]) -> list[str]:
+def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
     """Which limits a request breaks; ``failed`` if it has no answer to judge, ``deadline`` if it missed its own."""
     if not record.is_ok or not record.stamps_s:
         return ["failed"]
@@ -93,12 +93,14 @@ def misses(record: Record, limits: dict[str, float]) -> list[str]:
     return broken
 
 
-def limits_of(kind: Kind | None, slos: dict[str, float]) -> dict[str, float]:
+def slo_limits(kind: RequestClass | None, slos: dict[str, float]) -> dict[str, float]:
     """A class's limits: its own over the run's."""
     return slos | dict(kind.slos if kind else ())
 
 
-def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, Kind], seconds: float) -> Figures:
+def service(
+    records: Sequence[RequestRecord], slos: dict[str, float], kinds: dict[str, RequestClass], seconds: float
+) -> Figures:
     """Attainment and goodput. Without any limit every answered request is good. ``num_free``: as how many requests they
     count that do not depend on each other. ``alone_good`` and ``alone_count`` are of those that met no other request:
     what a lower rate could bring all to.
@@ -107,7 +109,7 @@ def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, 
         records: the measured ones.
         seconds: over which they were intended.
     """
-    broken = [misses(record, limits_of(kinds.get(record.class_name), slos)) for record in records]
+    broken = [misses(record, slo_limits(kinds.get(record.class_name), slos)) for record in records]
     good = sum(not names for names in broken)
     alone = _alone(records)
     in_time = sorted(range(len(records)), key=lambda place: records[place].intended_s)
@@ -127,7 +129,7 @@ def service(records: Sequence[Record], slos: dict[str, float], kinds: dict[str, 
     }
 
 
-def _alone(records: Sequence[Record]) -> list[bool]:
+def _alone(records: Sequence[RequestRecord]) -> list[bool]:
     """Whether each was under way with no other."""
     order = sorted(range(len(records)), key=lambda place: records[place].intended_s)
     alone = [True] * len(records)
@@ -153,7 +155,7 @@ WORDS = {
 }
 
 
-def errors(records: Sequence[Record]) -> Figures:
+def errors(records: Sequence[RequestRecord]) -> Figures:
     """Failures by kind, with an example of what the server said, or what it is."""
     failed = [record for record in records if not record.is_ok]
     kinds = Counter(record.error for record in failed)
@@ -168,7 +170,11 @@ def errors(records: Sequence[Record]) -> Figures:
 
 
 def groups(
-    records: Sequence[Record], field: str, slos: dict[str, float], kinds: dict[str, Kind], rng: np.random.Generator
+    records: Sequence[RequestRecord],
+    field: str,
+    slos: dict[str, float],
+    kinds: dict[str, RequestClass],
+    rng: np.random.Generator,
 ) -> Figures:
     """The main figures for each class or tenant, if there are several."""
     names = list(dict.fromkeys(getattr(record, field) for record in records))
@@ -190,7 +196,7 @@ def groups(
 
 
 def fairness(
-    tenants: Figures, records: Sequence[Record], every: Sequence[Record], begin_s: float, end_s: float
+    tenants: Figures, records: Sequence[RequestRecord], every: Sequence[RequestRecord], begin_s: float, end_s: float
 ) -> Figures:
     """How evenly tenants are served.
 
@@ -226,7 +232,7 @@ def fairness(
     }
 
 
-def _medians_with_failures(records: Sequence[Record]) -> dict[str, float]:
+def _medians_with_failures(records: Sequence[RequestRecord]) -> dict[str, float]:
     """Median time to first token of each tenant; infinite if more than half of its requests failed."""
     times: dict[str, list[float]] = {}
     for record in records:
@@ -235,7 +241,9 @@ def _medians_with_failures(records: Sequence[Record]) -> dict[str, float]:
     return {name: m if math.isfinite(m) else statistics.median_low(times[name]) for name, m in medians.items()}
 
 
-def _served_while_backlogged(records: Sequence[Record], begin_s: float, end_s: float) -> tuple[int, dict[str, float]]:
+def _served_while_backlogged(
+    records: Sequence[RequestRecord], begin_s: float, end_s: float
+) -> tuple[int, dict[str, float]]:
     """Seconds in which several tenants waited all through, and the tokens per second that each of these got."""
     waiting: dict[int, set[str]] = {}
     served: Counter[tuple[int, str]] = Counter()
@@ -256,7 +264,7 @@ def _served_while_backlogged(records: Sequence[Record], begin_s: float, end_s: f
     return len(contested), {name: sum(some) / len(some) for name, some in sorted(totals.items())}
 
 
-def caching(records: Sequence[Record]) -> Figures:
+def caching(records: Sequence[RequestRecord]) -> Figures:
     """Prompt tokens that the server found cached, against the most that any cache could have from this run alone; both
     of those requests of which the server says it.
 
@@ -285,7 +293,7 @@ def caching(records: Sequence[Record]) -> Figures:
     return found
 
 
-def tokens(records: Sequence[Record]) -> Figures:
+def tokens(records: Sequence[RequestRecord]) -> Figures:
     """Whether the server's usage agrees with what was sent and what was counted."""
     good = [record for record in records if record.is_ok]
     said = [record for record in good if record.usage_output is not None]
@@ -308,7 +316,7 @@ def tokens(records: Sequence[Record]) -> Figures:
     }
 
 
-def stages(records: Sequence[Record], rng: np.random.Generator) -> Figures:
+def stages(records: Sequence[RequestRecord], rng: np.random.Generator) -> Figures:
     """Summaries of the stages that the server times itself, by name, in seconds."""
     found: dict[str, list[float]] = {}
     for record in records:

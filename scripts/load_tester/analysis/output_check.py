@@ -12,31 +12,31 @@ import msgspec
 
 from common.errors import ConfigError
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 
 MAX_SHOWN = 5
 Key = tuple[str, int]  # digest of the prompt, and how many tokens are asked for
 
 
-class Line(msgspec.Struct):
+class ExpectedOutput(msgspec.Struct):
     prompt: str
     max_tokens: int
     text: str
     ids: list[int] = []
 
 
-def save_outputs(records: list[Record], path: str) -> None:
+def save_outputs(records: list[RequestRecord], path: str) -> None:
     """Write the outputs of all requests that succeeded."""
     lines = [
-        Line(record.prompt_digest, record.num_output_asked, record.text, record.ids)
+        ExpectedOutput(record.prompt_digest, record.num_output_asked, record.text, record.ids)
         for record in records
         if record.is_ok
     ]
     Path(path).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
-def read_expected(config: LoadtestConfig) -> dict[Key, Line]:
+def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
     """The lines of --expect-file; none without it.
 
     Raises:
@@ -47,10 +47,10 @@ def read_expected(config: LoadtestConfig) -> dict[Key, Line]:
         return {}
     try:
         content = Path(path).read_bytes().splitlines()
-        lines = [msgspec.json.decode(line, type=Line) for line in content if line.strip()]
+        lines = [msgspec.json.decode(line, type=ExpectedOutput) for line in content if line.strip()]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--expect-file {path} cannot be read: {error}") from None
-    found: dict[Key, Line] = {}
+    found: dict[Key, ExpectedOutput] = {}
     for line in lines:
         other = found.setdefault((line.prompt, line.max_tokens), line)
         if not _is_equal(other, line):
@@ -60,7 +60,7 @@ def read_expected(config: LoadtestConfig) -> dict[Key, Line]:
     return found
 
 
-def compare_outputs(expected: Mapping[Key, Line], records: list[Record]) -> Figures:
+def compare_outputs(expected: Mapping[Key, ExpectedOutput], records: list[RequestRecord]) -> Figures:
     """Mark each record that an expected output is known for, and count.
 
     Returns:
@@ -102,12 +102,12 @@ def compare_outputs(expected: Mapping[Key, Line], records: list[Record]) -> Figu
     }
 
 
-def _is_equal(one: Record | Line, other: Line) -> bool:
+def _is_equal(one: RequestRecord | ExpectedOutput, other: ExpectedOutput) -> bool:
     """By tokens where both have them."""
     return one.ids == other.ids if one.ids and other.ids else one.text == other.text
 
 
-def _first_difference(record: Record, line: Line) -> int:
+def _first_difference(record: RequestRecord, line: ExpectedOutput) -> int:
     """Position of the first token (or character) that differs."""
     by_ids = bool(record.ids and line.ids)
     pair = zip(record.ids, line.ids, strict=False) if by_ids else zip(record.text, line.text, strict=False)

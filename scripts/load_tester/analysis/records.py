@@ -4,12 +4,12 @@ import itertools
 
 import msgspec
 
-from scripts.load_tester.client.ipc import Done
-from scripts.load_tester.client.sse_parser import read_answer
-from scripts.load_tester.workload.plan import Planned
+from scripts.load_tester.client.ipc import RequestDone
+from scripts.load_tester.client.sse_parser import parse_response
+from scripts.load_tester.workload.planned_request import PlannedRequest
 
 
-class Record(msgspec.Struct, kw_only=True):
+class RequestRecord(msgspec.Struct, kw_only=True):
     """One request. Instants are seconds since the start of the run; -1 if it never came to that.
 
     Attributes:
@@ -102,12 +102,14 @@ class Record(msgspec.Struct, kw_only=True):
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]
 
 
-def record_of(done: Done, planned: Planned, start_at: float, ideal_cached: int, drawn: str) -> Record:
-    """What a request came to; ``drawn`` is what its tokens follow from, see ``Planned.digest``."""
-    answer = read_answer(done)
+def make_record(
+    done: RequestDone, planned: PlannedRequest, start_at: float, ideal_cached: int, drawn: str
+) -> RequestRecord:
+    """What a request came to; ``drawn`` is what its tokens follow from, see ``PlannedRequest.digest``."""
+    answer = parse_response(done)
     num_counted = sum(answer.counts)
     usage = answer.usage_output
-    return Record(
+    return RequestRecord(
         index=planned.index,
         class_name=planned.class_name,
         tenant=planned.tenant,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 
 LATE, GATEWAY, WAITING = "sent late", "gateway and network", "until the first token"
 UNTIMED = "queue, gateway and network"  # of servers that time the prefill alone
@@ -41,7 +41,7 @@ class Span:
         return self.begin_s + self.length_s
 
 
-def spans_of(record: Record) -> list[Span]:
+def spans_of(record: RequestRecord) -> list[Span]:
     """The stages of a request that brought a token; ``STEADY`` is the mean gap after the second token."""
     sent_s, first_s, gaps = record.released_s - record.intended_s, record.ttft_s, record.gaps_s
     spans = [Span(LATE, 0.0, sent_s), *_to_first_token(sent_s, first_s, record)]
@@ -53,7 +53,7 @@ def spans_of(record: Record) -> list[Span]:
     return spans
 
 
-def _to_first_token(sent_s: float, first_s: float, record: Record) -> list[Span]:
+def _to_first_token(sent_s: float, first_s: float, record: RequestRecord) -> list[Span]:
     """Of a leg of which only the queue was timed nobody knows where it lies: it is left to the wait as a whole."""
     if "prefill_s" not in record.timings:
         return [Span(WAITING, sent_s, first_s - sent_s)]
@@ -62,7 +62,7 @@ def _to_first_token(sent_s: float, first_s: float, record: Record) -> list[Span]
     return [Span(GATEWAY if len(prefill) > 1 else UNTIMED, sent_s, asked_s - sent_s), *prefill]
 
 
-def _ending_at(end_s: float, leg: dict[str, str], record: Record) -> list[Span]:
+def _ending_at(end_s: float, leg: dict[str, str], record: RequestRecord) -> list[Span]:
     """Those stages of a leg that the server timed, the last of them ending at ``end_s``."""
     spans: list[Span] = []
     for name, title in reversed(leg.items()):
@@ -72,7 +72,7 @@ def _ending_at(end_s: float, leg: dict[str, str], record: Record) -> list[Span]:
     return spans
 
 
-def median_spans(records: Sequence[Record]) -> list[Span]:
+def median_spans(records: Sequence[RequestRecord]) -> list[Span]:
     """The median begin and length of each stage, over the requests that have it, in order of appearance."""
     by_name: dict[str, list[Span]] = {}
     for record in records:

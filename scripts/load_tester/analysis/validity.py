@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from scripts.load_tester.analysis import stats
-from scripts.load_tester.analysis.records import Record
-from scripts.load_tester.client.client_pool import Outcome
+from scripts.load_tester.analysis.records import RequestRecord
+from scripts.load_tester.client.client_pool import LoadResult
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.schedule import unit_arrivals
 
@@ -25,7 +25,7 @@ MAX_RESOLUTION_S = 0.001  # gaps shorter than a send takes cannot keep their dis
 
 
 def arrival_check(
-    records: Sequence[Record], config: LoadtestConfig, is_checked: bool, is_open: bool = True
+    records: Sequence[RequestRecord], config: LoadtestConfig, is_checked: bool, is_open: bool = True
 ) -> dict[str, Any]:
     """How requests really went out, against how they should have.
 
@@ -101,25 +101,28 @@ def _rate(instants: stats.Floats) -> float | None:
     return (len(instants) - 1) / span if span > 0 else None
 
 
-def client_load(outcome: Outcome, parse_cpu_s: float, num_events: int) -> dict[str, Any]:
+def client_load(result: LoadResult, parse_cpu_s: float, num_events: int) -> dict[str, Any]:
     """What the client itself cost: CPU seconds, loop lag in seconds, CPU milliseconds per event with output."""
-    lags = [lag for finished in outcome.finished for lag in finished.lags]
-    cpu_s = [finished.cpu_s for finished in outcome.finished]
-    total_s = sum(cpu_s) + outcome.feed_cpu_s + parse_cpu_s
+    lags = [lag for finished in result.finished for lag in finished.lags]
+    cpu_s = [finished.cpu_s for finished in result.finished]
+    total_s = sum(cpu_s) + result.feed_cpu_s + parse_cpu_s
     return {
-        "processes": len(outcome.finished),
-        "receives_in": outcome.receives_in,
-        "cpu_s": {"clients": sum(cpu_s), "feed": outcome.feed_cpu_s, "parse": parse_cpu_s},
-        "busiest": max((one.cpu_s / max(one.wall_s, MIN_WALL_S) for one in outcome.finished), default=0.0),
+        "processes": len(result.finished),
+        "cpu_s": {"clients": sum(cpu_s), "feed": result.feed_cpu_s, "parse": parse_cpu_s},
+        "busiest": max((one.cpu_s / max(one.wall_s, MIN_WALL_S) for one in result.finished), default=0.0),
         "cpu_ms_per_event": total_s * 1e3 / num_events if num_events else None,
         "lag_p50_s": float(np.quantile(lags, 0.5)) if lags else 0.0,
         "lag_p99_s": float(np.quantile(lags, 0.99)) if lags else 0.0,
-        "connections": sum(finished.num_connections for finished in outcome.finished),
+        "connections": sum(finished.num_connections for finished in result.finished),
     }
 
 
 def verdict(
-    records: Sequence[Record], arrivals: dict[str, Any], client: dict[str, Any], config: LoadtestConfig, missing: int
+    records: Sequence[RequestRecord],
+    arrivals: dict[str, Any],
+    client: dict[str, Any],
+    config: LoadtestConfig,
+    missing: int,
 ) -> list[str]:
     """Why the run cannot be believed, as sentences; empty if it can."""
     reasons = []

@@ -1,8 +1,8 @@
-"""From the bytes of a response, as received, to tokens with instants; done when the run no longer minds.
+"""Parses received responses into tokens with time stamps, after the run.
 
-Chunk framing is undone, server-sent events are cut apart, and each event gets the instant at which the piece with its
-last byte came. Then one JSON decoder, typed to what is looked at and nothing else, reads all dialects: OpenAI's
-completions and chat (vLLM, SGLang, llama.cpp's server, Baton) and the native ``/generate`` of SGLang and Baton.
+Chunk framing is removed, server-sent events are split, and each event gets the instant at which the piece with its last
+byte arrived. One JSON decoder, typed to the fields that are used, reads all dialects: OpenAI's completions and chat
+(vLLM, SGLang, llama.cpp's server, Baton) and the native ``/generate`` of SGLang and Baton.
 """
 
 import re
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from scripts.load_tester.client.http_framing import chunk_size, follow_chunks, read_head
-from scripts.load_tester.client.ipc import Done
+from scripts.load_tester.client.http_framing import chunk_size, read_head
+from scripts.load_tester.client.ipc import RequestDone
 
 
 class _Delta(msgspec.Struct):
@@ -26,7 +26,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
-    message: _Delta | None = None  # of chats that do not stream
+    message: _Delta | None = None  # of chats without streaming
     finish_reason: Any = None
     token_ids: list[int] | None = None
 
@@ -64,25 +64,24 @@ class _Event(msgspec.Struct):
     timings: dict[str, Any] | None = None
 
 
-#: Other servers' names for stages, with what makes seconds of them: llama.cpp's (milliseconds) and SGLang's.
+#: Stage names of llama.cpp's server (milliseconds) and SGLang, with our name and the factor to seconds.
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
-#: The decoder's own error, and Python's where a string is not UTF-8.
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)  # the second where a string is not UTF-8
 NEWLINE = 10
 EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
-class Answer:
-    """What a response said.
+class ParsedResponse:
+    """A parsed response.
 
     Attributes:
-        status: of HTTP; 0 if there was none.
-        error, message: why it failed, by kind and in the server's words; empty if it did not.
-        stamps, counts: of each event that brought output: its instant, and how many tokens it brought (1 if unsaid).
-        has_counts: whether the server said how many.
+        status: HTTP status; 0 without one.
+        error, message: kind of failure and the server's words about it; empty if it succeeded.
+        stamps, counts: instant and number of tokens (1 if unknown) of each event with output.
+        has_counts: whether the server sent these numbers.
         text, ids: the output; ids only if the server sends them.
-        timings: the server's own, by name, in seconds.
+        timings: stages timed by the server, in seconds.
     """
 
     __slots__ = (
@@ -109,9 +108,9 @@ class Answer:
         return "".join(self.texts)
 
 
-def read_answer(done: Done) -> Answer:
-    """Everything that ``done`` holds, understood."""
-    answer = Answer()
+def parse_response(done: RequestDone) -> ParsedResponse:
+    """Parse the response of a finished request."""
+    answer = ParsedResponse()
     answer.error = done.error
     head_end = done.raw.find(b"\r\n\r\n")
     if head_end < 0:
@@ -120,18 +119,18 @@ def read_answer(done: Done) -> Answer:
     answer.status, headers = read_head(done.raw[:head_end])
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
     if answer.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
-        _read_events(answer, done, events(done.raw, head_end + 4, is_chunked))
+        _read_events(answer, done, split_events(done.raw, head_end + 4, is_chunked))
         return answer
     body = b"".join(body for _, body in _parts(done.raw, head_end + 4, is_chunked))
     if answer.status == 200:
         _read_whole(answer, body, done.ended_at)
     else:
-        _read_refusal(answer, body)
+        _read_error_body(answer, body)
     return answer
 
 
 def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
-    """Offset in ``raw`` and bytes of each chunk of a body, of an unfinished last one what there is; or of all of it."""
+    """Offset in ``raw`` and content of each chunk, the last one perhaps incomplete; or of an unchunked body."""
     if not is_chunked:
         yield at, raw[at:]
         return
@@ -147,8 +146,8 @@ def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         at = begin + size + 2
 
 
-def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
-    """Offset in ``raw`` just behind each server-sent event of the body that begins at ``at``, and the event's data."""
+def split_events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+    """Offset in ``raw`` of the end, and the data, of each server-sent event of the body at ``at``."""
     sizes: dict[bytes, int] = {}
     for chunk in raw[at:].split(b"\n\n\r\n")[:-1] if is_chunked else ():
         line, _, data = chunk.partition(b"\r\ndata: ")
@@ -158,7 +157,7 @@ def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         if size != len(data) + 8 or NEWLINE in data:
             break
         at += len(chunk) + 4
-        yield at - 2, data  # the usual: a chunk that is one event of one line
+        yield at - 2, data  # the fast path: a chunk that is one event of one line
     rest = b""
     for begin, body in _parts(raw, at, is_chunked):
         whole = rest + body
@@ -170,7 +169,7 @@ def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         rest = whole[at:]
 
 
-def _read_events(answer: Answer, done: Done, found: Iterator[tuple[int, bytes]]) -> None:
+def _read_events(answer: ParsedResponse, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
     stamps = array("d", done.stamps)
     piece_ends = list(accumulate(array("I", done.sizes)))
     piece, last = 0, len(stamps) - 1
@@ -193,7 +192,7 @@ def _read_events(answer: Answer, done: Done, found: Iterator[tuple[int, bytes]])
     if not answer.error and not is_done and not answer.finish:
         answer.error, answer.message = "truncated", "the stream ended without [DONE] and without a finish reason"
     if not answer.error and not answer.stamps:
-        answer.error, answer.message = "empty", "the stream brought no output"
+        answer.error, answer.message = "empty", "the stream has no output"
 
 
 def _data_of(event: bytes) -> bytes:
@@ -201,7 +200,7 @@ def _data_of(event: bytes) -> bytes:
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
 
 
-def _take(answer: Answer, event: _Event, at: float) -> None:
+def _take(answer: ParsedResponse, event: _Event, at: float) -> None:
     if event.error is not None:
         answer.error = answer.error or "stream_" + _error_kind(event.error)
         answer.message = _error_message(event.error)
@@ -230,14 +229,14 @@ def _take(answer: Answer, event: _Event, at: float) -> None:
         answer.timings.update(_stages(event.timings))
 
 
-def _take_usage(answer: Answer, usage: _Usage) -> None:
+def _take_usage(answer: ParsedResponse, usage: _Usage) -> None:
     answer.usage_prompt, answer.usage_output = usage.prompt_tokens, usage.completion_tokens
     if usage.prompt_tokens_details is not None:
         answer.usage_cached = usage.prompt_tokens_details.cached_tokens
 
 
-def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
-    """An event of ``/generate``, cumulative or not: ``completion_tokens`` always counts from the beginning."""
+def _take_native(answer: ParsedResponse, event: _Event, meta: _Meta, at: float) -> None:
+    """Take an event of ``/generate``, cumulative or not; ``completion_tokens`` always counts from the beginning."""
     before = answer.usage_output or 0
     num_new = (meta.completion_tokens or 0) - before
     answer.request_id = meta.id
@@ -249,7 +248,7 @@ def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
         answer.counts.append(num_new)
     text, ids = event.text or "", event.output_ids or []
     so_far = answer.text
-    # Words may come again: an increment can begin as the text so far does. Ids cannot be misread.
+    # An increment can begin with the same text as the output so far; token ids are unambiguous.
     is_whole = len(ids) == meta.completion_tokens if ids else text.startswith(so_far)
     answer.texts = [text] if is_whole else [so_far, text]
     answer.ids = ids if is_whole else answer.ids + ids
@@ -262,12 +261,12 @@ def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
     answer.timings.update(_stages(meta.timings or {}))
     if meta.queue_time is not None:
         answer.timings.update(_stages({"queue_time": meta.queue_time}))
-    if meta.forward_entry_time and meta.prefill_finished_time:  # SGLang's with --enable-metrics: instants of one clock
+    if meta.forward_entry_time and meta.prefill_finished_time:  # SGLang with --enable-metrics: instants of one clock
         answer.timings["prefill_s"] = max(0.0, meta.prefill_finished_time - meta.forward_entry_time)
 
 
 def _stages(timings: dict[str, Any]) -> dict[str, float]:
-    """Those that are durations of a stage, in seconds, by our names; rates and counts are none."""
+    """The durations among a server's timings, in seconds, by our names; rates and counts are left out."""
     found = {}
     for name, value in timings.items():
         ours, scale = FOREIGN.get(name, (name if name.endswith("_s") else "", 1.0))
@@ -276,8 +275,8 @@ def _stages(timings: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
-    """A response that was not streamed: all of its output came at its end."""
+def _read_whole(answer: ParsedResponse, body: bytes, ended_at: float) -> None:
+    """Read a response without streaming: all of its output arrived at its end."""
     try:
         event = _decode(body)
     except NOT_JSON as error:
@@ -286,10 +285,10 @@ def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
     _take(answer, event, ended_at)
     answer.num_events = 1
     if not answer.error and not answer.stamps:
-        answer.error, answer.message = "empty", "the answer has no output"
+        answer.error, answer.message = "empty", "the response has no output"
 
 
-def _read_refusal(answer: Answer, body: bytes) -> None:
+def _read_error_body(answer: ParsedResponse, body: bytes) -> None:
     answer.error = answer.error or f"http_{answer.status}"
     try:
         content = msgspec.json.decode(body)
@@ -304,8 +303,3 @@ def _error_kind(error: Any) -> str:
 
 def _error_message(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
-
-
-def is_whole(raw: bytes, body_at: int) -> bool:
-    """Whether a chunked body is complete; for tests."""
-    return follow_chunks(raw, body_at)[1]

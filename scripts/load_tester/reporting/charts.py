@@ -9,13 +9,13 @@ import numpy as np
 
 from scripts.load_tester.analysis import stage_timeline as stages
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.analysis.node_usage import node_charts
-from scripts.load_tester.analysis.records import Record
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.analysis.records import RequestRecord
+from scripts.load_tester.reporting.node_usage import node_charts
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import Chart, Points
 from scripts.load_tester.reporting.text_report import milliseconds
 
-Picture = tuple[str, Chart]  # with its title
+TitledChart = tuple[str, Chart]  # with its title
 MAX_BARS = 240
 NUM_CLOSE = 40
 WIDE = 1300
@@ -23,30 +23,31 @@ MAX_ROLLING = 1000
 LEAST_MS = 0.1  # tokens that came together have no gap, and a logarithmic axis no 0
 
 
-def of_run(report: Report) -> list[tuple[str, str, bool, list[Picture]]]:
+def run_sections(report: Report) -> list[tuple[str, str, bool, list[TitledChart]]]:
     """Sections of a run: title, what is seen, whether its pictures take the whole width, pictures."""
     records = report.records
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     return [
-        ("Over time", "Each dot is a request, at the instant for which it was intended, warm-up and cool-down "
-         "included; of too many to draw, the fastest and the slowest of each stretch. Failed ones lie on the "
-         "axis; what took less than 0.1 ms is drawn as that.", False, over_time(records)),
-        ("Distributions", "Share of requests (of gaps) that took at most so long; less than 0.1 ms is drawn as "
-         "that.", False, distributions(good)),
-        ("Requests", "Each bar is a request, from its intended instant to its last token.", True, gantt(records)),
-        ("Stages", "Medians, by the server's own clocks and the client's. The way to the first token is filled up "
-         "with what the server did not account for.", True, waterfall(good)),
+        ("Over time", "Each dot is a request, at its intended instant, warm-up and cool-down included; of too "
+         "many requests to draw, the fastest and the slowest of each stretch. Failed requests lie on the axis. Less than 0.1 ms "
+         "is drawn as 0.1 ms.", False, timeline_charts(records)),
+        ("Distributions", "Share of requests (or gaps) that took at most this long; less than 0.1 ms drawn as 0.1 ms.",
+         False, distribution_charts(good)),
+        ("Requests", "Each bar is a request, from its intended instant to its last token.", True,
+         gantt_charts(records)),
+        ("Stages", "Medians, by the clocks of server and client. The first gap is what the server "
+         "did not account for.", True, waterfall_charts(good)),
         ("Nodes", "The server's own metrics during the run.", False, node_charts(report.scrape)),
     ]  # fmt: skip
 
 
-def by_rate(sweeps: Mapping[str, Sequence[Figures]]) -> list[Picture]:
+def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
     """Latency and service over the rate, one point per run; of several sweeps, one colour each.
 
     Args:
         sweeps: reports as they are in the JSON, by the name of their sweep; the name is shown if there are several.
     """
-    charts: list[Picture] = []
+    charts: list[TitledChart] = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
         chart = Chart("requests/s, intended", "ms", is_log_y=True)
         for number, (sweep, runs) in enumerate(sweeps.items()):
@@ -82,13 +83,13 @@ def _invalid(chart: Chart, points: Points) -> None:
         chart.dots(points, INVALID)
 
 
-def rated(reports: Sequence[Report]) -> list[Figures]:
-    """What ``by_rate`` needs of reports."""
+def rate_figures(reports: Sequence[Report]) -> list[Figures]:
+    """What ``rate_charts`` needs of reports."""
     names = ("rate", "is_valid", "latency", "throughput", "service")
     return [{name: getattr(report, name) for name in names} for report in reports]
 
 
-def over_time(records: Sequence[Record]) -> list[Picture]:
+def timeline_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     """Latency, load and output over the run."""
     good = [record for record in records if record.is_ok and record.stamps_s]
     if not good:
@@ -117,7 +118,7 @@ def over_time(records: Sequence[Record]) -> list[Picture]:
     ]
 
 
-def distributions(good: Sequence[Record]) -> list[Picture]:
+def distribution_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
     """Cumulative distributions, from the intended instant and from the send."""
     if not good:
         return []
@@ -156,7 +157,7 @@ STAGE_COLOURS = {
 FAILED, INVALID = 5, 6
 
 
-def distributions_of(runs: Mapping[str, Figures]) -> list[Picture]:
+def comparison_charts(runs: Mapping[str, Figures]) -> list[TitledChart]:
     """Cumulative distributions of several runs, by name, from the samples in their JSON."""
     charts = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
@@ -170,7 +171,7 @@ def distributions_of(runs: Mapping[str, Figures]) -> list[Picture]:
     return charts
 
 
-def gantt(records: Sequence[Record]) -> list[Picture]:
+def gantt_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     """One bar per request, in its stages: of many an even selection, and those beside the fullest instant closely."""
     ordered = sorted(records, key=lambda record: record.intended_s)
     if not ordered:
@@ -183,7 +184,7 @@ def gantt(records: Sequence[Record]) -> list[Picture]:
     return charts
 
 
-def _busiest(ordered: Sequence[Record], count: int) -> Sequence[Record]:
+def _busiest(ordered: Sequence[RequestRecord], count: int) -> Sequence[RequestRecord]:
     """So many that follow each other, with the request in their middle that met most others."""
     points = _level([(record.intended_s, record.ended_s) for record in ordered])
     fullest_at, _ = max(points, key=lambda point: point[1])
@@ -192,7 +193,7 @@ def _busiest(ordered: Sequence[Record], count: int) -> Sequence[Record]:
     return ordered[begin : begin + count]
 
 
-def _bars(records: Sequence[Record], label: str) -> Chart:
+def _bars(records: Sequence[RequestRecord], label: str) -> Chart:
     chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
     for row, record in enumerate(records):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
@@ -208,12 +209,12 @@ def _bars(records: Sequence[Record], label: str) -> Chart:
     return chart
 
 
-def _lost(record: Record) -> list[stages.Span]:
+def _lost(record: RequestRecord) -> list[stages.Span]:
     """Of a request that never brought a token: it waited until it failed."""
     return [stages.Span(stages.WAITING, 0.0, record.ended_s - record.intended_s)]
 
 
-def waterfall(good: Sequence[Record]) -> list[Picture]:
+def waterfall_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
     """The stages on the way to steady decoding, one below the other, each at its median begin and length."""
     if not any(record.timings for record in good):
         return []
@@ -252,7 +253,7 @@ def _ms(seconds: float) -> float:
     return max(seconds * 1e3, LEAST_MS)
 
 
-def _per_second(good: Sequence[Record], end_s: float) -> Points:
+def _per_second(good: Sequence[RequestRecord], end_s: float) -> Points:
     stamps = np.concatenate([record.stamps_s for record in good])
     counts = np.concatenate([record.tokens_per_count * np.array(record.counts) for record in good])
     width = max(0.25, end_s / 200)
@@ -264,7 +265,7 @@ def _shares(count: int) -> list[float]:
     return [(rank + 1) / count for rank in range(count)]
 
 
-def write_svgs(charts: Sequence[Picture], folder: str) -> list[str]:
+def write_svgs(charts: Sequence[TitledChart], folder: str) -> list[str]:
     """Each as a file of its own, named by its title; the paths."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scripts.load_tester.reporting.sanitize import escaped
+from markupsafe import Markup
+
+from scripts.load_tester.reporting.sanitize import escape
 
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
@@ -110,11 +112,11 @@ class Chart:
         keys = [(f"c{colour}", name) for name, colour in self.keys.items()]
         return [(colour, name) for _, _, colour, name in self._marks if name] + keys
 
-    def svg(self) -> str:
-        """The chart, with its legend above."""
-        label = escaped(self.y_label)
+    def svg(self) -> Markup:
+        """The chart for a page that has ``STYLE``, without title and legend."""
+        label = escape(self.y_label)
         head = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}">'
-        return self._legend() + head + self._drawing() + "</svg>"
+        return Markup(head + self._drawing() + "</svg>")
 
     def file(self, title: str) -> str:
         """The chart as a file of its own, with title and legend, in the reader's light or dark."""
@@ -124,13 +126,13 @@ class Chart:
             if x + length > self.width and x > self.left:
                 x, y = float(self.left), y + 16
             keys += f'<rect class="f {colour}" x="{x:.0f}" y="{y}" width="10" height="10"/>'
-            keys += f'<text x="{x + 14:.0f}" y="{y + 9}">{escaped(name)}</text>'
+            keys += f'<text x="{x + 14:.0f}" y="{y + 9}">{escape(name)}</text>'
             x += length
         head = y + 11
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height + head}" '
             f'width="{self.width}" role="img"><style>{STYLE}</style>'
-            f'<text class="t" x="{self.left}" y="14">{escaped(title)}</text>{keys}'
+            f'<text class="t" x="{self.left}" y="14">{escape(title)}</text>{keys}'
             f'<g transform="translate(0,{head})">{self._drawing()}</g></svg>\n'
         )
 
@@ -143,7 +145,7 @@ class Chart:
         size = max(1.0, min(10.0, (self.height - TOP - BOTTOM) / max(1, len({bar[0] for bar in self._bars})) - 0.6))
         for at, begin, end, colour, title in self._bars:
             width = max(0.8, to_x(end) - to_x(begin))
-            label = f"<title>{escaped(title)}</title>" if title else ""
+            label = f"<title>{escape(title)}</title>" if title else ""
             parts.append(
                 f'<rect class="f {colour}" x="{to_x(begin):.1f}" y="{to_y(at) - size / 2:.1f}" width="{width:.1f}" '
                 f'height="{size:.1f}">{label}</rect>'
@@ -164,14 +166,14 @@ class Chart:
         for value, name in (self.rows or heights).items():
             at = to_y(value)
             parts.append(f'<line class="g" x1="{self.left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-            parts.append(f'<text class="e" x="{self.left - 6}" y="{at + 3:.1f}">{escaped(name)}</text>')
+            parts.append(f'<text class="e" x="{self.left - 6}" y="{at + 3:.1f}">{escape(name)}</text>')
         for value in log_ticks(*x) if self.is_log_x else ticks(*x, self.width // 80):
             parts.append(f'<line class="g" x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{TOP}" y2="{bottom}"/>')
             parts.append(f'<text class="m" x="{to_x(value):.1f}" y="{bottom + 14}">{number(value)}</text>')
         middle = (self.left + right) / 2
-        parts.append(f'<text class="m" x="{middle}" y="{self.height - 6}">{escaped(self.x_label)}</text>')
+        parts.append(f'<text class="m" x="{middle}" y="{self.height - 6}">{escape(self.x_label)}</text>')
         turned = f"rotate(-90 12 {self.height / 2})"
-        label = escaped(self.y_label)
+        label = escape(self.y_label)
         if not self.rows:
             parts.append(f'<text class="m" x="12" y="{self.height / 2}" transform="{turned}">{label}</text>')
         return parts
@@ -184,10 +186,6 @@ class Chart:
         path = "M" + " L".join(f"{to_x(px):.1f},{to_y(py):.1f}" for px, py in points) if points else ""
         dashes = ' stroke-dasharray="5 4"' if kind == "dashed" else ""
         return f'<path class="l {colour}" d="{path}"{dashes}/>'
-
-    def _legend(self) -> str:
-        keys = "".join(f'<span><i class="{colour}"></i>{escaped(name)}</span>' for colour, name in self.names)
-        return f'<div class="legend">{keys}</div>' if len(self.names) > 1 else ""
 
 
 class _scale:

@@ -5,8 +5,8 @@ from typing import Any
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.stage_timeline import NAMES
 from scripts.load_tester.analysis.stats import QUANTILES, UNBOUNDED
-from scripts.load_tester.reporting.files import Report
-from scripts.load_tester.reporting.sanitize import plain
+from scripts.load_tester.reporting.report import Report
+from scripts.load_tester.reporting.sanitize import printable
 
 WIDTH = 160
 MAX_KINDS = 20
@@ -50,7 +50,7 @@ def summary_lines(report: Report) -> list[str]:
     lines += _service_lines(report) + _group_lines("class", report.classes) + _group_lines("tenant", report.tenants)
     lines += _other_lines(report)
     lines += ["", *verdict_lines(report)]
-    return [plain(line) for line in lines]
+    return [printable(line) for line in lines]
 
 
 def fact_lines(report: Report) -> list[str]:

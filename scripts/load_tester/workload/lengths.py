@@ -17,7 +17,7 @@ FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or file:PAT
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """A distribution of token counts, always at least 1.
 
     Attributes:
@@ -34,7 +34,7 @@ class Lengths:
         return float(self.draw(np.random.default_rng(0), 1000).mean())
 
 
-def parse_lengths(text: str, flag: str, most: int = MAX_LENGTH) -> Lengths:
+def parse_lengths(text: str, flag: str, most: int = MAX_LENGTH) -> LengthDistribution:
     """``128``, ``uniform:100:500``, ``normal:200:50``, ``lognormal:200:0.8`` (median, sigma), ``file:PATH``.
 
     A trailing ``:max=N`` bounds what is drawn; ``most`` does anyway. A file holds one number per line; they are drawn
@@ -60,7 +60,7 @@ def parse_lengths(text: str, flag: str, most: int = MAX_LENGTH) -> Lengths:
             if fixed < 1 or fixed != int(fixed):
                 raise ValueError
             length = min(int(fixed), top)
-            return Lengths(text, lambda rng, count: np.full(count, length, dtype=np.int32))
+            return LengthDistribution(text, lambda rng, count: np.full(count, length, dtype=np.int32))
         low, high = values
         draws: dict[str, Callable[[np.random.Generator, int], NDArray[np.float64]]] = {
             "uniform": lambda rng, count: rng.integers(int(low), int(high), count, endpoint=True).astype(np.float64),
@@ -87,9 +87,9 @@ def _numbers(path: Path) -> NDArray[np.float64]:
     return numbers
 
 
-def _bounded(text: str, top: int, draw: Callable[[np.random.Generator, int], NDArray[np.number]]) -> Lengths:
+def _bounded(text: str, top: int, draw: Callable[[np.random.Generator, int], NDArray[np.number]]) -> LengthDistribution:
     def bounded(rng: np.random.Generator, count: int) -> Ints:
         drawn: Ints = np.clip(np.rint(draw(rng, count)), 1, top).astype(np.int32)
         return drawn
 
-    return Lengths(text, bounded)
+    return LengthDistribution(text, bounded)

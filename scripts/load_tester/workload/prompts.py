@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
-from scripts.load_tester.workload.plan import Piece, Planned
+from scripts.load_tester.workload.planned_request import PlannedRequest, Segment
 
 Endpoint = Literal["completions", "chat", "generate"]
 PATHS: dict[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass
-class Prompts:
+class RequestBodies:
     """Makes bodies.
 
     Args:
@@ -61,25 +61,25 @@ class Prompts:
     tenant_in_header: bool = False
 
     def __post_init__(self) -> None:
-        self._kept: OrderedDict[Piece, bytes] = OrderedDict()
+        self._kept: OrderedDict[Segment, bytes] = OrderedDict()
         self._num_kept = 0
         self.is_text = self.is_text or self.endpoint == "chat"
         bits = np.random.Philox(key=np.array([self.seed, 0], dtype=np.uint64))
         self._bits, self._unused = bits, bits.state
         self._integers = np.random.Generator(bits).integers
 
-    def tokens(self, piece: Piece) -> list[int]:
+    def tokens(self, piece: Segment) -> list[int]:
         """The token ids of a piece."""
         return self._drawn(piece, *self.vocab)
 
-    def _drawn(self, piece: Piece, low: int, high: int) -> list[int]:
+    def _drawn(self, piece: Segment, low: int, high: int) -> list[int]:
         """As many numbers, low <= n < high, as the piece has tokens, from the beginning of a stream of its own."""
         self._unused["state"]["key"][1] = piece[0]
         self._bits.state = self._unused  # a new generator would first ask the system for a seed, to no purpose
         numbers: list[int] = self._integers(low, high, piece[1], dtype=np.int64).tolist()
         return numbers
 
-    def text(self, piece: Piece) -> str:
+    def text(self, piece: Segment) -> str:
         """The words of a piece, each with a space after it, so that pieces can be put together."""
         words = [WORDS[number] for number in self._drawn(piece, 0, len(WORDS))]
         if self.tokenizer is None:
@@ -87,7 +87,7 @@ class Prompts:
         ids = self.tokenizer.encode(" ".join(words)).ids[: piece[1]]
         return self.tokenizer.decode(ids) + " "
 
-    def body(self, planned: Planned) -> bytes:
+    def body(self, planned: PlannedRequest) -> bytes:
         """The JSON body of a request."""
         fields = self._fields(planned)
         if planned.extra:
@@ -103,14 +103,14 @@ class Prompts:
             fields["text" if isinstance(prompt, str) else "input_ids"] = prompt
         if {"prompt", "text", "input_ids"} & fields.keys():
             return _encode(fields)
-        prompt_json = b",".join(map(self._encoded, planned.pieces))
+        prompt_json = b",".join(map(self._encoded, planned.segments))
         if self.is_text:
-            prompt_json = _encode("".join(map(self.text, planned.pieces)).removesuffix(" "))
+            prompt_json = _encode("".join(map(self.text, planned.segments)).removesuffix(" "))
         else:
             prompt_json = b"[" + prompt_json + b"]"
         return b"%b,%b:%b}" % (_encode(fields)[:-1], _encode(name), prompt_json)
 
-    def _fields(self, planned: Planned) -> dict[str, Any]:
+    def _fields(self, planned: PlannedRequest) -> dict[str, Any]:
         if self.endpoint == "generate":
             sampling: dict[str, Any] = {"max_new_tokens": planned.num_output, "temperature": 0}
             if self.ignores_eos:
@@ -137,12 +137,12 @@ class Prompts:
         fields.update(self.common)
         return fields
 
-    def _messages(self, planned: Planned) -> list[dict[str, str]]:
+    def _messages(self, planned: PlannedRequest) -> list[dict[str, str]]:
         """Pieces as turns of a conversation; answers, by their kind, as the assistant's."""
-        from scripts.load_tester.workload.plan import ANSWER
+        from scripts.load_tester.workload.planned_request import ANSWER
 
         messages: list[dict[str, str]] = []
-        for piece in planned.pieces:
+        for piece in planned.segments:
             role = "assistant" if piece[0] >> 56 == ANSWER else "user"
             if messages and messages[-1]["role"] == role:
                 messages[-1]["content"] += self.text(piece)
@@ -152,7 +152,7 @@ class Prompts:
             message["content"] = message["content"].removesuffix(" ")
         return messages
 
-    def _encoded(self, piece: Piece) -> bytes:
+    def _encoded(self, piece: Segment) -> bytes:
         """A piece's ids as JSON without brackets."""
         if self.is_text:
             return b""

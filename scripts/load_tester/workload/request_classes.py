@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import ConfigError
-from scripts.load_tester.config import LoadOptions, seconds
-from scripts.load_tester.workload.lengths import MAX_LENGTH, MAX_TURNS, Lengths, parse_lengths
-from scripts.load_tester.workload.plan import MAX_GROUPS, MAX_PRIORITY
+from scripts.load_tester.config import LoadOptions, parse_seconds
+from scripts.load_tester.workload.lengths import MAX_LENGTH, MAX_TURNS, LengthDistribution, parse_lengths
+from scripts.load_tester.workload.planned_request import MAX_GROUPS, MAX_PRIORITY
 
 
 @dataclass(frozen=True)
-class Kind:
+class RequestClass:
     """A class of requests. ``share`` is its weight among the classes; ``slos`` override the run's, in seconds."""
 
     name: str
-    input_len: Lengths
-    output_len: Lengths
-    turns: Lengths
+    input_len: LengthDistribution
+    output_len: LengthDistribution
+    turns: LengthDistribution
     think_s: float
     prefix_len: int
     prefix_groups: int
@@ -29,31 +29,31 @@ class Kind:
     slos: tuple[tuple[str, float], ...] = ()
 
 
-def mean_load(kinds: dict[str, Kind]) -> tuple[float, float]:
+def mean_load(kinds: dict[str, RequestClass]) -> tuple[float, float]:
     """Requests of a session, and output tokens of all of them, on average over sessions."""
     total = sum(kind.share for kind in kinds.values())
     turns = {name: kind.share / total * kind.turns.mean for name, kind in kinds.items()}
     return sum(turns.values()), sum(turns[name] * kind.output_len.mean for name, kind in kinds.items())
 
 
-def kinds_of(config: LoadOptions) -> dict[str, Kind]:
+def request_classes_of(config: LoadOptions) -> dict[str, RequestClass]:
     """The classes of ``--mix``, or the one that the other options make.
 
     Raises:
         ConfigError: names class and key.
     """
-    plain = Kind(
+    plain = RequestClass(
         "",
         parse_lengths(config.input_len, "--input-len"),
         parse_lengths(config.output_len, "--output-len"),
         parse_lengths(config.turns, "--turns", MAX_TURNS),
-        seconds(config.think, "--think") or 0.0,
+        parse_seconds(config.think, "--think") or 0.0,
         config.prefix_len,
         config.prefix_groups,
     )
     if not config.mix:
         return {"": plain}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, RequestClass] = {}
     for words in filter(None, (part.strip() for part in config.mix.split(";"))):
         name, _, rest = words.partition(":")
         name = name.strip()
@@ -76,11 +76,11 @@ _WHOLE = {
 }
 
 
-def _with(kind: Kind, pair: str) -> Kind:
+def _with(kind: RequestClass, pair: str) -> RequestClass:
     name, _, value = pair.strip().partition("=")
     flag = f"--mix, class {kind.name}, {name}"
     try:
-        if name in ("slo-ttft", "slo-itl", "slo-tpot", "slo-e2e") and (limit := seconds(value, flag)):
+        if name in ("slo-ttft", "slo-itl", "slo-tpot", "slo-e2e") and (limit := parse_seconds(value, flag)):
             return replace(kind, slos=(*kind.slos, (name[4:], limit)))
         if name in ("input", "output"):
             lengths: dict[str, Any] = {f"{name}_len": parse_lengths(value, flag)}
@@ -90,8 +90,8 @@ def _with(kind: Kind, pair: str) -> Kind:
         if name == "share" and 0 < float(value) < math.inf:
             return replace(kind, share=float(value))
         if name == "think":
-            return replace(kind, think_s=seconds(value, flag) or 0.0)
-        if name == "deadline" and (deadline_s := seconds(value, flag)):
+            return replace(kind, think_s=parse_seconds(value, flag) or 0.0)
+        if name == "deadline" and (deadline_s := parse_seconds(value, flag)):
             return replace(kind, deadline_ms=deadline_s * 1e3)
         if name in ("prefix", "groups", "priority"):
             field, least, most = _WHOLE[name]

@@ -24,7 +24,7 @@ MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class RatePhase:
     """A stretch of time in which the rate goes linearly from one value to another.
 
     Attributes:
@@ -56,7 +56,7 @@ class Leg:
 class RateProfile:
     """Requests per second over time, as legs; after the last finite one its final rate goes on."""
 
-    legs: tuple[Leg, ...]
+    phases: tuple[RatePhase, ...]
 
     @classmethod
     def parse(cls, text: str, duration_s: float | None = None) -> "RateProfile":
@@ -73,8 +73,8 @@ class RateProfile:
                 steps = [tuple(map(float, step.split("x"))) for step in text.split(",")]
                 if any(math.inf in step for step in steps):
                     raise ValueError
-                return cls._of([Leg(seconds, rate, rate) for rate, seconds in steps])
-            return cls._of([Leg(math.inf, float(text), float(text))])
+                return cls._of([RatePhase(seconds, rate, rate) for rate, seconds in steps])
+            return cls._of([RatePhase(math.inf, float(text), float(text))])
         except ValueError:
             raise ConfigError(
                 f"--rate must be a number, a ramp such as 1..10 or steps such as 1x30,2x30, not {text!r}"
@@ -84,30 +84,30 @@ class RateProfile:
     def _ramp(cls, first: float, last: float, duration_s: float | None) -> "RateProfile":
         if duration_s is None:
             raise ConfigError("--rate with a ramp needs --duration, the time that the ramp takes")
-        return cls._of([Leg(duration_s, first, last)])
+        return cls._of([RatePhase(duration_s, first, last)])
 
     @classmethod
-    def _of(cls, legs: list[Leg]) -> "RateProfile":
-        if any(not (leg.seconds > 0 and leg.first >= 0 and leg.last >= 0) for leg in legs) or legs[-1].last <= 0:
+    def _of(cls, phases: list[RatePhase]) -> "RateProfile":
+        if any(not (leg.seconds > 0 and leg.first >= 0 and leg.last >= 0) for leg in phases) or phases[-1].last <= 0:
             raise ConfigError("--rate: rates must be positive (only before the end may they be 0), and so must lengths")
-        if not all(MIN_RATE <= rate <= MAX_RATE for leg in legs for rate in (leg.first, leg.last) if rate):
+        if not all(MIN_RATE <= rate <= MAX_RATE for leg in phases for rate in (leg.first, leg.last) if rate):
             raise ConfigError(f"--rate: rates must be between {MIN_RATE:g} and {MAX_RATE:g} per second")
-        if any(MAX_SECONDS < leg.seconds < math.inf for leg in legs):
+        if any(MAX_SECONDS < leg.seconds < math.inf for leg in phases):
             raise ConfigError(f"--rate: steps must be at most {MAX_SECONDS:g} s long")
-        if math.isfinite(legs[-1].seconds):
-            legs = [*legs, Leg(math.inf, legs[-1].last, legs[-1].last)]
-        return cls(tuple(legs))
+        if math.isfinite(phases[-1].seconds):
+            phases = [*phases, RatePhase(math.inf, phases[-1].last, phases[-1].last)]
+        return cls(tuple(phases))
 
     @property
     def seconds(self) -> float:
         """Length of the finite legs: how long the steps or the ramp take; 0 for a constant rate."""
-        return sum(leg.seconds for leg in self.legs[:-1])
+        return sum(leg.seconds for leg in self.phases[:-1])
 
     def to_seconds(self, operational: Floats) -> Floats:
         """Instants in seconds of instants in operational time, both from the start."""
         out = np.empty_like(operational)
         at, count = 0.0, 0.0
-        for leg in self.legs:
+        for leg in self.phases:
             here = (operational >= count) & (operational < count + leg.arrivals)
             out[here] = at + leg.seconds_until(operational[here] - count)
             at, count = at + leg.seconds, count + leg.arrivals
@@ -117,7 +117,7 @@ class RateProfile:
         """The inverse of ``to_seconds``."""
         out = np.zeros_like(seconds)
         at, count = 0.0, 0.0
-        for leg in self.legs:
+        for leg in self.phases:
             here = (seconds >= at) & (seconds < at + leg.seconds)
             out[here] = count + leg.arrivals_by(seconds[here] - at)
             at, count = at + leg.seconds, count + leg.arrivals

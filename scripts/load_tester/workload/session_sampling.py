@@ -14,25 +14,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
-from scripts.load_tester.workload.plan import ANSWER, GROUP, MAX_GROUPS, TURN, UNIQUE, Piece, Planned, key
-from scripts.load_tester.workload.request_classes import Kind
+from scripts.load_tester.workload.planned_request import (
+    ANSWER,
+    GROUP,
+    MAX_GROUPS,
+    TURN,
+    UNIQUE,
+    PlannedRequest,
+    Segment,
+    segment_key,
+)
+from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.load_tester.workload.schedule import MAX_REQUESTS, Floats
 
-Chain = list[Planned]
+Session = list[PlannedRequest]
 Ints = NDArray[np.int32]
 SLICE = 1024  # sessions turned into Python's own numbers at a time
 EARLY_SESSIONS, EARLY_REQUESTS = 250_000, 2_000_000  # of an endless plan, drawn at once
-ARRIVALS, DRAWS, JITTER = range(3)  # streams of the seed
+ARRIVALS, SAMPLING, JITTER = range(3)  # streams of the seed
 KIND, TURNS, INPUT, OUTPUT, THINK, PREFIX, TENANT = range(7)  # streams of DRAWS, all but two of them by class
 
 
-def rng_of(seed: int, *stream: int) -> np.random.Generator:
+def make_rng(seed: int, *stream: int) -> np.random.Generator:
     """A generator of its own for each purpose."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=stream))
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class SessionColumns:
     """Sessions, and the requests that are their turns.
 
     Attributes:
@@ -53,22 +62,24 @@ class Columns:
     think_s: Floats
 
 
-class Draws:
+class SessionSampler:
     """Draws sessions one after another, as often as it is asked.
 
     Args:
         tenants: among which sessions of classes without a tenant are drawn; 0 for none.
     """
 
-    def __init__(self, seed: int, kinds: dict[str, Kind], tenants: int) -> None:
+    def __init__(self, seed: int, kinds: dict[str, RequestClass], tenants: int) -> None:
         self._kinds = list(kinds.values())
         self._tenants = tenants
         self._num_sessions = self._num_requests = 0
         purposes = (TURNS, INPUT, OUTPUT, THINK, PREFIX)
-        self._rngs = {(purpose, n): rng_of(seed, DRAWS, purpose, n) for purpose in purposes for n in range(len(kinds))}
-        self._rngs |= {(purpose, 0): rng_of(seed, DRAWS, purpose) for purpose in (KIND, TENANT)}
+        self._rngs = {
+            (purpose, n): make_rng(seed, SAMPLING, purpose, n) for purpose in purposes for n in range(len(kinds))
+        }
+        self._rngs |= {(purpose, 0): make_rng(seed, SAMPLING, purpose) for purpose in (KIND, TENANT)}
 
-    def take(self, count: int, most: int | None = None) -> Columns:
+    def take(self, count: int, most: int | None = None) -> SessionColumns:
         """The next ``count`` sessions.
 
         Raises:
@@ -82,7 +93,7 @@ class Draws:
         owner = np.repeat(kind, turns) if len(self._kinds) > 1 else np.broadcast_to(kind[:1], num_requests)
         first = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(turns, out=first[1:])
-        columns = Columns(
+        columns = SessionColumns(
             self._num_sessions,
             kind,
             self._by_kind(PREFIX, kind, _groups),
@@ -107,7 +118,7 @@ class Draws:
         self,
         purpose: int,
         kinds: Ints,
-        draw: Callable[[Kind, np.random.Generator, int], NDArray[Any]],
+        draw: Callable[[RequestClass, np.random.Generator, int], NDArray[Any]],
         dtype: type = np.int32,
     ) -> NDArray[Any]:
         """One value for each entry of ``kinds``, those of each class in order from a stream of its own."""
@@ -125,15 +136,15 @@ class Draws:
         return self._rngs[TENANT, 0].integers(0, self._tenants, count).astype(np.int32)
 
 
-def _groups(kind: Kind, rng: np.random.Generator, count: int) -> NDArray[Any]:
+def _groups(kind: RequestClass, rng: np.random.Generator, count: int) -> NDArray[Any]:
     return rng.integers(0, kind.prefix_groups, count) if kind.prefix_len else np.broadcast_to(np.int32(-1), count)
 
 
-def _thinks(kind: Kind, rng: np.random.Generator, count: int) -> NDArray[Any]:
+def _thinks(kind: RequestClass, rng: np.random.Generator, count: int) -> NDArray[Any]:
     return rng.exponential(kind.think_s, count) if kind.think_s else np.broadcast_to(np.float64(0), count)
 
 
-class Sessions:
+class SampledSessions:
     """A plan's drawn sessions as chains of requests: any number of times, the same each time.
 
     Args:
@@ -146,10 +157,10 @@ class Sessions:
     """
 
     def __init__(
-        self, seed: int, kinds: dict[str, Kind], tenants: int, *, count: int | None, at: Floats | None = None
+        self, seed: int, kinds: dict[str, RequestClass], tenants: int, *, count: int | None, at: Floats | None = None
     ) -> None:
         self._kinds = list(kinds.values())
-        self._draws = Draws(seed, kinds, tenants)
+        self._draws = SessionSampler(seed, kinds, tenants)
         self._at = at
         self._more = 0 if count is not None else early_sessions(self._kinds)
         self._columns = [self._draws.take(self._more if count is None else count, None if self._more else MAX_REQUESTS)]
@@ -159,7 +170,7 @@ class Sessions:
         """All turns of all of them; None if there is no end."""
         return None if self._more else len(self._columns[0].num_input)
 
-    def __iter__(self) -> Iterator[Chain]:
+    def __iter__(self) -> Iterator[Session]:
         for number in itertools.count():
             if number == len(self._columns):
                 if not self._more:
@@ -169,7 +180,7 @@ class Sessions:
             for begin in range(0, len(columns.kind), SLICE):
                 yield from self._made(columns, begin, min(begin + SLICE, len(columns.kind)))
 
-    def _made(self, columns: Columns, begin: int, end: int) -> Iterator[Chain]:
+    def _made(self, columns: SessionColumns, begin: int, end: int) -> Iterator[Session]:
         firsts = columns.first[begin : end + 1].tolist()
         base = int(columns.first[0])
         requests = slice(firsts[0] - base, firsts[-1] - base)
@@ -184,13 +195,13 @@ class Sessions:
             first = _first(index, at, self._kinds[kind], group, tenant)
             first.session = session if len(own) > 1 else -1
             if group >= 0:
-                first.pieces = ((key(GROUP, kind * MAX_GROUPS + group), self._kinds[kind].prefix_len),)
+                first.segments = ((segment_key(GROUP, kind * MAX_GROUPS + group), self._kinds[kind].prefix_len),)
             yield _chain(first, own)
 
 
-def _first(index: int, at: float, kind: Kind, group: int, tenant: int) -> Planned:
+def _first(index: int, at: float, kind: RequestClass, group: int, tenant: int) -> PlannedRequest:
     """A session's first request, with all that its later ones have from it."""
-    return Planned(
+    return PlannedRequest(
         index,
         at,
         (),
@@ -204,21 +215,21 @@ def _first(index: int, at: float, kind: Kind, group: int, tenant: int) -> Planne
     )
 
 
-def _chain(first: Planned, turns: list[tuple[int, int, float]]) -> Chain:
+def _chain(first: PlannedRequest, turns: list[tuple[int, int, float]]) -> Session:
     """All requests of a session: each has those before it, and their answers, in its prompt."""
     (num_input, first.num_output, _), *later = turns
     first.turns_left = len(later)
-    pieces: list[Piece] = [*first.pieces, (key(TURN if later else UNIQUE, first.index), num_input)]
-    first.pieces = tuple(pieces)
+    segments: list[Segment] = [*first.segments, (segment_key(TURN if later else UNIQUE, first.index), num_input)]
+    first.segments = tuple(segments)
     chain = [first]
     for turn, (num_input, num_output, think_s) in enumerate(later, 1):
         index = first.index + turn
-        pieces += ((key(ANSWER, index - 1), chain[-1].num_output), (key(TURN, index), num_input))
+        segments += ((segment_key(ANSWER, index - 1), chain[-1].num_output), (segment_key(TURN, index), num_input))
         chain.append(
-            Planned(
+            PlannedRequest(
                 index,
                 0.0,
-                tuple(pieces),
+                tuple(segments),
                 num_output,
                 first.class_name,
                 first.tenant,
@@ -235,7 +246,7 @@ def _chain(first: Planned, turns: list[tuple[int, int, float]]) -> Chain:
     return chain
 
 
-def early_sessions(kinds: list[Kind]) -> int:
+def early_sessions(kinds: list[RequestClass]) -> int:
     """Sessions of an endless plan that are drawn at once: fewer where each has many turns."""
     turns = max(kind.turns.mean for kind in kinds)
     return max(1, min(EARLY_SESSIONS, int(EARLY_REQUESTS / turns)))

@@ -21,7 +21,15 @@ import numpy as np
 
 from common.errors import ConfigError
 from scripts.load_tester.workload.lengths import MAX_LENGTH
-from scripts.load_tester.workload.plan import HASH, MASK, MAX_PRIORITY, UNIQUE, Piece, Planned, key
+from scripts.load_tester.workload.planned_request import (
+    HASH,
+    MASK,
+    MAX_PRIORITY,
+    UNIQUE,
+    PlannedRequest,
+    Segment,
+    segment_key,
+)
 from scripts.load_tester.workload.schedule import MAX_SECONDS
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -31,7 +39,7 @@ NEARLY_ALL, UNEVEN = 0.9, 0.05  # of gaps between instants: this share must be m
 
 
 @dataclass(slots=True)
-class Row:
+class TraceRow:
     """One request of a trace; ``at`` in the trace's own unit, None if it has no clock."""
 
     at: float | None
@@ -56,8 +64,8 @@ class Trace:
 
     format: str
     unit: str
-    piece_tokens: int
-    rows: list[Row]
+    segment_tokens: int
+    rows: list[TraceRow]
     notes: list[str]
 
     @property
@@ -91,7 +99,7 @@ def read_trace(path: str, unit: str = "auto") -> Trace:
     return Trace(name, found, tokens, kept, notes)
 
 
-def _with_times(rows: list[Row], name: str, unit: str, notes: list[str], path: str) -> str:
+def _with_times(rows: list[TraceRow], name: str, unit: str, notes: list[str], path: str) -> str:
     """Turn instants into seconds from the first; the unit they were in."""
     instants = [row.at for row in rows if row.at is not None]
     if not all(map(math.isfinite, instants)):
@@ -134,8 +142,8 @@ def _unit(name: str, instants: list[float]) -> str:
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
-def _json_lines(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
-    rows: list[Row] = []
+def _json_lines(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
+    rows: list[TraceRow] = []
     name, tokens = "", 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -158,11 +166,11 @@ def _json_format(content: dict[str, Any]) -> tuple[str, int]:
     return "own", MOONCAKE_TOKENS
 
 
-def _hash_row(content: dict[str, Any], name: str) -> Row:
+def _hash_row(content: dict[str, Any], name: str) -> TraceRow:
     kind = _text(content.get("type")) if name == "Qwen-Bailian" else ""
     ids = tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
     counts = _length(content["input_length"]), _length(content["output_length"])
-    return Row(float(content["timestamp"]), *counts, ids, kind)
+    return TraceRow(float(content["timestamp"]), *counts, ids, kind)
 
 
 def _length(value: Any) -> int:
@@ -184,7 +192,7 @@ def _text(value: Any) -> str:
 OWN_FIELDS = ("at", "timestamp", "input_length", "output_length", "class", "hash_ids")
 
 
-def _own_row(content: dict[str, Any]) -> Row:
+def _own_row(content: dict[str, Any]) -> TraceRow:
     """``at`` (seconds), ``class``, ``input_length``, ``output_length``; other fields go into the body as they are."""
     extra = {name: value for name, value in content.items() if name not in OWN_FIELDS}
     at = content.get("at", content.get("timestamp"))
@@ -196,10 +204,10 @@ def _own_row(content: dict[str, Any]) -> Row:
     if not num_input and "prompt" not in extra and "messages" not in extra:
         raise ValueError("neither prompt nor messages nor input_length")
     kind = _text(content.get("class"))
-    return Row(None if at is None else float(at), num_input, num_output or 32, (), kind, extra)
+    return TraceRow(None if at is None else float(at), num_input, num_output or 32, (), kind, extra)
 
 
-def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
+def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
     reader = csv.DictReader(itertools.dropwhile(lambda line: not line.strip(), lines))
     reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
     names = set(reader.fieldnames)
@@ -217,7 +225,7 @@ def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
         try:
             at = _date(cells[columns[0]]) if name == "Azure" else float(cells[columns[0]])
             counts = _length(cells[columns[1]]), _length(cells[columns[2]])
-            rows.append(Row(at, *counts, (), cells.get(columns[3]) or ""))
+            rows.append(TraceRow(at, *counts, (), cells.get(columns[3]) or ""))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"--trace {path}, line {reader.line_num}: {error}") from None
     return name, MOONCAKE_TOKENS, rows
@@ -235,7 +243,7 @@ def _date(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayOptions:
     """How a trace is played.
 
     Attributes:
@@ -256,7 +264,7 @@ class Replay:
     duration_s: float = float("inf")
 
 
-def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Planned]:
+def replay_trace(trace: Trace, replay: ReplayOptions, rng: np.random.Generator) -> list[PlannedRequest]:
     """The trace as a plan; adds to ``trace.notes`` what became of it.
 
     Raises:
@@ -309,7 +317,7 @@ def _tick(gaps: Any) -> float:
     return (common if is_step else int(np.gcd.reduce(spans))) / 1000
 
 
-def _scale(at: Any, replay: Replay, notes: list[str]) -> float:
+def _scale(at: Any, replay: ReplayOptions, notes: list[str]) -> float:
     span = float(at[-1] - at[0])
     natural = (len(at) - 1) / span if span else 0.0
     if replay.time_scale is None:
@@ -322,14 +330,14 @@ def _scale(at: Any, replay: Replay, notes: list[str]) -> float:
     return scale
 
 
-def _planned(number: int, row: Row, at: float, trace: Trace, replay: Replay) -> Planned:
+def _planned(number: int, row: TraceRow, at: float, trace: Trace, replay: ReplayOptions) -> PlannedRequest:
     num_input = _scaled(row.num_input, replay.length_scale, replay.max_input) if row.num_input else 0
     num_output = _scaled(row.num_output, replay.length_scale, replay.max_output)
-    size = max(1, round(trace.piece_tokens * replay.length_scale))
+    size = max(1, round(trace.segment_tokens * replay.length_scale))
     extra = row.extra or None
-    pieces = _pieces(number, num_input, row.hash_ids, size)
+    segments = _pieces(number, num_input, row.hash_ids, size)
     tenant = _text(row.extra.get("user"))
-    return Planned(number, at, pieces, num_output, row.class_name, tenant, extra=extra, **_claims(row.extra))
+    return PlannedRequest(number, at, segments, num_output, row.class_name, tenant, extra=extra, **_claims(row.extra))
 
 
 def _claims(extra: dict[str, Any]) -> dict[str, Any]:
@@ -349,16 +357,16 @@ def _scaled(length: int, scale: float, most: int | None) -> int:
     return round(scaled if most is None else min(scaled, most))
 
 
-def _pieces(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Piece, ...]:
+def _pieces(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Segment, ...]:
     """Each hash id is ``size`` tokens; the last one what remains, less or (where lengths were rounded) more."""
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
     left = num_input
-    base = key(HASH, 0)
+    base = segment_key(HASH, 0)
     for hash_id in hash_ids:
         if left <= 0:
             break
-        pieces.append((base | hash_id & MASK, size if left > size else left))
+        segments.append((base | hash_id & MASK, size if left > size else left))
         left -= size
     if left > 0:
-        pieces.append((key(UNIQUE, number), left))
-    return tuple(pieces)
+        segments.append((segment_key(UNIQUE, number), left))
+    return tuple(segments)

@@ -6,7 +6,7 @@ Column descriptions are kept in the schema's field metadata under ``description`
 from typing import Any
 
 from common.errors import ConfigError
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 
 SCHEMA_VERSION = "1"
 
@@ -65,7 +65,7 @@ def require_pyarrow() -> Any:
     return pyarrow
 
 
-def write_parquet(records: list[Record], path: str) -> None:
+def write_parquet(records: list[RequestRecord], path: str) -> None:
     """Write all requests of a run, one row group."""
     arrow = require_pyarrow()
     from pyarrow import parquet
@@ -86,7 +86,7 @@ def write_parquet(records: list[Record], path: str) -> None:
     parquet.write_table(arrow.Table.from_arrays(columns, schema=schema), path)
 
 
-def _value(record: Record, name: str) -> Any:
+def _value(record: RequestRecord, name: str) -> Any:
     if name in ("ttft_s", "e2e_s") and not record.stamps_s:
         return None
     value = getattr(record, name)

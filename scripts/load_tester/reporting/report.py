@@ -14,7 +14,7 @@ import msgspec
 from common.config.options import options_of
 from common.errors import ConfigError
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 
 SCHEMA = 1
@@ -62,7 +62,7 @@ class Report:
     was_stopped: bool = False
     start_up_s: float | None = None
     rate: float | None = None
-    records: list[Record] = field(default_factory=list, repr=False)
+    records: list[RequestRecord] = field(default_factory=list, repr=False)
 
     @property
     def is_valid(self) -> bool:
@@ -73,7 +73,7 @@ class Report:
         return bool(self.errors["count"] == self.num_measured > 0)
 
     @property
-    def measured(self) -> list[Record]:
+    def measured(self) -> list[RequestRecord]:
         return [record for record in self.records if record.is_measured]
 
     def to_dict(self) -> Figures:
@@ -128,7 +128,7 @@ def read_json(path: str) -> Figures:
     return content
 
 
-def write_jsonl(records: list[Record], path: str) -> None:
+def write_jsonl(records: list[RequestRecord], path: str) -> None:
     """One line per request, fields as in ``records.Record``."""
     encode = msgspec.json.Encoder().encode
     with Path(path).open("wb") as file:
