@@ -28,22 +28,8 @@ from common.step_plan import Admit, PageDelta, Row, StepPlan
 SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
 PAGE_SIZE = 16
 CONTEXT = 256
+Options = argparse.Namespace  # the fields of `add_options`
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to measure."""
-
-    device: str
-    dtype: str
-    num_layers: int
-    prefills: tuple[int, ...]
-    batches: tuple[int, ...]
-    new_tokens: int
-    rounds: int
-    with_transformers: bool
-    attention: str
 
 
 @dataclass(frozen=True)
@@ -77,20 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
 
 
-def run(args: argparse.Namespace) -> dict[str, float]:
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    options = Options(
-        device=args.device,
-        dtype=args.dtype,
-        num_layers=args.layers,
-        prefills=tuple(args.prefill),
-        batches=tuple(args.batch),
-        new_tokens=args.new_tokens,
-        rounds=args.rounds,
-        with_transformers=not args.ours_only,
-        attention=args.attention,
-    )
+def run(options: Options) -> dict[str, float]:
+    if options.threads:
+        torch.set_num_threads(options.threads)
     limits, lines = measure(options)
     figures = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
     for line in lines:
@@ -103,12 +78,12 @@ def run(args: argparse.Namespace) -> dict[str, float]:
 def measure(options: Options) -> tuple[Limits, list[Line]]:
     """Measure every row of the table, and print each as soon as it is known."""
     torch.manual_seed(0)
-    config = model_shape(options.num_layers)
+    config = model_shape(options.layers)
     ours, theirs = build(config, options)
     limits = measure_limits(options)
     print(heading(options, limits), flush=True)
     lines = []
-    for measure_one, counts in ((measure_prefill, options.prefills), (measure_decode, options.batches)):
+    for measure_one, counts in ((measure_prefill, options.prefill), (measure_decode, options.batch)):
         for count in counts:
             lines.append(measure_one(count, ours, theirs, limits, options))
             print(row_of(lines[-1]), flush=True)
@@ -149,15 +124,15 @@ def build(config: ModelConfig, options: Options) -> tuple[TorchExecutor, Any]:
     weights, places = lay_out(config, TORCH_DTYPES[options.dtype], device)
     for name, tensor in places.items():
         tensor.fill_(1.0) if "norm" in name else tensor.normal_(0, 0.02)
-    theirs = transformers_model(config, places) if options.with_transformers else None
+    theirs = transformers_model(config, places) if not options.ours_only else None
     most_tokens = max(
-        [*options.prefills, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batches)]
+        [*options.prefill, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batch)]
     )
     pool = KVPool(config.geometry(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
     pool.tensor.normal_()
     weights.pack()
     backend = make_attention(options.attention, pool, config.num_heads)
-    executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=max([1, *options.batches]))
+    executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=max([1, *options.batch]))
     return executor, theirs
 
 
@@ -296,7 +271,7 @@ def line(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limi
 
 def heading(options: Options, limits: Limits) -> str:
     return (
-        f"{options.num_layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
+        f"{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
         f"{'tokens/s':<18}{'ours':>10}{'transformers':>14}{'ratio':>8}{'limit':>10}{'of limit':>10}"

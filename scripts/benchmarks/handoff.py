@@ -23,10 +23,9 @@ from functools import partial
 from common.config.shared import SMALL_MODEL
 from common.errors import BatonError, ConfigError
 from scripts.benchmarks.cpu_contention import CpuContention
-from scripts.benchmarks.service_fixture import running_service
+from scripts.benchmarks.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.load_tester.analysis.records import Record
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
 from scripts.serving.cpu_affinity import usable_cores
 
@@ -38,7 +37,6 @@ POOL_TOKENS = 4_096
 MARK = 0.05
 MAX_ATTEMPTS = 10
 NUM_WARMUP = 2  # requests of each length that are left out after a start
-MAX_OTHERS = 0.15  # cores used by other processes above which a run is marked invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
     Raises:
         BatonError: some failed.
     """
-    report = run_load(
+    report, _ = measured_load(
         LoadtestConfig(
             url=url,
             endpoint="generate",
@@ -134,8 +132,6 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
             seed=seed,
         )
     )
-    if "the run was stopped before its end" in report.reasons:
-        raise KeyboardInterrupt  # the load tester has handled the signal
     failed = [record for record in report.records if not record.is_ok]
     if failed:
         raise BatonError(f"{arrangement}: a request failed: {failed[0].error} {failed[0].message}")

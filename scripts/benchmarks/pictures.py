@@ -5,35 +5,30 @@ Every row shows how many cores other processes used meanwhile.
 """
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.shared import SMALL_MODEL
-from scripts.benchmarks.cpu_contention import CpuContention
-from scripts.benchmarks.disagg import FLAGS
-from scripts.benchmarks.service_fixture import running_service
+from scripts.benchmarks.disagg import ARRANGEMENTS
+from scripts.benchmarks.service_fixture import measured_load, running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.charts import by_rate, distributions, over_time, rated, waterfall, write_svgs
 from scripts.load_tester.reporting.files import Report
 from scripts.load_tester.reporting.text_report import milliseconds, percent
-from scripts.load_tester.run import run_load
 
 SHORTEST = ("--rates=20", "--seconds=1")
-ARRANGEMENTS = {"split": "1 prefill + 1 decode", "colocated": "2 colocated"}
 HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | cores of others |"
 
 
-def measured(flags: list[str], configs: list[LoadtestConfig]) -> list[tuple[Report, float]]:
+def measured(flags: Sequence[str], configs: list[LoadtestConfig]) -> list[tuple[Report, float]]:
     """Run each load against one service: reports, and cores that other processes used."""
     found = []
     with running_service([*flags, f"--model={SMALL_MODEL}"]) as url:
         for salt, config in enumerate(configs):
-            contention = CpuContention(os.sched_getaffinity(0))
-            report = run_load(LoadtestConfig(**vars(config) | {"url": url}), salt=salt)
-            found.append((report, contention.cores()))
+            report, others = measured_load(LoadtestConfig(**vars(config) | {"url": url}), salt=salt)
+            found.append((report, others))
             print(f"  {config.rate}/s: {'valid' if report.is_valid else report.reasons}", flush=True)
     return found
 
@@ -60,9 +55,9 @@ def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[s
     reports = {}
     common = {"duration": f"{seconds + 2:g}", "warmup": "2", "input_len": "200", "output_len": "40", "scrape": "none"}
     configs = [LoadtestConfig(rate=rate, **common) for rate in rates]  # type: ignore[arg-type]
-    for arrangement, title in ARRANGEMENTS.items():
+    for title, flags in (ARRANGEMENTS["split"], ARRANGEMENTS["colocated"]):
         print(title, flush=True)
-        runs = measured(FLAGS[arrangement], configs)
+        runs = measured(flags, configs)
         reports[title] = rated([report for report, _ in runs])
         found += [(title, rate, *one) for rate, one in zip(rates, runs, strict=True)]
     if folder:
@@ -77,7 +72,7 @@ def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[s
         endpoint="generate", trace=trace, rate=rate, duration=f"{seconds:g}", length_scale=0.04, max_input_len=3000,
         max_output_len=400, scrape="none",
     )  # fmt: skip
-    ((report, others),) = measured(FLAGS["split"], [config])
+    ((report, others),) = measured(ARRANGEMENTS["split"].flags, [config])
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     pictures = [over_time(report.records)[0], distributions(good)[1], *waterfall(good)]
     if folder:
