@@ -33,15 +33,15 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of the machine, measured in this run."""
+class MachineLimits:
+    """MachineLimits of the machine, measured in this run."""
 
     read_bytes_per_s: float
     flops_per_s: float
 
 
 @dataclass(frozen=True)
-class Line:
+class Measurement:
     """One row of the table, in tokens per second."""
 
     name: str
@@ -75,7 +75,7 @@ def run(options: Options) -> dict[str, float]:
     return figures
 
 
-def measure(options: Options) -> tuple[Limits, list[Line]]:
+def measure(options: Options) -> tuple[MachineLimits, list[Measurement]]:
     """Measure every row of the table, and print each as soon as it is known."""
     torch.manual_seed(0)
     config = model_shape(options.layers)
@@ -162,7 +162,7 @@ def transformers_model(config: ModelConfig, places: dict[str, torch.Tensor]) -> 
     return model.eval()
 
 
-def measure_limits(options: Options) -> Limits:
+def measure_limits(options: Options) -> MachineLimits:
     device = torch.device(options.device)
     ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
     readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
@@ -170,10 +170,12 @@ def measure_limits(options: Options) -> Limits:
     size = 4096 if options.dtype != "float32" or device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(TORCH_DTYPES[options.dtype])
     flops = 2 * size**3 / best_s(lambda: a @ a, 3 * options.rounds, device)
-    return Limits(read, flops)
+    return MachineLimits(read, flops)
 
 
-def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
+def measure_prefill(
+    num_tokens: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
+) -> Measurement:
     """Measure one cold prompt in one step, up to its first token."""
     config = ours.model.config
     prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
@@ -190,10 +192,12 @@ def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: L
     ours_s, theirs_s = take_turns(lambda: ours.run(plan), run_theirs if theirs else None, options)
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
-    return line(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
+    return measurement(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
 
 
-def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
+def measure_decode(
+    batch: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
+) -> Measurement:
     """Measure ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
     config, steps = ours.model.config, options.new_tokens
     per_row = ours.pool.geometry.num_pages(CONTEXT + steps)
@@ -214,7 +218,7 @@ def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits,
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.geometry.page_bytes / PAGE_SIZE
     memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
     limit_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s) * steps
-    return line(f"decode batch {batch}", batch * steps, ours_s, theirs_s, limit_s)
+    return measurement(f"decode batch {batch}", batch * steps, ours_s, theirs_s, limit_s)
 
 
 def decode_transformers(model: Any, batch: int, steps: int, options: Options) -> None:
@@ -265,11 +269,11 @@ def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
     return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
 
 
-def line(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Line:
-    return Line(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
+def measurement(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Measurement:
+    return Measurement(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
 
 
-def heading(options: Options, limits: Limits) -> str:
+def heading(options: Options, limits: MachineLimits) -> str:
     return (
         f"{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
@@ -278,6 +282,6 @@ def heading(options: Options, limits: Limits) -> str:
     )
 
 
-def row_of(each: Line) -> str:
+def row_of(each: Measurement) -> str:
     theirs = f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
     return f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}"

@@ -32,10 +32,10 @@ from common.wire.process_id import new_incarnation
 ROOT = Path(__file__).resolve().parents[2]
 SHORTEST = ("--seconds=0.3",)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-OnGenerate = Callable[["BenchNode", Generate], None]
+OnGenerate = Callable[["ScriptedNode", Generate], None]
 
 
-class BenchNode:
+class ScriptedNode:
     """A node without an engine; ``on_generate`` answers each request."""
 
     def __init__(self, context: zmq.Context[Any], control: str, role: Role, on_generate: OnGenerate) -> None:
@@ -144,7 +144,7 @@ async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple
         await process.wait()
 
 
-class Bench:
+class GatewayBench:
     """The measurements against one gateway."""
 
     def __init__(self, pid: int, url: str, control: str, seconds: float) -> None:
@@ -153,7 +153,7 @@ class Bench:
         self._host, self._port = address.hostname or "", address.port or 0
         self._seconds = seconds
         self._context: zmq.Context[Any] = zmq.Context()
-        self._nodes = [BenchNode(self._context, control, role, ignore) for role in ("prefill", "decode")]
+        self._nodes = [ScriptedNode(self._context, control, role, ignore) for role in ("prefill", "decode")]
 
     async def ready(self) -> None:
         """Wait for the nodes, and look up the tokens of 26 letters; each of them makes a chunk."""
@@ -215,7 +215,7 @@ class Bench:
         rids: dict[Connection, str] = {}
         prefill, decode = self._nodes
 
-        def on_generate(node: BenchNode, generate: Generate) -> None:
+        def on_generate(node: ScriptedNode, generate: Generate) -> None:
             rids[waiting.pop(0)] = generate.rid
             streams[generate.rid] = (generate.attempt, 1)
             node.send(Tokens(generate.rid, generate.attempt, 0, self._letters[:1]))
@@ -250,13 +250,13 @@ async def close_all(connections: list[Connection]) -> None:
     await asyncio.sleep(0.3)
 
 
-def ignore(node: BenchNode, generate: Generate) -> None:
+def ignore(node: ScriptedNode, generate: Generate) -> None:
     pass
 
 
 async def measure(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
     async with gateway_process(model, is_pinned=is_pinned) as (pid, url, control):
-        bench = Bench(pid, url, control, seconds)
+        bench = GatewayBench(pid, url, control, seconds)
         try:
             await bench.ready()
             return [

@@ -45,7 +45,7 @@ class PlanFigure:
     cold_us: float
 
 
-class Node:
+class BusyNode:
     """A prefill node with a full cache and a queue of constant length.
 
     Args:
@@ -129,7 +129,7 @@ class Node:
 
 
 def bench_plan(name: str, options: SchedulingOptions, num_waiting: int, num_steps: int) -> PlanFigure:
-    node = Node(Tree(), options, num_waiting)
+    node = BusyNode(Tree(), options, num_waiting)
     arriving = node.requests(num_waiting)
     arrival = timed(partial(node.submit, arriving))
     (first, _), *later = node.steps(num_steps + 1)

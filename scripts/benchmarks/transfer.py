@@ -131,7 +131,7 @@ def _touch(pool: KVPool) -> None:
     pool.tensor.view(-1)[::2048] = 0
 
 
-class Child:
+class ReaderProcess:
     def __init__(self, arguments: argparse.Namespace, geometry: str, transport: str, num_pages: int) -> None:
         argv = [sys.executable, "-m", "scripts.benchmarks.transfer", geometry, str(num_pages), transport]
         self.process = subprocess.Popen(
@@ -152,10 +152,10 @@ class Child:
 # ---- measurements --------------------------------------------------------------------------------------------------
 
 
-class Subject:
+class AttachedTransport:
     """A transport that is attached to its reader."""
 
-    def __init__(self, child: Child, pool: KVPool, transport: str, key: str) -> None:
+    def __init__(self, child: ReaderProcess, pool: KVPool, transport: str, key: str) -> None:
         self.child = child
         self.pool = pool
         self.writer = open_writer(pool, Settings(transport, WRITER, cluster_key=key.encode()))
@@ -214,7 +214,7 @@ def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
     return run
 
 
-def bare_nixl(subject: Subject) -> Callable[[int], float]:
+def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
     """The agent and descriptor lists of the transport itself, used directly while its thread is idle.
 
     Runs in the thread in which the transport would start the write: the core of the previous copy has the source in its
@@ -254,10 +254,10 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
     pool, target = KVPool(GEOMETRIES[geometry], counts[-1]), KVPool(GEOMETRIES[geometry], counts[-1])
     _touch(pool)
     _touch(target)
-    child = Child(arguments, geometry, transport, counts[-1])
+    child = ReaderProcess(arguments, geometry, transport, counts[-1])
     figures: dict[str, float] = {}
     try:
-        subject = Subject(child, pool, transport, arguments.cluster_key)
+        subject = AttachedTransport(child, pool, transport, arguments.cluster_key)
         copy, bare, bare_name = memcpy(pool, target), None, ""
         if transport == "tcp":
             bare, bare_name = bare_socket(pool, child.ask("listen")), "socket"
@@ -281,7 +281,7 @@ def _compare(
     geometry: str,
     transport: str,
     count: int,
-    subject: Subject,
+    subject: AttachedTransport,
     copy: Callable[[int], float],
     bare: Callable[[int], float] | None,
     bare_name: str,
@@ -311,7 +311,7 @@ def _compare(
 
 def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
     """Measure the round trip of a grant and its confirmation, through the mailboxes of nodes."""
-    child = Child(arguments, "qwen3-0.6b", "shm", 1)
+    child = ReaderProcess(arguments, "qwen3-0.6b", "shm", 1)
     context: zmq.Context[Any] = zmq.Context()
     try:
         mailbox = Mailbox(context, new_incarnation(), FromPrefill, connect=child.ask("echo"))
