@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config.shared import SMALL_MODEL
-from common.errors import ConfigError
+from scripts.benchmarks.options import comma_separated
 from scripts.benchmarks.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.files import Report
@@ -81,13 +81,19 @@ Run = tuple[Point, dict[str, Any]]  # with its report (``Report.to_dict``)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--models", type=_names, default=MODELS, metavar="NAME,...", help=f"of {', '.join(MODELS)}")
     add(
-        "--arrangements", type=_names, default=tuple(ARRANGEMENTS), metavar="NAME,...",
-        help=f"of {', '.join(ARRANGEMENTS)}; ratios are to the first",
+        "--models",
+        type=comma_separated(str, among=MODELS),
+        default=MODELS,
+        metavar="NAME,...",
+        help=f"of {', '.join(MODELS)}",
+    )
+    add(
+        "--arrangements", type=comma_separated(str, among=ARRANGEMENTS), default=tuple(ARRANGEMENTS),
+        metavar="NAME,...", help=f"of {', '.join(ARRANGEMENTS)}; ratios are to the first",
     )  # fmt: skip
-    add("--rates", type=_numbers, default="0.25,0.5,0.75", metavar="RATE,...", help="requests/s for qwen3-0.6b")
-    add("--shares", type=_numbers, default="0.3,0.6,0.85", metavar="SHARE,...", help="of capacity, for small")
+    add("--rates", type=comma_separated(float), default="0.25,0.5,0.75", help="requests/s for qwen3-0.6b (%(default)s)")
+    add("--shares", type=comma_separated(float), default="0.3,0.6,0.85", help="of capacity, for small (%(default)s)")
     add("--rounds", type=int, default=1, help="repetitions, each with another seed (%(default)s)")
     add("--large-seconds", type=float, default=150.0, help="arrivals in a run of qwen3-0.6b (%(default)s)")
     add("--small-seconds", type=float, default=45.0, help="arrivals in a run of small (%(default)s)")
@@ -97,20 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(","))
-
-
 def run(options: Options) -> dict[str, float]:
-    for flag, names, known in (
-        ("--models", options.models, MODELS), ("--arrangements", options.arrangements, tuple(ARRANGEMENTS))
-    ):  # fmt: skip
-        if unknown := [name for name in names if name not in known]:
-            raise ConfigError(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}")
     keep_to(options.cores)
     say(f"bench disagg: about {minutes(options):.0f} minutes")
     capacity: dict[str, float] = {}

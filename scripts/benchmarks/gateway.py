@@ -36,10 +36,10 @@ OnGenerate = Callable[["ScriptedNode", Generate], None]
 
 
 class ScriptedNode:
-    """A node without an engine; ``on_generate`` answers each request."""
+    """A node without an engine; a function answers each request."""
 
-    def __init__(self, context: zmq.Context[Any], control: str, role: Role, on_generate: OnGenerate) -> None:
-        self.on_generate = on_generate
+    def __init__(self, context: zmq.Context[Any], control: str, role: Role) -> None:
+        self._on_generate: OnGenerate = ignore
         self.registered = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._mailbox = Mailbox(context, new_incarnation(), FromGateway, connect=f"tcp://{control}")
@@ -54,6 +54,10 @@ class ScriptedNode:
             )
         )  # fmt: skip
         self._beat()
+
+    def answer_with(self, on_generate: OnGenerate) -> None:
+        """Set the function that answers requests."""
+        self._on_generate = on_generate
 
     def _beat(self) -> None:
         self._mailbox.send(Heartbeat(0, 0, 0, 0, 0, {}))
@@ -73,7 +77,7 @@ class ScriptedNode:
         self._is_drain_due = False
         for letter in self._mailbox.receive():
             if isinstance(letter.message, Generate):
-                self.on_generate(self, letter.message)
+                self._on_generate(self, letter.message)
             elif isinstance(letter.message, Registered):
                 self.registered.set()
 
@@ -153,7 +157,7 @@ class GatewayBench:
         self._host, self._port = address.hostname or "", address.port or 0
         self._seconds = seconds
         self._context: zmq.Context[Any] = zmq.Context()
-        self._nodes = [ScriptedNode(self._context, control, role, ignore) for role in ("prefill", "decode")]
+        self._nodes = [ScriptedNode(self._context, control, role) for role in ("prefill", "decode")]
 
     async def ready(self) -> None:
         """Wait for the nodes, and look up the tokens of 26 letters; each of them makes a chunk."""
@@ -196,10 +200,11 @@ class GatewayBench:
             num_done += 1
             connection.post("/v1/completions", body)
 
-        self._nodes[0].on_generate = lambda node, generate: node.send(
-            Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length")
+        self._nodes[0].answer_with(
+            lambda node, generate: node.send(
+                Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length")
+            )
         )
-        self._nodes[1].on_generate = ignore
         connections = await self._connect(num_connections, on_data)
         for connection in connections:
             connection.post("/v1/completions", body)
@@ -231,7 +236,7 @@ class GatewayBench:
             streams[rid] = (attempt, index + 1)
             decode.send(Tokens(rid, attempt, index, (self._letters[index % 26],)))
 
-        prefill.on_generate, decode.on_generate = on_generate, ignore
+        prefill.answer_with(on_generate)
         connections = await self._connect(num_streams, on_data)
         for connection in connections:
             waiting.append(connection)

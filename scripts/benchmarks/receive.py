@@ -28,6 +28,7 @@ import uvloop
 
 from common.config.shared import SMALL_MODEL
 from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.options import comma_separated
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
 
@@ -248,7 +249,9 @@ def keep_tokenizer(folder: Path) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--events", default="275,1000,3300", help="token events per second of each run (%(default)s)")
+    parser.add_argument(
+        "--events", type=comma_separated(float), default="275,1000,3300", help="tokens per second (%(default)s)"
+    )
     parser.add_argument("--output-len", type=int, default=32, help="tokens of a request (%(default)s)")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each run (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs whose median counts (%(default)s)")
@@ -263,7 +266,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     print(f"{'ms of CPU per token':>22}" + "".join(f"{name:>12}" for name in names) + "   others' cores")
     tokens, seconds = options.output_len, options.seconds
     figures: dict[str, float] = {}
-    for events in map(float, options.events.split(",")):
+    for events in options.events:
         contention = CpuContention(range(os.cpu_count() or 1))
         cells = medians(events / tokens, tokens, seconds, options.repeats)
         cells += [extra_cpu(words, program, events / tokens, tokens, seconds) for words, program in others.values()]

@@ -34,7 +34,8 @@ from kv_transfer.transports.base import to_message
 from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
-from scripts.benchmarks import gloo_baseline as bare_gloo
+from scripts.benchmarks import gloo_baseline
+from scripts.benchmarks.options import comma_separated
 
 GEOMETRIES = {
     "qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"),
@@ -95,7 +96,7 @@ class Reader:
                 connection.sendall(b"\1")
 
     def do_receive_bare(self, port: int) -> None:
-        bare_gloo.receive(self.pool, port)
+        gloo_baseline.receive(self.pool, port)
 
     def do_echo(self) -> str:
         mailbox = Mailbox(self.context, READER, FromDecode, bind="tcp://127.0.0.1:0")
@@ -264,9 +265,9 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
         elif transport == "nixl":
             bare, bare_name = bare_nixl(subject), "bare nixl"
         elif transport == "gloo":
-            store = bare_gloo.host()
+            store = gloo_baseline.host()
             child.ask("receive_bare", port=store.port)
-            bare, bare_name = bare_gloo.sender(pool, store), "bare gloo"
+            bare, bare_name = gloo_baseline.sender(pool, store), "bare gloo"
         for count in counts:
             figures |= _compare(geometry, transport, count, subject, copy, bare, bare_name)
         subject.writer.close()
@@ -332,9 +333,13 @@ def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="separated by commas (%(default)s)")
-    parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="separated by commas (%(default)s)")
-    parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)")
+    parser.add_argument("--transports", type=comma_separated(str), default="shm,tcp,nixl,gloo", help="(%(default)s)")
+    parser.add_argument(
+        "--geometries", type=comma_separated(str, among=GEOMETRIES), default=",".join(GEOMETRIES), help="of %(default)s"
+    )
+    parser.add_argument(
+        "--pages", type=comma_separated(int), default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)"
+    )
     parser.add_argument("--round-trips", type=int, default=1000, help="control messages to time (%(default)s)")
     parser.add_argument("--cluster-key", default="", help="key that authenticates tcp")
 
@@ -342,9 +347,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, float]:
     print(f"load {os.getloadavg()[0]:.1f}; {os.cpu_count()} cores; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}")
     figures = round_trip(options)
-    counts = sorted(int(count) for count in options.pages.split(","))
-    for geometry in options.geometries.split(","):
-        for transport in options.transports.split(","):
+    counts = sorted(options.pages)
+    for geometry in options.geometries:
+        for transport in options.transports:
             try:
                 figures |= measure(options, geometry, transport, counts)
             except ConfigError as error:

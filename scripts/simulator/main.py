@@ -86,8 +86,12 @@ class Simulation:
     def _on_end(self, answer: Answer) -> None:
         self.client.ended(answer)
 
+    def stop(self) -> None:
+        """Make ``run`` return soon, with partial results."""
+        self.is_stopped = True
+
     def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
-        """Run to the end, or until ``is_stopped`` is set; returns the results."""
+        """Run to the end, or until ``stop``; returns the results."""
         began_at = time.monotonic()
         events, client = self.cluster.events, self.client
         client.start()
@@ -151,7 +155,7 @@ def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
     def stop(*_: object) -> None:
         if simulation.is_stopped:
             raise KeyboardInterrupt
-        simulation.is_stopped = True
+        simulation.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     thresholds = gc.get_threshold()

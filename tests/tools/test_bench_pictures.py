@@ -1,4 +1,4 @@
-"""The pictures' benchmark against the mock: same requests for every arrangement, and a page with what was measured."""
+"""``bench pictures`` against the mock server."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from scripts.benchmarks import pictures as bench_pictures
 from scripts.benchmarks.main import main
 
 
-def test_arrangements_get_the_same_requests_and_the_page_shows_all_of_it(
+def test_arrangements_get_the_same_requests_and_the_page_shows_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers: list[tuple[list[str], MockServer]] = []
