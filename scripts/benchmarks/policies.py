@@ -110,7 +110,7 @@ class BusyNode:
             committed = timed(partial(self.scheduler.commit, result))
             for key, request in list(self.scheduler.requests.items()):
                 if request.output:
-                    self.scheduler.close(key)
+                    self.scheduler.abort(key)
                     self.scheduler.release(key)
             self.submit(self.requests(self._num_waiting - len(self.scheduler.waiting)))
             yield planned, committed
@@ -121,7 +121,7 @@ class BusyNode:
     def close(self) -> None:
         """Release all requests and check the books."""
         for key in list(self.scheduler.requests):
-            self.scheduler.close(key)
+            self.scheduler.abort(key)
             self.scheduler.release(key)
         self.scheduler.check()
         self._tree.cache.check()

@@ -62,7 +62,7 @@ class Cluster:
         return [node for node in self.nodes.values() if node.kind == role and node.is_alive]
 
     def check(self) -> None:
-        """Check the invariants of every living node; raises ``AssertionError``."""
+        """Check the invariants of every living node; raises ``InvariantError``."""
         for node in self.nodes.values():
             if node.is_alive:
                 node.role.check()

@@ -131,6 +131,7 @@ class Node:
             name=self.incarnation,
             model=MODEL,
             digest=DIGEST,
+            weight_version=DIGEST,
             vocab_size=self._settings.vocab_size,
             context_length=self._settings.context_length,
             eos_token_ids=self._settings.eos_token_ids,
