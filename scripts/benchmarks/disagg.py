@@ -25,7 +25,7 @@ from common.config.shared import SMALL_MODEL
 from scripts.benchmarks.options import comma_separated
 from scripts.benchmarks.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.models.random_model import random_model
 from scripts.serving.cpu_affinity import usable_cores
 

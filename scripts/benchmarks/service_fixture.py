@@ -16,7 +16,7 @@ from typing import IO
 from common.errors import BatonError
 from scripts.benchmarks.cpu_contention import CpuContention
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
 
 ROOT = Path(__file__).resolve().parents[2]
