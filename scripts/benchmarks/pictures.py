@@ -1,17 +1,16 @@
 """Latency of the small model by rate, on separate and on colocated nodes, and under a trace: tables and pictures.
 
-``--folder`` gets SVG files and a page with the figures. All arrangements get the same requests at the same instants.
-Every row shows how many cores other processes used meanwhile.
+The tables are Markdown; ``--folder`` gets the pictures as SVG files. All arrangements get the same requests at the same
+instants. Every row shows how many cores other processes used meanwhile.
 """
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.shared import SMALL_MODEL
 from scripts.benchmarks.disagg import ARRANGEMENTS
+from scripts.benchmarks.options import comma_separated
 from scripts.benchmarks.service_fixture import measured_load, running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.charts import (
@@ -91,36 +90,21 @@ def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[s
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rates", default="10,20,30,40,50", help="requests per second (%(default)s)")
+    parser.add_argument("--rates", type=comma_separated(str), default="10,20,30,40,50", help="requests/s (%(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured at each rate (%(default)s)")
     parser.add_argument("--trace", help="also replay this Mooncake trace", metavar="FILE")
     parser.add_argument("--trace-rate", default="8", help="its mean rate (%(default)s)")
     parser.add_argument("--trace-seconds", type=float, default=45.0, help="its length (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="write the pictures and measured.md there")
+    parser.add_argument("--folder", type=Path, help="write the pictures to this folder")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
-    folder = options.folder
-    shown = shlex.join(Path(word).name if word == options.trace else word for word in sys.argv[1:])
-    lines = [
-        "# The small model under load",
-        "",
-        f"Made by `./scripts/{shown}`. Milliseconds; 200 tokens in and 40 out.",
-        "",
-    ]
-    rates = options.rates.split(",")
-    found = sweep(rates, options.seconds, folder)
-    lines += table(found)
-    for title in ("time-to-first-token-by-rate", "gap-between-tokens-by-rate", "throughput-and-goodput-by-rate"):
-        lines += ["", f"![{title.replace('-', ' ')}]({title}.svg)"]
+    print("The small model under load. Milliseconds; 200 tokens in and 40 out.\n")
+    found = sweep(options.rates, options.seconds, options.folder)
+    print("\n".join(table(found)))
     if options.trace:
-        lines += ["", "## A conversation trace", "", "Lengths times 0.04."]
-        lines += ["", *replay(options.trace, options.trace_rate, options.trace_seconds, folder)]
-        if folder:
-            lines += ["", *(f"![]({path.name})\n" for path in sorted(folder.glob("trace-*.svg")))]
-    if folder:
-        (folder / "measured.md").write_text("\n".join(lines).rstrip() + "\n")
-    print("\n".join(lines))
+        print("\nA conversation trace, lengths times 0.04.\n")
+        print("\n".join(replay(options.trace, options.trace_rate, options.trace_seconds, options.folder)))
     figures = {}
     for name, rate, report, _ in found:
         figures[f"{name}, {rate}/s, TTFT p50 ms"] = 1e3 * report.latency["ttft"]["p50"]
