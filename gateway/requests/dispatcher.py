@@ -126,7 +126,7 @@ class Dispatcher:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         for stream in streams:
             if stream.request.rid in self._in_flight:
-                message = f"rid: a request with the id {stream.request.rid!r} is in flight"
+                message = f"rid: a request with the id {stream.request.rid!r} is in flight; choose another id"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         pool = self._pools[streams[0].request.model]
         now = self._clock.now()
@@ -149,7 +149,7 @@ class Dispatcher:
             if pool.queue.order.is_charging:
                 self._enqueue(flight)  # removed at once, but the policy accounts all service
             if not self._send_out(flight, now):
-                message = "no nodes with a large enough page pool are registered at present"
+                message = "no registered nodes have a page pool that is large enough"
                 self._fail(flight, RequestError(ErrorCode.NO_ROUTE, message))
 
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
@@ -187,11 +187,11 @@ class Dispatcher:
         return [self._in_flight[victim.rid] for victim in queue.eviction_candidates(request, count, sent=sent)]
 
     def _evict(self, victim: InFlightRequest, other: OutputStream, now: float) -> None:
-        reason = "a more urgent one has taken its place in a full queue"
+        reason = "the queue is full and a more urgent request has taken its place"
         self.decisions.note(now, victim.stream.request.rid, "evict", "{} came: " + reason, other.request.rid)
         victim.is_evicted = True
         retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
-        message = f"the request waited, and {reason}"
+        message = f"the request was evicted: {reason}"
         self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
@@ -255,7 +255,7 @@ class Dispatcher:
         for pool in self._pools.values():
             if len(pool.queue):
                 for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
-                    message = "the nodes that it takes are gone, and no others came while the request waited"
+                    message = "no nodes that can serve the request registered while it waited"
                     self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
 
     def _send_out(self, flight: InFlightRequest, now: float) -> bool:
@@ -283,7 +283,7 @@ class Dispatcher:
         stream.sent_at = now
         stream.is_local_prefill = pair.prefill is None
         waited_s = max(now - stream.started_at, 0.0)
-        nodes = [pool.registry.nodes[incarnation] for incarnation in pair.nodes]
+        nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         generate = Generate(
             rid=request.rid,

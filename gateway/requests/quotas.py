@@ -69,7 +69,7 @@ class Quotas:
         quota = account.quota
         if quota.requests is not None:
             if count > quota.requests:
-                message = f"{count} outputs in one request, the tenant {tenant} may have {quota.requests} at once"
+                message = f"{count} outputs in one request, but the tenant {tenant} may have {quota.requests} in flight"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message)
             excess = account.in_flight.excess(count, 0)
             if excess > 0:

@@ -195,7 +195,7 @@ class ControlPlane:
         """Removes the nodes whose connections have closed, after the messages that they sent before."""
         self._channel.drain()
         self._channel.drain_soon()
-        for incarnation in self._channel.lost([node.incarnation for node in self.pools.nodes()]):
+        for incarnation in self._channel.lost([node.incarnation for node in self.pools.workers()]):
             self.lose(incarnation)
         if self._channel.is_probing and not self._is_probe_due:
             self._is_probe_due = True
@@ -228,7 +228,7 @@ class ControlPlane:
         pool = self.pools.of(sender)
         if pool is None:
             return
-        node = pool.registry.nodes[sender]
+        node = pool.registry.workers[sender]
         for pair in message.pairs:
             if pair.problem and pair.incarnation not in node.failed_peers:
                 log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
@@ -287,7 +287,7 @@ class ControlPlane:
 
     async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
         """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
-        nodes = self.pools.nodes()
+        nodes = self.pools.workers()
         for pool in self.pools:
             pool.router.forget_prefixes()
         answers = await self._rpc.call([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
