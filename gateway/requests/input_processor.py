@@ -403,8 +403,8 @@ def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> G
         raise refuse(f"{first} is beyond the end of the prompt, which has {len(request.prompt)} tokens", param)
     num_tops = request.sampling.logprobs or 0
     if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
-        message = f"log-probabilities of {count} prompt tokens, each with {num_tops} others, are too many for one answer; ask for fewer"
-        raise refuse(message, param)
+        message = f"log-probabilities of {count} prompt tokens with {num_tops} alternatives each are too many"
+        raise refuse(f"{message} for one answer; ask for fewer", param)
     sampling = dataclasses.replace(request.sampling, prompt_logprobs_from=first + 1 if count > 1 else None)
     return dataclasses.replace(request, logprob_start=first, sampling=sampling)
 
