@@ -16,6 +16,7 @@ from common.decision_log import Decisions
 from common.errors import ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
+from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -261,15 +262,7 @@ class Dispatcher:
     def _send_out(self, flight: InFlightRequest, now: float) -> bool:
         """Sends a request to a pair chosen now; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
-        pair = pool.router.choose(
-            pool.registry.prefills,
-            pool.registry.decodes,
-            request.prompt,
-            num_new=request.sampling.max_new_tokens,
-            num_expected=request.expected_output,
-            salt=request.salt,
-            siblings=flight.siblings.get(request.prompt_number),
-        )
+        pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
         if pair is None:
             return False
         if flight.queued is not None:
@@ -306,6 +299,19 @@ class Dispatcher:
                 self._channel.drop_soon(incarnation)  # ends this request with the node's others
                 break
         return True
+
+    @staticmethod
+    def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
+        """The pair of another sample of the same prompt if there is one, or the best pair."""
+        prefills, decodes = pool.registry.prefills, pool.registry.decodes
+        num_new, num_expected = request.sampling.max_new_tokens, request.expected_output
+        if siblings is not None:
+            pair = pool.router.choose_again(siblings, prefills, decodes, num_new=num_new, num_expected=num_expected)
+            if pair is not None:
+                return pair
+        return pool.router.choose(
+            prefills, decodes, request.prompt, num_new=num_new, num_expected=num_expected, salt=request.salt
+        )
 
     # ---- changes ----------------------------------------------------------------------------------------------------
 

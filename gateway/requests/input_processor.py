@@ -61,6 +61,8 @@ class _Context:
     limits: ServingLimits
     tenant: str
     request_id: str
+    salt: str
+    timeout_s: float
 
     @property
     def max_outputs(self) -> int:
@@ -105,7 +107,7 @@ class InputProcessor:
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
-        context = self._context(model, tenant, request_id)
+        context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
             raise refuse("only supported if it equals n", "best_of", ErrorCode.NOT_SUPPORTED)
@@ -129,7 +131,7 @@ class InputProcessor:
     ) -> list[GenerateRequest]:
         """One request for each sample; the messages pass through the model's chat template."""
         _check_no_effect(body)
-        context = self._context(model, tenant, request_id)
+        context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
@@ -149,7 +151,7 @@ class InputProcessor:
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
-        context = self._context(model, tenant, request_id)
+        context = self._context(body, model, tenant, request_id)
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
         param = "text" if body.text is not None else "input_ids"
@@ -182,12 +184,14 @@ class InputProcessor:
             await self._yield_after(i)
         return requests
 
-    @staticmethod
-    def _context(model: ServedModel, tenant: str, request_id: str) -> _Context:
+    def _context(
+        self, body: OpenAIRequest | NativeRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> _Context:
         limits = model.pool.registry.limits
         if limits is None:
             raise model.pool.no_route()
-        return _Context(model, limits, tenant, request_id)
+        timeout_s = self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000
+        return _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s)
 
     # ---- text and token ids -----------------------------------------------------------------------------------------
 
@@ -288,7 +292,7 @@ class InputProcessor:
         sampling = _sampling_params(
             body, limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
         )
-        return self._request(context, body, rid, prompt, sampling, body)
+        return self._request(context, rid, prompt, sampling, body)
 
     def _native_request(
         self,
@@ -309,12 +313,13 @@ class InputProcessor:
         sampling = _sampling_params(
             params, context.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
         )
-        request = self._request(context, body, rid, prompt, sampling, params, prefix)
+        request = self._request(context, rid, prompt, sampling, params, prefix)
         return dataclasses.replace(request, is_prompt_only=True) if given == 0 else request
 
+    @staticmethod
     def _request(
-        self, context: _Context, body: OpenAIRequest | NativeRequest, rid: str, prompt: Sequence[int],
-        sampling: SamplingParams, options: SamplingFields, prefix: str = "",
+        context: _Context, rid: str, prompt: Sequence[int], sampling: SamplingParams, options: SamplingFields,
+        prefix: str = "",
     ) -> GenerateRequest:  # fmt: skip
         prompt = tuple(prompt)
         return GenerateRequest(
@@ -326,10 +331,10 @@ class InputProcessor:
             keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
             stops=_stop_strings(options.stop, f"{prefix}stop"),
             skip_special=options.skip_special_tokens is not False,
-            salt=body.cache_salt or "",
+            salt=context.salt,
             tenant=context.tenant,
             expected_output=_expected_output(context, prompt, sampling),
-            timeout_s=self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000,
+            timeout_s=context.timeout_s,
         )
 
 
