@@ -134,11 +134,7 @@ class Dispatcher:
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
         flights = [self._enter(stream, pool, siblings, now) for stream in streams]
-        capacity = (
-            max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
-            if pool.queue.is_idle
-            else 0
-        )
+        capacity = self._capacity(pool) if pool.queue.is_idle else 0
         turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
         for flight in flights[turn:capacity]:
             self._enqueue(flight)
@@ -215,21 +211,20 @@ class Dispatcher:
         self._is_pump_due = False
         now = self._clock.now()
         for pool in self._pools.values():
-            if (
-                pool.queue.is_idle
-                or (capacity := pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes)) <= 0
-            ):
+            if pool.queue.is_idle or not (capacity := self._capacity(pool)):
                 continue
             waiting = self._first(pool, capacity, now)
             for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
                 if not self._send_out(self._in_flight[queued.rid], now):
                     pool.queue.strand(queued, now)
                     self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
-            if (
-                not pool.queue.is_idle
-                and pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes) > 0
-            ):
+            if not pool.queue.is_idle and self._capacity(pool):
                 self.pump_soon()
+
+    @staticmethod
+    def _capacity(pool: WorkerPool) -> int:
+        """Requests that the nodes of a pool have room for."""
+        return max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
 
     def _first(self, pool: WorkerPool, count: int, now: float) -> Sequence[Request]:
         """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
