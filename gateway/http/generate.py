@@ -18,10 +18,10 @@ from gateway.http.app import HttpCall, Route
 from gateway.http.protocol import ChatCompletionRequest, Codec, CompletionRequest, NativeRequest, OpenAIRequest
 from gateway.http.responses import ChatFormatter, CompletionFormatter, NativeFormatter, Usage
 from gateway.http.services import Services
-from gateway.http.streaming import ResponseFormatter, stream, whole
+from gateway.http.streaming import OutputEvents, ResponseFormatter, stream, whole
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.input_processor import is_list_of_prompts
-from gateway.requests.output_processor import OutputEvents, OutputStream
+from gateway.requests.output_processor import OutputStream
 from gateway.requests.quotas import charge
 from gateway.workers.served_models import ServedModel
 
