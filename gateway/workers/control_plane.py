@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import zmq
 
 from common.clock import Clock
-from common.wire.mailbox import PROBE_EVERY_S, Letter, Mailbox
+from common.wire.mailbox import PROBE_EVERY_S, Envelope, Mailbox
 from common.wire.messages import (  # fmt: skip
     Decision,
     Decisions,
@@ -103,17 +103,17 @@ class MailboxChannel:
 
     def lost(self, incarnations: list[str]) -> list[str]:
         """Those of the nodes whose connection has closed."""
-        return self._mailbox.lost(incarnations)
+        return self._mailbox.lost_peers(incarnations)
 
-    def receive(self) -> list[Letter]:
+    def receive(self) -> list[Envelope]:
         """The messages that have arrived, at most ``RECEIVE_AT_ONCE``."""
         self._is_look_due = False
         if self._is_closed:
             return []
-        letters = self._mailbox.receive(RECEIVE_AT_ONCE)
-        if len(letters) == RECEIVE_AT_ONCE:
+        envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
+        if len(envelopes) == RECEIVE_AT_ONCE:
             self.look_again_soon()
-        return letters
+        return envelopes
 
     def look_again_soon(self) -> None:
         """Reports the channel as readable soon. Each use of the socket may swallow the edge that announces input."""
@@ -184,16 +184,16 @@ class ControlPlane:
 
     def on_readable(self) -> None:
         """Handles the messages that have arrived."""
-        for letter in self._channel.receive():
-            self._handle(letter)
+        for envelope in self._channel.receive():
+            self._handle(envelope)
 
-    def _handle(self, letter: Letter) -> None:
+    def _handle(self, envelope: Envelope) -> None:
         """Handles one message; an unexpected error ends only the request that it is about."""
         try:
-            self._handlers[type(letter.message)](letter.sender, letter.message)
+            self._handlers[type(envelope.message)](envelope.sender, envelope.message)
         except Exception:
-            log.exception("a %s message failed", type(letter.message).__name__)
-            self._dispatcher.fail_internal(getattr(letter.message, "rid", ""))
+            log.exception("a %s message failed", type(envelope.message).__name__)
+            self._dispatcher.fail_internal(getattr(envelope.message, "rid", ""))
 
     def on_disconnect(self) -> None:
         """Removes the nodes whose connections have closed, after handling the messages that they sent before."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.cache.page_layout import conflict
+from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
 from gateway.workers.router import can_pair
 
@@ -17,11 +17,17 @@ from gateway.workers.router import can_pair
 AGREE = {
     "model": "served model",
     "digest": "configuration digest",
+    "weight_version": "weight version",
     "vocab_size": "vocabulary size",
     "context_length": "context length",
     "eos_token_ids": "end tokens",
     "generation": "generation defaults",
 }
+#: Two checkpoints of one configuration, such as two fine-tunes, differ in nothing else.
+WEIGHT_HINT = (
+    ": their weights differ. Give both nodes the same --model and --revision, or, if their files hold the same weights"
+    " in another form, the same --weight-version"
+)
 MAX_STARTS_REMEMBERED = 64
 
 
@@ -240,11 +246,14 @@ def _conflict(new: Register, other: Register) -> str:
     for name, words in AGREE.items():
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
-            return f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal"
+            hint = WEIGHT_HINT if name == "weight_version" else ""
+            return (
+                f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
+            )
     theirs = other.geometry
     if new.role == other.role:  # no page is sent between them, so their page sizes may differ
         theirs = msgspec.structs.replace(theirs, page_size=new.geometry.page_size)
-    problem = conflict(new.geometry, theirs)
+    problem = layout_conflict(new.geometry, theirs)
     if problem:
         return f"page geometry of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):

@@ -45,6 +45,7 @@ def test_limits_are_those_of_the_largest_pools():
     ("changes", "words"),
     [
         ({"digest": "other"}, "configuration digest"),
+        ({"weight_version": "w2"}, "weight version of node d2 is w2, that of node p is w1; they must be equal: "),
         ({"vocab_size": 600}, "vocabulary size"),
         ({"context_length": 100}, "context length"),
         ({"eos_token_ids": (1,)}, "end tokens"),

@@ -107,6 +107,7 @@ def make_register(role: str, name: str, **changes: Any) -> Register:
         "name": name,
         "model": MODEL,
         "digest": "d1",
+        "weight_version": "w1",
         "vocab_size": PADDED_VOCAB,
         "context_length": 512,
         "eos_token_ids": (322,),
@@ -181,7 +182,8 @@ class FakeNode:
                 await self._changed.wait()
 
     async def round_trip(self) -> None:
-        """Waits until the gateway has received all messages of this node, and the node all that were sent to it by then.
+        """Waits until the gateway has received all messages of this node and
+        the node has received all messages sent to it by then.
 
         The gateway answers tokens of a request that it does not know, and a connection keeps its order.
         """
@@ -210,7 +212,7 @@ class FakeNode:
         loop = asyncio.get_running_loop()
         while True:
             is_unknown = any(isinstance(letter.message, Unknown) for letter in self._receive())
-            if self.mailbox.link().connected or is_unknown:
+            if self.mailbox.connection_events().connected or is_unknown:
                 self.send(self.register)
             if self.is_beating and self.is_registered and loop.time() > next_beat:
                 next_beat = loop.time() + 0.2
