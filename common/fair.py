@@ -129,7 +129,6 @@ class Fair(Policy):
     """
 
     name = "fair"
-    is_ranked = True  # on each tenant's account
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.counters = TokenCounters(weights)

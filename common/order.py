@@ -18,23 +18,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.decisions import Decisions
-from common.fair import Fair, TokenCounters, cost_of, weighted
+from common.fair import TokenCounters, cost_of, weighted
 from common.policies import Policy
 from common.request import LOWEST_PRIORITY, Request
 from common.scheduling import PriorityRules
 
-#: What a ranked request stands by: lower is earlier; the last number is that of its arrival.
-Place = tuple[float, bool, bool, float, bool, int]
-
 
 class Order:
-    """The order of one node's, or the gateway's, requests.
-
-    Attributes:
-        is_ranked: who comes first follows from ``place`` and, if it is not None, from ``turns``.
-        turns: by which accounts take turns.
-        are_begun_in_turn: also those that have begun; otherwise these come first.
-    """
+    """The order of one node's, or the gateway's, requests."""
 
     def __init__(self, policy: Policy, rules: PriorityRules | None = None) -> None:
         self.policy = policy
@@ -42,11 +33,6 @@ class Order:
         weights = self.rules.class_weights
         self._classes = TokenCounters(weights, default_weight=min(weights.values())) if weights else None
         self._choice = policy.choice
-        tenants = policy.counters if isinstance(policy, Fair) else None
-        self.turns = self._classes or tenants
-        self.are_begun_in_turn = self._classes is not None
-        has_own_turns = tenants is not None and (self._classes is not None or self.rules.is_enabled)
-        self.is_ranked = _is_ranked(policy) and not has_own_turns
         self.is_charging = self._classes is not None or type(policy).served is not Policy.served
 
     # ---- what there is to be ordered --------------------------------------------------------------------------------
@@ -126,24 +112,6 @@ class Order:
         ordered = self.by_standing(ordered)
         return self._classes.interleave(ordered, self._class_of, cost_of) if self._classes else ordered
 
-    def account(self, request: Request) -> str:
-        """On which of those that take turns it is."""
-        if self.turns is None:
-            return ""
-        return self._class_of(request) if self.are_begun_in_turn else request.tenant
-
-    def place(self, request: Request, number: int, now: float, *, has_begun: bool = False) -> Place:
-        """Where a request stands on its account, if ``is_ranked``. Two places are never the same.
-
-        Args:
-            number: of its arrival, or of its beginning.
-        """
-        policy, standing = self.policy, -self.standing(request) if self.rules.is_enabled else 0.0
-        if has_begun and not policy.overtakes:
-            return standing, False, False, 0.0, False, number
-        has_fallen = policy.falls_at(request) <= now
-        return standing, not policy.overtakes, has_fallen, policy.rank(request), not has_begun, number
-
     def in_turn(self, requests: Sequence[Request]) -> Sequence[Request]:
         """First in line first, whatever the policy: the class that was served least, and in it by standing."""
         return self._by_rules(requests)
@@ -214,9 +182,3 @@ class Order:
             return False
         difference = self.priority(waiting) - self.priority(running)
         return difference > self.rules.preemption_threshold and self.standing(waiting) > self.standing(running)
-
-
-def _is_ranked(policy: Policy) -> bool:
-    """Whether it says so itself: a policy of one's own may have inherited that, and order otherwise."""
-    makers = [next(kind for kind in type(policy).__mro__ if name in vars(kind)) for name in ("is_ranked", "order")]
-    return policy.is_ranked and makers[0] is makers[1]

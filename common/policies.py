@@ -31,19 +31,6 @@ class Policy(Protocol):
     reason: str = ""
     overtakes: bool = False
 
-    #: Its ``order`` is that of the requests' ranks, lowest first, among equals that of arrival.
-    is_ranked: bool = False
-    #: What is cached of a request counts in its rank.
-    ranks_by_cache: bool = False
-
-    def rank(self, request: Request) -> float:
-        """What ``order`` sorts by, if ``is_ranked``: of this request alone, whatever the time and the others."""
-        return 0.0
-
-    def falls_at(self, request: Request) -> float:
-        """From when on it comes after all that have not fallen, whatever the ranks."""
-        return float("inf")
-
     @abstractmethod
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         """The waiting requests, first in line first.
@@ -83,7 +70,6 @@ class FirstComeFirstServed(Policy):
     """Order of arrival, which is that of the queue."""
 
     name = "fcfs"
-    is_ranked = True
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         return waiting
@@ -93,13 +79,9 @@ class LongestOutputFirst(Policy):
     """Whoever may produce most begins first, so that no long one is left running alone at the end."""
 
     name = "lof"
-    is_ranked = True
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=self.rank)
-
-    def rank(self, request: Request) -> float:
-        return -request.sampling.max_new_tokens
+        return sorted(waiting, key=lambda request: -request.sampling.max_new_tokens)
 
 
 class Shuffled(Policy):
@@ -137,7 +119,6 @@ class ShortestFirst(Policy):
     """
 
     name = "short-first"
-    is_ranked = ranks_by_cache = True
 
     def __init__(self, constants: RatioConstants | None = None) -> None:
         constants = constants or RatioConstants()
@@ -145,9 +126,9 @@ class ShortestFirst(Policy):
         self._share = constants.initial
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=self.rank)
+        return sorted(waiting, key=self._work)
 
-    def rank(self, request: Request) -> float:
+    def _work(self, request: Request) -> float:
         num_output = len(request.output)
         num_left = request.sampling.max_new_tokens - num_output
         if request.expected_output:
@@ -174,18 +155,11 @@ class EarliestDeadlineFirst(Policy):
 
     name = "edf"
     overtakes = True
-    is_ranked = True
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         can_be_met = [request for request in waiting if request.deadline_at > now]
         lost = [request for request in waiting if request.deadline_at <= now]
         return sorted(can_be_met, key=_deadline) + sorted(lost, key=_deadline)
-
-    def rank(self, request: Request) -> float:
-        return request.deadline_at
-
-    def falls_at(self, request: Request) -> float:
-        return request.deadline_at
 
 
 class LongestPrefixMatch(Policy):

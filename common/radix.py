@@ -146,11 +146,6 @@ class RadixCache:
             self._watching.place(watch, root, 0)
         return watch
 
-    def take_moved(self) -> list[Watch]:
-        """Of which watched keys more or less may be cached than when this was called last. The first call begins it."""
-        moved, self._watching.moved = self._watching.moved, {}
-        return list(moved or ())
-
     def unwatch(self, watch: Watch) -> None:
         """Its request waits no longer."""
         node = watch.node

@@ -1,13 +1,12 @@
 """A queue of waiting requests: its order is told of all who enter and leave, and the cache of all who wait. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence, ValuesView
+from collections.abc import Iterator, MutableMapping, Sequence, ValuesView
 
 from common.order import Order
 from common.radix import RadixCache
 from common.request import LOWEST_PRIORITY, Request
 from common.request_pages import packed_tokens
-from common.sorted_line import SortedLine
 from common.watch import Watch
 
 Key = tuple[str, int]
@@ -27,37 +26,10 @@ class WaitingQueue(MutableMapping[Key, Request]):
         self._requests: dict[Key, Request] = {}
         self._watched: dict[Watch, Request] = {}
         self._num_by_priority: Counter[int] = Counter()
-        self._line: SortedLine | None = None  # from when it is wanted first
-        self._last_number = self._first_number = 0
-        self._now = 0.0  # when the line was wanted last
 
     def in_order(self, now: float) -> Sequence[Request]:
         """First in line first."""
         return self._order.sort(list(self._requests.values()), now)
-
-    def line(self, begun: Sequence[Request], now: float, among: Collection[Request] | None = None) -> Iterable[Request]:
-        """As ``Order.merge`` of ``begun`` and those that wait, which is sorted only if the policy cannot do without.
-        For queues where nobody who waits is lent a priority.
-
-        Args:
-            among: only these of the waiting are wanted; others may be there as well.
-        """
-        if not self._order.is_ranked:
-            return self._order.merge(begun, list(self._requests.values()), now)
-        self._now = now
-        if self._line is None:
-            self._line = SortedLine(self._order)
-            for number, request in enumerate(self._requests.values()):
-                self._line.add(request, number)
-            self._first_number, self._last_number = 0, len(self._requests) - 1
-        if self._order.policy.ranks_by_cache and self._cache is not None:
-            for watch in self._cache.take_moved():
-                self._refile(self._watched[watch])
-        return self._line.line(begun, now, among)
-
-    def _refile(self, request: Request) -> None:
-        assert self._line is not None
-        self._line.add(request, self._line.remove(request))
 
     @property
     def highest_priority(self) -> int:
@@ -76,10 +48,6 @@ class WaitingQueue(MutableMapping[Key, Request]):
         """Back to the front: it has waited before."""
         self[request.key] = request
         self._requests = {request.key: request, **self._requests}
-        if self._line is not None:
-            self._line.remove(request)
-            self._first_number -= 1
-            self._line.add(request, self._first_number)
 
     def change(self, request: Request, priority: int, priority_class: str | None) -> None:
         """A request counts otherwise from now on. One that waits keeps its place among those that are equal then.
@@ -89,19 +57,15 @@ class WaitingQueue(MutableMapping[Key, Request]):
             priority_class: None for the one it has.
         """
         is_here = self._requests.get(request.key) is request
-        number = 0
         if is_here:
             self._order.left(request)
             self._count(request, -1)
-            number = 0 if self._line is None else self._line.remove(request)
         request.priority = priority
         if priority_class is not None:
             request.priority_class = priority_class
         if is_here:
             self._order.arrived(request)
             self._count(request, 1)
-            if self._line is not None:
-                self._line.add(request, number)
 
     def _count(self, request: Request, change: int) -> None:
         self._num_by_priority[request.priority] += change
@@ -109,13 +73,8 @@ class WaitingQueue(MutableMapping[Key, Request]):
             del self._num_by_priority[request.priority]
 
     def check(self) -> None:
-        """The sorted line is in the very order that sorting would give, and priorities are counted right."""
+        """Requests are counted under the priorities that they have."""
         assert self._num_by_priority == Counter(request.priority for request in self._requests.values())
-        if self._line is not None:
-            line = list(self.line([], self._now))
-            assert line == list(self._order.merge([], list(self._requests.values()), self._now)), (
-                "the line is not sorted"
-            )
 
     def __getitem__(self, key: Key) -> Request:
         return self._requests[key]
@@ -128,16 +87,11 @@ class WaitingQueue(MutableMapping[Key, Request]):
             self._watched[request.watch] = request
         self._order.arrived(request)
         self._count(request, 1)
-        if self._line is not None:
-            self._last_number += 1
-            self._line.add(request, self._last_number)
 
     def __delitem__(self, key: Key) -> None:
         request = self._requests.pop(key)
         self._order.left(request)
         self._count(request, -1)
-        if self._line is not None:
-            self._line.remove(request)
         if self._cache is not None and request.watch is not None:
             del self._watched[request.watch]
             self._cache.unwatch(request.watch)

@@ -43,7 +43,6 @@ class Watching:
     def __init__(self, page_bytes: int, descend: Callable[[Node, TokenKey, int], Node]) -> None:
         self._page_bytes = page_bytes
         self._descend = descend
-        self.moved: dict[Watch, None] | None = None  # those that have been filed anew, if anybody wants to know
 
     def place(self, watch: Watch, node: Node, offset: int) -> None:
         """Let a watch stand as deep as ready nodes reach, from ``node`` on, which covers its first ``offset`` bytes."""
@@ -63,8 +62,6 @@ class Watching:
         if not group:
             del node.watchers[page]
         watch.node = None
-        if self.moved is not None:
-            self.moved.pop(watch, None)
 
     def came(self, node: Node) -> None:
         """A node became ready."""
@@ -92,8 +89,6 @@ class Watching:
     def _file(self, watch: Watch, node: Node, num_tokens: int) -> None:
         watch.node = node
         watch.num_tokens = num_tokens
-        if self.moved is not None:
-            self.moved[watch] = None
         page = self._next_page(watch)
         group = node.watchers.get(page)
         if group is None:

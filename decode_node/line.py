@@ -14,7 +14,7 @@ else would move. Those who can get theirs only after it lend it their urgency.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -29,9 +29,6 @@ from decode_node.admission import Admission, Others, Refusal, Reservation
 from decode_node.lifecycle import Event, State
 from decode_node.loans import Loans
 from decode_node.places import Key, Places
-
-#: So few of those that wait are sorted by themselves; among more, the ones that are wanted are near.
-MAX_SORTED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,29 +118,20 @@ class Line:
         self.can_resume: Callable[[Key], bool] = lambda key: False
         self._last_try: tuple[int, ...] = ()
 
-    def sort(
-        self, now: float, begun: Sequence[Request] = (), among: Collection[Request] | None = None
-    ) -> Iterable[Request]:
-        """Who is next: ``begun``, retracted requests, the one with part of its pages, then the rest by policy; the more
-        urgent before all. Whoever is let in meanwhile has had its turn.
-
-        Args:
-            among: only these of the waiting are wanted; others may be there as well.
-        """
+    def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
+        """Requests in the order in which they get pages: ``begun``, retracted ones, the one with part of its pages,
+        then the waiting ones by policy. With priorities on, a more urgent request comes before all of these."""
         retracted = sorted(self._places.retracted.values(), key=lambda request: request.arrived_at)
         partial = [] if self.partial is None else [self.partial]
-        return self._places.waiting.line([*begun, *retracted, *partial], now, among)
+        return self._order.merge([*begun, *retracted, *partial], list(self._places.waiting.values()), now)
 
     def wanting(self, now: float) -> Iterator[Request]:
         """In line: who is computed here, who would be, and who was short of pages just now. Others that wait want
         neither a row yet nor any of what a step computes."""
         places, short = self._places, self.short
-        few = None
-        if places.num_waiting_here <= MAX_SORTED:
-            few = {key: places.waiting[key] for key in [*places.local, *short] if key in places.waiting}.values()
         num_left = len(places.extending) + len(places.retracted) + (self.partial is not None)
         num_left += places.num_waiting_here + sum(key in places.waiting for key in short)
-        for request in self.sort(now, list(places.extending.values()), few) if num_left else ():
+        for request in self.sort(now, list(places.extending.values())) if num_left else ():
             key = request.key
             if places.states[key] is not State.WAITING or key in places.local or key in short:
                 num_left -= 1
