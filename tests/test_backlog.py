@@ -134,7 +134,7 @@ RULES = [
 def test_who_is_next_is_who_stands_first_when_all_are_sorted(
     rules: PriorityRules, steps: list[tuple[str, int, int, str]]
 ) -> None:
-    """What is kept sorted tells the same as sorting all anew who can go, after whatever has happened."""
+    """The queue tells the same as sorting all anew who can go, after whatever has happened."""
     waiting = Backlog(Order(FirstComeFirstServed(), rules), patience_s=10.0)
     there: dict[int, Request] = {}
     stranded: set[int] = set()
