@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.config.scheduling import is_own
 from common.errors import ConfigError
-from common.policies import Policy
 from common.request import LOWEST_PRIORITY, Request
-from common.scheduling import is_own
+from common.scheduling.policies.base import Policy
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def load_policy(spec: str) -> Policy | None:
     if missing:
         raise ConfigError(
             f"{flag} lacks {', '.join(missing)}: a policy is a class with order(waiting, now), arrived(request), "
-            "left(request) and served(request, num_input=, num_output=); from common.policies.Policy it inherits what "
+            "left(request) and served(request, num_input=, num_output=); from common.scheduling.policies.base.Policy it inherits what "
             "it does not need"
         )
     return OwnPolicy(policy, spec)

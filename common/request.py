@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.sampling import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from common.radix import Node
-    from common.watch import Watch
+    from common.cache.prefix_watch import Watch
+    from common.cache.radix_cache import TreeNode
 
 #: Below every priority that a user can name.
 LOWEST_PRIORITY = -(2**31)
@@ -66,7 +66,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    node: "Node | None" = None
+    node: "TreeNode | None" = None
     num_computed: int = 0
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -2,16 +2,16 @@
 
 import sys
 
-from common.cli import resolve
-from common.config import NodeConfig
-from common.new_token_ratio import NewTokenRatio
-from common.node.parts import Parts
-from common.node.process import run
+from common.config.cli import resolve
+from common.config.node import NodeConfig
+from common.node.worker_context import Parts
+from common.node.worker_main import run
+from common.scheduling.new_token_ratio import NewTokenRatio
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
-from kv_transfer.receiver import Receiver
+from kv_transfer.receive.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
-from kv_transfer.transports.choice import open_reader
+from kv_transfer.transports.negotiation import open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 

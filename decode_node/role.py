@@ -8,21 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
-from common.messages import (
-    Abort,
-    Closed,
-    Explain,
-    Failed,
-    Flush,
-    Flushed,
-    Generate,
-    Message,
-    PairState,
-    Peer,
-    Reprioritize,
-    Resume,
-)
 from common.node.outbox import Outbox
 from common.node.role import (
     DEADLINE_GRACE_S,
@@ -33,15 +21,27 @@ from common.node.role import (
     request_from,
     tell_if_missed,
 )
-from common.pages import Owner, PageBooks
-from common.radix import RadixCache
 from common.request import Request
-from common.step import StepPlan, StepResult
-from decode_node.answers import Answers
-from decode_node.places import Key
-from decode_node.scheduler import DecodeScheduler, Granted
+from common.step_plan import StepPlan, StepResult
+from common.wire.messages import (
+    Abort,
+    Closed,
+    Failed,
+    Flush,
+    Flushed,
+    Generate,
+    GetDecisions,
+    Message,
+    PairState,
+    Peer,
+    Reprioritize,
+    Resume,
+)
+from decode_node.request_table import Key
+from decode_node.scheduler import DecodeScheduler, PageGrant
+from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
-from kv_transfer.receiver import Receiver
+from kv_transfer.receive.receiver import Receiver
 
 #: Monotonic totals, beside those of the receiver.
 COUNTERS = (
@@ -78,7 +78,7 @@ class DecodeRole:
         receiver: Receiver,
         *,
         cache: RadixCache,
-        books: PageBooks,
+        books: PageAllocator,
         vocab_size: int,
         stream_interval: int = 1,
     ) -> None:
@@ -94,7 +94,7 @@ class DecodeRole:
         self._owners: dict[Key, Key] = {}  # and back
         self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._answers = Answers(self.outbox, stream_interval, self._totals)
+        self._answers = TokenOutput(self.outbox, stream_interval, self._totals)
         scheduler.line.can_resume = self._can_resume
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class DecodeRole:
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
-        elif isinstance(message, Explain):
+        elif isinstance(message, GetDecisions):
             self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
         self._settle(now)
 
@@ -225,7 +225,7 @@ class DecodeRole:
         loans.changed.clear()
         self._take(now)
 
-    def _begin_transfer(self, granted: Granted, now: float) -> None:
+    def _begin_transfer(self, granted: PageGrant, now: float) -> None:
         request, first = granted.request, granted.reservation.first
         source = self._source[request.key]
         self._totals["pages_cached"] += first

@@ -10,28 +10,28 @@ row from a less urgent one, which is paused and keeps its pages, or pages, from 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import cache_computed, release
 from common.deadlines import Deadlines
 from common.errors import ErrorCode, RequestError
-from common.finish import Finish, finish_reason
-from common.new_token_ratio import NewTokenRatio, expected_tokens
-from common.order import Order
-from common.pages import Owner, PageBooks
-from common.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
-from common.radix import RadixCache
+from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request
-from common.request_pages import cache_computed, release
-from common.sampling import TokenLogprobs
-from common.sharing import Sharing
-from common.skip_ahead import PASSING, SkipAhead
-from common.step import PageDelta, Row, StepPlan, StepResult
-from common.waiting import WaitingQueue
-from decode_node.admission import Admission
-from decode_node.giving_way import GivingWay
-from decode_node.lifecycle import Event, State
-from decode_node.line import Granted as Granted
-from decode_node.line import Limits as Limits
-from decode_node.line import Line
-from decode_node.places import Key, Places
+from common.sampling_params import TokenLogprobs
+from common.scheduling.in_batch_prefix_caching import Sharing
+from common.scheduling.new_token_ratio import NewTokenRatio, expected_tokens
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
+from common.scheduling.skip_ahead import PASSING, SkipAhead
+from common.scheduling.waiting_queue import WaitingQueue
+from common.step_plan import PageDelta, Row, StepPlan, StepResult
+from decode_node.page_reservation import Admission
+from decode_node.prealloc_queue import Limits as Limits
+from decode_node.prealloc_queue import PageGrant as PageGrant
+from decode_node.prealloc_queue import PreallocQueue
+from decode_node.preemption import Preemptor
+from decode_node.request_state import Event, State
+from decode_node.request_table import Key, RequestTable
 
 
 class Sampled(NamedTuple):
@@ -49,10 +49,10 @@ class DecodeScheduler:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageBooks,
+        books: PageAllocator,
         *,
         limits: Limits,
-        order: Order,
+        order: RequestOrdering,
         ratio: NewTokenRatio,
         eos_token_ids: Collection[int],
     ) -> None:
@@ -63,11 +63,11 @@ class DecodeScheduler:
         self.policy = order.policy
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
-        self.places = Places(limits.max_running, WaitingQueue(order, cache))
+        self.places = RequestTable(limits.max_running, WaitingQueue(order, cache))
         self._deadlines = Deadlines(self.places.requests)
-        self.line = Line(Admission(cache, books), self.places, order, limits=limits, expected=self._expected)
+        self.line = PreallocQueue(Admission(cache, books), self.places, order, limits=limits, expected=self._expected)
         self.decisions = self.line.decisions
-        self.giving_way = GivingWay(
+        self.giving_way = Preemptor(
             cache, books, self.places, line=self.line, order=order, is_by_priority=limits.is_retracted_by_priority
         )
         self.totals = self.giving_way.totals

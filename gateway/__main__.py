@@ -7,11 +7,11 @@ import sys
 
 import zmq
 
-from common.cli import resolve
-from common.config import GatewayConfig
+from common.config.cli import resolve
+from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
-from gateway.app import Gateway
-from gateway.model_files import model_folders
+from gateway.server import Gateway
+from gateway.workers.model_files import model_folders
 
 log = logging.getLogger("gateway")
 

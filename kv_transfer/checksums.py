@@ -13,7 +13,7 @@ prefill node computes no output. A source that changed nevertheless would show a
 import zlib
 from collections.abc import Iterable
 
-from kv_transfer.pieces import Piece
+from kv_transfer.page_slices import Piece
 from kv_transfer.transports.base import PageStore
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
-from common.messages import Handoff
-from kv_transfer.session import Key
+from common.wire.messages import PrefillDone
+from kv_transfer.send.session import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Completed:
     """
 
     key: Key
-    handoff: Handoff
+    handoff: PrefillDone
     pages: tuple[int, ...]
     handed_at: float = field(default=0.0, compare=False)
 

@@ -2,13 +2,13 @@
 
 import sys
 
-from common.cli import resolve
-from common.config import NodeConfig
-from common.node.parts import Parts
-from common.node.process import run
-from kv_transfer.sender import Sender
+from common.config.cli import resolve
+from common.config.node import NodeConfig
+from common.node.worker_context import Parts
+from common.node.worker_main import run
+from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import WriterTransport
-from kv_transfer.transports.choice import open_writer
+from kv_transfer.transports.negotiation import open_writer
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import Limits, PrefillScheduler
 

@@ -8,21 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
-from common.messages import (
-    Abort,
-    Connect,
-    Explain,
-    Failed,
-    Flush,
-    Flushed,
-    Generate,
-    Handoff,
-    Message,
-    PairState,
-    Reprioritize,
-    Resume,
-)
 from common.node.outbox import Outbox
 from common.node.role import (
     DEADLINE_GRACE_S,
@@ -36,13 +24,25 @@ from common.node.role import (
     resumed_request,
     tell_if_missed,
 )
-from common.pages import Owner, PageBooks
-from common.radix import RadixCache
 from common.request import Request
-from common.step import StepPlan, StepResult
-from kv_transfer.sender import Reason, Sender
-from prefill_node.early_loans import EarlyLoans
-from prefill_node.lifecycle import State
+from common.step_plan import StepPlan, StepResult
+from common.wire.messages import (
+    Abort,
+    Connect,
+    Failed,
+    Flush,
+    Flushed,
+    Generate,
+    GetDecisions,
+    Message,
+    PairState,
+    PrefillDone,
+    Reprioritize,
+    Resume,
+)
+from kv_transfer.send.sender import Reason, Sender
+from prefill_node.early_priorities import EarlyLoans
+from prefill_node.request_state import State
 from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
 
 Key = tuple[str, int]
@@ -67,7 +67,7 @@ class PrefillRole:
     """Everything a prefill node decides. See ``common.node.role.Role`` for the calls."""
 
     def __init__(
-        self, scheduler: PrefillScheduler, sender: Sender, *, cache: RadixCache, books: PageBooks, vocab_size: int
+        self, scheduler: PrefillScheduler, sender: Sender, *, cache: RadixCache, books: PageAllocator, vocab_size: int
     ) -> None:
         self.outbox = Outbox()
         self._scheduler = scheduler
@@ -98,7 +98,7 @@ class PrefillRole:
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
-        elif isinstance(message, Explain):
+        elif isinstance(message, GetDecisions):
             self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
         self._settle()
 
@@ -208,7 +208,7 @@ class PrefillRole:
         if first.finish:
             self._close(request.key, "finished", "")
         else:
-            handoff = Handoff(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
+            handoff = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
             self._sender.finish(request.key, handoff, request.pages)
 
     def _answer_first(self, request: Request, first: FirstToken, now: float) -> None:

@@ -10,25 +10,33 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from common.chunking import Cut
+from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache, TreeNode
+from common.cache.request_kv import cache_computed, packed_tokens, release
 from common.deadlines import Deadlines
-from common.decisions import Decisions
+from common.decision_log import Decisions
 from common.errors import ErrorCode, RequestError
-from common.finish import Finish, finish_reason
-from common.lifecycle import advance
-from common.order import Order
-from common.pages import PageBooks
-from common.prefill_adder import AddResult, Budgets, Chunk, ChunkResult, PrefillAdder, admit_row, chunk_results
-from common.radix import Node, RadixCache
+from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request
-from common.request_pages import cache_computed, packed_tokens, release
-from common.room import has_room, victims_for
-from common.sampling import TokenLogprobs
-from common.sharing import Sharing, SharingLimits
-from common.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
-from common.step import PageDelta, StepPlan, StepResult
-from common.waiting import WaitingQueue
-from prefill_node.lifecycle import TABLE, Event, State
+from common.sampling_params import TokenLogprobs
+from common.scheduling.chunked_prefill import ChunkAlignment
+from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.prefill_adder import (
+    AddResult,
+    Budgets,
+    Chunk,
+    ChunkResult,
+    PrefillAdder,
+    admit_row,
+    chunk_results,
+)
+from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
+from common.scheduling.victim_selection import has_room, victims_for
+from common.scheduling.waiting_queue import WaitingQueue
+from common.state_machine import advance
+from common.step_plan import PageDelta, StepPlan, StepResult
+from prefill_node.request_state import TABLE, Event, State
 
 Key = tuple[str, int]
 
@@ -54,7 +62,7 @@ class Limits:
     context_length: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
-    cut: Cut = field(default_factory=Cut)
+    cut: ChunkAlignment = field(default_factory=ChunkAlignment)
     max_requests: int | None = None
     sharing: SharingLimits = field(default_factory=SharingLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
@@ -86,10 +94,10 @@ class PrefillScheduler:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageBooks,
+        books: PageAllocator,
         *,
         limits: Limits,
-        order: Order,
+        order: RequestOrdering,
         eos_token_ids: Collection[int],
         is_granted: Callable[[Key], bool],
     ) -> None:
@@ -342,7 +350,7 @@ class PrefillScheduler:
         num_pages, prefix = self._needs(request)
         return has_room(self._cache, self._books, num_pages=num_pages, keep=prefix)
 
-    def _needs(self, request: Request) -> tuple[int, Node]:
+    def _needs(self, request: Request) -> tuple[int, TreeNode]:
         """Pages that a request needs beside those of its cached prefix, and the node at which that ends."""
         match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
         return -(-request.num_tokens // self._cache.page_size) - len(match.pages), match.node

@@ -34,19 +34,19 @@ def _run(words: list[str]) -> int:
         os.environ["PYTHONSAFEPATH"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", ROLES[command], *rest])
     if command == "serve":
-        from scripts.serve import main as serve
+        from scripts.serving.serve import main as serve
 
         return serve(rest)
     if command == "loadtest":
-        from scripts.load.main import main as loadtest
+        from scripts.load_tester.main import main as loadtest
 
         return loadtest(rest)
     if command == "simulate":
-        from scripts.sim.main import main as simulate
+        from scripts.simulator.main import main as simulate
 
         return simulate(rest)
     if command == "bench":
-        from scripts.bench import main as bench
+        from scripts.benchmarks.main import main as bench
 
         return bench(rest)
     is_question = command in ("-h", "--help", "help")

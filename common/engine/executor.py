@@ -24,8 +24,8 @@ from common.engine.penalties import History
 from common.engine.sampler import Draw, sample
 from common.engine.weights import load_weights
 from common.errors import ConfigError
-from common.sampling import SamplingParams, TokenLogprobs
-from common.step import Admit, PageDelta, Row, StepPlan, StepResult
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from common.cache.page_layout import PageLayout
 from common.engine.dtypes import TORCH_DTYPES
-from common.geometry import PageGeometry
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
 _POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these a signal is heard, and the time looked at
@@ -32,7 +32,7 @@ class KVPool:
         tensor: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]`` on the device.
     """
 
-    def __init__(self, geometry: PageGeometry, num_pages: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, geometry: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
         assert num_pages > 0
         self.geometry = geometry
         self.num_pages = num_pages

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from common.sampling import TokenLogprobs
+from common.sampling_params import TokenLogprobs
 
 #: Rows of logits that exist at once while a prompt is judged: 64 of 151,936 float32 are 39 MB.
 ROWS_AT_ONCE = 64

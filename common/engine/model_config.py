@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.cache.page_layout import ITEM_BYTES, PageLayout
 from common.engine.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
 from common.engine.rope_config import RopeConfig, parse_rope
 from common.errors import ConfigError, UnsupportedModelError
-from common.geometry import ITEM_BYTES, PageGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class ModelConfig:
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: not understood ({error})") from error
 
-    def geometry(self, page_size: int, dtype: str) -> PageGeometry:
+    def geometry(self, page_size: int, dtype: str) -> PageLayout:
         """Pages of this model, ``page_size`` tokens each, in ``float32``, ``bfloat16`` or ``float16``."""
-        return PageGeometry(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
+        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
 
     @property
     def crossover_tokens(self) -> float:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.sampling import SamplingParams
+from common.sampling_params import SamplingParams
 
 Ids = NDArray[np.int64]
 Values = NDArray[np.float32]

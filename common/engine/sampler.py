@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.engine.logprobs import token_logprobs
 from common.engine.penalties import History, adjust
-from common.sampling import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams, TokenLogprobs
 
 #: Strips of a row that are looked at first where a cut is asked for; the rest of the row only if that was not enough.
 NUM_STRIPS = 32

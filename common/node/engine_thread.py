@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Protocol
 
-from common.step import StepPlan, StepResult
+from common.step_plan import StepPlan, StepResult
 
 
 class Executor(Protocol):

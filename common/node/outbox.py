@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from common.messages import Message, Peer
+from common.wire.messages import Message, Peer
 
 
 @dataclass(slots=True)

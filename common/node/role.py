@@ -5,17 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.decisions import Decisions as Ring
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.decision_log import Decisions as Ring
 from common.errors import ErrorCode, RequestError
-from common.finish import Finish
-from common.messages import Decision, Decisions, Explain, Generate, Message, PairState, Resume, Tokens
+from common.finish_reason import Finish
 from common.node.outbox import Outbox
-from common.pages import Owner, PageBooks
-from common.policies import Policy
-from common.radix import RadixCache
 from common.request import Request
-from common.sampling import SamplingParams, TokenLogprobs
-from common.step import StepPlan, StepResult
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.scheduling.policies.base import Policy
+from common.step_plan import StepPlan, StepResult
+from common.wire.messages import Decision, Decisions, Generate, GetDecisions, Message, PairState, Resume, Tokens
 
 #: The gateway ends a request at its deadline; a node that has not heard of it by then does so itself, a little later.
 DEADLINE_GRACE_S = 5.0
@@ -112,12 +112,12 @@ def tell_if_missed(policy: Policy, request: Request | None, now: float) -> None:
         policy.missed(request)
 
 
-def explained(decisions: Ring, message: Explain, now: float) -> Decisions:
-    """The answer to ``Explain``."""
+def explained(decisions: Ring, message: GetDecisions, now: float) -> Decisions:
+    """The answer to ``GetDecisions``."""
     return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)), message.number)
 
 
-def prove_pages(books: PageBooks, cache: RadixCache, requests: Iterable[Request]) -> None:
+def prove_pages(books: PageAllocator, cache: RadixCache, requests: Iterable[Request]) -> None:
     """Books and cache agree with themselves, and every page that belongs to a request belongs to a known one."""
     books.check()
     cache.check()
@@ -142,7 +142,7 @@ class Role(Protocol):
     outbox: Outbox
 
     def on_gateway(self, message: Message, now: float) -> None:
-        """``Generate``, ``Abort`` or ``Reprioritize`` of a request; ``Flush`` or ``Explain`` of the node."""
+        """``Generate``, ``Abort`` or ``Reprioritize`` of a request; ``Flush`` or ``GetDecisions`` of the node."""
         ...
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:

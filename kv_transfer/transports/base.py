@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from common.cache.page_layout import PageLayout
 from common.errors import BatonError
-from common.geometry import PageGeometry
-from common.messages import Connect, Geometry
-from kv_transfer.pieces import Box, Piece
+from common.wire.messages import Connect, Geometry
+from kv_transfer.page_slices import PageSlice, Piece
 
 
 class AttachError(BatonError):
@@ -43,7 +43,7 @@ class PageStore(Protocol):
     def is_in_place(self) -> bool: ...
 
     @property
-    def geometry(self) -> PageGeometry: ...
+    def geometry(self) -> PageLayout: ...
 
     @property
     def num_pages(self) -> int: ...
@@ -193,7 +193,7 @@ class ReaderTransport(Transport, Protocol):
         """The peer says by which transport it attached. False: that was not offered."""
         ...
 
-    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: Box | None = None) -> None:
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
         """This peer may write these pages under this epoch, each byte once; or this part of them, which has come
         already, once more. Binding where the reader places the bytes."""
         ...
@@ -213,7 +213,7 @@ class ReaderTransport(Transport, Protocol):
         ...
 
 
-def to_message(geometry: PageGeometry) -> Geometry:
+def to_message(geometry: PageLayout) -> Geometry:
     """A page's shape as it travels."""
     return Geometry(
         num_layers=geometry.num_layers,
@@ -224,9 +224,9 @@ def to_message(geometry: PageGeometry) -> Geometry:
     )
 
 
-def from_message(geometry: Geometry) -> PageGeometry:
+def from_message(geometry: Geometry) -> PageLayout:
     """A page's shape as it has come."""
-    return PageGeometry(
+    return PageLayout(
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,

@@ -1,0 +1,152 @@
+"""Who owns each KV page, and whether a step may still look at it. The only place where a page becomes free.
+
+A page has exactly one ``Owner``, which keeps it while anybody but a step counts on it (a request's pages stay until
+their transfer is over). A page that its owner frees goes back to the free list at once if no step is in flight;
+otherwise it *lingers*: it belongs to no one, is counted, and cannot be given out until every step begun before the free
+has ended, since such a step may still read or write it.
+
+Everything is all or nothing and asserts what it is told: a page freed twice, or freed by one who does not own it, is
+our own bug and must surface here, not as another request's garbage. ``check()`` proves the books from scratch.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.intp]
+
+
+def _as_indices(pages: Sequence[int]) -> Indices:
+    """For numpy; raises OverflowError on a negative number. (``array`` reads a list twice as fast as numpy does.)"""
+    return np.frombuffer(array("I", pages), np.uint32).astype(np.intp)
+
+
+class Owner(IntEnum):
+    """Whose a page is."""
+
+    FREE = 0  # nobody's: on the free list, or lingering
+    RADIX = 1  # a node of the radix cache
+    REQUEST = 2  # one request's own
+    GRANT = 3  # reserved for a transfer that a peer writes
+    QUARANTINE = 4  # a peer may still write into it although nobody waits for that any more
+
+
+class PageAllocator:
+    """Owners of pages ``0 .. num_pages``.
+
+    Pages are given out last freed first (their memory is warm), so equal histories give equal pages.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages > 0
+        self.num_pages = num_pages
+        self.num_lingering = 0
+        self._stack = list(range(num_pages - 1, -1, -1))
+        self._owner: NDArray[np.int8] = np.zeros(num_pages, np.int8)
+        self._counts = [0] * len(Owner)
+        self._counts[Owner.FREE] = num_pages
+        self._lingering: deque[tuple[int, Sequence[int]]] = deque()  # the last step begun before these were freed
+        self._steps: deque[int] = deque()
+        self._last_ended = -1
+        self._mark: Indices = np.zeros(num_pages, np.intp)  # scratch, to find pages named twice
+        self._numbers: Indices = np.arange(num_pages + 1, dtype=np.intp)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that ``alloc`` can give out now."""
+        return len(self._stack)
+
+    def count(self, owner: Owner) -> int:
+        """Pages of this owner; lingering ones count as FREE."""
+        return self._counts[owner]
+
+    def alloc(self, count: int, owner: Owner) -> list[int] | None:
+        """Give out ``count`` pages, or none at all if there are fewer."""
+        assert count >= 0
+        assert owner is not Owner.FREE
+        if count > len(self._stack):
+            return None
+        if count == 0:
+            return []
+        pages = self._stack[: -count - 1 : -1]
+        del self._stack[-count:]
+        self._owner[_as_indices(pages)] = owner
+        self._counts[Owner.FREE] -= count
+        self._counts[owner] += count
+        return pages
+
+    def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
+        """Hand pages from one owner to another."""
+        assert Owner.FREE not in (source, target)
+        if not pages:
+            return
+        self._owner[self._owned(pages, source)] = target
+        self._counts[source] -= len(pages)
+        self._counts[target] += len(pages)
+
+    def free(self, pages: Sequence[int], owner: Owner) -> None:
+        """The owner lets go. The pages are free now, or linger until nobody can be looking at them."""
+        assert owner is not Owner.FREE
+        if not pages:
+            return
+        indices = self._owned(pages, owner)
+        self._owner[indices] = Owner.FREE
+        self._counts[owner] -= len(pages)
+        self._counts[Owner.FREE] += len(pages)
+        if self._steps:
+            self.num_lingering += len(pages)
+            self._lingering.append((self._steps[-1], tuple(pages)))
+        else:
+            self._stack.extend(pages)
+
+    def begin_step(self, step: int) -> None:
+        """A step goes to the engine. Steps have rising numbers, and end in the order in which they began."""
+        last = self._steps[-1] if self._steps else self._last_ended
+        assert step > last, f"step {step} begins after step {last}"
+        self._steps.append(step)
+
+    def end_step(self, step: int) -> None:
+        """The oldest step in flight is over; what was freed before a younger one began becomes free."""
+        assert self._steps, f"step {step} ends but never began"
+        assert self._steps[0] == step, f"step {step} ends before step {self._steps[0]}"
+        self._steps.popleft()
+        self._last_ended = step
+        while self._lingering and self._lingering[0][0] <= step:
+            pages = self._lingering.popleft()[1]
+            self.num_lingering -= len(pages)
+            self._stack.extend(pages)
+
+    def _indices(self, pages: Sequence[int]) -> Indices:
+        """Pages as an index array; asserts that each is a page, and that none comes twice."""
+        indices = _as_indices(pages)
+        numbers = self._numbers[: len(indices)]
+        self._mark[indices] = numbers
+        assert np.count_nonzero(self._mark[indices] == numbers) == len(indices), "a page is named twice"
+        return indices
+
+    def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
+        indices = self._indices(pages)
+        assert self._owner[indices].tobytes().count(owner) == len(indices), self._complaint(indices, owner)
+        return indices
+
+    def _complaint(self, indices: Indices, owner: Owner) -> str:
+        wrong = int(indices[self._owner[indices] != owner][0])
+        return f"page {wrong} belongs to {Owner(int(self._owner[wrong])).name}, not to {owner.name}"
+
+    def check(self) -> None:
+        """Recompute everything from the arrays; raises AssertionError with a sentence."""
+        counts = np.bincount(self._owner, minlength=len(Owner)).tolist()
+        assert counts == self._counts, f"pages by owner are {counts}, the books say {self._counts}"
+        stack = set(self._stack)
+        assert len(stack) == len(self._stack), "a page is on the free list twice"
+        nobodys: set[Any] = set(np.flatnonzero(self._owner == Owner.FREE).tolist())
+        assert stack <= nobodys, "a page on the free list has an owner"
+        lingering = nobodys - stack
+        assert len(lingering) == self.num_lingering, f"{len(lingering)} pages linger, not {self.num_lingering}"
+        in_steps = {page for _, pages in self._lingering for page in pages}
+        assert lingering == in_steps, f"pages {lingering ^ in_steps} linger for no step, or wait for one and do not"

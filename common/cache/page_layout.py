@@ -1,0 +1,89 @@
+"""Where every number of a KV page lies. The order of the axes is known here and nowhere else.
+
+A page holds ``page_size`` tokens of every layer, in one contiguous piece, so that one descriptor ships it. Inside:
+``[layer][key or value][head][token][head_dim]``: the heads of a layer are contiguous, so that a slice of heads is one
+piece per layer and side. All offsets are Python integers and must stay 64-bit wherever they go.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Shape of a page of one model at one page size.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim: of the model (of this rank, where heads are split).
+        page_size: tokens per page.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(layers, 2, kv heads, tokens, head_dim) of one page."""
+        return (self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
+
+    @property
+    def head_bytes(self) -> int:
+        """One head's keys (or values) of one layer of one page."""
+        return self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+    def pool_bytes(self, num_pages: int) -> int:
+        return num_pages * self.page_bytes
+
+    def offset(self, page: int, *, layer: int = 0, value: bool = False, head: int = 0) -> int:
+        """Byte offset in the pool of one head's keys (or values) in one layer of one page."""
+        assert 0 <= layer < self.num_layers and 0 <= head < self.num_kv_heads and page >= 0
+        inside = (layer * 2 + int(value)) * self.num_kv_heads + head
+        return page * self.page_bytes + inside * self.head_bytes
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens, the last one perhaps partly."""
+        return -(-num_tokens // self.page_size)
+
+
+class Shape(Protocol):
+    """What ``PageLayout`` and its message have in common."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def conflict(one: Shape, other: Shape) -> str:
+    """Why pages of two nodes cannot be shipped from one to the other, in words; empty if they can.
+
+    All must be equal but their size in tokens, of which one must be a multiple of the other.
+    """
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
+        mine, yours = getattr(one, field), getattr(other, field)
+        if mine != yours:
+            return f"{field.removeprefix('num_').replace('_', ' ')} {mine} and {yours} must be equal"
+    small, large = sorted((one.page_size, other.page_size))
+    if large % small:
+        return f"of the page sizes {one.page_size} and {other.page_size} one must be a multiple of the other"
+    return ""

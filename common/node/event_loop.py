@@ -1,0 +1,305 @@
+"""The loop of a node: hear, commit, decide, compute, speak. One thread, no locks; the role decides everything.
+
+The gateway is dialled and dialled again for ever. Whenever the connection comes up, the node registers; whenever it
+goes down, nobody is left to answer to, and every request ends here.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Callable
+
+import zmq
+
+from common.clock import Clock
+from common.errors import ConfigError
+from common.node.engine_thread import EngineThread
+from common.node.role import Role
+from common.wire.address import in_url
+from common.wire.mailbox import PROBE_EVERY_S, Mailbox
+from common.wire.messages import (
+    Deregister,
+    FromDecode,
+    FromGateway,
+    FromPrefill,
+    Heartbeat,
+    Message,
+    Pairs,
+    PairState,
+    Peer,
+    Ping,
+    Refused,
+    Register,
+    Registered,
+    Unknown,
+)
+
+log = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 1.0
+MAX_PAIRS = 1_024  # of which a node tells
+
+
+class Node:
+    """One registered process: a role, an engine, and the sockets between them and the world.
+
+    Args:
+        role: decides.
+        engine: computes.
+        register: what to tell the gateway about this node.
+        gateway: "host:port" of the gateway's control socket.
+        listen: mailbox on which decode nodes reach this one; None for decode nodes.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        engine: EngineThread,
+        *,
+        register: Callable[[], Register],
+        gateway: str,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        incarnation: str,
+        listen: Mailbox | None,
+        clock: Clock,
+    ) -> None:
+        self._role = role
+        self._engine = engine
+        self._register = register
+        self._context = context
+        self._incarnation = incarnation
+        self._listen = listen
+        self._clock = clock
+        self._gateway = Mailbox(context, incarnation, FromGateway, connect=f"tcp://{gateway}")
+        self._gateway_incarnation = ""
+        self._links: dict[str, Mailbox] = {}  # to the prefill nodes that this decode node has dialled
+        self._heartbeat_s = 1.0
+        self._next_heartbeat_at = 0.0
+        self._is_stopping = False
+        self._is_checked = True
+        self._num_failed_checks = 0
+        self._told_pairs: tuple[PairState, ...] | None = None  # to the gateway that we are registered with
+        self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed by now
+        self.is_registered = False
+        self.refused: str | None = None
+        self._poller = zmq.Poller()
+        self._watch(self._gateway)
+        if listen is not None:
+            self._watch(listen)
+        self._poller.register(engine.fileno(), zmq.POLLIN)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._files: list[int] = []
+
+    def _watch(self, mailbox: Mailbox) -> None:
+        for socket in mailbox.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _unwatch(self, mailbox: Mailbox) -> None:
+        for socket in mailbox.sockets:
+            self._poller.unregister(socket)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until ``stop`` is called or the gateway refuses this node (see ``refused``)."""
+        more = False
+        while not self._is_stopping and self.refused is None:
+            self._wait(0.0 if more else LONGEST_WAIT_S)
+            now = self._clock.now()
+            self._hear(now)
+            result = self._engine.take()
+            if result is not None:
+                self._role.commit(result, now)
+            self._compute(now)
+            self._speak(now)  # first tokens go out, and the engine computes, before pages are moved
+            more = self._role.tick(now)
+            self._compute(now)  # what a tick has let go of
+            self._flush()
+            self._check_when_idle()
+
+    def _compute(self, now: float) -> None:
+        """Give the engine its next step, if it has none and there is one."""
+        if not self._engine.is_busy:
+            plan = self._role.plan(now)
+            if plan is not None:
+                self._engine.submit(plan)
+
+    def _check_when_idle(self) -> None:
+        """Prove the books once after each spell of work: a leak shows here, long before the pool is empty."""
+        if self._engine.is_busy:
+            self._is_checked = False
+        elif not self._is_checked and self._role.load().num_running == 0:
+            self._is_checked = True
+            try:
+                self._role.check()
+            except AssertionError:
+                self._num_failed_checks += 1
+                log.exception("the books of this node do not balance; please report this")
+
+    def stop(self) -> None:
+        """Ask the loop to end; safe in a signal handler."""
+        self._is_stopping = True
+        if self._wake >= 0:  # else it is closed already: Ctrl-C comes from the terminal and from the supervisor
+            os.eventfd_write(self._wake, 1)
+
+    def close(self, reason: str) -> None:
+        """Answer every open request, say goodbye, close every socket."""
+        self._role.stop(reason, self._clock.now())
+        self._flush()
+        self._gateway.send(Deregister(), target=self._gateway_incarnation)
+        for mailbox in self._mailboxes():
+            mailbox.close()
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+
+    def _wait(self, longest_s: float) -> None:
+        files = [int(file) for file in self._role.files()]
+        for file in self._files:
+            if file not in files:
+                self._poller.unregister(file)
+        for file in files:
+            if file not in self._files:
+                self._poller.register(file, zmq.POLLIN)
+        self._files = files
+        if self.is_registered:
+            longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
+        if self._listen is not None and self._listen.is_probing:
+            longest_s = min(longest_s, PROBE_EVERY_S)
+        self._poller.poll(math.ceil(longest_s * 1_000))
+
+    # ---- hearing ----------------------------------------------------------------------------------------------------
+
+    def _hear(self, now: float) -> None:
+        link = self._gateway.link()
+        if link.disconnected:
+            log.warning("the gateway is gone; ending its requests and dialling it again")
+            self.is_registered = False
+            self._gateway_incarnation = ""
+            self._role.gateway_lost(now)
+        if link.connected:
+            self._gateway.send(self._register())
+        for letter in self._gateway.receive():
+            self._hear_gateway(letter.sender, letter.message, now)
+        if self._listen is not None:
+            self._hear_listen(self._listen, now)
+        for incarnation in list(self._links):
+            self._hear_link(incarnation, now)
+
+    def _hear_gateway(self, sender: str, message: Message, now: float) -> None:
+        if sender != self._gateway_incarnation and self._gateway_incarnation:
+            self._role.gateway_lost(now)  # another process took the address over before we saw the first one go
+        self._gateway_incarnation = sender
+        if isinstance(message, Registered):
+            if not self.is_registered:
+                log.info("registered with the gateway (start %d)", message.starts)
+            self.is_registered = True
+            self._told_pairs = None
+            self._heartbeat_s = message.heartbeat_s
+            self._next_heartbeat_at = now
+        elif isinstance(message, Unknown):
+            self._role.gateway_lost(now)
+            self._gateway.send(self._register())
+        elif isinstance(message, Refused):
+            self.refused = message.reason
+        elif not isinstance(message, Ping):
+            self._role.on_gateway(message, now)
+
+    def _hear_listen(self, listen: Mailbox, now: float) -> None:
+        for letter in listen.receive():
+            if not isinstance(letter.message, Ping):
+                self._role.on_peer(letter.sender, letter.message, now)
+        for peer in listen.lost(self._role.peers()):
+            log.warning("decode node %s is gone", peer[:8])
+            self._role.peer_lost(peer, now)
+
+    def _hear_link(self, incarnation: str, now: float) -> None:
+        mailbox = self._links[incarnation]
+        for letter in mailbox.receive():
+            if letter.sender == incarnation and not isinstance(letter.message, Ping):
+                self._role.on_peer(incarnation, letter.message, now)
+        if mailbox.link().disconnected:
+            log.warning("prefill node %s is gone", incarnation[:8])
+            self._role.peer_lost(incarnation, now)
+
+    # ---- speaking ---------------------------------------------------------------------------------------------------
+
+    def _speak(self, now: float) -> None:
+        self._flush()
+        if self.is_registered and now >= self._next_heartbeat_at:
+            self._next_heartbeat_at = now + self._heartbeat_s
+            self._gateway.send(self._heartbeat(), target=self._gateway_incarnation)
+            self._tell_pairs()
+
+    def _tell_pairs(self) -> None:
+        pairs = tuple(self._role.pairs())[:MAX_PAIRS]
+        if pairs != self._told_pairs:
+            self._told_pairs = pairs
+            self._gateway.send(Pairs(pairs), target=self._gateway_incarnation)
+
+    def _flush(self) -> None:
+        outbox = self._role.outbox
+        for peer in outbox.dial:
+            self._dial(peer)
+        outbox.dial.clear()
+        for incarnation, message in outbox.peers:
+            mailbox = self._links.get(incarnation) or self._listen
+            if mailbox is not None:
+                mailbox.send(message, target=incarnation)
+        outbox.peers.clear()
+        for message in outbox.gateway:
+            self._gateway.send(message, target=self._gateway_incarnation)
+        outbox.gateway.clear()
+        for incarnation in outbox.hang_up:
+            self._hang_up(incarnation)
+        outbox.hang_up.clear()
+
+    def _dial(self, peer: Peer) -> None:
+        self._hang_up(peer.incarnation)
+        mailbox = Mailbox(self._context, self._incarnation, FromPrefill, connect=f"tcp://{peer.address}")
+        self._links[peer.incarnation] = mailbox
+        self._watch(mailbox)
+
+    def _hang_up(self, incarnation: str) -> None:
+        mailbox = self._links.pop(incarnation, None)
+        if mailbox is not None:
+            self._unwatch(mailbox)
+            self._num_dropped += mailbox.dropped.total()
+            self._num_bytes_sent += mailbox.num_bytes_sent
+            mailbox.close()
+
+    def _heartbeat(self) -> Heartbeat:
+        load = self._role.load()
+        return Heartbeat(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_free_pages=load.num_free_pages,
+            num_cached_pages=load.num_cached_pages,
+            num_quarantined_pages=load.num_quarantined_pages,
+            counters={
+                **self._role.counters(),
+                "dropped_messages": float(self._num_dropped + sum(m.dropped.total() for m in self._mailboxes())),
+                "control_bytes_sent": float(
+                    self._num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in self._mailboxes())
+                ),
+                "failed_checks": float(self._num_failed_checks),
+                "busy_seconds": self._engine.busy_s,
+            },
+        )
+
+    def _mailboxes(self) -> list[Mailbox]:
+        return [self._gateway, *self._links.values(), *([] if self._listen is None else [self._listen])]
+
+
+def listen_mailbox(context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int) -> Mailbox:
+    """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
+
+    Raises:
+        ConfigError: it cannot be had; names the flags.
+    """
+    try:
+        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"--data-port {port} on --advertise-host {host} cannot be listened on: {error.strerror or error}"
+        ) from error

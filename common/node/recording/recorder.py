@@ -1,0 +1,190 @@
+"""Records what a role is told and what it plans (``--record``), so that it can be replayed and looked into.
+
+The role and its transport are wrapped. What passes is handed to a thread as it is (all of it is immutable), which turns
+it into frames (``common.node.recording.format``) and writes them; if the disk cannot keep up, or fails, recording ends with a
+line in the log, and serving goes on.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from common.config.node import NodeConfig
+from common.config.options import options_of
+from common.config.shared import SCHEDULING_VARIABLES
+from common.errors import BatonError
+from common.node.recording import format as frames
+from common.node.role import Role
+from common.step_plan import StepPlan, StepResult
+from common.wire.messages import Message
+
+log = logging.getLogger(__name__)
+
+#: Frames that may wait to be written.
+MAX_WAITING = 100_000
+CLOSE_S = 5.0
+
+#: What calls of a transport usually return, and need not be written then. Calls that are not named here tell nothing.
+USUAL: dict[str, Any] = {
+    "attach": None,
+    "poll": [],
+    "write": ...,
+    "done": [],
+    "detach": True,
+    "offer": ...,
+    "chosen": True,
+}
+
+
+def plain_config(config: NodeConfig) -> dict[str, Any]:
+    """Its values without secrets; see ``config_from``."""
+    known = options_of(NodeConfig)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    shown = {name: value for name, value in values.items() if name not in known or not known[name].is_secret}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
+
+
+def config_from(values: Mapping[str, Any]) -> NodeConfig:
+    """The configuration again. Raises TypeError: it has options that this program does not know."""
+    found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return NodeConfig(**found)
+
+
+class Recorder:
+    """One recording.
+
+    Args:
+        path: of a file to be made; see ``frames.open_new``.
+    Attributes:
+        path: of the file as it was made.
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file, self.path = frames.open_new(path)
+        self._waiting: queue.Queue[frames.Frame | None] = queue.Queue(MAX_WAITING)
+        self._is_over = False
+        self._thread = threading.Thread(target=self._write, name="recorder", daemon=True)
+        self._thread.start()
+
+    def note(self, frame: frames.Frame) -> None:
+        """One more frame; never blocks."""
+        if self._is_over:
+            return
+        try:
+            self._waiting.put_nowait(frame)
+        except queue.Full:
+            self._is_over = True
+            log.error("recording ends here: the disk cannot keep up")
+
+    def close(self) -> None:
+        """Write what waits; returns when it is written, or after a while."""
+        self._is_over = True
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+        self._thread.join(timeout=CLOSE_S)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError), self._file:
+            while (frame := self._waiting.get()) is not None:
+                try:
+                    frames.write_frame(self._file, frame)
+                    if self._waiting.empty():
+                        self._file.flush()
+                except Exception as error:
+                    self._is_over = True
+                    is_foreseen = isinstance(error, OSError | BatonError | msgspec.EncodeError)
+                    log.error("recording ends here: %s", error, exc_info=not is_foreseen)
+                    return
+
+
+class RecordedTransport:
+    """A transport whose news are noted."""
+
+    def __init__(self, transport: Any, recorder: Recorder) -> None:
+        self._transport = transport
+        self._recorder = recorder
+        self._num_calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._transport, name)
+        if name not in USUAL:
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            number = self._num_calls[name]
+            self._num_calls[name] += 1
+            try:
+                result = found(*arguments, **named)
+            except BatonError as error:  # only attaching raises
+                self._note(name, number, str(error))
+                raise
+            if result != USUAL[name]:
+                self._note(name, number, result)
+            return result
+
+        self.__dict__[name] = call  # found directly from now on
+        return call
+
+    def _note(self, name: str, number: int, result: Any) -> None:
+        self._recorder.note(frames.News(name, number, msgspec.Raw(frames.encode(result))))
+
+
+class RecordedRole:
+    """A role of which everything that it is told, and every plan, is noted."""
+
+    def __init__(self, role: Role, recorder: Recorder) -> None:
+        self.outbox = role.outbox
+        self._role = role
+        self._recorder = recorder
+        self._note = recorder.note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._role, name)  # what is only asked
+
+    def on_gateway(self, message: Message, now: float) -> None:
+        self._note(frames.FromTheGateway(now, message))  # type: ignore[arg-type]  # whatever arrived, was one of these
+        self._role.on_gateway(message, now)
+
+    def on_peer(self, peer: str, message: Message, now: float) -> None:
+        self._note(frames.FromAPeer(now, peer, message))  # type: ignore[arg-type]  # likewise
+        self._role.on_peer(peer, message, now)
+
+    def gateway_lost(self, now: float) -> None:
+        self._note(frames.GatewayLost(now))
+        self._role.gateway_lost(now)
+
+    def peer_lost(self, peer: str, now: float) -> None:
+        self._note(frames.PeerLost(now, peer))
+        self._role.peer_lost(peer, now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = self._role.plan(now)
+        self._note(frames.Planned(now, plan))
+        return plan
+
+    def commit(self, result: StepResult, now: float) -> None:
+        self._note(frames.Committed(now, result))
+        self._role.commit(result, now)
+
+    def tick(self, now: float) -> bool:
+        self._note(frames.Ticked(now))
+        return self._role.tick(now)
+
+    def stop(self, message: str, now: float) -> None:
+        self._note(frames.Stopped(now, message))
+        self._role.stop(message, now)
+
+
+def read_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that are read beside the configuration."""
+    return {name: value for name, value in environ.items() if name in SCHEDULING_VARIABLES}

@@ -1,0 +1,110 @@
+"""A queue of waiting requests: its order is told of all who enter and leave, and the cache of all who wait. Pure."""
+
+from collections import Counter
+from collections.abc import Iterator, MutableMapping, Sequence, ValuesView
+
+from common.cache.prefix_watch import Watch
+from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import packed_tokens
+from common.request import LOWEST_PRIORITY, Request
+from common.scheduling.ordering import RequestOrdering
+
+Key = tuple[str, int]
+
+
+class WaitingQueue(MutableMapping[Key, Request]):
+    """Requests by key, in order of arrival; used like the dictionary that it is.
+
+    Args:
+        order: in which they are served.
+        cache: of this node; each request is watched there while it waits. None in the gateway.
+    """
+
+    def __init__(self, order: RequestOrdering, cache: RadixCache | None = None) -> None:
+        self._order = order
+        self._cache = cache
+        self._requests: dict[Key, Request] = {}
+        self._watched: dict[Watch, Request] = {}
+        self._num_by_priority: Counter[int] = Counter()
+
+    def in_order(self, now: float) -> Sequence[Request]:
+        """First in line first."""
+        return self._order.sort(list(self._requests.values()), now)
+
+    @property
+    def highest_priority(self) -> int:
+        """Of those that wait."""
+        return max(self._num_by_priority, default=LOWEST_PRIORITY)
+
+    def num_above(self, priority: int) -> int:
+        """How many are of a higher one."""
+        return sum(count for other, count in self._num_by_priority.items() if other > priority)
+
+    def watched_by(self, watch: Watch) -> Request:
+        """Whose watch this is."""
+        return self._watched[watch]
+
+    def put_first(self, request: Request) -> None:
+        """Back to the front: it has waited before."""
+        self[request.key] = request
+        self._requests = {request.key: request, **self._requests}
+
+    def change(self, request: Request, priority: int, priority_class: str | None) -> None:
+        """A request counts otherwise from now on. One that waits keeps its place among those that are equal then.
+
+        Args:
+            request: in this queue, or past it.
+            priority_class: None for the one it has.
+        """
+        is_here = self._requests.get(request.key) is request
+        if is_here:
+            self._order.left(request)
+            self._count(request, -1)
+        request.priority = priority
+        if priority_class is not None:
+            request.priority_class = priority_class
+        if is_here:
+            self._order.arrived(request)
+            self._count(request, 1)
+
+    def _count(self, request: Request, change: int) -> None:
+        self._num_by_priority[request.priority] += change
+        if not self._num_by_priority[request.priority]:
+            del self._num_by_priority[request.priority]
+
+    def check(self) -> None:
+        """Requests are counted under the priorities that they have."""
+        assert self._num_by_priority == Counter(request.priority for request in self._requests.values())
+
+    def __getitem__(self, key: Key) -> Request:
+        return self._requests[key]
+
+    def __setitem__(self, key: Key, request: Request) -> None:
+        assert key not in self._requests, f"{key} waits already"
+        self._requests[key] = request
+        if self._cache is not None:
+            request.watch = self._cache.watch(packed_tokens(request, request.num_cacheable), request.salt)
+            self._watched[request.watch] = request
+        self._order.arrived(request)
+        self._count(request, 1)
+
+    def __delitem__(self, key: Key) -> None:
+        request = self._requests.pop(key)
+        self._order.left(request)
+        self._count(request, -1)
+        if self._cache is not None and request.watch is not None:
+            del self._watched[request.watch]
+            self._cache.unwatch(request.watch)
+            request.watch = None
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._requests
+
+    def values(self) -> ValuesView[Request]:
+        return self._requests.values()

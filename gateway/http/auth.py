@@ -1,0 +1,112 @@
+"""Who is calling: API keys, the tenants they belong to, and the header that names one.
+
+Keys are kept as hashes of hashes under a secret of this process: what is compared, and how long a look-up takes, tells
+nothing about a key.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.config.gateway import GatewayConfig
+from common.errors import ConfigError, ErrorCode, RequestError
+
+HEADER = "x-baton-tenant"
+TENANT = re.compile(r"[A-Za-z0-9._@/+-]{1,128}")
+HASHED = "sha256:"
+MAX_FILE_BYTES = 16 << 20
+
+
+class Authenticator:
+    """Takes a request's headers for the tenant that sends it.
+
+    Args:
+        api_key: of those who belong to no tenant; None if there is none.
+        hashes: tenants by the SHA-256 of their keys, in hexadecimal.
+        is_header_taken: whether ``x-baton-tenant`` says on whose account a request is.
+    """
+
+    def __init__(self, api_key: str | None, hashes: Mapping[str, str], *, is_header_taken: bool) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._is_header_taken = is_header_taken
+        self._tenants = {self._tag(bytes.fromhex(known)): tenant for known, tenant in hashes.items()}
+        if api_key:
+            self._tenants[self._tag(hashlib.sha256(api_key.encode()).digest())] = ""
+        self.needs_key = bool(self._tenants)
+
+    def tenant(self, headers: Mapping[str, str], *, is_open: bool = False) -> str:
+        """The tenant; empty for none in particular.
+
+        Args:
+            is_open: no key is needed for this, but a wrong header is wrong all the same.
+
+        Raises:
+            RequestError: no valid key, or a header that is not taken, not allowed, or not a name.
+        """
+        by_key = self._by_key(headers.get("Authorization", "")) if self.needs_key and not is_open else ""
+        named = headers.get(HEADER)
+        if named is None:
+            return by_key
+        if not self._is_header_taken:
+            message = f"{HEADER}: tenants are not taken from this header here (the gateway's --tenant-header allows it)"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message, param=HEADER)
+        if not TENANT.fullmatch(named):
+            message = f"{HEADER}: a tenant's name has 1 to 128 of the characters A-Z a-z 0-9 . _ @ / + -"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message, param=HEADER)
+        if by_key and named != by_key:
+            raise RequestError(ErrorCode.AUTHENTICATION, f"{HEADER}: the API key belongs to another tenant")
+        return named
+
+    def _by_key(self, given: str) -> str:
+        scheme, _, key = given.partition(" ")
+        tag = self._tag(hashlib.sha256(key.encode(errors="surrogateescape")).digest())
+        tenant = self._tenants.get(tag)
+        if tenant is None or scheme != "Bearer":
+            raise RequestError(ErrorCode.AUTHENTICATION, "the Authorization header carries no valid API key")
+        return tenant
+
+    def _tag(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
+
+
+def make_callers(config: GatewayConfig) -> Authenticator:
+    """As the configuration wants them. Raises ConfigError: the file of keys cannot be used."""
+    hashes = {} if config.tenant_keys is None else read_keys(Path(config.tenant_keys))
+    if config.api_key and hashlib.sha256(config.api_key.encode()).hexdigest() in hashes:
+        raise ConfigError(f"--tenant-keys {config.tenant_keys}: a tenant has the key of --api-key")
+    return Authenticator(config.api_key, hashes, is_header_taken=config.tenant_header)
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Tenants by the SHA-256 of their keys. What is wrong is told by line, never by key.
+
+    Raises:
+        ConfigError: names the file and the line.
+    """
+    where = f"--tenant-keys {path}"
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{where} is larger than {MAX_FILE_BYTES} bytes")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
+    hashes: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not TENANT.fullmatch(words[0]):
+            raise ConfigError(f"{where}: line {number} must be a tenant's name and a key")
+        tenant, key = words
+        is_hashed = key.startswith(HASHED)
+        known = key.removeprefix(HASHED).lower() if is_hashed else hashlib.sha256(key.encode()).hexdigest()
+        if not re.fullmatch(r"[0-9a-f]{64}", known):
+            raise ConfigError(f"{where}: line {number}: {HASHED} is followed by 64 hexadecimal digits")
+        if hashes.setdefault(known, tenant) != tenant:
+            raise ConfigError(f"{where}: line {number}: another tenant has the same key")
+    if not hashes:
+        raise ConfigError(f"{where} has no keys in it")
+    return hashes

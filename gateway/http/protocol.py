@@ -1,0 +1,344 @@
+"""What clients may send. Every field is named here; a field that does nothing yet is refused by name, and so is one
+that nobody knows. Bodies are decoded strictly; what is wrong comes out as one ``RequestError`` that names the field.
+"""
+
+import functools
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import ErrorCode, RequestError
+from common.sampling_params import MAX_TOP_LOGPROBS
+
+MAX_INT = 2**31 - 1
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+
+MAX_SAMPLES = 128
+MAX_BIASES = 300
+
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StartLen = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Salt = Annotated[str, Meta(max_length=1024)]
+Rid = Annotated[str, Meta(min_length=1, max_length=200)]
+Priority = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
+PriorityClass = Annotated[str, Meta(min_length=1, max_length=200)]
+DeadlineMs = Annotated[float, Meta(gt=0, le=86_400_000)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Texts = str | list[str]
+Prompts = str | list[str | int | list[int]]
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Unknown fields are refused."""
+
+
+class Sampling(_Strict, kw_only=True):
+    """Sampling fields that all endpoints share. None stands for the model's default."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Share | None = None
+    stop: Texts | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    # vLLM's and SGLang's name for the same: what stopped the output is shown.
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+
+
+class StreamOptions(_Strict, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAI(Sampling, kw_only=True):
+    """What the two OpenAI endpoints share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    return_token_ids: bool | None = None
+    # Baton's own, as in the other endpoints.
+    priority: Priority | None = None
+    priority_class: PriorityClass | None = None
+    deadline_ms: DeadlineMs | None = None
+    cache_salt: Salt | None = None
+    # Only without effect.
+    response_format: Any = None
+    # For the caller's own books; nothing here depends on them.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class Completion(OpenAI, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: Prompts
+    max_tokens: Count | None = None  # 0 with echo: the prompt is only judged
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class Part(_Strict, kw_only=True):
+    """A piece of a message's content. Anything but text is refused."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    audio_url: Any = None
+    file: Any = None
+
+
+class ChatMessage(_Strict, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: None = None
+    annotations: Any = None
+
+
+class Chat(OpenAI, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    # Only without effect.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+
+
+class NativeSampling(Sampling, kw_only=True):
+    """``sampling_params`` of ``POST /generate``, in SGLang's names; ours of the OpenAI endpoints are understood too."""
+
+    max_new_tokens: Count | None = None  # 0: the prompt is only judged
+    max_tokens: Count | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    # Only without effect.
+    spaces_between_special_tokens: bool | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    stop_regex: Any = None
+    custom_params: Any = None
+    stream_interval: int | None = None
+
+
+class Native(_Strict, kw_only=True):
+    """``POST /generate``."""
+
+    text: Texts | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    stream: bool | None = None
+    rid: Rid | list[Rid] | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: TopLogprobs | None = None
+    return_text_in_logprobs: bool | None = None
+    logprob_start_len: StartLen | list[StartLen] | None = None
+    model: str | None = None
+    # Baton's own, as in the other endpoints.
+    priority: Priority | None = None
+    priority_class: PriorityClass | None = None
+    deadline_ms: DeadlineMs | None = None
+    cache_salt: Salt | None = None
+    # Only without effect.
+    token_ids_logprob: Any = None
+    return_hidden_states: bool | None = None
+    lora_path: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+    log_metrics: Any = None
+    background: bool | None = None
+
+
+class Tokenize(_Strict, kw_only=True):
+    """``POST /tokenize``: a text, texts, or messages that the chat template renders."""
+
+    model: str | None = None
+    prompt: Texts | None = None
+    text: Texts | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(_Strict, kw_only=True):
+    """``POST /detokenize``: one list of token ids, or several."""
+
+    model: str | None = None
+    tokens: list[TokenId | list[TokenId]]
+    skip_special_tokens: bool = False
+
+
+class AbortRequest(_Strict, kw_only=True):
+    """``POST /abort_request``."""
+
+    rid: Rid | None = None
+    abort_all: bool = False
+
+
+class Reprioritized(_Strict, kw_only=True):
+    """``POST /v1/requests/ID/priority``: at least one of the two."""
+
+    priority: Priority | None = None
+    priority_class: PriorityClass | None = None
+
+
+#: Fields that have no effect yet, with the values under which that is what the client wants. Others are refused.
+NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "verbosity": (),
+    "spaces_between_special_tokens": (True,),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "stop_regex": ([],),
+    "custom_params": (),
+    "stream_interval": (1,),
+    "token_ids_logprob": (),
+    "return_hidden_states": (False,),
+    "lora_path": (),
+    "input_embeds": (),
+    "image_data": (),
+    "audio_data": (),
+    "video_data": (),
+    "session_params": (),
+    "custom_logit_processor": (),
+    "background": (False,),
+    "tool_calls": ([],),
+}
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def refuse(message: str, param: str | None, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> RequestError:
+    """A complaint about one field of the body."""
+    return RequestError(code, f"{param}: {message}" if param else message, param=param)
+
+
+class Codec:
+    """Strict decoders, one for each kind of body."""
+
+    def __init__(self) -> None:
+        self._decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+    def decode(self, kind: type[Body], body: bytes) -> Body:
+        """The body as a struct. Raises RequestError naming the field at fault."""
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
+        try:
+            decoded: Body = decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _named(str(error)) from error
+        except msgspec.DecodeError as error:
+            raise _malformed(body, str(error)) from error
+        except UnicodeDecodeError as error:
+            raise refuse("the body is not valid UTF-8", None) from error
+        except RecursionError as error:
+            raise refuse("the body is nested too deeply", None) from error
+        check_no_effect(decoded)
+        return decoded
+
+
+def check_no_effect(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Refuses every field that asks for something which does not work yet. Raises RequestError naming it."""
+    for name in no_effect_fields(type(struct)):
+        value, allowed = getattr(struct, name), NO_EFFECT[name]
+        if value is not None and not any(value == other and type(value) is type(other) for other in allowed):
+            param = prefix + name
+            raise refuse("not supported by this server yet; leave it out", param, ErrorCode.NOT_SUPPORTED)
+
+
+@functools.cache
+def no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Those of a struct's fields that ``NO_EFFECT`` knows."""
+    return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
+
+
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_QUOTED_FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
+_LAST_KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:\s*[-+]?$')
+
+
+def _named(message: str) -> RequestError:
+    """msgspec's complaint, its ``$.a.b[0]`` turned into a parameter's name."""
+    at = _AT.search(message)
+    path = re.sub(r"\[\.\.\.\]", "", at.group(1)) if at else ""
+    sentence = message[: at.start()] if at else message
+    field = _QUOTED_FIELD.search(message)
+    if field:
+        path = f"{path}.{field.group(1)}" if path else field.group(1)
+    return refuse(sentence.replace("`", ""), path or None)
+
+
+def _malformed(body: bytes, message: str) -> RequestError:
+    """Broken JSON. ``NaN`` and the like stand right after a key: then that is the field at fault."""
+    at = re.search(r"\(byte (\d+)\)", message)
+    key = _LAST_KEY.search(body[max(0, int(at.group(1)) - 80) : int(at.group(1))]) if at else None
+    return refuse(f"the body is not valid JSON: {message}", key.group(1).decode() if key else None)

@@ -1,0 +1,117 @@
+"""What each tenant may have in flight and per minute, and when one that was turned away should come again. Pure.
+
+Tokens are counted in a bucket that holds those of one minute and fills evenly. A request may come while the bucket is
+not empty. It is charged its prompt and the output that is expected of it, and when it ends, what it really was: so the
+bucket may be in debt, and whoever comes then is told when that will be paid off.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from common.config.tenancy import EVERYBODY_ELSE, Quota
+from common.errors import ErrorCode, RequestError
+from gateway.requests.admission import Admission
+
+#: Tenants without anything in flight that are remembered; names may come from clients.
+MAX_IDLE_TENANTS = 10_000
+#: Of credit; a hair less, since the time after which it is there was rounded.
+ONE_TOKEN = 1.0 - 1e-6
+
+
+class _Account:
+    def __init__(self, quota: Quota, now: float) -> None:
+        self.quota = quota
+        self.in_flight = Admission(quota.requests or 0)
+        self._capacity = float(quota.tokens_per_minute or 0)
+        self._balance = self._capacity
+        self._counted_at = now
+
+    def balance(self, now: float) -> float:
+        """Tokens that are left now; below zero in debt."""
+        grown = self._balance + self._capacity / 60.0 * (now - self._counted_at)
+        self._balance, self._counted_at = min(grown, self._capacity), now
+        return self._balance
+
+    def charge(self, tokens: float, now: float) -> None:
+        self._balance = min(self.balance(now) - tokens, self._capacity)
+
+    def payable_in_s(self, now: float) -> float:
+        """Until the first token of credit."""
+        return max(1.0, math.ceil((1.0 - self.balance(now)) / (self._capacity / 60.0)))
+
+
+class Quotas:
+    """The accounts of all tenants.
+
+    Args:
+        quotas: by tenant; ``*`` stands for each of the others. The empty name is nobody's and has none.
+    """
+
+    def __init__(self, quotas: Mapping[str, Quota]) -> None:
+        self._quotas = dict(quotas)
+        self._others = self._quotas.pop(EVERYBODY_ELSE, None)
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+
+    def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
+        """Counts a request in.
+
+        Args:
+            count: outputs that it wants.
+            tokens: of its prompts, and expected of its outputs.
+
+        Raises:
+            RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
+        """
+        account = self._account(tenant, now)
+        if account is None:
+            return
+        quota = account.quota
+        if quota.requests is not None:
+            if count > quota.requests:
+                message = f"{count} outputs in one request, the tenant {tenant} may have {quota.requests} at once"
+                raise RequestError(ErrorCode.INVALID_REQUEST, message)
+            excess = account.in_flight.excess(count, 0)
+            if excess > 0:
+                message = f"the tenant {tenant} has {account.in_flight.num_in_flight} requests in flight"
+                message += f", its quota is {quota.requests}"
+                raise _too_much(message, account.in_flight.retry_after(excess, now))
+        if quota.tokens_per_minute is not None and account.balance(now) < ONE_TOKEN:
+            message = f"the tenant {tenant} has used its quota of {quota.tokens_per_minute} tokens per minute"
+            raise _too_much(message, account.payable_in_s(now))
+        account.in_flight.admit(count, max_running=1 << 31, now=now)
+        account.charge(tokens, now)
+
+    def ended(self, tenant: str, *, charged: int, tokens: int, now: float, is_refused: bool = False) -> None:
+        """One output has ended.
+
+        Args:
+            charged: when it came.
+            tokens: of its prompt and output in truth.
+            is_refused: it was never taken.
+        """
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.in_flight.release(now, is_evicted=is_refused)
+            account.charge(tokens - charged, now)
+
+    def _account(self, tenant: str, now: float) -> _Account | None:
+        quota = self._quotas.get(tenant, self._others) if tenant else None
+        if quota is None:
+            return None
+        account = self._accounts.get(tenant)
+        if account is None:
+            self._forget_idle()
+            account = self._accounts[tenant] = _Account(quota, now)
+        self._accounts.move_to_end(tenant)
+        return account
+
+    def _forget_idle(self) -> None:
+        """The one whose last request is longest ago, if it has none in flight."""
+        if len(self._accounts) >= MAX_IDLE_TENANTS:
+            oldest = next((name for name, account in self._accounts.items() if not account.in_flight.num_in_flight), "")
+            self._accounts.pop(oldest, None)
+
+
+def _too_much(message: str, retry_after_s: float) -> RequestError:
+    return RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)

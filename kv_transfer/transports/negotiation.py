@@ -1,0 +1,337 @@
+"""Which transport carries the pages of a pair: the one that was asked for, or of several the first that works.
+
+The reader offers every transport that it has; the writer tries those that both have, best first, and keeps the first
+that attaches, which a transport reports only once bytes have gone from process to process. What was not tried is never
+chosen, and what was tried before and failed is named, with the reason, in ``Attached.why``.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from common.config.shared import IN_PROCESS
+from common.errors import ConfigError
+from common.wire.address import is_loopback
+from common.wire.messages import Connect
+from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
+from kv_transfer.transports.shm import ShmReader, ShmWriter
+from kv_transfer.transports.tcp import TcpReader, TcpWriter
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends: they are had
+#: by name.
+TRANSPORTS = ("shm", "nixl", "tcp")
+
+#: What ``auto`` means while pages stay on this machine. UCX listens on every interface that it finds and authenticates
+#: nobody, so NIXL is had by name, or by naming an interface that other machines reach.
+LOCAL_TRANSPORTS = ("shm", "tcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What transports need to know of the node.
+
+    Attributes:
+        name: of a transport, or ``auto`` for all that this node can have.
+        host: address on which a reader listens for pages.
+        cluster_key: empty: none.
+        gpu_direct: pages leave from and arrive in a GPU's own memory; NIXL's alone.
+    """
+
+    name: str = "auto"
+    incarnation: str = ""
+    host: str = "127.0.0.1"
+    cluster_key: bytes = field(default=b"", repr=False)
+    gpu_direct: bool = False
+
+
+def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":
+    """The decode node's side.
+
+    Raises:
+        ConfigError: the transport that was asked for cannot be had here; with ``auto``, none can.
+    """
+
+    def make(name: str) -> ReaderTransport:
+        if name == "shm":
+            return ShmReader(store, settings.incarnation)
+        if name == "nixl":
+            from kv_transfer.transports.nixl.reader import NixlReader
+
+            return NixlReader(store, settings.incarnation, key=settings.cluster_key, is_direct=settings.gpu_direct)
+        if name in ("gloo", "nccl"):
+            from kv_transfer.transports.torch_distributed import GroupReader
+
+            return GroupReader(store, name, host=settings.host, key=settings.cluster_key)
+        return TcpReader(store, host=settings.host, key=settings.cluster_key)
+
+    return ChoosingReader(_available(settings, make))
+
+
+def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
+    """The prefill node's side. Raises as ``open_reader``."""
+
+    def make(name: str) -> WriterTransport:
+        if name == "shm":
+            return ShmWriter(store)
+        if name == "nixl":
+            from kv_transfer.transports.nixl.writer import NixlWriter
+
+            return NixlWriter(store, settings.incarnation, key=settings.cluster_key, is_direct=settings.gpu_direct)
+        if name in ("gloo", "nccl"):
+            from kv_transfer.transports.torch_distributed import GroupWriter
+
+            return GroupWriter(store, name, key=settings.cluster_key)
+        return TcpWriter(store, key=settings.cluster_key)
+
+    return ChoosingWriter(_available(settings, make))
+
+
+def _available(settings: Settings, make: Callable[[str], T]) -> list[T]:
+    if settings.name == "inprocess":
+        raise ConfigError(f"--transport inprocess {IN_PROCESS}")
+    if settings.name != "auto":
+        return [make(settings.name)]
+    found = []
+    for candidate in LOCAL_TRANSPORTS if is_loopback(settings.host) else TRANSPORTS:
+        try:
+            found.append(make(candidate))
+        except ConfigError as error:
+            log.info("transport %s is not available here: %s", candidate, error)
+    if not found:
+        raise ConfigError("--transport auto finds no transport that works here")
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One peer's attachment. ``failures``: sentences, of what was tried before ``current``."""
+
+    connect: Connect
+    offers: dict[str, str]
+    rest: list[WriterTransport]
+    current: WriterTransport | None = None
+    is_attached: bool = False
+    failures: list[str] = field(default_factory=list)
+
+
+class ChoosingWriter:
+    """``WriterTransport`` over several; ``transports`` best first."""
+
+    def __init__(self, transports: Sequence[WriterTransport]) -> None:
+        self.store = transports[0].store
+        self.name = transports[0].name if len(transports) == 1 else "auto"
+        self.names = tuple(transport.name for transport in transports)
+        self._transports = list(transports)
+        self._attempts: dict[str, _Attempt] = {}
+        self._draining: dict[str, None] = {}  # peers with writes under way that were detached from
+        self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # a transport's own -> ours, and whose it is
+        self._num_tickets = 0
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        assert peer not in self._attempts, "detach first"
+        try:
+            offers = msgspec.json.decode(connect.endpoint, type=dict[str, str])
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise AttachError(f"{connect.name} offers an endpoint that cannot be understood") from error
+        candidates = [transport for transport in self._transports if transport.name in offers]
+        if not candidates:
+            theirs = ", ".join(offers) or "nothing"
+            raise AttachError(f"{connect.name} takes pages by {theirs}, this prefill node sends by {self._listed()}")
+        attempt = _Attempt(connect, offers, candidates)
+        if peer not in self._draining:
+            self._try_next(peer, attempt)
+        for transport in candidates if peer in self._draining else ():
+            transport.voided(peer, offers[transport.name])
+        self._attempts[peer] = attempt
+
+    def _listed(self) -> str:
+        return ", ".join(self.names)
+
+    def _try_next(self, peer: str, attempt: _Attempt) -> None:
+        """Begin with the best that is left. Raises AttachError, with all that was tried, when none is."""
+        while attempt.rest:
+            transport = attempt.rest.pop(0)
+            endpoint = attempt.offers[transport.name]
+            try:
+                transport.attach(
+                    peer, msgspec.structs.replace(attempt.connect, transport=transport.name, endpoint=endpoint)
+                )
+            except AttachError as error:
+                attempt.failures.append(f"{transport.name}: {error}")
+                continue
+            attempt.current = transport
+            return
+        raise AttachError("; ".join(attempt.failures))
+
+    def poll(self) -> list[Attached]:
+        news = []
+        for peer in list(self._draining):
+            if self._detach(peer):
+                del self._draining[peer]
+                if peer in self._attempts:
+                    news += self._go_on(peer, self._attempts[peer])
+        for transport in self._transports:
+            for attached in transport.poll():
+                attempt = self._attempts.get(attached.peer)
+                if attempt is None or attempt.current is not transport or attempt.connect.epoch != attached.epoch:
+                    continue
+                news += self._hear(attached, attempt, transport)
+        return news
+
+    def _hear(self, attached: Attached, attempt: _Attempt, transport: WriterTransport) -> list[Attached]:
+        if attempt.is_attached:
+            return [attached]
+        if not attached.problem:
+            attempt.is_attached = True
+            why = "; ".join(["it was asked for" if self.name != "auto" else "the first that worked", *attempt.failures])
+            return [Attached(attached.peer, attached.epoch, "", transport.name, why)]
+        attempt.failures.append(f"{transport.name}: {attached.problem}")
+        if not transport.detach(attached.peer):
+            self._draining[attached.peer] = None
+            return []
+        return self._go_on(attached.peer, attempt)
+
+    def _go_on(self, peer: str, attempt: _Attempt) -> list[Attached]:
+        try:
+            self._try_next(peer, attempt)
+        except AttachError as error:
+            del self._attempts[peer]
+            return [Attached(peer, attempt.connect.epoch, str(error))]
+        return []
+
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+        attempt = self._attempts[peer]
+        assert attempt.is_attached and attempt.current is not None
+        self._num_tickets += 1
+        ticket = attempt.current.write(peer, pages, piece)
+        self._tickets[attempt.current.name, ticket] = (self._num_tickets, peer)
+        return self._num_tickets
+
+    def done(self) -> list[int]:
+        over = [(t.name, ticket) for t in self._transports for ticket in t.done()]
+        return [self._tickets.pop(ticket)[0] for ticket in over if ticket in self._tickets]
+
+    def detach(self, peer: str) -> bool:
+        self._attempts.pop(peer, None)
+        is_fenced = self._detach(peer)
+        if is_fenced:  # nobody hears of its tickets any more
+            self._tickets = {ticket: known for ticket, known in self._tickets.items() if known[1] != peer}
+        else:
+            self._draining[peer] = None
+        return is_fenced
+
+    def _detach(self, peer: str) -> bool:
+        return min([transport.detach(peer) for transport in self._transports])  # from all, whatever the first says
+
+    def voided(self, peer: str, endpoint: str) -> None:
+        """``attach`` reads it off the offers."""
+
+    def files(self) -> Sequence[int]:
+        return [file for transport in self._transports for file in transport.files()]
+
+    def counters(self) -> dict[str, float]:
+        return _sum(transport.counters() for transport in self._transports)
+
+    def close(self) -> None:
+        self._attempts.clear()
+        for transport in self._transports:
+            transport.close()
+
+
+class ChoosingReader:
+    """``ReaderTransport`` over several. Proof that one of them is fenced counts for epochs that it carries."""
+
+    def __init__(self, transports: Sequence[ReaderTransport]) -> None:
+        self.store = transports[0].store
+        self.name = transports[0].name if len(transports) == 1 else "auto"
+        self.names = tuple(transport.name for transport in transports)
+        self._transports = list(transports)
+        self._offered: dict[str, int] = {}  # peer -> its newest epoch
+        self._chosen: dict[tuple[str, int], str] = {}  # (peer, epoch) -> transport; not proven over
+        self._unasked: dict[tuple[str, int], dict[str, Fenced]] = {}  # proof that came before the choice
+        self._news: list[Fenced] = []
+
+    def offer(self, peer: str, epoch: int) -> str:
+        self.withdraw(peer)
+        self._offered[peer] = epoch
+        return json.dumps({transport.name: transport.offer(peer, epoch) for transport in self._transports})
+
+    def withdraw(self, peer: str) -> None:
+        self._offered.pop(peer, None)
+        self._unasked = {key: value for key, value in self._unasked.items() if key[0] != peer}
+        for transport in self._transports:
+            transport.withdraw(peer)
+
+    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        named = [t for t in self._transports if t.name == transport]
+        early = self._unasked.get((peer, epoch), {}).get(transport)
+        if self._offered.get(peer) != epoch or not named:
+            return False
+        if early is None and not named[0].chosen(peer, epoch, transport):
+            return False
+        for other in self._transports:
+            if other is not named[0]:
+                other.withdraw(peer)
+        # The peer attaches anew only when it has let go of what went before; only the newest epoch needs proof.
+        self._chosen = {key: name for key, name in self._chosen.items() if key[0] != peer}
+        self._chosen[peer, epoch] = transport
+        self._unasked.pop((peer, epoch), None)
+        if early is not None:  # it was let in and broke before the peer's word came: both are to be heard of
+            self._prove(early)
+        return True
+
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
+        for transport in self._transports:
+            if self._chosen.get((peer, epoch)) == transport.name:
+                transport.allow(peer, epoch, pages, again)
+
+    def forbid(self, pages: Sequence[int]) -> None:
+        for transport in self._transports:
+            transport.forbid(pages)
+
+    def reclaim(self, peer: str, epoch: int) -> None:
+        for transport in self._transports:
+            if self._chosen.get((peer, epoch)) == transport.name:
+                transport.reclaim(peer, epoch)
+
+    def poll(self, now: float) -> list[Fenced]:
+        for transport in self._transports:
+            for fenced in transport.poll(now):
+                key = (fenced.peer, fenced.epoch)
+                if self._chosen.get(key) == transport.name:
+                    self._prove(fenced)
+                elif self._offered.get(fenced.peer) == fenced.epoch:
+                    self._unasked.setdefault(key, {})[transport.name] = fenced
+        news, self._news = self._news, []
+        return news
+
+    def _prove(self, fenced: Fenced) -> None:
+        del self._chosen[fenced.peer, fenced.epoch]
+        self._news.append(fenced)
+
+    def files(self) -> Sequence[int]:
+        return [file for transport in self._transports for file in transport.files()]
+
+    def counters(self) -> dict[str, float]:
+        return _sum(transport.counters() for transport in self._transports)
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+
+def _sum(counters: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for some in counters:
+        for name, value in some.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

@@ -1,0 +1,208 @@
+"""The prefill node's side of shared memory: ask for a peer's pool, map it, and write into it.
+
+See ``shm`` for the whole story.
+"""
+
+import array
+import contextlib
+import mmap
+import os
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.wire.messages import Connect
+from kv_transfer.page_slices import Piece
+from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message
+from kv_transfer.transports.shm.copy_thread import Copier, Pool
+from kv_transfer.transports.shm.protocol import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
+
+
+@dataclass(slots=True, eq=False)
+class _Attaching:
+    """A pool that is being asked for. ``connection`` is None as long as the reader's backlog is full."""
+
+    connect: Connect
+    name: str
+    token: bytes
+    connection: socket.socket | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Mapping:
+    connection: socket.socket
+    epoch: int
+    who: str
+    pool: Pool
+    is_broken: bool = False
+
+
+class ShmWriter:
+    """``WriterTransport`` of a prefill node. Pages are copied in a thread; see ``shm_copier``."""
+
+    name = "shm"
+    names: Sequence[str] = ("shm",)
+
+    def __init__(self, store: PageStore) -> None:
+        self.store = store
+        self._epoll = select.epoll()
+        self._attaching: dict[str, _Attaching] = {}
+        self._mappings: dict[str, _Mapping] = {}
+        self._num_tickets = 0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._copier = Copier(store, self._wake)
+
+    # ---- attaching ----------------------------------------------------------------------------------------------
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        assert peer not in self._attaching and peer not in self._mappings, "detach first"
+        endpoint = ENDPOINT.fullmatch(connect.endpoint)
+        if endpoint is None:
+            raise AttachError(f"{connect.name} offers an endpoint that shared memory does not understand")
+        attaching = _Attaching(connect, endpoint[1], bytes.fromhex(endpoint[2]))
+        self._dial(attaching)
+        self._attaching[peer] = attaching
+
+    def _dial(self, attaching: _Attaching) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(f"\0{attaching.name}")
+            if peer_credentials(connection)[1] != os.geteuid():
+                raise AttachError(f"{attaching.connect.name} runs as another user than this prefill node")
+            connection.send(attaching.token)
+        except BlockingIOError:  # its backlog is full: again at the next poll
+            connection.close()
+        except OSError as error:
+            connection.close()
+            raise AttachError(
+                f"{attaching.connect.name} is not on the host of this prefill node: its socket cannot be reached"
+                f" ({error.strerror})"
+            ) from error
+        except AttachError:
+            connection.close()
+            raise
+        else:
+            attaching.connection = connection
+            self._epoll.register(connection, select.EPOLLIN)
+
+    def poll(self) -> list[Attached]:
+        news = self._broken()
+        for peer, attaching in list(self._attaching.items()):
+            try:
+                if attaching.connection is None:
+                    self._dial(attaching)
+                is_over = attaching.connection is not None and self._receive(peer, attaching, attaching.connection)
+                problem = ""
+            except AttachError as error:
+                is_over, problem = True, str(error)
+                self.detach(peer)
+            if is_over:
+                news.append(Attached(peer, attaching.connect.epoch, problem))
+        return news
+
+    def _broken(self) -> list[Attached]:
+        """Attachments that had worked until a copy failed."""
+        news = []
+        for peer, mapping in self._mappings.items():
+            if mapping.pool.problem and not mapping.is_broken:
+                mapping.is_broken = True
+                problem = f"writing into the shared memory of {mapping.who} failed: {mapping.pool.problem}"
+                news.append(Attached(peer, mapping.epoch, problem))
+        return news
+
+    def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
+        """Take the pool's descriptor and map it. False if it is not there yet; raises AttachError."""
+        who = attaching.connect.name
+        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        try:
+            hello, ancillary, flags, _ = connection.recvmsg(HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise AttachError(f"{who} broke off the connection over its socket ({error.strerror})") from error
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        try:
+            if not hello:
+                raise AttachError(f"{who} would not hand over its pool: another token, user or process namespace")
+            if flags & socket.MSG_CTRUNC or len(descriptors) != 1:
+                raise AttachError(f"{who} did not hand over its pool as one file")
+            memory = self._map(peer, attaching.connect, hello, descriptors[0])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._epoll.unregister(connection)
+        del self._attaching[peer]
+        pool = Pool(memory, from_message(attaching.connect.geometry).page_bytes)
+        self._mappings[peer] = _Mapping(connection, attaching.connect.epoch, who, pool)
+        return True
+
+    def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
+        num_bytes = from_message(connect.geometry).pool_bytes(connect.num_pages)
+        expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
+        if hello not in expected:
+            raise AttachError(f"{connect.name} said one thing in its offer and another over its socket")
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise AttachError(f"the pool of {connect.name} is {size} bytes long, its pages have {num_bytes}")
+        try:
+            memory = mmap.mmap(descriptor, num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise AttachError(f"the pool of {connect.name} cannot be mapped: {error}") from error
+        memory.madvise(mmap.MADV_DONTFORK)  # a child could outlive us and the fence with us
+        return memory
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+        self._num_tickets += 1
+        self._copier.begin(self._mappings[peer].pool, self._num_tickets, pages, piece)
+        return self._num_tickets
+
+    def done(self) -> list[int]:
+        self._calm()
+        return self._copier.done()
+
+    def _calm(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def voided(self, peer: str, endpoint: str) -> None:
+        """No reader can keep a write from its memory."""
+
+    def detach(self, peer: str) -> bool:
+        attaching = self._attaching.pop(peer, None)
+        mapping = self._mappings.pop(peer, None)
+        connection = attaching.connection if attaching is not None else None
+        if connection is not None:
+            self._epoll.unregister(connection)
+        if mapping is not None:
+            mapping.pool.shut()
+            connection = mapping.connection
+        if connection is None:
+            return True
+        with contextlib.suppress(OSError):  # the reader may have gone
+            connection.send(DETACHED)
+        connection.close()
+        return True
+
+    def counters(self) -> dict[str, float]:
+        return {"bytes_by_shm": float(self._copier.num_bytes)}
+
+    def files(self) -> Sequence[int]:
+        return () if self._epoll.closed else (self._epoll.fileno(),)
+
+    def close(self) -> None:
+        if self._epoll.closed:
+            return
+        for peer in [*self._attaching, *self._mappings]:
+            self.detach(peer)
+        self._copier.close()
+        self._epoll.close()
+        os.close(self._wake)

@@ -1,0 +1,327 @@
+"""One connection's receiving end: a thread that places pages, each byte only while its page may be written.
+
+``Leave`` is who may write which page now; the loop gives and takes it, inlets ask. An inlet asks before each single
+``recv_into`` and holds its lock from the question to the last byte copied, without ever waiting for data meanwhile. So
+once leave is taken and the lock was free for a moment, no byte reaches the page any more.
+"""
+
+import contextlib
+import hmac
+import logging
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+from kv_transfer.page_slices import PageSlice
+from kv_transfer.transports.base import PageStore
+from kv_transfer.transports.tcp.protocol import (
+    DONE,
+    DONE_MAGIC,
+    MAC_BYTES,
+    PAGE,
+    PAGE_FRAME_BYTES,
+    PAGE_MAGIC,
+    Body,
+    Line,
+)
+
+log = logging.getLogger(__name__)
+
+_SCRATCH_BYTES = 64 << 10
+_WORTHWHILE_BYTES = 256 << 10
+MAX_BUFFERS = 64  # filled by one call; a tenth of a millisecond of copying at most
+
+
+class Grant:
+    """Leave to write one page, given at one time. ``claimed``: parts of it that have come, or are coming."""
+
+    __slots__ = ("claimed", "owner")
+
+    def __init__(self, owner: tuple[str, int]) -> None:
+        self.owner = owner
+        self.claimed: list[PageSlice] = []
+
+
+class Leave:
+    """Which peer may write which page, under which epoch. Single dict operations, so safe between threads."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0  # placed
+        self.num_refused = 0  # pages, or parts of some
+        self._grants: dict[int, Grant] = {}
+        self._lock = threading.Lock()  # of the totals and of claims
+
+    def give(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._grants[page] = Grant((peer, epoch))
+
+    def give_again(self, owner: tuple[str, int], pages: Sequence[int], box: PageSlice) -> None:
+        """For this part, which has come, once more."""
+        for page in pages:
+            grant = self._grants.get(page)
+            with self._lock:
+                if grant is not None and grant.owner == owner and box in grant.claimed:
+                    grant.claimed.remove(box)
+
+    def take(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._grants.pop(page, None)
+
+    def revoke(self, peer: str) -> None:
+        """All of this peer's."""
+        for page in [page for page, grant in list(self._grants.items()) if grant.owner[0] == peer]:
+            self._grants.pop(page, None)
+
+    def claim(self, owner: tuple[str, int], page: int, box: PageSlice) -> Grant | None:
+        """This part of the page begins to come: by which grant it may. Each byte once."""
+        grant = self._grants.get(page)
+        with self._lock:
+            if grant is None or grant.owner != owner or any(box.overlaps(other) for other in grant.claimed):
+                return None
+            grant.claimed.append(box)
+        return grant
+
+    def holds(self, grant: Grant | None, page: int) -> bool:
+        """Was it not taken since, nor given anew?"""
+        return grant is not None and self._grants.get(page) is grant
+
+    def count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.num_refused += not num_bytes
+
+
+class Room:
+    """Where the bytes to come belong: runs of one page, filled in order.
+
+    Attributes:
+        num_bytes: of all of it.
+        num_missing: that have not come.
+    """
+
+    def __init__(self, memory: memoryview, base: int, runs: list[tuple[int, int]]) -> None:
+        self.num_bytes = self.num_missing = sum(length for _, length in runs)
+        self._memory = memory
+        self._base = base
+        self._runs = runs
+        self._first = 0  # run that is being filled
+        self._at = 0  # bytes that it has already
+
+    def buffers(self) -> list[memoryview]:
+        """The next places, as many as one call should fill."""
+        at, places = self._at, []
+        for offset, length in self._runs[self._first : self._first + MAX_BUFFERS]:
+            begin = self._base + offset
+            places.append(self._memory[begin + at : begin + length])
+            at = 0
+        return places
+
+    def next(self, num_bytes: int) -> list[memoryview]:
+        """The places of the next so many bytes."""
+        places = []
+        for place in self.buffers() if num_bytes else ():
+            places.append(place[:num_bytes])
+            num_bytes -= len(places[-1])
+        return places
+
+    def filled(self, num_bytes: int) -> None:
+        self.num_missing -= num_bytes
+        self._at += num_bytes
+        while self._first < len(self._runs) and self._at >= self._runs[self._first][1]:
+            self._at -= self._runs[self._first][1]
+            self._first += 1
+
+
+class Inlet:
+    """Args:
+    owner: (peer, epoch) whose line this is.
+    on_end: called in the thread when the connection ends.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        owner: tuple[str, int],
+        store: PageStore,
+        leave: Leave,
+        on_end: "Callable[[Inlet], None]",
+    ) -> None:
+        self.peer = owner[0]
+        self.why = ""
+        self._connection = line.connection
+        self._owner = owner
+        self._page_seal, self._done_seal = line.seal(b"pages"), line.seal(b"acknowledgements")
+        self._store = store
+        self._page_bytes = store.geometry.page_bytes
+        self._leave = leave
+        self._on_end = on_end
+        self._layout: tuple[PageSlice, list[tuple[int, int]]] | None = None  # of the last part that came
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._page = -1  # being received
+        self._at_least = 1  # bytes that must have arrived for the connection to count as readable
+        self._readable = select.poll()
+        self._readable.register(self._connection, select.POLLIN)
+        self._scratch = bytearray(min(_SCRATCH_BYTES, self._page_bytes))
+        self._thread = threading.Thread(target=self._run, name="receive-pages", daemon=True)
+
+    def start(self) -> None:
+        self._connection.setblocking(True)
+        self._thread.start()
+
+    # ---- called by the loop -------------------------------------------------------------------------------------
+
+    def wait_out(self, pages: Sequence[int]) -> None:
+        """Leave for these was taken: return when no byte is on its way into them. Waits for one copy at most."""
+        if self._page in pages:
+            with self._lock:
+                pass
+
+    def shut(self) -> None:
+        """Nothing is placed any more from here on. The thread ends soon; ``collect`` it."""
+        with self._lock:
+            self._is_open = False
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def collect(self) -> bool:
+        """Has the thread ended? Then nothing is left of this connection."""
+        if self._thread.is_alive():
+            return False
+        self._connection.close()
+        return True
+
+    def join(self) -> None:
+        self._thread.join()
+        self._connection.close()
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with memoryview(self._store.memory) as memory:
+                self._serve(memory)
+                self.why = self.why or "it was closed at the other end"
+        except OSError as error:
+            self.why = error.strerror or str(error)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._on_end(self)
+
+    def _serve(self, memory: memoryview) -> None:
+        """Page after page, until the other end closes. Raises OSError if that comes in the middle, or is not a page."""
+        header = bytearray(PAGE_FRAME_BYTES)
+        number = 0
+        with memoryview(header) as view:
+            while self._fill(view):
+                page, box = self._understood(bytes(header), number)
+                is_placed = self._place(memory, page, box, self._page_seal.body(bytes(header)))
+                self._acknowledge(is_placed, page, number)
+                number += 1
+
+    def _fill(self, into: memoryview) -> bool:
+        """Read a header. False if the connection ends before one begins."""
+        at = 0
+        while at < len(into):
+            num_bytes = self._receive([into[at:]])
+            if num_bytes < 0:
+                self._wait(len(into) - at)  # no more may come before it has been answered
+                continue
+            if not num_bytes:
+                if at:
+                    raise ConnectionError("it was cut within a frame")
+                return False
+            at += num_bytes
+        return True
+
+    def _understood(self, frame: bytes, number: int) -> tuple[int, PageSlice]:
+        """What is to follow: a page, and which part of it. Raises ConnectionError for anything but the next one of a
+        writer we know."""
+        header = frame[: PAGE.size]
+        magic, num_bytes, page, given, *numbers = PAGE.unpack(header)
+        if magic != PAGE_MAGIC or not self._page_seal.is_mine(header, frame[PAGE.size :]):
+            raise ConnectionError("something came that is no page of this writer")
+        if given != number:
+            raise ConnectionError(f"page number {number} was to come, and {given} came")
+        box, geometry = PageSlice(*numbers), self._store.geometry
+        if page >= self._store.num_pages or not box.is_within(geometry) or num_bytes != box.num_bytes(geometry):
+            raise ConnectionError(f"a page came that this pool does not have: number {page}, {num_bytes} bytes, {box}")
+        return page, box
+
+    def _place(self, memory: memoryview, page: int, box: PageSlice, body: Body | None) -> bool:
+        """Receive the bytes of a page, into the pool as long as that is allowed, else into nowhere. Were all placed?
+
+        Raises ConnectionError if they were, and are not the writer's.
+        """
+        room = Room(memory, page * self._page_bytes, self._runs_of(box))
+        grant = self._leave.claim(self._owner, page, box)
+        is_allowed = grant is not None
+        self._page = page
+        while room.num_missing:
+            with self._lock:
+                if not self._is_open:
+                    raise ConnectionError("it was closed on our side")
+                is_allowed = is_allowed and self._leave.holds(grant, page)
+                num_bytes = self._receive(room.buffers() if is_allowed else [self._nowhere(room.num_missing)])
+            if not num_bytes:
+                raise ConnectionError("it was cut within a page")
+            num_bytes = max(num_bytes, 0)
+            if body is not None and is_allowed:
+                self._hash(body, room.next(num_bytes))
+            room.filled(num_bytes)
+            if room.num_missing:
+                self._wait(room.num_missing)
+        mac = self._mac_after(body)
+        with self._lock:
+            is_allowed = is_allowed and self._leave.holds(grant, page)
+        self._page = -1
+        if is_allowed and body is not None and not hmac.compare_digest(body.mac(), mac):
+            raise ConnectionError("the bytes of a page came changed")
+        self._leave.count(room.num_bytes if is_allowed else 0)
+        return is_allowed
+
+    @staticmethod
+    def _hash(body: Body, places: list[memoryview]) -> None:
+        """Nobody else writes there as long as that page is allowed; if that ends, the mac is of no account."""
+        for place in places:
+            body.add(place)
+            place.release()
+
+    def _mac_after(self, body: Body | None) -> bytes:
+        mac = bytearray(MAC_BYTES if body is not None else 0)
+        with memoryview(mac) as view:
+            if view and not self._fill(view):
+                raise ConnectionError("it was cut within a page")
+        return bytes(mac)
+
+    def _runs_of(self, box: PageSlice) -> list[tuple[int, int]]:
+        """As ``PageSlice.runs``; one part comes many times in a row."""
+        if self._layout is None or self._layout[0] != box:
+            self._layout = (box, box.runs(self._store.geometry))
+        return self._layout[1]
+
+    def _nowhere(self, num_bytes: int) -> memoryview:
+        return memoryview(self._scratch)[:num_bytes]
+
+    def _wait(self, num_missing: int) -> None:
+        """Until a good part of what is missing has arrived, so that few calls fetch much; or the connection ends."""
+        at_least = min(num_missing, _WORTHWHILE_BYTES)
+        if at_least != self._at_least:
+            self._at_least = at_least
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at_least)
+        self._readable.poll()
+
+    def _receive(self, into: list[memoryview]) -> int:
+        """What is there, without waiting. -1: nothing yet; 0: the other end closed."""
+        try:
+            return self._connection.recvmsg_into(into, 0, socket.MSG_DONTWAIT)[0]
+        except BlockingIOError:
+            return -1
+        finally:
+            for buffer in into:
+                buffer.release()
+
+    def _acknowledge(self, is_placed: bool, page: int, number: int) -> None:
+        header = DONE.pack(DONE_MAGIC, is_placed, page, number)
+        self._connection.sendall(header + self._done_seal.mac(header))

@@ -1,0 +1,127 @@
+"""One connection's sending end: a thread that only sends pages, or pieces of them, straight from the pool."""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from typing import Any
+
+from kv_transfer.page_slices import Piece, whole
+from kv_transfer.transports.base import PageStore
+from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, Line
+
+log = logging.getLogger(__name__)
+
+MAX_BUFFERS = 512  # of one call; systems allow 1,024
+JOIN_S = 5.0  # a thread that has been stopped does not take longer
+
+Job = tuple[int, int, Piece | None]  # our page, the peer's page, what of it
+
+
+class Outlet:
+    """A line's thread, and what the loop says to it."""
+
+    def __init__(self, line: Line, store: PageStore) -> None:
+        self.why = ""  # it ended by itself
+        self._connection = line.connection
+        self._seal = line.seal(b"pages")
+        self._memory: Any = store.memory
+        self._page_bytes = store.geometry.page_bytes
+        self._whole = whole(store.geometry)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="send-pages", daemon=True)
+
+    # ---- called by the loop -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._connection.setblocking(True)  # for the thread; the loop says MSG_DONTWAIT
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Send nothing more; the connection has been shut. ``is_idle`` tells when that is so."""
+        self._jobs.put(None)
+        self._thread.join()  # at once: its socket takes nothing more
+
+    @property
+    def is_idle(self) -> bool:
+        """Stopped, and nobody reads our pages."""
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """The thread has ended."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(JOIN_S)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with memoryview(self._memory) as memory:
+                self._serve(memory)
+        except OSError as error:
+            self.why = error.strerror or str(error)
+            log.debug("a page connection ends: %s", error)
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # the loop hears of it
+
+    def _serve(self, memory: memoryview) -> None:
+        """Frame after frame, straight from the pool."""
+        number = 0
+        while (job := self._jobs.get()) is not None:
+            source, target, piece = job
+            header = self._header(target, piece, number)
+            with memory[source * self._page_bytes : (source + 1) * self._page_bytes] as page:
+                if piece is None:
+                    self._send(header, page)
+                else:
+                    self._gather(header, page, piece)
+                self._sign(header, page, piece)
+            number += 1
+
+    def _sign(self, header: bytes, page: memoryview, piece: Piece | None) -> None:
+        """The mac of what was sent, after it, so that it travels while the mac is made."""
+        body = self._seal.body(header)
+        if body is None:
+            return
+        for at, _, length in ((0, 0, len(page)),) if piece is None else piece.runs:
+            with page[at : at + length] as run:
+                body.add(run)
+        self._connection.sendall(body.mac())
+
+    def _header(self, target: int, piece: Piece | None, number: int) -> bytes:
+        box = self._whole if piece is None else piece.target
+        num_bytes = self._page_bytes if piece is None else piece.num_bytes
+        header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *box)
+        return header + self._seal.mac(header)
+
+    def _send(self, header: bytes, page: memoryview) -> None:
+        num_sent = self._connection.sendmsg((header, page))
+        if num_sent < len(header):
+            self._connection.sendall(header[num_sent:])
+            num_sent = len(header)
+        at = num_sent - len(header)
+        while at < len(page):
+            with page[at:] as rest:
+                at += self._connection.send(rest)
+
+    def _gather(self, header: bytes, page: memoryview, piece: Piece) -> None:
+        """Send the runs of a piece, many to a call."""
+        buffers = [memoryview(header), *(page[at : at + length] for at, _, length in piece.runs)]
+        first = 0
+        while first < len(buffers):
+            num_sent = self._connection.sendmsg(buffers[first : first + MAX_BUFFERS])
+            while first < len(buffers) and num_sent >= len(buffers[first]):
+                num_sent -= len(buffers[first])
+                buffers[first].release()
+                first += 1
+            if num_sent:
+                rest = buffers[first][num_sent:]
+                buffers[first].release()
+                buffers[first] = rest

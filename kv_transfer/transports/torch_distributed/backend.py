@@ -1,0 +1,277 @@
+"""A process group of two, one for each pair and epoch: ``torch.distributed``'s Gloo or NCCL. The only place with torch.
+
+Groups are built directly from the backend's class, over a store of the pair's own, so they come and go in any number
+beside each other and nothing global is touched. What the two backends do not share is here: where tensors live, how a
+group is opened, waited for and cut short.
+
+Gloo listens while a group forms, on the address that the pair talks over already, believes everything that it is told,
+and has no way to cut a group short. So the peer's address is checked before Gloo sees it, the port is closed to
+everybody once the group is formed (a packet filter that takes nothing; the port itself ends with the group), and a
+group is cut short by shutting its connection. NCCL's own sockets cannot be reached like that: ``NCCL_SOCKET_IFNAME``
+says where it listens.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed import HashStore as HashStore  # type: ignore[attr-defined]
+
+from common.errors import ConfigError
+from kv_transfer.page_slices import Piece
+from kv_transfer.transports.base import PageStore
+
+STALL_S = 10.0  # a page that takes longer than this breaks the group
+FORM_S = 10.0  # to form a group
+GRACE_S = 1.0  # a backend gives up so much later than we do: its own sentences say less
+_POLL_S = 50e-6
+_SO_ATTACH_FILTER = 26
+_TAKE_NOTHING = struct.pack("HBBI", 6, 0, 0, 0)  # one BPF instruction: return 0 bytes
+_PLACE = re.compile(r"^(\[[^\]]*\] )+")  # in which file of Gloo it happened
+
+
+class Pages:
+    """A pool's bytes as the backend moves them.
+
+    Args:
+        store: for NCCL, with its pages on a CUDA device.
+
+    Attributes:
+        rows: uint8 ``[num_pages, page_bytes]``, on the CPU or the device.
+
+    Raises:
+        ConfigError: this pool is not where the backend can take pages from.
+    """
+
+    def __init__(self, store: PageStore, backend: str) -> None:
+        if backend == "gloo":
+            rows = torch.frombuffer(store.memory, dtype=torch.uint8)
+        elif store.device_pages is None:
+            raise ConfigError("--transport nccl moves pages between CUDA devices, and this pool is in host memory")
+        else:
+            rows = store.device_pages
+        self.rows = rows.view(store.num_pages, store.geometry.page_bytes)
+
+    def staging(self) -> torch.Tensor:
+        """Room for one page of ours, where our pages are."""
+        return torch.empty_like(self.rows[0])
+
+    def read(self, part: torch.Tensor) -> memoryview:
+        """The bytes of one of these, for the CPU."""
+        return part.cpu().numpy().data
+
+    def gather(self, page: int, piece: Piece | None, staging: torch.Tensor) -> torch.Tensor:
+        """What is to be sent of a page: all of it where it stands, or a piece put together in ``staging``."""
+        row = self.rows[page]
+        if piece is None:
+            return row
+        at = 0
+        for source, _, length in piece.runs:
+            _copy(staging[at : at + length], row[source : source + length])
+            at += length
+        return staging[:at]
+
+    def scatter(self, page: int, runs: Sequence[tuple[int, int]], staging: torch.Tensor) -> None:
+        """Copy what has come into the pool, run after run; over when it returns.
+
+        Args:
+            runs: (offset in the page, bytes).
+        """
+        row, at = self.rows[page], 0
+        for offset, length in runs:
+            _copy(row[offset : offset + length], staging[at : at + length])
+            at += length
+        if row.is_cuda:
+            torch.cuda.current_stream(row.device).synchronize()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.is_cuda:
+        target.copy_(source)
+    else:  # in this thread alone, and without the interpreter's lock
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """What torch or a backend says becomes a ConnectionError of one sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        line = _PLACE.sub("", str(error).split("\n")[0]).split(". ")[0]
+        raise ConnectionError(line or type(error).__name__) from error
+
+
+@dataclass(slots=True)
+class Group:
+    """One group of two, formed. Sends and receives begin in order, and are over when ``wait`` returns."""
+
+    peer: int  # its rank
+    pages: Pages
+    _group: Any
+    _wires: list[socket.socket] = field(default_factory=list)  # Gloo's connection, seen by us
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        with _named_errors():
+            return self._group.send([tensor], self.peer, 0)
+
+    def receive(self, tensor: torch.Tensor) -> Any:
+        with _named_errors():
+            return self._group.recv([tensor], self.peer, 0)
+
+    def wait(self, work: Any) -> None:
+        """Raises ConnectionError when the other end is gone, or has not done its part within ``STALL_S``."""
+        with _named_errors():
+            if self.pages.rows.is_cuda:
+                _poll(work, self.pages.rows.device)
+            elif not work.wait(timedelta(seconds=STALL_S)):
+                raise ConnectionError("it was cut short")
+
+    def exchange(self, ours: bytes, theirs: bytes) -> None:
+        """Send these bytes and expect those, as many, rank 0 first. Raises ConnectionError if others come."""
+        told = torch.frombuffer(bytearray(ours), dtype=torch.uint8).to(self.pages.rows.device)
+        heard = torch.zeros_like(told)
+        steps: list[Callable[[], Any]] = [lambda: self.send(told), lambda: self.receive(heard)]
+        for step in steps if self.peer else reversed(steps):
+            self.wait(step())
+        if bytes(heard.cpu().tolist()) != theirs:
+            raise ConnectionError("somebody else answered within the group")
+
+    def abort(self) -> None:
+        """Let what is under way fail, in whatever thread it is waited for. From any thread; idempotent."""
+        for wire in self._wires:
+            with contextlib.suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)
+        group = self._group
+        if self.pages.rows.is_cuda and group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Dissolve the group; afterwards it touches no tensor. By the thread that used it, and nothing after it."""
+        self.abort()
+        self._group = None
+        for wire in self._wires:
+            wire.close()
+
+
+def _poll(work: Any, device: torch.device) -> None:
+    until = time.monotonic() + STALL_S
+    while not work.is_completed():
+        if time.monotonic() > until:
+            raise ConnectionError(f"a page took longer than {STALL_S:.0f} s")
+        time.sleep(_POLL_S)
+    work.wait()
+    torch.cuda.current_stream(device).synchronize()
+
+
+def check_available(backend: str) -> None:
+    """Raises ConfigError if this torch does not have the backend."""
+    is_there = torch.distributed.is_available() and hasattr(HashStore, "list_keys")
+    has = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
+    if not is_there or not has[backend]():
+        raise ConfigError(f"--transport {backend} needs a torch that has it, which {torch.__version__} does not")
+
+
+def open_group(backend: str, store: HashStore, *, rank: int, host: str, pages: Pages) -> Group:
+    """Form the group; blocks for ``FORM_S + GRACE_S`` at most.
+
+    Args:
+        store: what is set here is to be set in the peer's, and the other way round.
+        host: address of ours that the peer reaches.
+
+    Raises:
+        ConnectionError: it could not be formed.
+    """
+    with _named_errors():
+        return _open_gloo(store, rank, host, pages) if backend == "gloo" else _open_nccl(store, rank, pages)
+
+
+def _open_gloo(store: HashStore, rank: int, host: str, pages: Pages) -> Group:
+    options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=FORM_S + GRACE_S)
+    options._threads = 1
+    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    formed = torch.distributed.ProcessGroupGloo(store, rank, 2, options)
+    published = b"".join(store.get(key) for key in store.list_keys())
+    wires = []
+    for wire in _sockets_of(published):
+        if wire.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            _close_to_all(wire)
+            wire.close()
+        else:
+            wires.append(wire)
+    return Group(1 - rank, pages, formed, wires)
+
+
+def _open_nccl(store: HashStore, rank: int, pages: Pages) -> Group:
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=STALL_S)
+    return Group(1 - rank, pages, torch.distributed.ProcessGroupNCCL(store, rank, 2, options))
+
+
+def is_sound(backend: str, value: bytes, host: str) -> bool:
+    """May this value of the peer's be put into the store? Gloo would follow its lengths wherever they lead, and dial
+    any address: it must be a host name, a socket address of the peer's host and at most two numbers."""
+    if backend != "gloo":
+        return True
+    word = struct.calcsize("n")
+    at = 0
+    for _ in range(2):
+        if len(value) < at + word:
+            return False
+        (size,) = struct.unpack_from("N", value, at)
+        at += word + size
+    rest = len(value) - at
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return 0 <= rest <= 2 * word and rest % word == 0 and socket.inet_pton(family, host) in value
+
+
+def _sockets_of(published: bytes) -> list[socket.socket]:
+    """Sockets of this process whose one end is an address that stands in ``published``: the group's own."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            descriptor = os.dup(int(name))
+        except OSError:
+            continue
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            continue
+        one = socket.socket(fileno=descriptor)
+        if any(packed in published for packed in _addresses(one)):
+            found.append(one)
+        else:
+            one.close()
+    return found
+
+
+def _addresses(one: socket.socket) -> Sequence[bytes]:
+    """Both ends, as the system writes them."""
+    if one.family not in (socket.AF_INET, socket.AF_INET6):
+        return ()
+    packed = []
+    for ask in (one.getsockname, one.getpeername):
+        with contextlib.suppress(OSError):
+            host, port = ask()[:2]
+            head = struct.pack("=H", one.family) + struct.pack("!H", port)
+            head += bytes(4) if one.family == socket.AF_INET6 else b""  # flow label
+            packed.append(head + socket.inet_pton(one.family, host))
+    return packed
+
+
+def _close_to_all(listener: socket.socket) -> None:
+    """Nothing that comes from now on reaches it. Best effort: without it, strangers can fill our table of files."""
+    code = ctypes.create_string_buffer(_TAKE_NOTHING)
+    with contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))

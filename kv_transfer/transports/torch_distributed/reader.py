@@ -1,0 +1,149 @@
+"""The decode node's side of Gloo and NCCL: TCP's, but for the bytes, which come through a group and are copied into
+the pool here, one page at a time, where that is allowed at that moment. See ``group`` for the whole story.
+"""
+
+import hmac
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kv_transfer.page_slices import PageSlice
+from kv_transfer.transports.base import InPlace, PageStore
+from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES, Body, Line
+from kv_transfer.transports.tcp.reader import TcpReader
+from kv_transfer.transports.tcp.receive_thread import Inlet, Leave
+from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
+from kv_transfer.transports.torch_distributed.rendezvous import READER, form
+
+DEPTH = 4  # pages under way in a group
+
+
+class GroupReader(TcpReader):
+    """``ReaderTransport`` of a decode node.
+
+    Args:
+        backend: "gloo", or "nccl" for a pool on a CUDA device.
+
+    Raises:
+        ConfigError: torch does not have the backend, the pool is not for it, or the address is not ours.
+    """
+
+    def __init__(self, store: PageStore, backend: str, *, host: str = "127.0.0.1", key: bytes = b"") -> None:
+        check_available(backend)
+        self.name = backend
+        self.names = (backend,)
+        self.magic = magic_of(backend)
+        self._pages = Pages(store, backend)
+        super().__init__(store, host=host, key=key, num_connections=1)
+        if backend == "nccl":
+            self.store = InPlace(store)
+
+    def _inlet(self, line: Line, owner: tuple[str, int]) -> Inlet:
+        def join() -> Group:
+            return form(line, self.name, READER, self._pages)
+
+        return GroupInlet(line, owner, self.store, self._leave, self._on_end, join=join)
+
+
+class _Coming(NamedTuple):
+    """A page, or a part of one, that is being received.
+
+    Attributes:
+        room: where it goes first.
+        work: to wait for.
+        body, mac: what is to come of it, with a cluster key.
+    """
+
+    page: int
+    box: PageSlice
+    number: int
+    room: Any
+    work: Any
+    body: Body | None
+    mac: bytes
+
+
+class GroupInlet(Inlet):
+    """Receives into memory of its own, and copies from there under its lock, which those who take leave wait for.
+
+    Args:
+        join: forms the group; blocks.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        owner: tuple[str, int],
+        store: PageStore,
+        leave: Leave,
+        on_end: Callable[[Inlet], None],
+        *,
+        join: Callable[[], Group],
+    ) -> None:
+        super().__init__(line, owner, store, leave, on_end)
+        self._join = join
+        self._group: Group | None = None
+
+    def shut(self) -> None:
+        super().shut()
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def _serve(self, memory: memoryview) -> None:
+        group = self._group = self._join()
+        try:
+            with self._lock:
+                if not self._is_open:  # and perhaps nobody aborted the group
+                    raise ConnectionError("it was closed on our side")
+            self._receive_pages(group)
+        finally:
+            group.close()
+
+    def _receive_pages(self, group: Group) -> None:
+        """As ``Inlet._serve``; up to ``DEPTH`` pages are on their way at once."""
+        header = bytearray(PAGE_FRAME_BYTES)
+        coming: deque[_Coming] = deque()
+        spare = [group.pages.staging() for _ in range(DEPTH)]
+        number = 0
+        with memoryview(header) as view:
+            while True:
+                while spare and (not coming or self._readable.poll(0)):
+                    if not self._fill(view):
+                        return
+                    page, box = self._understood(bytes(header), number)
+                    room, num_bytes = spare.pop(), box.num_bytes(self._store.geometry)
+                    work = group.receive(room[:num_bytes])
+                    body = self._page_seal.body(bytes(header))
+                    coming.append(_Coming(page, box, number, room, work, body, self._mac_after(body)))
+                    number += 1
+                first = coming.popleft()
+                group.wait(first.work)
+                self._acknowledge(self._put(group.pages, first), first.page, first.number)
+                spare.append(first.room)
+
+    def _put(self, pages: Pages, came: _Coming) -> bool:
+        """Copy what has come whole into the pool, if that is allowed. Was it?
+
+        Raises ConnectionError if it is not what the writer sent.
+        """
+        num_bytes = came.box.num_bytes(self._store.geometry)
+        if came.body is not None:
+            came.body.add(pages.read(came.room[:num_bytes]))
+            if not hmac.compare_digest(came.body.mac(), came.mac):
+                raise ConnectionError("the bytes of a page came changed")
+        grant = self._leave.claim(self._owner, came.page, came.box)
+        self._page = came.page
+        with self._lock:
+            if not self._is_open:
+                raise ConnectionError("it was closed on our side")
+            is_allowed = self._leave.holds(grant, came.page)
+            if is_allowed:
+                pages.scatter(came.page, self._runs_of(came.box), came.room)
+        self._page = -1
+        self._leave.count(num_bytes if is_allowed else 0)
+        return is_allowed
+
+
+def magic_of(backend: str) -> bytes:
+    return f"bato{backend}".encode()

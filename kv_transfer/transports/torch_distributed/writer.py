@@ -1,0 +1,175 @@
+"""The prefill node's side of Gloo and NCCL: TCP's, but for the bytes, which go through a group. See ``group``."""
+
+import contextlib
+import os
+import queue
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from common.wire.messages import Connect
+from kv_transfer.transports.base import AttachError, PageStore
+from kv_transfer.transports.tcp.protocol import Line
+from kv_transfer.transports.tcp.send_thread import Job, Outlet
+from kv_transfer.transports.tcp.writer import Lane, Route, Stage, TcpWriter
+from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
+from kv_transfer.transports.torch_distributed.reader import DEPTH, magic_of
+from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
+
+
+class GroupWriter(TcpWriter):
+    """``WriterTransport`` of a prefill node, to be used within ``ChoosingWriter``, which waits where ``detach`` must.
+
+    Args:
+        backend: "gloo", or "nccl" for a pool on a CUDA device.
+
+    Raises:
+        ConfigError: torch does not have the backend, or the pool is not for it.
+    """
+
+    def __init__(self, store: PageStore, backend: str, *, key: bytes = b"") -> None:
+        check_available(backend)
+        self.name = backend
+        self.names = (backend,)
+        self.magic = magic_of(backend)
+        self._pages = Pages(store, backend)
+        super().__init__(store, key=key)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._opened: deque[GroupOutlet] = deque()  # said by their threads: a group is formed, or has ended
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        if not connect.endpoint.endswith(":1"):
+            raise AttachError(f"{connect.name} offers an endpoint that {self.name} does not understand")
+        super().attach(peer, connect)
+
+    def _outlet(self, line: Line) -> Outlet:
+        def join() -> Group:
+            return form(line, self.name, WRITER, self._pages)
+
+        return GroupOutlet(line, self.store, join=join, tell=self._tell)
+
+    def _tell(self, outlet: "GroupOutlet") -> None:
+        """Called in the outlet's thread."""
+        self._opened.append(outlet)
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    def _note_ready(self, route: Route, lane: Lane) -> None:
+        """Not yet: until the group is formed, its thread alone reads from the connection."""
+        lane.stage = Stage.OPENING
+        self._epoll.unregister(lane.connection)
+
+    def _turn(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._opened:
+            outlet = self._opened.popleft()
+            for route, lane in list(self._lanes.values()):
+                if lane.outlet is not outlet or lane.stage is not Stage.OPENING or route.is_broken:
+                    continue
+                if outlet.is_formed:
+                    self._epoll.register(lane.connection, select.EPOLLIN)
+                    super()._note_ready(route, lane)
+                else:
+                    self._break(route, outlet.why)
+        super()._turn()
+
+    def _stage(self, page: int) -> None:
+        if self.name == "gloo":  # NCCL takes pages from where they are
+            super()._stage(page)
+
+    def close(self) -> None:
+        if not self._epoll.closed:
+            super().close()
+            os.close(self._wake)
+
+
+class GroupOutlet(Outlet):
+    """Args:
+    join: forms the group; blocks.
+    tell: called in the thread when the group is formed, and when the thread needs no page any more.
+    """
+
+    def __init__(
+        self, line: Line, store: PageStore, *, join: Callable[[], Group], tell: Callable[["GroupOutlet"], None]
+    ) -> None:
+        super().__init__(line, store)
+        self.is_formed = False
+        self._join = join
+        self._tell = tell
+        self._group: Group | None = None
+        self._lock = threading.Lock()  # of the next two
+        self._is_stopped = False
+        self._is_sending = False  # our pages are being read
+
+    # ---- called by the loop -------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+        self._jobs.put(None)
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._is_sending
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        finally:
+            self._is_sending = False
+            self._tell(self)
+
+    def _serve(self, memory: memoryview) -> None:
+        group = self._group = self._join()
+        try:
+            self.is_formed = True
+            self._tell(self)
+            self._send_pages(group)
+        finally:
+            group.close()
+
+    def _send_pages(self, group: Group) -> None:
+        """As ``Outlet._serve``; up to ``DEPTH`` pages are on their way at once."""
+        going: deque[tuple[Any, Any]] = deque()  # what to wait for, and the room that it occupies
+        spare = [group.pages.staging() for _ in range(DEPTH)]
+        number = 0
+        while True:
+            job = self._next(is_waiting=not going) if spare else ()
+            if job is None or not self._may_send():
+                return
+            if job:
+                source, target, piece = job
+                room = spare.pop()
+                header, part = self._header(target, piece, number), group.pages.gather(source, piece, room)
+                self._connection.sendall(header)
+                going.append((group.send(part), room))
+                if (body := self._seal.body(header)) is not None:
+                    body.add(group.pages.read(part))
+                    self._connection.sendall(body.mac())
+                number += 1
+            else:
+                work, room = going.popleft()
+                group.wait(work)
+                spare.append(room)
+                self._is_sending = bool(going)
+
+    def _next(self, *, is_waiting: bool) -> Job | tuple[()] | None:
+        """The next job, () if there is none and nobody waits for one, or None for the end."""
+        try:
+            return self._jobs.get(block=is_waiting)
+        except queue.Empty:
+            return ()
+
+    def _may_send(self) -> bool:
+        with self._lock:
+            self._is_sending = self._is_sending or not self._is_stopped
+            return not self._is_stopped

@@ -1,0 +1,313 @@
+"""Our engine against ``transformers``: same weights, same number format, same threads, in one run.
+
+The model has Qwen3-0.6B's shape and random weights, made in memory. Decode starts from caches filled with random KV, so
+that no time goes into prompts that are not measured. Both sides take turns, and a figure is its best round, as are
+the limits, which are what this machine did just now: how fast it reads memory, and its best matrix product.
+Neighbours on the machine only ever make a round slower.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.cache.page_layout import ITEM_BYTES
+from common.engine.attention import make_attention
+from common.engine.decoder import Decoder, lay_out
+from common.engine.dtypes import TORCH_DTYPES
+from common.engine.executor import TorchExecutor
+from common.engine.kv_pool import KVPool
+from common.engine.model_config import ModelConfig
+from common.engine.rope_config import RopeConfig
+from common.sampling_params import SamplingParams
+from common.step_plan import Admit, PageDelta, Row, StepPlan
+
+PAGE_SIZE = 16
+CONTEXT = 256
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and how long."""
+
+    device: str
+    dtype: str
+    num_layers: int
+    prefills: tuple[int, ...]
+    batches: tuple[int, ...]
+    new_tokens: int
+    rounds: int
+    with_transformers: bool
+    attention: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the machine, measured in this run."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table, in tokens per second."""
+
+    name: str
+    ours: float
+    transformers: float | None
+    limit: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench engine", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
+    parser.add_argument("--threads", type=int, default=None, help="of torch; all cores unless given")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="7 layers, one round, 8 new tokens")
+    parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures here too")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    options = Options(
+        device=args.device,
+        dtype=args.dtype,
+        num_layers=7 if args.quick else args.layers,
+        prefills=tuple(args.prefill),
+        batches=tuple(args.batch),
+        new_tokens=8 if args.quick else args.new_tokens,
+        rounds=1 if args.quick else args.rounds,
+        with_transformers=not args.ours_only,
+        attention=args.attention,
+    )
+    limits, lines = measure(options)
+    if args.json:
+        content = {"options": vars(options), "limits": vars(limits), "lines": [vars(line) for line in lines]}
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 0
+
+
+def measure(options: Options) -> tuple[Limits, list[Line]]:
+    """Every line of the table, each printed as soon as it is known."""
+    torch.manual_seed(0)
+    config = model_shape(options.num_layers)
+    ours, theirs = build(config, options)
+    limits = measure_limits(options)
+    print(heading(options, limits), flush=True)
+    lines = []
+    for measure_one, counts in ((measure_prefill, options.prefills), (measure_decode, options.batches)):
+        for count in counts:
+            lines.append(measure_one(count, ours, theirs, limits, options))
+            print(row_of(lines[-1]), flush=True)
+    ours.close()
+    return limits, lines
+
+
+def model_shape(num_layers: int) -> ModelConfig:
+    """Qwen3-0.6B, perhaps with fewer layers."""
+    return ModelConfig(
+        folder=Path(),
+        family="qwen3",
+        num_layers=num_layers,
+        hidden_size=1024,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151_936,
+        context_length=40_960,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1_000_000.0),
+        has_qk_norm=True,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        has_mlp_bias=False,
+        is_tied=True,
+        dtype="bfloat16",
+        eos_token_ids=(),
+        generation={},
+        digest="",
+    )
+
+
+def build(config: ModelConfig, options: Options) -> tuple[TorchExecutor, Any]:
+    """Both engines over one set of random tensors; transformers keeps them as they are, we repack ours."""
+    device = torch.device(options.device)
+    weights, places = lay_out(config, TORCH_DTYPES[options.dtype], device)
+    for name, tensor in places.items():
+        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0, 0.02)
+    theirs = transformers_model(config, places) if options.with_transformers else None
+    most_tokens = max(
+        [*options.prefills, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batches)]
+    )
+    pool = KVPool(config.geometry(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
+    pool.tensor.normal_()
+    weights.pack()
+    backend = make_attention(options.attention, pool, config.num_heads)
+    executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=max([1, *options.batches]))
+    return executor, theirs
+
+
+def transformers_model(config: ModelConfig, places: dict[str, torch.Tensor]) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    theirs = Qwen3Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.context_length,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        rms_norm_eps=config.rms_norm_eps,
+        tie_word_embeddings=True,
+    )
+    theirs._attn_implementation = "sdpa"
+    embedding = places["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(theirs)
+    model.load_state_dict({**places, "lm_head.weight": embedding}, assign=True, strict=True)
+    # Buffers are not in the state: make the rotary ones anew, off the meta device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embedding.device)
+    return model.eval()
+
+
+def measure_limits(options: Options) -> Limits:
+    device = torch.device(options.device)
+    ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
+    readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
+    read = max(ballast.nbytes / best_s(reader, 9, device) for reader in readers)
+    size = 4096 if options.dtype != "float32" or device.type == "cuda" else 2048
+    a = torch.randn(size, size, device=device).to(TORCH_DTYPES[options.dtype])
+    flops = 2 * size**3 / best_s(lambda: a @ a, 9, device)
+    return Limits(read, flops)
+
+
+def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
+    """One cold prompt in one step, up to its first token."""
+    config = ours.model.config
+    prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
+    pages = tuple(range(ours.pool.geometry.num_pages(num_tokens)))
+    plan = StepPlan(
+        0, (Admit(0, GREEDY, num_tokens, None),), (PageDelta(0, 0, pages),), (Row(0, 0, tuple(prompt), True),)
+    )
+
+    def run_theirs() -> None:
+        with torch.inference_mode():
+            logits = theirs(input_ids=torch.tensor([prompt], device=options.device), logits_to_keep=1).logits
+            logits.argmax().item()
+
+    ours_s, theirs_s = take_turns(lambda: ours.run(plan), run_theirs if theirs else None, options)
+    flops = 2 * linear_parameters(config, with_head=False) * num_tokens
+    flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
+    return line(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
+
+
+def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
+    """``new_tokens`` steps of ``batch`` rows, from ``CONTEXT`` cached tokens each."""
+    config, steps = ours.model.config, options.new_tokens
+    per_row = ours.pool.geometry.num_pages(CONTEXT + steps)
+    admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
+    deltas = tuple(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))) for slot in range(batch))
+
+    def run_ours() -> None:
+        for step in range(steps):
+            rows = tuple(Row(slot, CONTEXT + step, None, True) for slot in range(batch))
+            ours.run(StepPlan(step, admits if step == 0 else (), deltas if step == 0 else (), rows))
+
+    def run_theirs() -> None:
+        with torch.inference_mode():
+            decode_transformers(theirs, batch, steps, options)
+
+    ours_s, theirs_s = take_turns(run_ours, run_theirs if theirs else None, options)
+    parameters = linear_parameters(config, with_head=True)
+    kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.geometry.page_bytes / PAGE_SIZE
+    memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
+    limit_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s) * steps
+    return line(f"decode batch {batch}", batch * steps, ours_s, theirs_s, limit_s)
+
+
+def decode_transformers(model: Any, batch: int, steps: int, options: Options) -> None:
+    """What ``generate`` does per token, from a cache of random KV."""
+    from transformers import DynamicCache
+
+    config = model.config
+    cache = DynamicCache(config=config)
+    shape = (batch, config.num_key_value_heads, CONTEXT, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        kv = torch.randn(shape, device=options.device).to(TORCH_DTYPES[options.dtype])
+        cache.update(kv, kv, layer)
+    tokens = torch.ones(batch, 1, dtype=torch.int64, device=options.device)
+    for _ in range(steps):
+        tokens = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+        tokens.tolist()
+
+
+def take_turns(
+    ours: Callable[[], object], theirs: Callable[[], object] | None, options: Options
+) -> tuple[float, float | None]:
+    """Best seconds of both, run alternately after one round that does not count."""
+    device = torch.device(options.device)
+    pairs = [
+        (timed(ours, device), timed(theirs, device) if theirs else None) for _ in range(max(2, options.rounds + 1))
+    ][1:]
+    theirs_s = [pair[1] for pair in pairs if pair[1] is not None]
+    return min(pair[0] for pair in pairs), min(theirs_s) if theirs_s else None
+
+
+def best_s(run: Callable[[], object], rounds: int, device: torch.device) -> float:
+    timed(run, device)
+    return min(timed(run, device) for _ in range(rounds))
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
+    """Weights that every token is multiplied with."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.num_heads * config.head_dim
+    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
+
+
+def line(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Line:
+    return Line(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
+
+
+def heading(options: Options, limits: Limits) -> str:
+    return (
+        f"{options.num_layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
+        f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
+        f"{'tokens/s':<18}{'ours':>10}{'transformers':>14}{'ratio':>8}{'limit':>10}{'of limit':>10}"
+    )
+
+
+def row_of(each: Line) -> str:
+    theirs = f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
+    return f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""What the gateway costs: answers and streamed chunks per second on one core, against nodes that cost next to nothing.
+
+The gateway is a process of its own, pinned to one core; its nodes (no engine, a scripted answer) and a lean client
+share the other. Streams run in lockstep: a node sends the next token when the client has the previous chunk, so that no
+two tokens share a chunk. Beside the rate stands the gateway's own processor time, I/O thread included: where client and
+nodes are the slower side, its inverse is what the gateway could do.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import zmq
+
+from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
+from common.wire.mailbox import Mailbox
+from common.wire.messages import FromGateway, Generate, Geometry, Heartbeat, Register, Registered, Role, Tokens
+from common.wire.process_id import new_incarnation
+
+ROOT = Path(__file__).resolve().parents[1]
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+OnGenerate = Callable[["BenchNode", Generate], None]
+
+
+class BenchNode:
+    """A node that only speaks. ``on_generate`` answers."""
+
+    def __init__(self, context: zmq.Context[Any], control: str, role: Role, on_generate: OnGenerate) -> None:
+        self.on_generate = on_generate
+        self.registered = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._mailbox = Mailbox(context, new_incarnation(), FromGateway, connect=f"tcp://{control}")
+        self._is_drain_due = False
+        self._fd = int(self._mailbox.sockets[0].get(zmq.FD))
+        self._loop.add_reader(self._fd, self._drain)
+        self._mailbox.send(
+            Register(
+                role=role, name=role, model=SMALL_MODEL_NAME, digest="bench", vocab_size=4096, context_length=1 << 20,
+                eos_token_ids=(), generation={}, geometry=Geometry(1, 1, 8, 16, "float32"), num_pages=1 << 20,
+                max_running=4096, max_queued=4096, transports=("shm",), address="127.0.0.1:9", pid=0, device="none",
+            )
+        )  # fmt: skip
+        self._beat()
+
+    def _beat(self) -> None:
+        self._mailbox.send(Heartbeat(0, 0, 0, 0, 0, {}))
+        self._later = self._loop.call_later(1.0, self._beat)
+        self._drain_soon()
+
+    def send(self, message: Tokens) -> None:
+        self._mailbox.send(message)
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._is_drain_due:
+            self._is_drain_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._is_drain_due = False
+        for letter in self._mailbox.receive():
+            if isinstance(letter.message, Generate):
+                self.on_generate(self, letter.message)
+            elif isinstance(letter.message, Registered):
+                self.registered.set()
+
+    def close(self) -> None:
+        self._later.cancel()
+        self._loop.remove_reader(self._fd)
+        self._mailbox.close()
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection; ``on_data`` gets what arrives."""
+
+    def __init__(self, on_data: Callable[["Connection", bytes], None]) -> None:
+        self.on_data = on_data
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.on_data(self, data)
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n"
+        assert self.transport is not None
+        self.transport.write(head.encode() + data)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row: how many of what per second, and the gateway's processor time for each."""
+
+    name: str
+    per_second: float
+    cpu_us: float
+
+    def __str__(self) -> str:
+        possible = 1e6 / self.cpu_us
+        return f"{self.name:42} {self.per_second:9,.0f} /s {self.cpu_us:8.1f} us CPU each {possible:9,.0f} /s per core"
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+@contextlib.asynccontextmanager
+async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple[int, str, str]]:
+    """A gateway on free ports: process id, HTTP address, control address."""
+    words = [sys.executable, "-m", "gateway", "--model", model, "--served-model-name", SMALL_MODEL_NAME]
+    cores = sorted(os.sched_getaffinity(0))
+    process = await asyncio.create_subprocess_exec(
+        *words, "--port", "0", "--control-port", "0", "--max-queued-requests", "4096",
+        cwd=ROOT, stderr=subprocess.PIPE,
+        preexec_fn=(lambda: os.sched_setaffinity(0, cores[:1])) if is_pinned else None,
+    )  # fmt: skip
+    if is_pinned:
+        os.sched_setaffinity(0, cores[1:])
+    assert process.stderr is not None
+    try:
+        control = (await process.stderr.readline()).decode().split()[-1]
+        url = (await process.stderr.readline()).decode().split()[-1]
+        yield process.pid, url, control
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+
+
+class Bench:
+    """Both measurements against one gateway."""
+
+    def __init__(self, pid: int, url: str, control: str, seconds: float) -> None:
+        self._pid = pid
+        address = urlsplit(url)
+        self._host, self._port = address.hostname or "", address.port or 0
+        self._seconds = seconds
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._nodes = [BenchNode(self._context, control, role, ignore) for role in ("prefill", "decode")]
+
+    async def ready(self) -> None:
+        """Waits for the nodes, and asks for the tokens of 26 letters: every one of them makes a chunk."""
+        for node in self._nodes:
+            await node.registered.wait()
+        answered = asyncio.get_running_loop().create_future()
+        (connection,) = await self._connect(1, lambda _, data: answered.set_result(data))
+        connection.post("/tokenize", {"prompt": list("abcdefghijklmnopqrstuvwxyz"), "add_special_tokens": False})
+        answer = json.loads((await answered).rpartition(b"\r\n")[2])
+        self._letters = tuple(tokens[0] for tokens in answer["tokens"])
+        await close_all([connection])
+
+    def close(self) -> None:
+        for node in self._nodes:
+            node.close()
+        self._context.destroy(linger=0)
+
+    async def _connect(self, count: int, on_data: Callable[[Connection, bytes], None]) -> list[Connection]:
+        loop = asyncio.get_running_loop()
+        return [
+            (await loop.create_connection(lambda: Connection(on_data), self._host, self._port))[1] for _ in range(count)
+        ]
+
+    async def _measure(self, name: str, count: Callable[[], int]) -> Figure:
+        await asyncio.sleep(0.5)  # warm
+        before, cpu, started_at = count(), cpu_seconds(self._pid), time.perf_counter()
+        await asyncio.sleep(self._seconds)
+        number = count() - before
+        cpu = cpu_seconds(self._pid) - cpu
+        return Figure(name, number / (time.perf_counter() - started_at), 1e6 * cpu / max(number, 1))
+
+    async def answers(self, num_connections: int) -> Figure:
+        """Whole answers of one token, closed loop."""
+        num_done = 0
+        body = {"prompt": "Shall I compare thee to a summer's day?", "max_tokens": 1}
+
+        def on_data(connection: Connection, data: bytes) -> None:
+            nonlocal num_done
+            assert data.startswith(b"HTTP/1.1 200"), data
+            num_done += 1
+            connection.post("/v1/completions", body)
+
+        self._nodes[0].on_generate = lambda node, generate: node.send(
+            Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length")
+        )
+        self._nodes[1].on_generate = ignore
+        connections = await self._connect(num_connections, on_data)
+        for connection in connections:
+            connection.post("/v1/completions", body)
+        figure = await self._measure(f"answers, {num_connections} connections", lambda: num_done)
+        await close_all(connections)
+        return figure
+
+    async def chunks(self, num_streams: int, path: str, body: dict[str, Any]) -> Figure:
+        """Streamed chunks, each of one token, all streams in lockstep with their node."""
+        num_chunks = 0
+        streams: dict[str, int] = {}  # request -> index of its next token
+        waiting: list[Connection] = []
+        rids: dict[Connection, str] = {}
+        prefill, decode = self._nodes
+
+        def on_generate(node: BenchNode, generate: Generate) -> None:
+            rids[waiting.pop(0)] = generate.rid
+            streams[generate.rid] = 1
+            node.send(Tokens(generate.rid, generate.attempt, 0, self._letters[:1]))
+
+        def on_data(connection: Connection, data: bytes) -> None:
+            nonlocal num_chunks
+            count = data.count(b"data: ")
+            if not count:
+                return
+            num_chunks += count
+            rid = rids[connection]
+            index = streams[rid]
+            streams[rid] = index + 1
+            decode.send(Tokens(rid, 0, index, (self._letters[index % 26],)))
+
+        prefill.on_generate, decode.on_generate = on_generate, ignore
+        connections = await self._connect(num_streams, on_data)
+        for connection in connections:
+            waiting.append(connection)
+            connection.post(path, {**body, "stream": True, "max_tokens": 1 << 19})
+            while waiting:
+                await asyncio.sleep(0.001)
+        figure = await self._measure(f"{path} chunks, {num_streams} streams", lambda: num_chunks)
+        await close_all(connections)
+        return figure
+
+
+async def close_all(connections: list[Connection]) -> None:
+    for connection in connections:
+        if connection.transport is not None:
+            connection.transport.close()
+    await asyncio.sleep(0.3)
+
+
+def ignore(node: BenchNode, generate: Generate) -> None:
+    """Says nothing."""
+
+
+async def run(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
+    async with gateway_process(model, is_pinned=is_pinned) as (pid, url, control):
+        bench = Bench(pid, url, control, seconds)
+        try:
+            await bench.ready()
+            return [
+                await bench.answers(1),
+                await bench.answers(16),
+                await bench.chunks(1, "/v1/completions", {"prompt": "a"}),
+                await bench.chunks(64, "/v1/completions", {"prompt": "a"}),
+                await bench.chunks(64, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                await bench.chunks(64, "/v1/completions", {"prompt": "a", "stop": ["THE END", "\n\n"]}),
+            ]
+        finally:
+            bench.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench gateway", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement")
+    parser.add_argument("--model", default=SMALL_MODEL, help="folder with a tokenizer and a chat template")
+    parser.add_argument("--no-pin", action="store_true", help="leave the cores to the system")
+    options = parser.parse_args()
+    is_pinned = not options.no_pin and len(os.sched_getaffinity(0)) > 1
+    loop_factory: Any = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        for figure in runner.run(run(options.model, options.seconds, is_pinned=is_pinned)):
+            print(figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""KV pages from process to process: GB/s and CPU seconds of every transport, beside memcpy and the bare backend.
+
+The writer is this process, the reader another one. Every measurement of a transport stands between two of its yard
+sticks in the same run, over the same bytes: ``memcpy`` (one thread), ``socket`` (one plain TCP connection, ``sendmsg``
+to ``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause), ``bare gloo``
+(one send of all the bytes). Ratios are medians over the repetitions. ``./scripts/bench transfer --help`` tells the
+options.
+"""
+
+import argparse
+import json
+import os
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import zmq
+
+from common.cache.page_layout import PageLayout
+from common.engine.kv_pool import KVPool
+from common.errors import ConfigError
+from common.wire.mailbox import Mailbox
+from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, PagesWritten
+from common.wire.process_id import new_incarnation
+from kv_transfer.transports.base import to_message
+from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.transports.nixl.writer import HOLD_S
+from kv_transfer.transports.tcp.protocol import tune
+from scripts.benchmarks import gloo_baseline as bare_gloo
+
+GEOMETRIES = {
+    "qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"),
+    "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16"),
+}
+WRITER, READER = "p" * 32, "d" * 32  # incarnations
+BATCH = 64  # pages per write, as ``Sender.pump`` asks for
+
+
+# ---- the reader's process -------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Obeys one JSON line at a time; the transport is looked after between them."""
+
+    def __init__(self, geometry: PageLayout, num_pages: int, transport: str, key: str) -> None:
+        self.pool = KVPool(geometry, num_pages)
+        _touch(self.pool)
+        self.transport = open_reader(self.pool, Settings(transport, READER, cluster_key=key.encode()))
+        self.num_pages = num_pages
+        self.context: zmq.Context[Any] = zmq.Context()
+
+    def do_offer(self) -> str:
+        store, transport = self.pool, self.transport
+        endpoint = transport.offer(WRITER, 1)
+        connect = Connect("reader", "-", 1, to_message(store.geometry), self.num_pages, transport.name, endpoint)
+        return msgspec.json.encode(connect).decode()
+
+    def do_chosen(self, name: str) -> bool:
+        return self.transport.chosen(WRITER, 1, name)
+
+    def do_allow(self, count: int) -> float:
+        self.transport.allow(WRITER, 1, range(count))
+        return time.process_time()
+
+    def do_forbid(self, count: int) -> float:
+        self.transport.forbid(range(count))
+        return time.process_time()
+
+    def do_listen(self) -> int:
+        """A plain socket: says how many bytes are to come, 8 bytes; answered by one byte when they are in the pool."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        tune(listener)
+        threading.Thread(target=self._swallow, args=(listener,), daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    def _swallow(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        tune(connection)
+        size = self.pool.geometry.page_bytes
+        with memoryview(self.pool.memory) as memory:
+            while head := connection.recv(8, socket.MSG_WAITALL):
+                for page in range(int.from_bytes(head, "little")):
+                    at, end = page * size, (page + 1) * size
+                    while at < end:
+                        at += connection.recv_into(memory[at:end])
+                connection.sendall(b"\1")
+
+    def do_receive_bare(self, port: int) -> None:
+        bare_gloo.receive(self.pool, port)
+
+    def do_echo(self) -> str:
+        mailbox = Mailbox(self.context, READER, FromDecode, bind="tcp://127.0.0.1:0")
+        threading.Thread(target=self._echo, args=(mailbox,), daemon=True).start()
+        return mailbox.address
+
+    @staticmethod
+    def _echo(mailbox: Mailbox) -> None:
+        while True:
+            mailbox.sockets[0].poll(1_000)
+            for letter in mailbox.receive():
+                mailbox.send(PagesWritten("r", 0, 1, letter.message.pages), target=letter.sender)
+
+    def run(self) -> None:
+        pending = b""
+        while True:
+            ready, _, _ = select.select([0, *self.transport.files()], [], [], 1.0)
+            self.transport.poll(time.monotonic())
+            if 0 not in ready:
+                continue
+            data = os.read(0, 65536)
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                command = json.loads(line)
+                answer = getattr(self, "do_" + command.pop("do"))(**command)
+                print(json.dumps(answer), flush=True)
+
+
+def _touch(pool: KVPool) -> None:
+    """Every page of memory is there before anything is timed."""
+    pool.tensor.view(-1)[::2048] = 0
+
+
+class Child:
+    def __init__(self, arguments: argparse.Namespace, geometry: str, transport: str, num_pages: int) -> None:
+        argv = [sys.executable, "-m", "scripts.benchmarks.transfer", "--reader", geometry, str(num_pages), transport]
+        self.process = subprocess.Popen(
+            [*argv, arguments.cluster_key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, do: str, **words: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+# ---- what is timed --------------------------------------------------------------------------------------------------
+
+
+class Subject:
+    """A transport, attached to its reader."""
+
+    def __init__(self, child: Child, pool: KVPool, transport: str, key: str) -> None:
+        self.child = child
+        self.pool = pool
+        self.writer = open_writer(pool, Settings(transport, WRITER, cluster_key=key.encode()))
+        self.writer.attach(READER, msgspec.json.decode(child.ask("offer"), type=Connect))
+        until = time.monotonic() + 20
+        while not (news := self.writer.poll()):
+            select.select(self.writer.files(), [], [], 0.1)
+            assert time.monotonic() < until, "never attached"
+        assert not news[0].problem, news[0].problem
+        assert child.ask("chosen", name=news[0].transport)
+
+    def send(self, count: int) -> tuple[float, float]:
+        """(seconds, CPU seconds of both processes) until the last of so many pages is known to be in place."""
+        theirs = self.child.ask("allow", count=count)
+        ours, begun_at = time.process_time(), time.perf_counter()
+        open_tickets = 0
+        for at in range(0, count, BATCH):
+            self.writer.write(READER, [(page, page) for page in range(at, min(at + BATCH, count))])
+            open_tickets += 1
+        while open_tickets := open_tickets - len(self.writer.done()):
+            select.select(self.writer.files(), [], [], 1.0)
+            assert not (news := self.writer.poll()), news[0].problem
+        seconds = time.perf_counter() - begun_at
+        self.writer.poll()  # as a node does every turn; some leave till then what nobody waits for
+        ours = time.process_time() - ours
+        return seconds, ours + self.child.ask("forbid", count=count) - theirs
+
+
+def memcpy(pool: KVPool, target: KVPool) -> Callable[[int], float]:
+    size = pool.geometry.page_bytes
+
+    def run(count: int) -> float:
+        with memoryview(pool.memory) as source, memoryview(target.memory) as into:
+            begun_at = time.perf_counter()
+            for page in range(count):
+                into[page * size : (page + 1) * size] = source[page * size : (page + 1) * size]
+            return time.perf_counter() - begun_at
+
+    return run
+
+
+def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
+    size = pool.geometry.page_bytes
+    connection = socket.create_connection(("127.0.0.1", port))
+    tune(connection)
+
+    def run(count: int) -> float:
+        with memoryview(pool.memory) as source:
+            begun_at = time.perf_counter()
+            connection.sendall(count.to_bytes(8, "little"))
+            for page in range(count):
+                connection.sendall(source[page * size : (page + 1) * size])
+            connection.recv(1)
+            return time.perf_counter() - begun_at
+
+    return run
+
+
+def bare_nixl(subject: Subject) -> Callable[[int], float]:
+    """The subject's own agent and descriptor lists, while its thread has nothing to do.
+
+    From this thread what the writer would begin in it, else from another: a core that has just made the copy before
+    finds its source in the caches, which is worth more than all that is to be seen here.
+    """
+    writer: Any = subject.writer._transports[0]
+    agent, route = writer._agent, writer._routes[READER]
+    thread = ThreadPoolExecutor(1)
+
+    def run(count: int) -> float:
+        is_here = count * subject.pool.geometry.page_bytes * route.s_per_byte <= HOLD_S
+        return write(count) if is_here else thread.submit(write, count).result()
+
+    def write(count: int) -> float:
+        subject.child.ask("allow", count=count)
+        begun_at = time.perf_counter()
+        with agent.lock:
+            indices = list(range(count))
+            handle = agent.nixl.make_prepped_xfer("WRITE", writer._sources, indices, route.pages, indices)
+            state = agent.nixl.transfer(handle)
+            while state == "PROC":
+                state = agent.nixl.check_xfer_state(handle)
+            seconds = time.perf_counter() - begun_at
+            handle.release()
+        assert state == "DONE"
+        subject.child.ask("forbid", count=count)
+        return seconds
+
+    return run
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts: Sequence[int]) -> list[str]:
+    pool, target = KVPool(GEOMETRIES[geometry], counts[-1]), KVPool(GEOMETRIES[geometry], counts[-1])
+    _touch(pool)
+    _touch(target)
+    child = Child(arguments, geometry, transport, counts[-1])
+    lines = []
+    try:
+        subject = Subject(child, pool, transport, arguments.cluster_key)
+        copy, bare, bare_name = memcpy(pool, target), None, ""
+        if transport == "tcp":
+            bare, bare_name = bare_socket(pool, child.ask("listen")), "socket"
+        elif transport == "nixl":
+            bare, bare_name = bare_nixl(subject), "bare nixl"
+        elif transport == "gloo":
+            store = bare_gloo.host()
+            child.ask("receive_bare", port=store.port)
+            bare, bare_name = bare_gloo.sender(pool, store), "bare gloo"
+        for count in counts:
+            lines.append(_line(geometry, transport, count, subject, copy, bare, bare_name))
+            print(lines[-1], flush=True)
+        subject.writer.close()
+    finally:
+        child.close()
+        pool.close()
+        target.close()
+    return lines
+
+
+def _line(
+    geometry: str,
+    transport: str,
+    count: int,
+    subject: Subject,
+    copy: Callable[[int], float],
+    bare: Callable[[int], float] | None,
+    bare_name: str,
+) -> str:
+    repeats = max(6, min(30, 1024 // count))
+    payload = count * GEOMETRIES[geometry].page_bytes / 1e9
+    rows = []
+    for i in range(repeats + 1):
+        copied = copy(count)
+        barely = bare(count) if bare is not None and i % 2 else 0.0  # whoever is second finds warmer caches
+        seconds, cpu = subject.send(count)
+        rows.append((seconds, cpu, copied, copied if bare is None else barely or bare(count)))
+    seconds, cpu, copied, barely = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+    of_copy = statistics.median(row[2] / row[0] for row in rows[1:])
+    text = f"{geometry:13} {transport:5} {count:5} pages {seconds * 1e3:9.2f} ms {payload / seconds:6.2f} GB/s"
+    text += f" {cpu / payload:6.3f} CPU s/GB | memcpy {payload / copied:6.2f} GB/s, ratio {of_copy:4.2f}"
+    if bare is not None:
+        of_bare = statistics.median(row[3] / row[0] for row in rows[1:])
+        more = statistics.median(row[0] - row[3] for row in rows[1:]) * 1e6
+        text += f" | {bare_name} {payload / barely:6.2f} GB/s, ratio {of_bare:4.2f}, {more:+.0f} us"
+    else:
+        text += f" | {(seconds - copied) * 1e6:+.0f} us over memcpy"
+    return text
+
+
+def round_trip(arguments: argparse.Namespace) -> str:
+    """Grant there, Delivered back, through the mailboxes that nodes use."""
+    child = Child(arguments, "qwen3-0.6b", "shm", 1)
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        mailbox = Mailbox(context, new_incarnation(), FromPrefill, connect=child.ask("echo"))
+        times = []
+        for _ in range(1_000):
+            begun_at = time.perf_counter()
+            mailbox.send(Grant("r", 0, 1, 0, (1, 2, 3, 4)), target=READER)
+            while not mailbox.receive():
+                mailbox.sockets[0].poll(1_000)
+            times.append(time.perf_counter() - begun_at)
+        mailbox.close()
+    finally:
+        child.close()
+        context.term()
+    times.sort()
+    return f"control round trip: p50 {times[500] * 1e6:.0f} us, p99 {times[990] * 1e6:.0f} us"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Measure KV transports between two processes of this machine.")
+    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="which, by comma (default %(default)s)")
+    parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="which (default %(default)s)")
+    parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (default %(default)s)")
+    parser.add_argument("--cluster-key", default="", help="authenticate tcp with this key")
+    parser.add_argument("--reader", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.reader:
+        geometry, num_pages, transport, key = arguments.reader
+        Reader(GEOMETRIES[geometry], int(num_pages), transport, key).run()
+        return 0
+    print(f"load {os.getloadavg()[0]:.1f}; {os.cpu_count()} cores; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}")
+    print(round_trip(arguments), flush=True)
+    counts = sorted(int(count) for count in arguments.pages.split(","))
+    for geometry in arguments.geometries.split(","):
+        for transport in arguments.transports.split(","):
+            with suppress(BrokenPipeError):
+                try:
+                    measure(arguments, geometry, transport, counts)
+                except ConfigError as error:
+                    print(f"{geometry:13} {transport:5} not measured: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

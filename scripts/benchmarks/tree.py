@@ -1,0 +1,119 @@
+"""What the benchmarks of scheduling share: the tree of a million tokens, and how a piece of work is timed."""
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import TOKEN_BYTES, RadixCache, TokenKey
+
+PAGE_SIZE = 16
+NUM_PREFIXES = 50
+PREFIX_TOKENS = 256
+NUM_LEAVES = 1_000
+LEAF_TOKENS = 1_008
+PROBE_TOKENS = 8_192
+CHAIN_NODES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row of the table; times in microseconds, None where nobody has published one."""
+
+    name: str
+    median_us: float
+    p99_us: float
+    num_samples: int
+    num_preempted: int
+    python_tree_us: float | None = None
+    rust_tree_us: float | None = None
+    mark_us: float | None = None
+
+
+class Sample(NamedTuple):
+    """One repetition. A preempted one contains a time slice of some other process; it is counted, not left out."""
+
+    wall_us: float
+    is_preempted: bool
+
+
+class Tree:
+    """A cache holding 1,020,800 tokens, with room for what is tried on it."""
+
+    def __init__(self) -> None:
+        num_pages = (NUM_PREFIXES * PREFIX_TOKENS + NUM_LEAVES * LEAF_TOKENS + 2 * PROBE_TOKENS) // PAGE_SIZE
+        self.books = PageAllocator(num_pages)
+        self.cache = RadixCache(self.books, PAGE_SIZE)
+        self._random = np.random.default_rng(0)
+        self.prefixes = [self.fresh(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
+        self._num_leaves = 0
+        self._locked = list(self.cache.nodes())
+        self.grow(NUM_LEAVES)
+        assert self.cache.num_pages * PAGE_SIZE == 1_020_800
+
+    def grow(self, num_leaves: int) -> None:
+        """Add requests of one of the shared prefixes and 1,008 new tokens each."""
+        for _ in range(num_leaves):
+            self.add(self.prefixes[self._num_leaves % NUM_PREFIXES] + self.fresh(LEAF_TOKENS))
+            self._num_leaves += 1
+
+    def fresh(self, num_tokens: int) -> TokenKey:
+        """Packed random tokens of a vocabulary of 151,936."""
+        return self._random.integers(0, 151_936, num_tokens).astype("<i4").tobytes()
+
+    def pages_for(self, key: TokenKey) -> list[int]:
+        pages = self.books.alloc(len(key) // (TOKEN_BYTES * PAGE_SIZE), Owner.REQUEST)
+        assert pages is not None
+        return pages
+
+    def add(self, key: TokenKey) -> None:
+        pages = self.pages_for(key)
+        self.books.free(pages[: self.cache.insert(key, pages).first_adopted], Owner.REQUEST)
+
+    def add_chain(self, key: TokenKey, num_nodes: int) -> list[int]:
+        """Insert the first ``num_nodes`` sixteenths of a new run, one after the other as chunks are; their pages."""
+        size = len(key) // CHAIN_NODES
+        pages: list[int] = []
+        for end in range(size, num_nodes * size + 1, size):
+            pages += self.pages_for(key[:size])
+            self.cache.insert(key[:end], pages)
+        return pages
+
+    def lock_all(self) -> None:
+        """What is added from now on is all that ``cache.clear`` removes."""
+        self._locked = list(self.cache.nodes())
+        for node in self._locked:
+            self.cache.lock(node)
+
+    def unlock_all(self) -> None:
+        for node in self._locked:
+            self.cache.unlock(node)
+
+
+def timed(work: Callable[[], object]) -> Sample:
+    """One call on the wall clock."""
+    lost = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    start = time.perf_counter_ns()
+    work()
+    elapsed = time.perf_counter_ns() - start
+    return Sample(elapsed / 1e3, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > lost)
+
+
+def figure(
+    name: str,
+    samples: list[Sample],
+    *,
+    python: float | None = None,
+    rust: float | None = None,
+    mark: float | None = None,
+) -> Figure:
+    """Median and 99th percentile of the samples, beside what SGLang's two trees take and what is allowed."""
+    ordered = sorted(sample.wall_us for sample in samples)
+    num_preempted = sum(sample.is_preempted for sample in samples)
+    p99 = ordered[int(len(ordered) * 0.99)]
+    return Figure(name, statistics.median(ordered), p99, len(samples), num_preempted, python, rust, mark)

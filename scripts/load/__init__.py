@@ -1,4 +1,0 @@
-"""The load-test harness: one seeded schedule, lean client processes, honest clocks, and reports of them.
-
-``scripts.load.run.run_load(config)`` is the library's door; ``scripts.load.main`` is the command.
-"""

@@ -1,0 +1,97 @@
+"""How much of each node was used, out of the metrics that were scraped alongside.
+
+Counters of busy seconds become shares, counters of tokens become rates, page counts become the share of the pool in
+use. What a server does not export is left out; everything else that looks like load is shown as it is.
+"""
+
+import re
+
+from scripts.load_tester.reporting.svg import Chart, Points
+
+Series = dict[str, list[list[float]]]  # "name{labels}" to [seconds, value], ...
+Lines = list[tuple[str, Points]]  # name of the node, points
+UTILISATION = re.compile(r"running|waiting|usage|in_flight|queue|num_requests|busy|util|processing|deferred", re.I)
+COUNTERS = re.compile(r"_total$|_count$|_seconds$")
+MAX_LINES, MAX_CHARTS = 6, 12
+STALE_S = 4.0
+
+
+def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
+    """Title and chart of each: busy, pages, tokens computed, and the server's own gauges of load."""
+    found = [
+        ("Busy with steps, share of the time", _rates(scrape, "busy_seconds_total"), (0.0, 1.0)),
+        ("KV pages in use, share of the pool", _pages(scrape), (0.0, 1.0)),
+        ("Prompt tokens computed per second", _rates(scrape, "node_prompt_tokens_computed_total"), None),
+        ("Output tokens per second", _rates(scrape, "node_output_tokens_total"), None),
+    ]
+    charts = [(_of(title, lines), _chart(title, lines, bounds)) for title, lines, bounds in found if lines]
+    families: dict[str, Lines] = {}
+    for name, series in scrape.items():
+        family = name.partition("{")[0]
+        if UTILISATION.search(family) and not COUNTERS.search(family):
+            families.setdefault(family, []).append((_node(name), [(at, value) for at, value in series]))
+    charts += [(_of(_title(family), lines), _chart(family[:44], lines, None)) for family, lines in families.items()]
+    return charts[:MAX_CHARTS]
+
+
+def _of(title: str, lines: Lines) -> str:
+    return title if len(lines) <= MAX_LINES else f"{title} (the first {MAX_LINES} of {len(lines)})"
+
+
+def _title(family: str) -> str:
+    """A metric's name in words, without the server's own in front: ``sglang:num_running_reqs``, Num running reqs."""
+    words = re.split(r"[:_]+", family)
+    return " ".join(words[1:] or words).capitalize()
+
+
+def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Chart:
+    chart = Chart("s", label, y=bounds)
+    for colour, (name, points) in enumerate(lines[:MAX_LINES]):
+        chart.line(points, colour, name)
+        if len(points) == 1:  # which no line shows
+            chart.dots(points, colour)
+    return chart
+
+
+def _node(name: str) -> str:
+    """What tells a series from the others of its family: the node's name, else its labels."""
+    node = re.search(r'\bnode="([^"]*)"', name)
+    return node.group(1) if node else name.partition("{")[2].rstrip("}").replace('"', "") or name
+
+
+def _family(scrape: Series, ending: str) -> dict[str, list[list[float]]]:
+    return {_node(name): series for name, series in scrape.items() if name.partition("{")[0].endswith(ending)}
+
+
+def _rates(scrape: Series, ending: str) -> Lines:
+    """Of counters, by how much each rose per second. Servers refresh theirs less often than they may be read, so a rate
+    holds from one change to the next; a counter that has not moved for longer than ``STALE_S`` stands still.
+    """
+    lines: Lines = []
+    for node, series in _family(scrape, ending).items():
+        points: list[tuple[float, float]] = []
+        moved_at, value = series[0]
+        for at, now in series[1:]:
+            if now < value:  # the node was replaced, and counts anew
+                moved_at, value = at, now
+            elif now > value or at - moved_at > STALE_S:
+                rate = (now - value) / (at - moved_at)
+                points += [(moved_at, rate), (at, rate)]
+                moved_at, value = at, now
+        lines.append((node, points))
+    return [(node, points) for node, points in lines if points]
+
+
+def _pages(scrape: Series) -> Lines:
+    """Pages that requests hold: neither free nor merely cached."""
+    every, free, cached = (_family(scrape, ending) for ending in ("node_pages", "node_free_pages", "node_cached_pages"))
+    lines: Lines = []
+    for node, series in every.items():
+        idle: list[dict[float, float]] = [dict(map(_pair, side.get(node, []))) for side in (free, cached)]
+        if idle[0]:
+            lines.append((node, [(at, 1 - sum(s.get(at, 0.0) for s in idle) / pages) for at, pages in series if pages]))
+    return lines
+
+
+def _pair(sample: list[float]) -> tuple[float, float]:
+    return sample[0], sample[1]

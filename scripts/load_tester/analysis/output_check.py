@@ -1,0 +1,117 @@
+"""A load test as a correctness test: outputs are written by one run and compared, token for token, by another.
+
+A line of the file is ``{"prompt": digest, "max_tokens": n, "ids": [...], "text": "..."}``: the digest stands for the
+request's pieces with the seed and the range of ids that its tokens follow from, or for all that the user's own file
+says of it. A check has passed if every output of the file was compared, and all of them are equal.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from common.errors import ConfigError
+from scripts.load_tester.analysis.metrics import Figures
+from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.config import LoadtestConfig
+
+MAX_SHOWN = 5
+Key = tuple[str, int]  # digest of the prompt, and how many tokens are asked for
+
+
+class Line(msgspec.Struct):
+    prompt: str
+    max_tokens: int
+    text: str
+    ids: list[int] = []
+
+
+def save_outputs(records: list[Record], path: str) -> None:
+    """Write the outputs of all requests that succeeded."""
+    lines = [
+        Line(record.prompt_digest, record.num_output_asked, record.text, record.ids)
+        for record in records
+        if record.is_ok
+    ]
+    Path(path).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def read_expected(config: LoadtestConfig) -> dict[Key, Line]:
+    """The lines of --expect-file; none without it.
+
+    Raises:
+        ConfigError: the file cannot be read, holds nothing, or expects two things of one request.
+    """
+    path = config.expect_file
+    if not path:
+        return {}
+    try:
+        content = Path(path).read_bytes().splitlines()
+        lines = [msgspec.json.decode(line, type=Line) for line in content if line.strip()]
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--expect-file {path} cannot be read: {error}") from None
+    found: dict[Key, Line] = {}
+    for line in lines:
+        other = found.setdefault((line.prompt, line.max_tokens), line)
+        if not _is_equal(other, line):
+            raise ConfigError(f"--expect-file {path} holds two outputs of one prompt ({line.prompt}) that differ")
+    if not found:
+        raise ConfigError(f"--expect-file {path} holds no output")
+    return found
+
+
+def compare_outputs(expected: Mapping[Key, Line], records: list[Record]) -> Figures:
+    """Mark each record that an expected output is known for, and count.
+
+    Returns:
+        ``expected`` (different requests in the file), ``not_sent`` (of those), ``not_expected`` (requests of which the
+        file says nothing); of the others ``unanswered`` (failed, or cut off) and ``compared``, of which ``by_text`` and
+        ``differ``; ``is_passed``; ``examples`` of those that differ.
+    """
+    sent: set[Key] = set()
+    not_expected = unanswered = compared = differ = by_text = 0
+    shown: list[Figures] = []
+    for record in records:
+        key = (record.prompt_digest, record.num_output_asked)
+        if key not in expected:
+            not_expected += 1
+            continue
+        sent.add(key)
+        if not record.is_ok:
+            unanswered += 1
+            continue
+        line = expected[key]
+        compared += 1
+        by_text += not (line.ids and record.ids)
+        record.is_expected = _is_equal(record, line)
+        if not record.is_expected:
+            differ += 1
+            if len(shown) < MAX_SHOWN:
+                shown.append({"index": record.index, "first_difference": _first_difference(record, line)})
+    not_sent = len(expected) - len(sent)
+    return {
+        "is_passed": compared > 0 and not (differ or unanswered or not_sent),
+        "expected": len(expected),
+        "compared": compared,
+        "by_text": by_text,
+        "differ": differ,
+        "unanswered": unanswered,
+        "not_sent": not_sent,
+        "not_expected": not_expected,
+        "examples": shown,
+    }
+
+
+def _is_equal(one: Record | Line, other: Line) -> bool:
+    """By tokens where both have them."""
+    return one.ids == other.ids if one.ids and other.ids else one.text == other.text
+
+
+def _first_difference(record: Record, line: Line) -> int:
+    """Position of the first token (or character) that differs."""
+    by_ids = bool(record.ids and line.ids)
+    pair = zip(record.ids, line.ids, strict=False) if by_ids else zip(record.text, line.text, strict=False)
+    for position, (one, other) in enumerate(pair):
+        if one != other:
+            return position
+    return min(len(record.ids), len(line.ids)) if by_ids else min(len(record.text), len(line.text))

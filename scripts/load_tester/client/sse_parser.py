@@ -1,0 +1,311 @@
+"""From the bytes of a response, as received, to tokens with instants; done when the run no longer minds.
+
+Chunk framing is undone, server-sent events are cut apart, and each event gets the instant at which the piece with its
+last byte came. Then one JSON decoder, typed to what is looked at and nothing else, reads all dialects: OpenAI's
+completions and chat (vLLM, SGLang, llama.cpp's server, Baton) and the native ``/generate`` of SGLang and Baton.
+"""
+
+import re
+from array import array
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from scripts.load_tester.client.http_framing import chunk_size, follow_chunks, read_head
+from scripts.load_tester.client.ipc import Done
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    message: _Delta | None = None  # of chats that do not stream
+    finish_reason: Any = None
+    token_ids: list[int] | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Meta(msgspec.Struct):
+    id: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: Any = None
+    timings: dict[str, float] | None = None
+    queue_time: float | None = None
+    forward_entry_time: float | None = None
+    prefill_finished_time: float | None = None
+
+
+class _Event(msgspec.Struct):
+    id: str | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+    text: str | None = None
+    output_ids: list[int] | None = None
+    meta_info: _Meta | None = None
+    timings: dict[str, Any] | None = None
+
+
+#: Other servers' names for stages, with what makes seconds of them: llama.cpp's (milliseconds) and SGLang's.
+FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
+#: The decoder's own error, and Python's where a string is not UTF-8.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+NEWLINE = 10
+EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
+_decode = msgspec.json.Decoder(_Event, strict=False).decode
+
+
+class Answer:
+    """What a response said.
+
+    Attributes:
+        status: of HTTP; 0 if there was none.
+        error, message: why it failed, by kind and in the server's words; empty if it did not.
+        stamps, counts: of each event that brought output: its instant, and how many tokens it brought (1 if unsaid).
+        has_counts: whether the server said how many.
+        text, ids: the output; ids only if the server sends them.
+        timings: the server's own, by name, in seconds.
+    """
+
+    __slots__ = (
+        "counts", "error", "finish", "has_counts", "ids", "message", "num_events", "request_id", "stamps", "status",
+        "texts", "timings", "usage_cached", "usage_output", "usage_prompt",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.error = self.message = self.finish = self.request_id = ""
+        self.stamps: list[float] = []
+        self.counts: list[int] = []
+        self.has_counts = False
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.num_events = 0
+        self.usage_prompt: int | None = None
+        self.usage_output: int | None = None
+        self.usage_cached: int | None = None
+        self.timings: dict[str, float] = {}
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def read_answer(done: Done) -> Answer:
+    """Everything that ``done`` holds, understood."""
+    answer = Answer()
+    answer.error = done.error
+    head_end = done.raw.find(b"\r\n\r\n")
+    if head_end < 0:
+        answer.error = answer.error or "bad_http"
+        return answer
+    answer.status, headers = read_head(done.raw[:head_end])
+    is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
+    if answer.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
+        _read_events(answer, done, events(done.raw, head_end + 4, is_chunked))
+        return answer
+    body = b"".join(body for _, body in _parts(done.raw, head_end + 4, is_chunked))
+    if answer.status == 200:
+        _read_whole(answer, body, done.ended_at)
+    else:
+        _read_refusal(answer, body)
+    return answer
+
+
+def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+    """Offset in ``raw`` and bytes of each chunk of a body, of an unfinished last one what there is; or of all of it."""
+    if not is_chunked:
+        yield at, raw[at:]
+        return
+    while True:
+        line_end = raw.find(b"\r\n", at)
+        if line_end < 0:
+            return
+        size = chunk_size(raw[at:line_end])
+        if size <= 0:
+            return
+        begin = line_end + 2
+        yield begin, raw[begin : begin + size]
+        at = begin + size + 2
+
+
+def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+    """Offset in ``raw`` just behind each server-sent event of the body that begins at ``at``, and the event's data."""
+    sizes: dict[bytes, int] = {}
+    for chunk in raw[at:].split(b"\n\n\r\n")[:-1] if is_chunked else ():
+        line, _, data = chunk.partition(b"\r\ndata: ")
+        size = sizes.get(line)
+        if size is None:
+            size = sizes[line] = chunk_size(line) if line.isalnum() else -1
+        if size != len(data) + 8 or NEWLINE in data:
+            break
+        at += len(chunk) + 4
+        yield at - 2, data  # the usual: a chunk that is one event of one line
+    rest = b""
+    for begin, body in _parts(raw, at, is_chunked):
+        whole = rest + body
+        origin = begin - len(rest)
+        at = 0
+        for empty in EMPTY_LINE.finditer(whole):
+            yield origin + empty.end(), _data_of(whole[at : empty.start()])
+            at = empty.end()
+        rest = whole[at:]
+
+
+def _read_events(answer: Answer, done: Done, found: Iterator[tuple[int, bytes]]) -> None:
+    stamps = array("d", done.stamps)
+    piece_ends = list(accumulate(array("I", done.sizes)))
+    piece, last = 0, len(stamps) - 1
+    is_done = False
+    for end, data in found:
+        if not data:
+            continue
+        if data == b"[DONE]":
+            is_done = True
+            continue
+        try:
+            parsed = _decode(data)
+        except NOT_JSON as error:
+            answer.error, answer.message = answer.error or "bad_json", str(error)
+            return
+        answer.num_events += 1
+        while piece < last and piece_ends[piece] < end:
+            piece += 1
+        _take(answer, parsed, stamps[piece])
+    if not answer.error and not is_done and not answer.finish:
+        answer.error, answer.message = "truncated", "the stream ended without [DONE] and without a finish reason"
+    if not answer.error and not answer.stamps:
+        answer.error, answer.message = "empty", "the stream brought no output"
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = event.replace(b"\r\n", b"\n").split(b"\n")
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
+
+
+def _take(answer: Answer, event: _Event, at: float) -> None:
+    if event.error is not None:
+        answer.error = answer.error or "stream_" + _error_kind(event.error)
+        answer.message = _error_message(event.error)
+        return
+    if event.id and not answer.request_id:
+        answer.request_id = event.id
+    if event.usage is not None:
+        _take_usage(answer, event.usage)
+    if event.meta_info is not None:
+        _take_native(answer, event, event.meta_info, at)
+    for choice in event.choices:
+        delta = choice.delta or choice.message
+        text = choice.text or ""
+        if delta is not None:
+            text = delta.content or delta.reasoning_content or delta.reasoning or ""
+        if text or choice.token_ids:
+            answer.stamps.append(at)
+            answer.counts.append(len(choice.token_ids) if choice.token_ids else 1)
+            answer.texts.append(text)
+            if choice.token_ids:
+                answer.has_counts = True
+                answer.ids += choice.token_ids
+        if choice.finish_reason:
+            answer.finish = str(choice.finish_reason)
+    if event.timings:
+        answer.timings.update(_stages(event.timings))
+
+
+def _take_usage(answer: Answer, usage: _Usage) -> None:
+    answer.usage_prompt, answer.usage_output = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        answer.usage_cached = usage.prompt_tokens_details.cached_tokens
+
+
+def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
+    """An event of ``/generate``, cumulative or not: ``completion_tokens`` always counts from the beginning."""
+    before = answer.usage_output or 0
+    num_new = (meta.completion_tokens or 0) - before
+    answer.request_id = meta.id
+    answer.usage_prompt, answer.usage_cached = meta.prompt_tokens, meta.cached_tokens
+    answer.usage_output = meta.completion_tokens
+    if num_new > 0:
+        answer.has_counts = True
+        answer.stamps.append(at)
+        answer.counts.append(num_new)
+    text, ids = event.text or "", event.output_ids or []
+    so_far = answer.text
+    # Words may come again: an increment can begin as the text so far does. Ids cannot be misread.
+    is_whole = len(ids) == meta.completion_tokens if ids else text.startswith(so_far)
+    answer.texts = [text] if is_whole else [so_far, text]
+    answer.ids = ids if is_whole else answer.ids + ids
+    if meta.finish_reason:
+        reason = meta.finish_reason if isinstance(meta.finish_reason, dict) else {"type": meta.finish_reason}
+        answer.finish = str(reason.get("type", ""))
+        if answer.finish == "abort":
+            answer.error = f"stream_{reason.get('status_code') or 'abort'}"
+            answer.message = str(reason.get("message") or reason)
+    answer.timings.update(_stages(meta.timings or {}))
+    if meta.queue_time is not None:
+        answer.timings.update(_stages({"queue_time": meta.queue_time}))
+    if meta.forward_entry_time and meta.prefill_finished_time:  # SGLang's with --enable-metrics: instants of one clock
+        answer.timings["prefill_s"] = max(0.0, meta.prefill_finished_time - meta.forward_entry_time)
+
+
+def _stages(timings: dict[str, Any]) -> dict[str, float]:
+    """Those that are durations of a stage, in seconds, by our names; rates and counts are none."""
+    found = {}
+    for name, value in timings.items():
+        ours, scale = FOREIGN.get(name, (name if name.endswith("_s") else "", 1.0))
+        if ours and isinstance(value, int | float):
+            found[ours] = value * scale
+    return found
+
+
+def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
+    """A response that was not streamed: all of its output came at its end."""
+    try:
+        event = _decode(body)
+    except NOT_JSON as error:
+        answer.error, answer.message = answer.error or "bad_json", str(error)
+        return
+    _take(answer, event, ended_at)
+    answer.num_events = 1
+    if not answer.error and not answer.stamps:
+        answer.error, answer.message = "empty", "the answer has no output"
+
+
+def _read_refusal(answer: Answer, body: bytes) -> None:
+    answer.error = answer.error or f"http_{answer.status}"
+    try:
+        content = msgspec.json.decode(body)
+        answer.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
+    except NOT_JSON:
+        answer.message = body[:300].decode(errors="replace")
+
+
+def _error_kind(error: Any) -> str:
+    return str((error.get("code") or error.get("type") or "error") if isinstance(error, dict) else "error")
+
+
+def _error_message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
+
+
+def is_whole(raw: bytes, body_at: int) -> bool:
+    """Whether a chunked body is complete; for tests."""
+    return follow_chunks(raw, body_at)[1]

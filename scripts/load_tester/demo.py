@@ -1,0 +1,66 @@
+"""``--demo``: serve the small model, load it for a minute, write a report, stop. Nothing else is needed."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config.cli import resolve
+from common.errors import ConfigError
+from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.main import FAILED, check_outputs, load_command
+from scripts.serving.supervisor import bind_to
+
+REPORT = "loadtest-demo.html"
+DEFAULTS = (
+    "--endpoint=generate", "--duration=60s", "--rate=4", "--warmup=5s", "--prefix-len=64", "--prefix-groups=4",
+    "--slo-ttft=500ms", "--slo-itl=100ms", "--input-len=lognormal:150:0.6:max=1000",
+    "--output-len=lognormal:60:0.5:max=300",
+)  # fmt: skip
+
+
+def demo_command(words: Sequence[str]) -> int:
+    """Further options are those of an ordinary run and win over the demo's."""
+    given = {word.split("=")[0] for word in words}
+    if "--url" in given:
+        raise ConfigError("--demo serves a model of its own: leave --url out, or --demo")
+    defaults = [word for word in DEFAULTS if word.split("=")[0] not in given]
+    if given & {"--concurrency", "--sweep", "--trace"}:
+        defaults = [word for word in defaults if not word.startswith("--rate")]
+    if "--trace" in given:  # has lengths and prefixes of its own
+        own_names = ("--input-len", "--output-len", "--prefix")
+        defaults = [word for word in defaults if not word.startswith(own_names)]
+    if "--html" not in given:
+        defaults.append(f"--html={Path.cwd() / REPORT}")
+    check_outputs(resolve(LoadtestConfig, [*defaults, *words], command="loadtest"))  # before anything is started
+    print("serving the small model ...", flush=True)
+    command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
+    own = functools.partial(bind_to, os.getpid(), signal.SIGTERM)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=own) as service:
+        try:
+            url = _ready(service)
+            if not url:
+                print("loadtest: the service did not start", file=sys.stderr)
+                return FAILED
+            config = resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest")
+            is_single = not (config.sweep or config.find_goodput)
+            print(f"loading {url}; this takes {config.duration}{'' if is_single else ' a rate'}", flush=True)
+            status = load_command(config, age_s=0.0)  # the service's start is not the harness's
+            if config.html and Path(config.html).exists():
+                print(f"open {Path(config.html).resolve().as_uri()} in a browser", flush=True)
+        finally:
+            service.terminate()
+            service.wait()
+    return status
+
+
+def _ready(service: "subprocess.Popen[str]") -> str:
+    """Where the service listens, once it does; empty if it ended instead."""
+    assert service.stdout
+    for line in service.stdout:
+        if line.startswith("ready "):
+            return line.split()[1]
+    return ""

@@ -1,0 +1,364 @@
+"""Request traces: who came when, with how many tokens, sharing what.
+
+Known by their fields: Mooncake (FAST'25; JSON lines with ``hash_ids`` of 512 tokens, milliseconds), Qwen-Bailian (JSON
+lines with ``chat_id`` and ``hash_ids`` of 16 tokens, seconds), Azure's LLM inference traces (CSV with a date,
+Splitwise, ISCA'24), BurstGPT (CSV, seconds), and one's own requests as JSON lines (``prompt``, ``messages`` or
+``input_length``). What was understood is said in ``Trace.notes``, the unit of time first of all.
+"""
+
+import csv
+import datetime
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from common.errors import ConfigError
+from scripts.load_tester.workload.lengths import MAX_LENGTH
+from scripts.load_tester.workload.plan import HASH, MASK, MAX_PRIORITY, UNIQUE, Piece, Planned, key
+from scripts.load_tester.workload.schedule import MAX_SECONDS
+
+UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+MOONCAKE_TOKENS, QWEN_TOKENS = 512, 16
+MAX_PER_MS = 0.2  # requests: of whole numbers that come closer together, milliseconds are less likely than seconds
+NEARLY_ALL, UNEVEN = 0.9, 0.05  # of gaps between instants: this share must be multiples of a tick, give or take so much
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of a trace; ``at`` in the trace's own unit, None if it has no clock."""
+
+    at: float | None
+    num_input: int
+    num_output: int
+    hash_ids: tuple[int, ...] = ()
+    class_name: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trace:
+    """A trace, read.
+
+    Attributes:
+        format: its name.
+        unit: of its timestamps: s, ms, us; empty without timestamps.
+        piece_tokens: prompt tokens that one of its hash ids stands for.
+        rows: in order of time; ``at`` in seconds from the first.
+        notes: what was understood and left out, as sentences.
+    """
+
+    format: str
+    unit: str
+    piece_tokens: int
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def has_times(self) -> bool:
+        return bool(self.unit)
+
+
+def read_trace(path: str, unit: str = "auto") -> Trace:
+    """Read a file of any known format.
+
+    Raises:
+        ConfigError: it cannot be read, or is in none of the formats; names line and field.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            first = next((line for line in file if line.strip()), "")
+            file.seek(0)
+            if first.lstrip().startswith("{"):
+                name, tokens, rows = _json_lines(file, path)
+            else:
+                name, tokens, rows = _csv(file, path)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"--trace {path} cannot be read: {error}") from None
+    notes: list[str] = []
+    kept = [row for row in rows if row.extra or (row.num_input > 0 and row.num_output > 0)]
+    if len(kept) < len(rows):
+        notes.append(f"{len(rows) - len(kept)} of {len(rows)} rows without tokens left out")
+    if not kept:
+        raise ConfigError(f"--trace {path} holds no request")
+    found = _with_times(kept, name, unit, notes, path)
+    return Trace(name, found, tokens, kept, notes)
+
+
+def _with_times(rows: list[Row], name: str, unit: str, notes: list[str], path: str) -> str:
+    """Turn instants into seconds from the first; the unit they were in."""
+    instants = [row.at for row in rows if row.at is not None]
+    if not all(map(math.isfinite, instants)):
+        raise ConfigError(f"--trace {path}: a timestamp is no finite number")
+    if not instants:
+        notes.append(f"{len(rows):,} requests, format {name}, without timestamps")
+        return ""
+    if len(instants) < len(rows):
+        raise ConfigError(f"--trace {path}: some lines have a timestamp and some have none")
+    found = _unit(name, instants) if unit == "auto" else unit
+    scale = UNIT_S[found]
+    start = min(instants)
+    for row in rows:
+        assert row.at is not None
+        row.at = (row.at - start) * scale
+    rows.sort(key=lambda row: row.at or 0.0)
+    span = rows[-1].at or 0.0
+    if not span <= MAX_SECONDS:
+        raise ConfigError(f"--trace {path}: its timestamps lie {span:.3g} s apart: is --trace-unit right?")
+    rate = f", {len(rows) / span:.3g} requests/s" if span else ""
+    how = "detected" if unit == "auto" else "given"
+    notes.insert(0, f"{len(rows):,} requests over {span:,.1f} s{rate}; format {name}, timestamps in {found} ({how})")
+    return found
+
+
+def _unit(name: str, instants: list[float]) -> str:
+    """What the timestamps of a format are in, unless they themselves say otherwise.
+
+    Mooncake counts whole milliseconds; files "in its format" made by others count seconds, which shows in fractions, or
+    in a pace that as milliseconds would be 200 requests per second and more.
+    """
+    if name != "Mooncake":
+        return "s"
+    if any(at != int(at) for at in instants[:10_000]):
+        return "s"
+    span = max(instants) - min(instants)
+    return "ms" if span == 0 or len(instants) / span < MAX_PER_MS else "s"
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
+    rows: list[Row] = []
+    name, tokens = "", 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            content = msgspec.json.decode(line)
+            if not name:
+                name, tokens = _json_format(content)
+            rows.append(_own_row(content) if name == "own" else _hash_row(content, name))
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"--trace {path}, line {number}: {type(error).__name__} {error}") from None
+    return name, tokens, rows
+
+
+def _json_format(content: dict[str, Any]) -> tuple[str, int]:
+    if "hash_ids" in content and "chat_id" in content:
+        return "Qwen-Bailian", QWEN_TOKENS
+    if "hash_ids" in content:
+        return "Mooncake", MOONCAKE_TOKENS
+    return "own", MOONCAKE_TOKENS
+
+
+def _hash_row(content: dict[str, Any], name: str) -> Row:
+    kind = _text(content.get("type")) if name == "Qwen-Bailian" else ""
+    ids = tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
+    counts = _length(content["input_length"]), _length(content["output_length"])
+    return Row(float(content["timestamp"]), *counts, ids, kind)
+
+
+def _length(value: Any) -> int:
+    """Tokens; 0 or less for none.
+
+    Raises:
+        ValueError, OverflowError: no number, or more than any prompt has.
+    """
+    length = int(float(value))
+    if length > MAX_LENGTH:
+        raise ValueError(f"{length:,} tokens are too many ({MAX_LENGTH:,} are the most)")
+    return length
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+OWN_FIELDS = ("at", "timestamp", "input_length", "output_length", "class", "hash_ids")
+
+
+def _own_row(content: dict[str, Any]) -> Row:
+    """``at`` (seconds), ``class``, ``input_length``, ``output_length``; other fields go into the body as they are."""
+    extra = {name: value for name, value in content.items() if name not in OWN_FIELDS}
+    at = content.get("at", content.get("timestamp"))
+    prompt = extra.get("prompt")
+    num_input = _length(content.get("input_length", len(prompt) if isinstance(prompt, list) else 0))
+    num_output = _length(content.get("output_length", extra.pop("max_tokens", 0)))
+    if num_input < 0 or num_output < 0:
+        raise ValueError("a length below 0")
+    if not num_input and "prompt" not in extra and "messages" not in extra:
+        raise ValueError("neither prompt nor messages nor input_length")
+    kind = _text(content.get("class"))
+    return Row(None if at is None else float(at), num_input, num_output or 32, (), kind, extra)
+
+
+def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[Row]]:
+    reader = csv.DictReader(itertools.dropwhile(lambda line: not line.strip(), lines))
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    names = set(reader.fieldnames)
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
+        name, columns = "Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
+    elif {"Timestamp", "Request tokens", "Response tokens"} <= names:
+        name, columns = "BurstGPT", ("Timestamp", "Request tokens", "Response tokens", "Model")
+    else:
+        raise ConfigError(
+            f"--trace {path} is in no known format: neither JSON lines, nor Azure's or BurstGPT's CSV "
+            f"(its columns are {', '.join(sorted(names)) or 'none'})"
+        )
+    rows = []
+    for cells in reader:
+        try:
+            at = _date(cells[columns[0]]) if name == "Azure" else float(cells[columns[0]])
+            counts = _length(cells[columns[1]]), _length(cells[columns[2]])
+            rows.append(Row(at, *counts, (), cells.get(columns[3]) or ""))
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"--trace {path}, line {reader.line_num}: {error}") from None
+    return name, MOONCAKE_TOKENS, rows
+
+
+def _date(text: str) -> float:
+    """Seconds of a UTC date with up to nine digits of fraction, such as 2023-11-16 18:17:03.9799600."""
+    date, _, fraction = text.strip().partition(".")
+    digits = "".join(itertools.takewhile(str.isdigit, fraction))
+    whole = datetime.datetime.fromisoformat(date[:19]).replace(tzinfo=datetime.UTC)
+    return whole.timestamp() + (int(digits) / 10 ** len(digits) if digits else 0.0)
+
+
+# ---- from rows to a plan --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a trace is played.
+
+    Attributes:
+        duration_s: nothing is planned from this instant of the replay on.
+        window: seconds of the trace from and to; ``max_requests``: of it only so many.
+        time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
+        has_jitter: spread requests of one tick over it.
+    """
+
+    window: tuple[float, float] = (0.0, float("inf"))
+    time_scale: float | None = 1.0
+    mean_rate: float = 1.0
+    has_jitter: bool = False
+    length_scale: float = 1.0
+    max_input: int | None = None
+    max_output: int | None = None
+    max_requests: int | None = None
+    duration_s: float = float("inf")
+
+
+def replayed(trace: Trace, replay: Replay, rng: np.random.Generator) -> list[Planned]:
+    """The trace as a plan; adds to ``trace.notes`` what became of it.
+
+    Raises:
+        ConfigError: nothing is in the window, or the trace has no times to be scaled.
+    """
+    low, high = replay.window
+    rows = [row for row in trace.rows if not trace.has_times or low <= (row.at or 0.0) < high]
+    rows = rows[: replay.max_requests]
+    if not rows:
+        raise ConfigError(f"--trace-window {low:g}:{high:g} holds no request of the trace")
+    at = np.array([row.at or 0.0 for row in rows]) - (low if trace.has_times else 0.0)
+    if replay.has_jitter and trace.has_times:
+        at = _jittered(at, rng, trace.notes)
+    if trace.has_times:
+        at = at - at[0] if not low else at
+        at = at * _scale(at, replay, trace.notes)
+        if not at[-1] <= MAX_SECONDS:
+            raise ConfigError(f"--time-scale or --rate makes the replay {at[-1]:.3g} s long")
+    timed = enumerate(zip(rows, at.tolist(), strict=True))
+    plan = [_planned(number, row, when, trace, replay) for number, (row, when) in timed if when < replay.duration_s]
+    if len(plan) < len(rows):
+        trace.notes.append(f"{len(plan):,} of them come within --duration {replay.duration_s:g} s")
+    return plan
+
+
+def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
+    """Requests at one instant are spread evenly at random up to the next tick."""
+    gaps = np.diff(np.unique(at))
+    if not len(gaps):
+        return at
+    tick = _tick(gaps)
+    if not tick:
+        raise ConfigError("--trace-jitter: this trace's clock has no ticks of a millisecond or more")
+    notes.append(f"requests spread within ticks of {tick:g} s")
+    return np.sort(at + rng.uniform(0.0, tick, len(at)))
+
+
+def _tick(gaps: Any) -> float:
+    """The step of a clock in seconds, from the gaps between its instants; 0 for less than a millisecond.
+
+    The most common gap is one step where instants come at nearly every one, even if steps are a little uneven; where
+    most steps pass without a request it is some multiple, and the step is what divides all gaps.
+    """
+    spans = np.rint(gaps * 1000).astype(np.int64)
+    ((common, _),) = Counter(spans.tolist()).most_common(1)
+    if not common:
+        return 0.0
+    astray = np.abs(spans - np.rint(spans / common) * common)
+    is_step = np.mean(astray <= UNEVEN * common) >= NEARLY_ALL
+    return (common if is_step else int(np.gcd.reduce(spans))) / 1000
+
+
+def _scale(at: Any, replay: Replay, notes: list[str]) -> float:
+    span = float(at[-1] - at[0])
+    natural = (len(at) - 1) / span if span else 0.0
+    if replay.time_scale is None:
+        scale = natural / replay.mean_rate if natural else 1.0
+    else:
+        scale = replay.time_scale
+    if natural:
+        pace = f"over {span * scale:,.1f} s (time x {scale:.4g}): {natural / scale:.3g}/s"
+        notes.append(f"{len(at):,} requests replayed {pace}")
+    return scale
+
+
+def _planned(number: int, row: Row, at: float, trace: Trace, replay: Replay) -> Planned:
+    num_input = _scaled(row.num_input, replay.length_scale, replay.max_input) if row.num_input else 0
+    num_output = _scaled(row.num_output, replay.length_scale, replay.max_output)
+    size = max(1, round(trace.piece_tokens * replay.length_scale))
+    extra = row.extra or None
+    pieces = _pieces(number, num_input, row.hash_ids, size)
+    tenant = _text(row.extra.get("user"))
+    return Planned(number, at, pieces, num_output, row.class_name, tenant, extra=extra, **_claims(row.extra))
+
+
+def _claims(extra: dict[str, Any]) -> dict[str, Any]:
+    """What a request of one's own claims; of a claim of the wrong kind only the server is told."""
+    priority, deadline_ms = extra.get("priority"), extra.get("deadline_ms")
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        priority = None
+    if type(deadline_ms) not in (int, float):
+        deadline_ms = None
+    return {"priority": priority, "deadline_ms": deadline_ms, "priority_class": _text(extra.get("priority_class"))}
+
+
+def _scaled(length: int, scale: float, most: int | None) -> int:
+    scaled = max(1.0, length * scale)
+    if scaled > MAX_LENGTH and most is None:
+        raise ConfigError(f"--length-scale makes {scaled:.3g} tokens of one length ({MAX_LENGTH:,} are the most)")
+    return round(scaled if most is None else min(scaled, most))
+
+
+def _pieces(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Piece, ...]:
+    """Each hash id is ``size`` tokens; the last one what remains, less or (where lengths were rounded) more."""
+    pieces: list[Piece] = []
+    left = num_input
+    base = key(HASH, 0)
+    for hash_id in hash_ids:
+        if left <= 0:
+            break
+        pieces.append((base | hash_id & MASK, size if left > size else left))
+        left -= size
+    if left > 0:
+        pieces.append((key(UNIQUE, number), left))
+    return tuple(pieces)

@@ -1,0 +1,364 @@
+"""Writers and readers of one process, joined by a wire whose time is turned by hand. For tests and the simulator.
+
+A write takes effect some ticks after it began, and a tick moves only so many bytes; the source is read and the
+destination written at that moment and no earlier. So a source page given away too soon, or a write that arrives after
+its destination went to someone else, corrupts pages here just as it would on hardware. Fence: ``detach`` drops what
+has not been delivered (on a wire that can call it back); a writer that a test declares dead is reported by the
+reader's ``poll``.
+
+What goes wrong is handed in, page by page (``Fault``), or done by hand (``arrive``, ``partition``, ``die``); nothing
+here draws lots.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.wire.messages import Connect
+from kv_transfer.page_slices import PageSlice, Piece, copy
+from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
+
+FaultKind = Literal["drop", "duplicate", "reorder", "delay", "corrupt", "partition", "restart"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What befalls one page on its way.
+
+    Attributes:
+        kind: ``drop``: it never arrives, and the connection breaks with it, as a real one does. ``duplicate``: it
+            arrives twice, and its write is over with the second. ``reorder``: it is late, and those behind it pass.
+            ``delay``: it is late, and holds up those behind it. ``corrupt``: it arrives with one byte changed, and the
+            wire notices nothing. ``partition``: from here on nothing passes between its two ends for a while, and
+            nobody is told. ``restart``: the writer's process dies at this page.
+        ticks: how long: until the second copy, of lateness, of the partition.
+    """
+
+    kind: FaultKind
+    ticks: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Page:
+    """One page on its way."""
+
+    writer: "InProcessWriter"
+    peer: str
+    ticket: int
+    source: int
+    target: int
+    piece: Piece | None
+    due_at: int = 0
+    fault: FaultKind | None = None
+    fault_ticks: int = 0
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return (self.writer.incarnation, self.peer)
+
+
+@dataclass(slots=True)
+class Wire:
+    """Joins writers and readers.
+
+    Attributes:
+        latency: ticks between the beginning of a write and its first byte. With 0, writes are over when they begin.
+        bytes_per_tick: how much moves in one tick, whole pages only but at least one; None: any amount.
+        faults: what befalls the n-th page that is begun, from 0.
+        can_recall: False: what is under way goes on after ``detach``, which says so, as with remote memory access.
+    """
+
+    latency: int = 0
+    bytes_per_tick: int | None = None
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    can_recall: bool = True
+    num_ticks: int = 0
+    num_begun: int = 0  # pages so far
+    num_ends: int = 0  # writers and readers so far
+    offers: dict[str, tuple["InProcessReader", str]] = field(default_factory=dict)  # endpoint -> reader, for whom
+    _pages: dict[int, _Page] = field(default_factory=dict)  # on their way, by number
+    _partitions: dict[tuple[str, str], int | None] = field(default_factory=dict)  # pair -> until when, if ever
+
+    @property
+    def num_in_flight(self) -> int:
+        """Pages begun and not delivered."""
+        return len(self._pages)
+
+    @property
+    def is_instant(self) -> bool:
+        return self.latency == 0 and self.bytes_per_tick is None
+
+    @property
+    def in_flight(self) -> Sequence[int]:
+        """Numbers of the pages begun and not delivered, oldest first."""
+        return list(self._pages)
+
+    def tick(self) -> None:
+        """Time goes on by one tick."""
+        self.num_ticks += 1
+        self._partitions = {p: t for p, t in self._partitions.items() if t is None or t > self.num_ticks}
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Everything that is due by now arrives, as far as a tick's bytes go."""
+        budget = self.bytes_per_tick
+        held_up: set[tuple[str, str]] = set()
+        for number, page in list(self._pages.items()):
+            if budget is not None and budget <= 0:
+                return
+            if number not in self._pages or page.pair in held_up or page.pair in self._partitions:
+                continue
+            if page.due_at <= self.num_ticks:
+                num_bytes = self.arrive(number)
+                budget = None if budget is None else budget - num_bytes
+            elif page.fault != "reorder":
+                if not self.faults:
+                    return  # nothing behind it is due either
+                held_up.add(page.pair)
+
+    def arrive(self, number: int) -> int:
+        """This page's turn has come: it arrives, or its fault strikes. Returns the bytes that were moved."""
+        page = self._pages[number]
+        kind, page.fault = page.fault, None
+        if kind == "restart":
+            page.writer.die()
+        elif kind == "drop":
+            page.writer.lose(page.peer, f"page {page.source} was lost")
+        elif kind == "partition":
+            self.partition(page.writer, page.peer, page.fault_ticks)
+        else:
+            num_bytes = page.writer.put(page.peer, page.source, page.target, page.piece)
+            if kind == "corrupt":
+                page.writer.spoil(page.peer, page.target, page.piece)
+            if kind == "duplicate":
+                page.due_at = self.num_ticks + page.fault_ticks
+            else:
+                del self._pages[number]
+                page.writer.arrived(page.ticket)
+            return num_bytes
+        return 0
+
+    def befall(self, number: int, kind: FaultKind, ticks: int = 0) -> None:
+        """From now on, this is what happens to a page that is on its way."""
+        self._pages[number].fault, self._pages[number].fault_ticks = kind, ticks
+
+    def begin(self, page: _Page) -> None:
+        """A page sets out."""
+        number, page.due_at = self.num_begun, self.num_ticks + self.latency
+        self.num_begun += 1
+        self._pages[number] = page
+        fault = self.faults.get(number)
+        if fault is not None:
+            self.befall(number, fault.kind, fault.ticks)
+            page.due_at += fault.ticks if fault.kind in ("reorder", "delay") else 0
+
+    def partition(self, writer: "InProcessWriter", peer: str, num_ticks: int | None = None) -> None:
+        """Nothing passes between the two for so many ticks, or until ``heal``."""
+        until = None if num_ticks is None else self.num_ticks + num_ticks
+        self._partitions[writer.incarnation, peer] = until
+
+    def heal(self, writer: "InProcessWriter", peer: str) -> None:
+        self._partitions.pop((writer.incarnation, peer), None)
+
+    def is_carrying(self, writer: "InProcessWriter", peer: str) -> bool:
+        """Is anything on its way between the two?"""
+        return any(page.writer is writer and page.peer == peer for page in self._pages.values())
+
+    def drop(self, writer: "InProcessWriter", peer: str) -> list[int]:
+        """Writes to this peer that have not happened never will; returns their tickets."""
+        found = [n for n, page in self._pages.items() if page.writer is writer and page.peer == peer]
+        return list(dict.fromkeys(self._pages.pop(number).ticket for number in found))
+
+
+class InProcessWriter:
+    """``WriterTransport`` over a wire. ``peer`` arguments are the readers' incarnations, as ``incarnation`` is ours."""
+
+    name = "inprocess"
+    names: Sequence[str] = ("inprocess",)
+
+    def __init__(self, wire: Wire, store: PageStore, incarnation: str = "") -> None:
+        wire.num_ends += 1
+        self.store = store
+        self.incarnation = incarnation or str(wire.num_ends)
+        self.finished: list[int] = []
+        self._wire = wire
+        self._readers: dict[str, InProcessReader] = {}
+        self._leaving: dict[str, None] = {}  # detached from, with pages on their way
+        self._news: list[Attached] = []
+        self._remaining: dict[int, int] = {}  # ticket -> pages on their way
+        self._lost: dict[str, list[int]] = {}  # tickets that broke with their connection, until we let go of it
+        self._num_tickets = 0
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        assert peer not in self._readers, "detach first"
+        offer = self._wire.offers.pop(connect.endpoint, None)
+        if offer is None:
+            raise AttachError(f"there is no offer {connect.endpoint!r} in this process")
+        reader, writer_name = offer
+        reader.writers[self] = (writer_name, connect.epoch)
+        self._readers[peer] = reader
+        self._news.append(Attached(peer, connect.epoch))
+
+    def poll(self) -> list[Attached]:
+        news, self._news = self._news, []
+        return news
+
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+        assert peer in self._readers, "not attached"
+        self._num_tickets += 1
+        ticket = self._num_tickets
+        self._remaining[ticket] = len(pages)
+        if not pages:
+            self._finish(ticket)
+        for source, target in pages:
+            self._wire.begin(_Page(self, peer, ticket, source, target, piece))
+        if self._wire.is_instant:
+            self._wire.deliver()
+        return ticket
+
+    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+        """Copy one page now, or a piece of it; returns its bytes."""
+        reader = self._readers[peer]
+        num_bytes = reader.store.geometry.page_bytes
+        with memoryview(reader.store.memory) as memory, memory[target * num_bytes : (target + 1) * num_bytes] as into:
+            if piece is None:
+                self.store.export_page(source, into)
+                return num_bytes
+            page = bytearray(self.store.geometry.page_bytes)
+            self.store.export_page(source, memoryview(page))
+            copy(piece, memoryview(page), into)
+            return piece.num_bytes
+
+    def spoil(self, peer: str, target: int, piece: Piece | None = None) -> None:
+        """Change one byte of the peer's page, or of that piece of it."""
+        store = self._readers[peer].store
+        at = 0 if piece is None else piece.runs[0][1]
+        with memoryview(store.memory) as memory:
+            memory[target * store.geometry.page_bytes + at] ^= 0xFF
+
+    def arrived(self, ticket: int) -> None:
+        self._remaining[ticket] -= 1
+        if not self._remaining[ticket]:
+            self._finish(ticket)
+
+    def _finish(self, ticket: int) -> None:
+        del self._remaining[ticket]
+        self.finished.append(ticket)
+
+    def _drop(self, peer: str) -> None:
+        """What is under way never arrives. Whoever was told that it is under way still learns that it is over."""
+        for ticket in self._wire.drop(self, peer):
+            if peer in self._leaving:
+                self._finish(ticket)
+            else:
+                del self._remaining[ticket]
+                self._lost.setdefault(peer, []).append(ticket)
+
+    def done(self) -> list[int]:
+        tickets, self.finished = self.finished, []
+        return tickets
+
+    def lose(self, peer: str, why: str) -> None:
+        """The connection breaks; what is under way on it never arrives."""
+        self._drop(peer)
+        if peer in self._leaving:
+            return
+        _, epoch = self._readers[peer].writers[self]
+        self._news.append(Attached(peer, epoch, f"the wire to {peer} broke: {why}"))
+
+    def voided(self, peer: str, endpoint: str) -> None:
+        pass
+
+    def detach(self, peer: str) -> bool:
+        self._news = [news for news in self._news if news.peer != peer]
+        if not self._wire.can_recall and self._wire.is_carrying(self, peer):
+            self._leaving[peer] = None
+            self.finished += self._lost.pop(peer, [])
+            return False
+        self._drop(peer)
+        self._leaving.pop(peer, None)
+        self._lost.pop(peer, None)
+        reader = self._readers.pop(peer, None)
+        if reader is not None:
+            reader.gone(self, "the writer has let go")
+        return True
+
+    def die(self) -> None:
+        """What kill -9 would do."""
+        for peer, reader in list(self._readers.items()):
+            self._drop(peer)
+            reader.gone(self, "the writer has died", is_dead=True)
+        self._readers.clear()
+
+    def files(self) -> Sequence[int]:
+        return ()
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        for peer in list(self._readers):
+            self.detach(peer)
+
+
+class InProcessReader:
+    """``ReaderTransport`` over a wire."""
+
+    name = "inprocess"
+    names: Sequence[str] = ("inprocess",)
+
+    def __init__(self, wire: Wire, store: PageStore, incarnation: str = "") -> None:
+        wire.num_ends += 1
+        self.store = store
+        self.incarnation = incarnation or str(wire.num_ends)
+        self.writers: dict[InProcessWriter, tuple[str, int]] = {}  # who, under which epoch
+        self._wire = wire
+        self._offers: dict[str, str] = {}  # peer -> endpoint
+        self._news: list[Fenced] = []
+
+    def offer(self, peer: str, epoch: int) -> str:
+        self.withdraw(peer)
+        endpoint = f"inprocess:{self.incarnation}:{peer}:{epoch}"
+        assert endpoint not in self._wire.offers, "two readers of one name"
+        self._offers[peer] = endpoint
+        self._wire.offers[endpoint] = (self, peer)
+        return endpoint
+
+    def withdraw(self, peer: str) -> None:
+        endpoint = self._offers.pop(peer, None)
+        if endpoint is not None:
+            self._wire.offers.pop(endpoint, None)
+
+    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        return transport == self.name
+
+    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
+        pass
+
+    def reclaim(self, peer: str, epoch: int) -> None:
+        pass
+
+    def forbid(self, pages: Sequence[int]) -> None:
+        pass
+
+    def gone(self, writer: InProcessWriter, reason: str, *, is_dead: bool = False) -> None:
+        self._news.append(Fenced(*self.writers.pop(writer), reason, is_dead))
+
+    def poll(self, now: float) -> list[Fenced]:
+        news, self._news = self._news, []
+        return news
+
+    def files(self) -> Sequence[int]:
+        return ()
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def die(self) -> None:
+        """What kill -9 would do: its offers are gone; what is written to it still goes nowhere that matters."""
+        for peer in list(self._offers):
+            self.withdraw(peer)
+
+    def close(self) -> None:
+        for peer in list(self._offers):
+            self.withdraw(peer)

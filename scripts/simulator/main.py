@@ -1,0 +1,211 @@
+"""``simulate``: the command.
+
+Exit status: 0 fine, 1 a replay differs or cannot be made, or the report cannot be written, 2 wrong options, 130
+stopped.
+"""
+
+import gc
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.config.cli import resolve
+from common.errors import ConfigError
+from common.node.recording.format import RecordingError
+from common.plugins import load_priority_function
+from gateway.requests.priority import PriorityResolver
+from scripts.load_tester.workload.workload import Plan, make_plan
+from scripts.simulator.client import Client, Script
+from scripts.simulator.cluster import Cluster
+from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
+from scripts.simulator.engine import END_TOKEN, BlankStore, RecitingEngine
+from scripts.simulator.gateway import Answer
+from scripts.simulator.node import MODEL, Make
+from scripts.simulator.replay import replay
+from scripts.simulator.report import Figures, Goals, figures, table
+
+HELP = """Run a service of many nodes in virtual time, with the schedulers, caches, admission, router and transfer
+sessions that serve in production; only the clock, the engine and the wires are stand-ins that cost what you say.
+
+\b
+simulate --prefill 2 --decode 6 --rate 8 --duration 10m --input-len lognormal:800:1 --output-len 250
+simulate --prefill 8 --decode 8 --trace conversation_trace.jsonl
+simulate --trace AzureLLMInferenceTrace_code.csv --time-scale 0.5 --schedule-policy lpm --json report.json
+simulate --replay FILE       check a node's recording (--record) against the code
+
+Loads, traces and seeds are those of loadtest; limits and policies those of the nodes. Same options, same result. What a
+trace does to a fleet of any size takes a minute here instead of an hour there: find where it saturates, and which
+limit, policy or share of prefill to decode nodes helps, before paying for it."""
+
+VOCAB_SIZE = 32_000
+LOOK_EVERY = 2_000  # events
+PROGRESS_EVERY_S = 2.0
+
+
+class Simulation:
+    """One run: a cluster, and the clients that load it."""
+
+    def __init__(self, config: SimulateConfig, plan: Plan) -> None:
+        self._config = config
+        script = Script(config.seed, VOCAB_SIZE)
+        geometry, capacity = config.geometry, config.capacity
+        make = Make(
+            config.node,
+            {"prefill": capacity, "decode": capacity},
+            lambda given: RecitingEngine(BlankStore(geometry, given.num_pages), script.answer, given.num_slots),
+            config.costs,
+            vocab_size=VOCAB_SIZE,
+            context_length=config.context_length or CONTEXT_LENGTH,
+            eos_token_ids=(END_TOKEN,),
+        )
+        self.cluster = Cluster(
+            make,
+            config.fleet(MODEL),
+            num_prefill=config.prefill,
+            num_decode=config.decode,
+            on_end=self._on_end,
+        )
+        self.client = Client(
+            plan,
+            script,
+            self.cluster.agenda,
+            self.cluster.gateway.ask,
+            claims=PriorityResolver(config, load_priority_function(config.priority_function)),
+            classes=config.class_weights,
+            context_length=config.context_length or CONTEXT_LENGTH,
+            max_new_tokens=config.max_new_tokens,
+            timeout_s=config.request_timeout,
+            concurrency=config.concurrency or 0,
+        )
+        self._goals = Goals(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
+        self.is_stopped = False
+
+    def _on_end(self, answer: Answer) -> None:
+        self.client.ended(answer)
+
+    def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
+        """To the end, or until ``is_stopped`` is set; what it came to."""
+        began_at = time.monotonic()
+        agenda, client = self.cluster.agenda, self.client
+        client.start()
+        check = self.cluster.check if self._config.check else None
+        while not client.is_done and not self.is_stopped:
+            for _ in range(LOOK_EVERY):
+                agenda.step()
+                if check is not None:
+                    check()
+                if client.is_done:
+                    break
+            on_look(self)
+        last = client.outcomes[-1].due_at if client.outcomes else 0.0
+        return figures(
+            self.cluster,
+            client.outcomes,
+            goals=self._goals,
+            wall_s=time.monotonic() - began_at,
+            measured=(self._config.warmup_s, last - self._config.cooldown_s),
+            is_whole=not self.is_stopped,
+        )
+
+
+class Progress:
+    """A line on standard error, over and over."""
+
+    def __init__(self, num_chains: int | None) -> None:
+        self._num_chains = num_chains
+        self._told_at = time.monotonic()
+        self._told_rows = 0
+        self._is_shown = False
+
+    def __call__(self, simulation: Simulation) -> None:
+        now = time.monotonic()
+        if now - self._told_at < PROGRESS_EVERY_S:
+            return
+        rows = sum(node.work["rows"] for node in simulation.cluster.nodes.values())
+        pace = (rows - self._told_rows) / (now - self._told_at) * 60e-6
+        self._told_at, self._told_rows = now, rows
+        client = simulation.client
+        of = f" of {self._num_chains:,} sessions begun" if self._num_chains else ""
+        line = (
+            f"{simulation.cluster.agenda.now():,.1f} s simulated; {len(client.outcomes):,} requests sent{of}, "
+            f"{client.num_ended:,} ended; {pace:.1f} million row-steps a minute"
+        )
+        self._is_shown = True
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
+    """The whole command but for what it writes: figures, and notes about the load. Ctrl-C ends it early, cleanly."""
+    plan = make_plan(config)
+    simulation = Simulation(config, plan)
+    is_shown = config.progress and sys.stderr.isatty()
+    progress = Progress(plan.num_chains)
+
+    def stop(*_: object) -> None:
+        if simulation.is_stopped:
+            raise KeyboardInterrupt
+        simulation.is_stopped = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # modules and the plan are for the whole run; and hardly anything here lies in circles
+    gc.set_threshold(100_000, 20, 1_000)
+    try:
+        found = simulation.run(progress if is_shown else lambda simulation: None)
+    finally:
+        progress.clear()
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return found, plan.notes
+
+
+def replay_command(path: str) -> int:
+    """``--replay``: says "identical", or where the first difference is."""
+    try:
+        found = replay(path)
+    except RecordingError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 1
+    what = f"{found.num_plans:,} plans of a {found.role} node in {found.num_frames:,} frames"
+    print("\n".join(found.difference) if found.difference else f"identical: {what}")
+    return 1 if found.difference else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = resolve(SimulateConfig, argv, command="simulate", help=HELP)
+    if config.replay is not None:
+        return replay_command(config.replay)
+    try:
+        if config.json and not Path(config.json).resolve().parent.is_dir():
+            raise ConfigError(f"--json {config.json}: there is no such folder")
+        found, notes = simulate(config)
+    except ConfigError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    try:
+        print("\n".join([*notes, "", *table(found)] if notes else table(found)), flush=True)
+    except BrokenPipeError:
+        sys.stdout = None
+    if config.json:
+        try:
+            Path(config.json).write_text(json.dumps({"notes": notes, **found}, indent=2) + "\n")
+        except OSError as error:
+            print(f"simulate: --json {config.json} cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
+    return 0 if found["is_whole"] else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

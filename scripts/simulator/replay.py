@@ -1,0 +1,184 @@
+"""Replays a recording of a node (``--record``) through the role's code, and compares plans byte for byte.
+
+The role is built as it was, over a transport that returns what the recorded one returned. Everything that it was told
+is told again, with the same instants. A difference means that something that decides depends on more than what it is
+told: a clock, a random source, the order of a set, an address.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from common.cache.page_allocator import PageAllocator
+from common.clock import ManualClock
+from common.node.recording import format as frames
+from common.node.recording.format import RecordingError, read_frames
+from common.node.recording.recorder import USUAL, config_from
+from common.node.worker_context import Parts, cache_for
+from decode_node.__main__ import build as build_decode
+from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
+from prefill_node.__main__ import build as build_prefill
+from scripts.simulator.engine import BlankStore
+
+#: What calls of a transport return, by role and name.
+RESULTS: dict[tuple[str, str], Any] = {
+    ("prefill", "attach"): str,  # why it failed
+    ("prefill", "poll"): list[Attached],
+    ("prefill", "write"): int,
+    ("prefill", "done"): list[int],
+    ("prefill", "detach"): bool,
+    ("decode", "offer"): str,
+    ("decode", "chosen"): bool,
+    ("decode", "poll"): list[Fenced],
+}
+
+
+class RecalledTransport:
+    """Returns what the recorded transport returned, call by call."""
+
+    def __init__(self, opening: frames.Opening, news: list[frames.News]) -> None:
+        self.store = BlankStore(from_message(opening.geometry), opening.capacity.num_pages)
+        self.name = opening.transport
+        self.names = opening.transports
+        self._num_calls: Counter[str] = Counter()
+        self._news: dict[tuple[str, int], Any] = {}
+        for one in news:
+            kind = RESULTS.get((opening.role, one.method))
+            if kind is None:
+                raise RecordingError(f"a {opening.role} node's transport has no {one.method!r}")
+            try:
+                self._news[one.method, one.call] = msgspec.msgpack.decode(one.result, type=kind)
+            except msgspec.DecodeError as error:
+                raise RecordingError(f"the {one.call}. result of {one.method}: {error}") from error
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            number = self._num_calls[name]
+            self._num_calls[name] += 1
+            if name not in USUAL:
+                return None
+            if (name, number) not in self._news:
+                if USUAL[name] is ...:
+                    raise RecordingError(f"the {number}. call of the transport's {name} is not in the recording")
+                return USUAL[name]
+            result = self._news.pop((name, number))
+            if name == "attach":
+                raise AttachError(result)
+            return result
+
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay came to.
+
+    Attributes:
+        num_plans: compared (those of steps; looks that gave no step are compared and not counted).
+        num_frames: replayed.
+        difference: where the first one is and in what, as lines; empty if there is none.
+    """
+
+    role: str
+    num_plans: int
+    num_frames: int
+    difference: tuple[str, ...] = ()
+
+
+def replay(path: str) -> Replayed:
+    """Replay a whole recording, or as far as the first difference.
+
+    Raises:
+        RecordingError: it cannot be read, or is not of this program.
+    """
+    news: list[frames.News] = []
+    told: list[frames.Happened] = []
+    for frame in read_frames(path):
+        (news if isinstance(frame, frames.News) else told).append(frame)  # type: ignore[arg-type]  # so it is
+    opening = told[0]
+    assert isinstance(opening, frames.Opening)
+    role = _build(opening, RecalledTransport(opening, news))
+    num_plans = 0
+    for number, frame in enumerate(told[1:], 1):
+        if not isinstance(frame, frames.Planned):
+            _tell(role, frame)
+        else:
+            plan = role.plan(frame.now)
+            num_plans += plan is not None
+            if frames.encode(plan) != frames.encode(frame.plan):
+                return Replayed(opening.role, num_plans, number, _difference(number, frame, plan))
+        outbox = role.outbox
+        for said in (outbox.gateway, outbox.peers, outbox.dial, outbox.hang_up):
+            said.clear()
+    return Replayed(opening.role, num_plans, len(told) - 1)
+
+
+def _build(opening: frames.Opening, transport: RecalledTransport) -> Any:
+    try:
+        config = config_from(opening.config)
+    except TypeError as error:
+        raise RecordingError(f"its configuration is of another version: {error}") from error
+    books = PageAllocator(opening.capacity.num_pages)
+    parts = Parts(
+        config=config,
+        capacity=opening.capacity,
+        pool=transport.store,
+        books=books,
+        cache=cache_for(config, books),
+        clock=ManualClock(),
+        digest=opening.digest,
+        incarnation=opening.incarnation,
+        vocab_size=opening.vocab_size,
+        eos_token_ids=opening.eos_token_ids,
+        environ=opening.environ,
+    )
+    if opening.role == "prefill":
+        return build_prefill(parts, transport)
+    return build_decode(parts, transport)
+
+
+def _tell(role: Any, frame: frames.Happened) -> None:
+    if isinstance(frame, frames.FromTheGateway):
+        role.on_gateway(frame.message, frame.now)
+    elif isinstance(frame, frames.FromAPeer):
+        role.on_peer(frame.peer, frame.message, frame.now)
+    elif isinstance(frame, frames.PeerLost):
+        role.peer_lost(frame.peer, frame.now)
+    elif isinstance(frame, frames.GatewayLost):
+        role.gateway_lost(frame.now)
+    elif isinstance(frame, frames.Committed):
+        role.commit(frame.result, frame.now)
+    elif isinstance(frame, frames.Ticked):
+        role.tick(frame.now)
+    elif isinstance(frame, frames.Stopped):
+        role.stop(frame.message, frame.now)
+    else:
+        raise RecordingError("a recording begins once")
+
+
+def _difference(number: int, frame: frames.Planned, plan: Any) -> tuple[str, ...]:
+    """The first difference in words: the frame, the part of the plan, both values."""
+    where = f"frame {number}, at {frame.now:.6f} s"
+    if plan is None or frame.plan is None:
+        return (f"{where}: recorded {_short(frame.plan)}", f"replayed {_short(plan)}")
+    for name in ("step", "admits", "pages", "rows"):
+        ours, theirs = getattr(plan, name), getattr(frame.plan, name)
+        if frames.encode(ours) == frames.encode(theirs):
+            continue
+        if name == "step":
+            return (f"{where}: recorded step {theirs}", f"replayed step {ours}")
+        for index in range(max(len(ours), len(theirs))):
+            mine = ours[index] if index < len(ours) else None
+            other = theirs[index] if index < len(theirs) else None
+            if frames.encode(mine) != frames.encode(other):
+                place = f"{where}, step {plan.step}, {name}[{index}]"
+                return (f"{place}: recorded {_short(other)}", f"replayed {_short(mine)}")
+    raise AssertionError("two plans differ in no part")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -1,0 +1,255 @@
+"""What a simulation comes to: figures as a dictionary, and the same as a table."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scripts.load_tester.analysis.metrics import limits_of
+from scripts.load_tester.analysis.stats import QUANTILES
+from scripts.load_tester.workload.request_classes import Kind
+from scripts.simulator.client import Outcome
+from scripts.simulator.cluster import Cluster
+from scripts.simulator.node import Node
+
+Figures = dict[str, Any]
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+ROWS = (
+    ("time to first token", "ttft"),
+    ("  waiting at the prefill node", "prefill_queue"),
+    ("  computing the prompt", "prefill"),
+    ("gap between messages", "itl"),
+    ("  first to second", "first_gap"),
+    ("time per output token", "tpot"),
+    ("  waiting for decode's pages", "decode_queue"),
+    ("  the last pages' way", "transfer"),
+    ("end to end", "e2e"),
+)
+#: What nodes tell of a request's way, in seconds.
+STAGES = ("prefill_queue", "prefill", "decode_queue", "prompt_wait", "transfer", "join")
+#: Totals of the nodes that the table names, where they are not zero.
+TOTALS = (
+    "retractions",
+    "preemptions",
+    "pauses",
+    "resumed_tokens_computed",
+    "transfers",
+    "pages_sent",
+    "local_prefills",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Attributes:
+    slos: limits in seconds by ttft, itl, tpot, e2e; ``kinds`` have their own over them.
+    attainment: the share of requests that should keep them.
+    starvation_s: who waits longer for a first token is starved.
+    """
+
+    slos: dict[str, float]
+    kinds: dict[str, Kind]
+    attainment: float
+    starvation_s: float
+
+
+def service(kept: Sequence[Outcome], goals: Goals) -> Figures:
+    """How many of the measured requests were served as wished; failures were not."""
+    num_good = sum(_is_good(o, limits_of(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
+    starved = sum((o.stamps_s[0] if o.stamps_s else o.ended_at) - o.due_at > goals.starvation_s for o in kept)
+    share = num_good / len(kept) if kept else 0.0
+    return {"good": num_good, "share": share, "is_attained": share >= goals.attainment, "starved": starved}
+
+
+def _is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
+    if not (outcome.is_ok and outcome.stamps_s):
+        return False
+    stamps = outcome.stamps_s
+    num_later = outcome.num_output - 1 - outcome.extra.get(0, 0)
+    reached = {"ttft": stamps[0] - outcome.due_at, "e2e": outcome.ended_at - outcome.due_at}
+    if len(stamps) > 1:
+        reached |= {"itl": float(np.quantile(np.diff(stamps), 0.99)), "tpot": (stamps[-1] - stamps[0]) / num_later}
+    return all(reached.get(name, 0.0) <= limit for name, limit in limits.items())
+
+
+def summary(values: Sequence[float] | NDArray[np.float64]) -> Figures:
+    """Count, mean, extremes and percentiles of a sample in seconds; only the count of an empty one."""
+    sample = np.asarray(values, dtype=np.float64)
+    if not len(sample):
+        return {"count": 0}
+    shares = np.quantile(sample, list(QUANTILES.values())).tolist()
+    return {
+        "count": len(sample),
+        "mean": float(sample.mean()),
+        "min": float(sample.min()),
+        "max": float(sample.max()),
+        **dict(zip(QUANTILES, shares, strict=True)),
+    }
+
+
+def figures(
+    cluster: Cluster,
+    outcomes: Sequence[Outcome],
+    *,
+    goals: Goals,
+    wall_s: float,
+    measured: tuple[float, float],
+    is_whole: bool = True,
+) -> Figures:
+    """Everything that is reported.
+
+    Args:
+        goals: what is good.
+        wall_s: real seconds that the simulation took.
+        measured: requests due in between count; all of them count in totals.
+        is_whole: False if it was stopped before its end.
+    """
+    now = cluster.agenda.now()
+    kept = [outcome for outcome in outcomes if measured[0] <= outcome.due_at <= measured[1] and outcome.ended_at >= 0]
+    good = [outcome for outcome in kept if outcome.is_ok and outcome.stamps_s]
+    rows = sum(node.work["rows"] for node in cluster.nodes.values())
+    num_input = sum(outcome.planned.num_input for outcome in good)
+    return {
+        "is_whole": is_whole,
+        "virtual_s": now,
+        "wall_s": wall_s,
+        "row_steps": rows,
+        "row_steps_per_minute": rows / wall_s * 60 if wall_s else 0.0,
+        "events": cluster.agenda.num_events,
+        "requests": {
+            "sent": len(outcomes),
+            "measured": len(kept),
+            "answered": len(good),
+            "errors": dict(sorted(Counter(outcome.error for outcome in kept if outcome.error).items())),
+        },
+        "throughput": {
+            "requests_per_s": len(good) / now if now else 0.0,
+            "output_tokens_per_s": sum(outcome.num_output for outcome in good) / now if now else 0.0,
+            "input_tokens_per_s": num_input / now if now else 0.0,
+        },
+        "cached_share": sum(outcome.cached_tokens for outcome in good) / num_input if num_input else 0.0,
+        "service": service(kept, goals),
+        "latency_s": latencies(good),
+        "classes": _by(good, lambda outcome: outcome.planned.class_name),
+        "tenants": _by(good, lambda outcome: outcome.planned.tenant),
+        "nodes": {role: _role(cluster.of(role), now) for role in ("prefill", "decode")},
+        "wire_busy_s": cluster.wire.busy_s,
+    }
+
+
+def latencies(good: Sequence[Outcome]) -> Figures:
+    """In seconds, from the instant at which a request was due."""
+    stamps = [np.array(outcome.stamps_s) for outcome in good]
+    gaps = [np.diff(each) for each in stamps]
+    tpot = [
+        (outcome.stamps_s[-1] - outcome.stamps_s[0]) / (outcome.num_output - 1 - outcome.extra.get(0, 0))
+        for outcome in good
+        if len(outcome.stamps_s) > 1
+    ]
+    return {
+        "ttft": summary([outcome.stamps_s[0] - outcome.due_at for outcome in good]),
+        "itl": summary(np.concatenate(gaps) if gaps else []),
+        "first_gap": summary([float(gap[0]) for gap in gaps if len(gap)]),
+        "tpot": summary(tpot),
+        "e2e": summary([outcome.ended_at - outcome.due_at for outcome in good]),
+        **{
+            name: summary([outcome.timings[f"{name}_s"] for outcome in good if f"{name}_s" in outcome.timings])
+            for name in STAGES
+        },
+    }
+
+
+def _by(good: Sequence[Outcome], name_of: Any) -> dict[str, Figures]:
+    """Latencies of each class (or tenant), if there is more than one."""
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in good:
+        groups.setdefault(name_of(outcome), []).append(outcome)
+    return {name: latencies(groups[name]) for name in sorted(groups)} if len(groups) > 1 else {}
+
+
+def _role(nodes: Sequence[Node], now: float) -> Figures:
+    """Of all nodes of a role together."""
+    if not nodes:
+        return {"count": 0}
+    work: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for node in nodes:
+        work.update(node.work)
+        totals.update(node.role.counters())
+    busy = [node.busy_s / now if now else 0.0 for node in nodes]
+    num_pages = sum(node.capacity.num_pages for node in nodes)
+    return {
+        "count": len(nodes),
+        "busy": {"mean": sum(busy) / len(busy), "min": min(busy), "max": max(busy)},
+        "pages_used": sum(node.used_page_s for node in nodes) / (num_pages * now) if now else 0.0,
+        **{name: work[name] for name in ("steps", "rows", "prompt_tokens")},
+        "totals": dict(sorted(totals.items())),
+    }
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def table(found: Figures) -> list[str]:
+    """The summary on the terminal."""
+    requests, rates = found["requests"], found["throughput"]
+    errors = ", ".join(f"{name} {count:,}" for name, count in requests["errors"].items())
+    lines = [] if found["is_whole"] else ["stopped before the end; what had ended by then:"]
+    lines += [
+        f"simulated  {found['virtual_s']:,.1f} s in {found['wall_s']:,.1f} s: {found['row_steps']:,} row-steps, "
+        f"{found['row_steps_per_minute'] / 1e6:.1f} million a minute",
+        f"requests   {requests['sent']:,} sent, {requests['answered']:,} answered"
+        + (f"; failed: {errors}" if errors else ""),
+        f"throughput {rates['requests_per_s']:.3g} requests/s, {rates['output_tokens_per_s']:,.0f} tokens/s out, "
+        f"{rates['input_tokens_per_s']:,.0f} tokens/s in, {found['cached_share']:.1%} of these cached",
+        f"service    {found['service']['share']:.1%} as wished, {found['service']['starved']:,} starved",
+        "",
+        f"{'ms':32}" + "".join(f"{name:>11}" for name in COLUMNS),
+    ]
+    for title, name in ROWS:
+        row = found["latency_s"][name]
+        if row["count"]:
+            lines.append(f"{title:32}" + "".join(f"{_milliseconds(row[column]):>11}" for column in COLUMNS))
+    for kind in ("classes", "tenants"):
+        lines += _group_lines(kind, found[kind])
+    lines.append("")
+    for role, figures_of in found["nodes"].items():
+        lines += _role_lines(role, figures_of)
+    return lines
+
+
+def _group_lines(kind: str, groups: dict[str, Figures]) -> list[str]:
+    lines = (
+        ["", f"{kind:20}{'requests':>12}{'ttft p50':>12}{'p99':>10}{'itl p99':>10}{'e2e p99':>12}"] if groups else []
+    )
+    for name, row in groups.items():
+        figures_of = (row["ttft"]["p50"], row["ttft"]["p99"], row["itl"].get("p99"), row["e2e"]["p99"])
+        cells = zip(map(_milliseconds, figures_of), (12, 10, 10, 12), strict=True)
+        counted = f"{name or '(none)':20}{row['ttft']['count']:>12,}"
+        lines.append(counted + "".join(f"{cell:>{width}}" for cell, width in cells))
+    return lines
+
+
+def _role_lines(role: str, found: Figures) -> list[str]:
+    if not found["count"]:
+        return []
+    busy = found["busy"]
+    per_step = found["rows"] / found["steps"] if found["steps"] else 0.0
+    tokens = found["prompt_tokens"] / found["steps"] if found["steps"] else 0.0
+    what = f"{per_step:.1f} rows and {tokens:.1f} prompt tokens a step"
+    lines = [
+        f"{role:10} {found['count']:,} nodes, busy {busy['mean']:.1%} ({busy['min']:.1%} to {busy['max']:.1%}), "
+        f"pages in use {found['pages_used']:.1%}, {what}"
+    ]
+    named = [f"{name.replace('_', ' ')} {found['totals'][name]:,.0f}" for name in TOTALS if found["totals"].get(name)]
+    return [*lines, " " * 11 + ", ".join(named)] if named else lines
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    scaled = value * 1e3
+    return f"{scaled:,.0f}" if scaled >= 1000 else f"{scaled:.1f}" if scaled >= 10 else f"{scaled:.2f}"

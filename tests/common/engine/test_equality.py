@@ -1,0 +1,188 @@
+"""Greedy float32 tokens are those of ``transformers``: every family, any paging, chunking, caching and company."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.devices import DEVICES
+from support.engine_driver import Driver
+from support.reference_models import LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
+
+from common.engine.executor import TorchExecutor, load_executor
+from common.engine.model_config import ModelConfig
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied_with_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 12}),
+    "llama_tied_with_bias": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied_with_yarn": (
+        "qwen2",
+        {"tie_word_embeddings": True, "rope_parameters": {**YARN_ROPE, "truncate": False, "beta_fast": 16}},
+    ),
+    "mistral": ("mistral", {"head_dim": None}),
+    "mistral_with_yarn": ("mistral", {"rope_parameters": {**YARN_ROPE, "attention_factor": 0.8}}),
+}
+LENGTHS = [1, 2, 15, 16, 17, 64, 100, 333, 600]
+MAX_NEW = 10
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name -> (folder, [(prompt, expected)] of LENGTHS); each made once, when first asked for."""
+
+    @cache
+    def make(name: str) -> tuple[Path, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        family, overrides = MODELS[name]
+        folder = make_model(tmp_path_factory.mktemp(name), family, seed=7, **overrides)
+        return folder, draw_prompts(folder, LENGTHS, MAX_NEW, seed=7)
+
+    return make
+
+
+def load(folder: Path, device: str, page_size: int, attention: str = "auto", num_tokens: int = 2_000) -> TorchExecutor:
+    return load_executor(
+        ModelConfig.load(str(folder)),
+        device=device,
+        dtype="float32",
+        num_slots=16,
+        num_pages=num_tokens // page_size + 16,
+        page_size=page_size,
+        attention=attention,
+    )
+
+
+def every_case() -> Iterator[Any]:
+    """All; those on a CPU that are not deep have every two of a model, a page size and a chunk size together."""
+    for case in product(enumerate(MODELS), enumerate((1, 16, 64)), enumerate((0, 16, 100))):
+        numbers, (name, page_size, chunk) = zip(*case, strict=True)
+        for device in ("cpu", "cuda"):
+            is_deep = device == "cpu" and sum(numbers) % 3 != 0
+            marks = pytest.mark.cuda if device == "cuda" else pytest.mark.deep if is_deep else ()
+            yield pytest.param(name, page_size, chunk, device, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "page_size", "chunk", "device"), list(every_case()))
+def test_tokens_equal_those_of_transformers_when_all_run_together(
+    models: Any, name: str, page_size: int, chunk: int, device: str
+) -> None:
+    folder, prompts = models(name)
+    driver = Driver(load(folder, device, page_size))
+    texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(prompts)]
+    driver.finish(texts, MAX_NEW, chunk)
+    assert [tuple(text.output) for text in texts] == [expected for _, expected in prompts]
+    driver.executor.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_do_not_change_when_a_request_runs_alone(models: Any, name: str, device: str) -> None:
+    folder, prompts = models(name)
+    executor = load(folder, device, page_size=16)
+    for prompt, expected in prompts:
+        driver = Driver(executor)
+        text = driver.start(3, prompt)
+        driver.finish([text], MAX_NEW)
+        assert tuple(text.output) == expected
+    executor.close()
+
+
+@pytest.mark.parametrize("attention", ["reference", "torch"])
+def test_tokens_do_not_depend_on_the_attention_backend(models: Any, attention: str) -> None:
+    folder, prompts = models("llama3")
+    driver = Driver(load(folder, "cpu", page_size=16, attention=attention))
+    texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(prompts[:7])]
+    driver.finish(texts, MAX_NEW, chunk=32)
+    assert [tuple(text.output) for text in texts] == [expected for _, expected in prompts[:7]]
+    driver.executor.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cached_prefix_gives_the_tokens_of_a_cold_start(models: Any, name: str, page_size: int, device: str) -> None:
+    """The second request is handed the first one's whole pages and computes only what comes after them."""
+    folder, prompts = models(name)
+    prompt, expected = prompts[-2]
+    driver = Driver(load(folder, device, page_size))
+    first = driver.start(0, prompt)
+    driver.finish([first], MAX_NEW)
+    for slot, num_shared_pages in enumerate((1, (len(prompt) - 1) // page_size), start=1):
+        second = driver.start(slot, prompt, shared=num_shared_pages * page_size)
+        second.pages = first.pages[:num_shared_pages]
+        driver.finish([second], MAX_NEW, chunk=64)
+        assert tuple(second.output) == expected
+    driver.executor.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_late_comers_and_decode_rows_share_steps(models: Any, device: str) -> None:
+    """Short ones decode while a long one is still being extended; a new one starts in every step."""
+    folder, prompts = models("qwen3")
+    driver = Driver(load(folder, device, page_size=16))
+    texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(prompts)]
+    for num_started in range(1, len(texts)):
+        active = [text for text in texts[:num_started] if len(text.output) < MAX_NEW]
+        driver.step(*((text, 48) for text in active))
+    driver.finish(texts, MAX_NEW, chunk=48)
+    assert [tuple(text.output) for text in texts] == [expected for _, expected in prompts]
+    driver.executor.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_retracted_request_comes_back_with_the_same_tokens(models: Any, device: str) -> None:
+    """It loses slot and pages after four tokens; prompt and output are computed again elsewhere in one extend."""
+    folder, prompts = models("llama3")
+    prompt, expected = prompts[5]
+    driver = Driver(load(folder, device, page_size=16))
+    text = driver.start(0, prompt)
+    driver.finish([text], 4)
+    again = driver.start(9, prompt)
+    again.output = list(text.output)
+    driver.step((again, 0))
+    driver.finish([again], MAX_NEW)
+    assert tuple(again.output) == expected
+    driver.executor.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_decode_node_goes_on_from_pages_and_a_first_token_made_elsewhere(models: Any, device: str) -> None:
+    """Two executors; pages travel by ``export_page`` and ``landed``, the first token by ``Admit.last_token``."""
+    from common.step_plan import Admit, PageDelta, Row, StepPlan
+
+    folder, prompts = models("qwen3")
+    prompt, expected = prompts[6]
+    prefill, decode = load(folder, device, page_size=16), load(folder, device, page_size=16)
+    driver = Driver(prefill)
+    text = driver.start(0, prompt)
+    driver.finish([text], 1)
+    targets = list(range(5, 5 + len(text.pages)))
+    size = decode.pool.geometry.page_bytes
+    with memoryview(decode.pool.memory) as memory:
+        for source, target in zip(text.pages, targets, strict=True):
+            with memory[target * size : (target + 1) * size] as place:
+                prefill.pool.export_page(source, place)
+    decode.pool.landed(targets)
+    admit = Admit(2, text.params, len(prompt), text.output[0])
+    output = list(text.output)
+    for step in range(MAX_NEW - 1):
+        first = step == 0
+        result = decode.run(
+            StepPlan(
+                step,
+                (admit,) if first else (),
+                (PageDelta(2, 0, (*targets, 50)),) if first else (),
+                (Row(2, len(prompt) + step, None, True),),
+            )
+        )
+        output += result.tokens
+    assert tuple(output) == expected
+    prefill.close()
+    decode.close()

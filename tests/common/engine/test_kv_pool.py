@@ -1,0 +1,129 @@
+"""The pool is one memfd on the CPU, pages contiguous in it; on CUDA a memfd is where pages land."""
+
+import errno
+import mmap
+import os
+
+import pytest
+import torch
+from support.devices import DEVICES
+
+from common.cache.page_layout import PageLayout
+from common.engine.kv_pool import KVPool
+
+GEOMETRY = PageLayout(num_layers=3, num_kv_heads=2, head_dim=4, page_size=8, dtype="float32")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_descriptor_holds_exactly_the_pool(device: str) -> None:
+    pool = KVPool(GEOMETRY, 5, device)
+    assert GEOMETRY.page_bytes == 3 * 2 * 2 * 8 * 4 * 4
+    assert os.fstat(pool.fd).st_size == len(pool.memory) == 5 * GEOMETRY.page_bytes
+    pool.close()
+
+
+def test_every_number_lies_where_the_geometry_says() -> None:
+    pool = KVPool(GEOMETRY, 5)
+    keys, values = pool.layer(2)
+    assert keys.shape == values.shape == (5, 2, 8, 4)
+    keys[3, 1, 6, 2] = 1.5
+    values[4, 0, 7, 3] = 2.5
+    whole = torch.frombuffer(pool.memory, dtype=torch.float32)
+    inside = (6 * 4 + 2) * 4
+    assert whole[(GEOMETRY.offset(3, layer=2, head=1) + inside) // 4] == 1.5
+    inside = (7 * 4 + 3) * 4
+    assert whole[(GEOMETRY.offset(4, layer=2, value=True) + inside) // 4] == 2.5
+    assert whole.count_nonzero() == 2
+    pool.close()
+
+
+def test_another_mapping_of_the_descriptor_writes_straight_into_the_pool() -> None:
+    pool = KVPool(GEOMETRY, 2)
+    with mmap.mmap(pool.fd, 2 * GEOMETRY.page_bytes) as other:
+        other[GEOMETRY.page_bytes : GEOMETRY.page_bytes + 4] = b"\0\0\x80\x3f"
+    pool.landed([1])
+    assert pool.layer(0)[0][1, 0, 0, 0] == 1.0
+    pool.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_page_exported_into_another_pool_is_the_same_page(device: str, dtype: str) -> None:
+    geometry = PageLayout(2, 2, 4, 8, dtype)
+    source, target = KVPool(geometry, 3, device), KVPool(geometry, 4, device)
+    source.tensor.normal_()
+    if device != "cpu":
+        torch.cuda.synchronize()  # as a step does before it is over
+    with memoryview(target.memory) as memory:
+        with memory[3 * geometry.page_bytes : 4 * geometry.page_bytes] as place:
+            source.export_page(1, place)
+    target.landed([3])
+    assert torch.equal(target.tensor[3], source.tensor[1])
+    assert target.tensor[:3].count_nonzero() == 0
+    source.close()
+    target.close()
+
+
+def test_a_pool_that_is_populated_has_all_of_its_memory_and_keeps_what_is_in_it() -> None:
+    pool = KVPool(GEOMETRY, 5)
+    pool.tensor[4].fill_(2.0)
+    assert os.fstat(pool.fd).st_blocks * 512 < 5 * GEOMETRY.page_bytes
+    if not (taken := pool.populate()):
+        pytest.skip("this kernel cannot populate memory")
+    assert taken == 5 * GEOMETRY.page_bytes <= os.fstat(pool.fd).st_blocks * 512
+    assert pool.tensor[:4].count_nonzero() == 0 and (pool.tensor[4] == 2.0).all()
+    pool.close()
+
+
+def test_a_pool_is_populated_from_its_first_page_on_for_as_long_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")  # 1 KiB a page
+    monkeypatch.setattr("common.engine.kv_pool._POPULATE_AT_ONCE", 64 << 10)
+    pool = KVPool(geometry, 1024)
+    assert pool.populate(0.0) == 0
+    instants = iter([0.0, 0.0, 1.0, 2.0])  # begun, and before each piece
+    monkeypatch.setattr("common.engine.kv_pool.time.monotonic", lambda: next(instants))
+    assert pool.populate(2.0) in (0, 128 << 10)  # 0: this kernel cannot
+    assert os.fstat(pool.fd).st_blocks * 512 in (0, 128 << 10)
+    pool.close()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EFAULT])
+def test_a_kernel_that_cannot_populate_leaves_the_pool_to_its_first_use(number: int) -> None:
+    class Memory(bytearray):
+        def madvise(self, *asked: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+    pool = KVPool(GEOMETRY, 5)
+    memory, pool.memory = pool.memory, Memory(5 * GEOMETRY.page_bytes)
+    if number == errno.EINVAL:
+        assert not pool.populate()
+    else:
+        with pytest.raises(MemoryError, match=r"7680 bytes for KV pages are not to be had"):
+            pool.populate()
+    pool.memory = memory
+    pool.close()
+
+
+def test_closing_gives_the_descriptor_back_and_twice_is_once() -> None:
+    pool = KVPool(GEOMETRY, 2)
+    view = pool.layer(0)[0]
+    fd = pool.fd
+    pool.close()
+    pool.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    assert view.count_nonzero() == 0  # a view handed out earlier stays readable
+
+
+def test_a_pool_far_beyond_memory_costs_nothing_until_touched() -> None:
+    """64 GiB: sparse, and addressed beyond 32 bits."""
+    geometry = PageLayout(32, 8, 128, 16, "bfloat16")
+    num_pages = (64 << 30) // geometry.page_bytes
+    pool = KVPool(geometry, num_pages)
+    keys, _ = pool.layer(31)
+    keys[num_pages - 1, 7, 15, 127] = 3.0
+    offset = geometry.offset(num_pages - 1, layer=31, head=7) + geometry.head_bytes - 2
+    assert offset > 1 << 35
+    assert pool.memory[offset : offset + 2] == b"\x40\x40"
+    assert os.fstat(pool.fd).st_blocks * 512 < 64 << 20
+    pool.close()

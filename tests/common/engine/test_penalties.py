@@ -1,0 +1,176 @@
+"""Biases and penalties: the formulas by hand, any text, any company, and ``transformers`` as the judge."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.devices import DEVICES
+from support.engine_driver import Driver
+from support.reference_models import draw_prompts, make_model
+
+from common.engine.executor import load_executor
+from common.engine.model_config import ModelConfig
+from common.engine.penalties import History, adjust
+from common.engine.sampler import Draw, sample
+from common.sampling_params import SamplingParams
+from common.step_plan import Admit, PageDelta, Row, StepPlan
+
+ALL = SamplingParams(
+    temperature=0.0,
+    repetition_penalty=1.4,
+    presence_penalty=0.7,
+    frequency_penalty=0.5,
+    logit_bias=((3, 2.0), (17, -100.0)),
+)
+REPETITION = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+
+
+def adjusted(
+    logits: list[float], params: SamplingParams, tokens: tuple[int, ...] = (), prompt_len: int = 0
+) -> list[float]:
+    row = torch.tensor([logits])
+    adjust(row, [Draw(params, len(tokens), prompt_len, history=History(tokens, prompt_len))])
+    found: list[float] = row[0].tolist()
+    return found
+
+
+def test_repetition_divides_what_is_positive_and_multiplies_what_is_not_once_per_token() -> None:
+    """Token 0 is in the prompt, 1 in both, 2 twice in the output, 3 nowhere."""
+    params = SamplingParams(repetition_penalty=2.0)
+    assert adjusted([4.0, -1.0, 3.0, 5.0], params, (0, 1, 1, 2, 2), prompt_len=2) == [2.0, -2.0, 1.5, 5.0]
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    assert adjusted([1.0, 1.0, 1.0, 1.0], params, (0, 1, 1, 2, 2), prompt_len=2) == [1.0, 0.25, 0.0, 1.0]
+
+
+def test_a_bias_comes_before_the_penalties() -> None:
+    """Token 0: (1 + 3) / 2 - 0.5. Without the order it would be 3.0 or another."""
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, logit_bias=((0, 3.0), (2, -1.0)))
+    assert adjusted([1.0, 1.0, 1.0], params, (0,)) == [1.5, 1.0, 0.0]
+
+
+def test_negative_penalties_encourage() -> None:
+    assert adjusted([1.0, 1.0], SamplingParams(presence_penalty=-1.0, frequency_penalty=-0.5), (1, 1)) == [1.0, 3.0]
+
+
+def test_what_ends_the_output_too_early_stays_forbidden_whatever_its_bias() -> None:
+    draw = Draw(SamplingParams(temperature=0.0, min_tokens=1, logit_bias=((1, 100.0),)), 5, 5, end_ids=(1,))
+    assert sample(torch.zeros(1, 3), [draw])[0].item() != 1
+
+
+def test_reported_log_probabilities_are_those_before_penalties() -> None:
+    params = SamplingParams(temperature=0.0, presence_penalty=5.0, logit_bias=((0, 100.0),), logprobs=1)
+    logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
+    tokens, logprobs = sample(logits, [Draw(params, 3, 2, history=History((1, 1, 1), 2))])
+    assert tokens.tolist() == [0]
+    assert logprobs[0] is not None
+    assert np.isclose(logprobs[0].token, np.log(0.1))
+    assert logprobs[0].top[0][0] == 1
+
+
+tokens_strategy = st.lists(st.integers(0, 40), max_size=80).map(tuple)
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 9),
+    repetition_penalty=st.sampled_from([1.0, 1.5, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.3, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.2, -0.4]),
+    logit_bias=st.sampled_from([(), ((0, 9.0),), ((5, -3.0), (40, 1.0))]),
+)
+
+
+def naive(logits: list[float], params: SamplingParams, tokens: tuple[int, ...], prompt_len: int) -> list[float]:
+    """One token of the vocabulary after another."""
+    found = []
+    for token, logit in enumerate(logits):
+        logit += dict(params.logit_bias).get(token, 0.0)
+        if token in tokens:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        count = tokens[prompt_len:].count(token)
+        found.append(logit - params.frequency_penalty * count - (params.presence_penalty if count else 0.0))
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_batch_is_adjusted_as_the_definition_says_row_by_row(device: str) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(rows=st.lists(st.tuples(params_strategy, tokens_strategy, tokens_strategy), min_size=1, max_size=5))
+    def check(rows: list[tuple[SamplingParams, tuple[int, ...], tuple[int, ...]]]) -> None:
+        logits = torch.from_numpy(np.random.default_rng(len(rows)).normal(0, 3, (len(rows), 41)).astype(np.float32))
+        draws = []
+        for params, prompt, output in rows:
+            history = History(prompt, len(prompt))
+            for token in output:
+                history.append(token)
+            draws.append(Draw(params, len(prompt + output), len(prompt), history=history))
+        together = logits.clone().to(device)
+        adjust(together, draws)
+        for row, (draw, (params, prompt, output)) in enumerate(zip(draws, rows, strict=True)):
+            alone = logits[row : row + 1].clone().to(device)
+            rebuilt = History(prompt + output, len(prompt))  # as after a retraction, or on another node
+            adjust(alone, [Draw(params, draw.position, draw.prompt_len, history=rebuilt)])
+            assert torch.equal(alone[0], together[row])
+            expected = naive(logits[row].tolist(), params, prompt + output, len(prompt))
+            assert np.allclose(alone[0].tolist(), expected, atol=1e-5)
+
+    check()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", seed=4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("params", [REPETITION, ALL])
+def test_penalised_tokens_are_those_of_transformers_alone_together_and_after_a_retraction(
+    folder: Path, params: SamplingParams, device: str
+) -> None:
+    cases = draw_prompts(folder, [1, 17, 60], 20, seed=2, params=params)
+    plain = draw_prompts(folder, [40], 20, seed=3)[0]
+    config = ModelConfig.load(str(folder))
+    executor = load_executor(config, device=device, dtype="float32", num_slots=9, num_pages=90, page_size=16)
+    driver = Driver(executor)
+    texts = [driver.start(slot, prompt, params) for slot, (prompt, _) in enumerate(cases)]
+    other = driver.start(5, plain[0])
+    driver.finish([texts[0]], 20)
+    driver.finish([texts[1]], 7)
+    again = driver.start(6, cases[1][0], params)  # retracted after seven tokens
+    again.output = list(texts[1].output)
+    driver.step((again, 0))
+    driver.finish([other, again, texts[2]], 20, chunk=16)
+    assert [tuple(text.output) for text in (texts[0], again, texts[2])] == [expected for _, expected in cases]
+    assert tuple(other.output) == plain[1]
+    executor.close()
+
+
+def test_a_decode_node_counts_the_first_token_that_was_sampled_elsewhere(folder: Path) -> None:
+    """With last_token the history holds it already: it is counted once."""
+    ((prompt, expected),) = draw_prompts(folder, [30], 12, seed=6, params=ALL)
+    config = ModelConfig.load(str(folder))
+    executor = load_executor(config, dtype="float32", num_slots=2, num_pages=9, page_size=16)
+    text = Driver(executor).start(0, prompt, ALL)
+    text._driver.finish([text], 1)
+    admit = Admit(1, ALL, len(prompt), expected[0], (*prompt, expected[0]))
+    output = [text.output[0]]
+    for step in range(11):
+        admits, pages = (
+            ((admit,), (PageDelta(1, 0, (*text.pages, text._driver.free.pop())),)) if step == 0 else ((), ())
+        )
+        output += executor.run(StepPlan(step, admits, pages, (Row(1, len(prompt) + step, None, True),))).tokens
+    assert tuple(output) == expected
+    executor.close()
+
+
+def test_a_request_with_penalties_must_bring_its_tokens(folder: Path) -> None:
+    config = ModelConfig.load(str(folder))
+    executor = load_executor(config, dtype="float32", num_slots=2, num_pages=9, page_size=16)
+    with pytest.raises(AssertionError, match="without its tokens"):
+        executor.run(StepPlan(1, (Admit(0, ALL, 5, None),), (), ()))
+    executor.close()

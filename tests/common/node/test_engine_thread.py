@@ -1,0 +1,86 @@
+"""The engine's thread hands every result over once, and wakes nobody for nothing."""
+
+import os
+import select
+import time
+
+import pytest
+
+from common.node.engine_thread import EngineThread
+from common.step_plan import StepPlan, StepResult
+
+
+class Engine:
+    """Computes nothing, in ``seconds``, or raises what it is told to; and knows what it took, in ``spent_s``."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.error: Exception | None = None
+        self.seconds = seconds
+        self.spent_s = 0.0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        began = time.monotonic()
+        time.sleep(self.seconds)
+        self.spent_s += time.monotonic() - began
+        if self.error is not None:
+            raise self.error
+        return StepResult(plan.step, ())
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(step, (), (), ())
+
+
+def taken(thread: EngineThread) -> StepResult:
+    ends = time.monotonic() + 20
+    while (result := thread.take()) is None:
+        assert time.monotonic() < ends
+    return result
+
+
+def is_readable(thread: EngineThread) -> bool:
+    return bool(select.select([thread.fileno()], [], [], 0)[0])
+
+
+def test_a_result_may_be_taken_before_its_wake_up_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = os.eventfd_write, []
+
+    def late(descriptor: int, value: int) -> None:
+        time.sleep(0.05)
+        write(descriptor, value)
+        written.append(value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    thread = EngineThread(Engine())
+    for step in range(3):
+        thread.submit(plan(step))
+        assert taken(thread).step == step
+        assert not thread.is_busy
+    ends = time.monotonic() + 20
+    while len(written) < 3:
+        assert time.monotonic() < ends
+    assert is_readable(thread), "the late wake-up"
+    assert thread.take() is None
+    assert not is_readable(thread), "a wake-up for nothing must not be given again and again"
+    thread.close()
+
+
+def test_only_the_time_inside_of_steps_counts_as_busy() -> None:
+    engine = Engine(0.05)
+    thread = EngineThread(engine)
+    for step in range(2):
+        thread.submit(plan(step))
+        taken(thread)
+        time.sleep(0.2)
+    assert 0.1 <= engine.spent_s <= thread.busy_s < engine.spent_s + 0.3
+    thread.close()
+
+
+def test_what_the_executor_raises_is_raised_where_results_are_taken() -> None:
+    engine = Engine()
+    engine.error = ValueError("no such page")
+    thread = EngineThread(engine)
+    thread.submit(plan(1))
+    with pytest.raises(ValueError, match="no such page"):
+        taken(thread)
+    thread.close()

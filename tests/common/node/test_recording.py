@@ -1,0 +1,243 @@
+"""What a node records is what it did: replayed in another process, it plans the same, byte for byte."""
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import ROOT
+from support.service import Service, running
+from support.service_client import prompt_of
+
+from common.config.node import NodeConfig
+from common.config.shared import SCHEDULING_VARIABLES
+from common.errors import ConfigError
+from common.node.memory_plan import Capacity
+from common.node.recording import format as frames
+from common.node.recording.recorder import RecordedTransport, Recorder, config_from, plain_config
+from common.scheduling.in_batch_prefix_caching import sharing_limits_from
+from common.scheduling.new_token_ratio import constants_from
+from common.step_plan import PageDelta, Row, StepPlan
+from common.wire.messages import Abort, Geometry
+from scripts.simulator.main import main
+
+OPENING = frames.Opening(
+    version=frames.VERSION,
+    role="decode",
+    config=plain_config(NodeConfig(role="decode")),
+    environ={},
+    capacity=Capacity(4, 16, 8, None),
+    geometry=Geometry(1, 1, 1, 16, "float32"),
+    digest="d",
+    incarnation="i" * 16,
+    vocab_size=100,
+    eos_token_ids=(0,),
+    transport="shm",
+    transports=("shm",),
+)
+
+
+def written(path: Path, *parts: frames.Frame) -> str:
+    with path.open("wb") as file:
+        for part in parts:
+            frames.write_frame(file, part)
+    return str(path)
+
+
+def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
+    class Environ(dict[str, str]):
+        """Notes what is looked up."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: set[str] = set()
+
+        def get(self, name: str, default: object = None) -> object:  # type: ignore[override]
+            self.asked.add(name)
+            return default
+
+    environ = Environ()
+    constants_from(environ)
+    sharing_limits_from(environ)
+    assert environ.asked == set(SCHEDULING_VARIABLES)
+
+
+def test_frames_come_back_as_they_went(tmp_path: Path) -> None:
+    plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
+    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.FromTheGateway(2.0, Abort("r", 0))]
+    assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
+
+
+def test_a_frame_that_was_cut_short_ends_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    written(path, OPENING, frames.Ticked(1.0), frames.Ticked(2.0))
+    whole = path.read_bytes()
+    for size in range(len(whole) - 20, len(whole)):
+        path.write_bytes(whole[:size])
+        assert list(frames.read_frames(str(path)))[:1] == [OPENING]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "holds nothing"),
+        (b"\xff\xff\xff\xff....", "4294967295 bytes are more than a frame has"),
+        (b"\x03\x00\x00\x00abc", "frame 0"),
+        (b"\x07\x00\x00\x00\x92\xa4tick\x01", "does not begin as a recording does"),
+    ],
+)
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(content)
+    with pytest.raises(frames.RecordingError, match=sentence):
+        list(frames.read_frames(str(path)))
+    assert main(["--replay", str(path)]) == 1
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    import msgspec
+
+    path = written(tmp_path / "f", msgspec.structs.replace(OPENING, version=frames.VERSION + 1))
+    with pytest.raises(frames.RecordingError, match="of version"):
+        list(frames.read_frames(path))
+
+
+def test_a_configuration_comes_back_as_it_was_but_for_secrets() -> None:
+    config = NodeConfig(role="decode", priority_classes=("high:8", "low:1"), page_size=4)
+    assert config_from(plain_config(config)) == config
+    assert "s3cret" not in str(plain_config(NodeConfig(role="decode", cluster_key="s3cret")))
+
+
+def test_checksums_of_pages_cannot_be_recorded() -> None:
+    with pytest.raises(ConfigError, match="--record holds no pages"):
+        NodeConfig(role="decode", record="x", kv_checksum=True)
+
+
+def test_a_recording_is_private_and_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("mine")
+    recorder = Recorder(str(tmp_path / "f"))
+    recorder.note(OPENING)
+    recorder.close()
+    assert recorder.path == str(tmp_path / "f.1")
+    assert (tmp_path / "f").read_text() == "mine"
+    assert stat.S_IMODE((tmp_path / "f.1").stat().st_mode) == 0o600
+    assert list(frames.read_frames(recorder.path)) == [OPENING]
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(frames, "open_new", lambda path: (open("/dev/full", "wb", buffering=0), path))  # noqa: SIM115
+    recorder = Recorder(str(tmp_path / "f"))
+    for _ in range(5):
+        recorder.note(OPENING)
+    recorder.close()
+    assert caplog.text.count("recording ends here") == 1
+    recorder.note(OPENING)
+
+
+def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr(frames, "write_frame", fail)
+    recorder = Recorder(str(tmp_path / "f"))
+    recorder.note(OPENING)
+    recorder.close()
+    assert caplog.text.count("recording ends here") == 1
+    assert "nobody thought of this" in caplog.text
+
+
+def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
+    class Transport:
+        name = "t"
+
+        def __init__(self) -> None:
+            self.news: list[list[int]] = [[], [], [7]]
+
+        def done(self) -> list[int]:
+            return self.news.pop(0)
+
+        def write(self, peer: str, pages: list[tuple[int, int]]) -> int:
+            return 41
+
+        def files(self) -> tuple[int, ...]:
+            return (3,)
+
+    recorder = Recorder(str(tmp_path / "f"))
+    recorder.note(OPENING)
+    transport = RecordedTransport(Transport(), recorder)
+    assert [transport.done(), transport.done(), transport.done()] == [[], [], [7]]
+    assert (transport.write("p", []), transport.files(), transport.name) == (41, (3,), "t")
+    recorder.close()
+    _, done, write = frames.read_frames(recorder.path)
+    assert isinstance(done, frames.News) and (done.method, done.call, bytes(done.result)) == ("done", 2, b"\x91\x07")
+    assert isinstance(write, frames.News) and (write.method, write.call) == ("write", 0)
+
+
+# ---- live -----------------------------------------------------------------------------------------------------------
+
+
+def replayed(path: Path) -> "subprocess.CompletedProcess[str]":
+    """By the command, in a process whose sets have another order."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "12345"}
+    words = [sys.executable, "-m", "scripts.cli", "simulate", "--replay", str(path)]
+    return subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+
+
+async def _load(service: Service) -> dict[str, dict[str, float]]:
+    """Prompts with shared beginnings, long answers in a small pool, and clients that leave."""
+    async with service.client() as client:
+        head = prompt_of(40, 1)
+        exchanges = [
+            client.begin([*head[: number % 3 * 20], *prompt_of(30, number)], 120, ignore_eos=False)
+            for number in range(16)
+        ]
+        await exchanges[0].has(5)
+        await asyncio.gather(*(exchange.leave() for exchange in exchanges[3:6]))
+        await exchanges[1].has(40)
+        await exchanges[8].leave()
+        for number in (0, 1, 2, 7, 9, 10, 11, 12, 13, 14, 15):
+            await exchanges[number].end(60)
+        return await client.counters()
+
+
+@pytest.mark.timeout(240)
+def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Path) -> None:
+    only = {name: {"record": tmp_path / name} for name in ("prefill-0", "decode-0")}
+    only["decode-0"] |= {"max_total_tokens": 640, "page_size": 16}
+    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than there is room for
+    with running(tmp_path / "logs", only=only, variables=hopeful) as service:
+        counters = asyncio.run(_load(service))
+        for name in ("prefill-0", "decode-0"):
+            service.stop(name)
+    assert counters["decode-0"]["retractions"] > 0
+    for name in ("prefill-0", "decode-0"):
+        found = replayed(tmp_path / name)
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert found.stdout.startswith("identical: ")
+        told = list(frames.read_frames(str(tmp_path / name)))
+        assert sum(isinstance(f, frames.FromTheGateway) and isinstance(f.message, Abort) for f in told) >= 4
+    _spoil_and_replay(tmp_path / "decode-0")
+
+
+def _spoil_and_replay(path: Path) -> None:
+    """A recording in which one row of one plan is another is told apart, by its place."""
+    told = list(frames.read_frames(str(path)))
+    number = next(
+        i for i, f in enumerate(told) if i > len(told) // 2 and isinstance(f, frames.Planned) and f.plan is not None
+    )
+    frame = told[number]
+    assert isinstance(frame, frames.Planned) and frame.plan is not None
+    first, *rest = frame.plan.rows
+    rows = (first._replace(start=first.start + 1), *rest)
+    plan = StepPlan(frame.plan.step, frame.plan.admits, frame.plan.pages, rows)
+    told[number] = frames.Planned(frame.now, plan)
+    found = replayed(Path(written(path.with_suffix(".spoilt"), *told)))
+    assert found.returncode == 1
+    assert f"step {plan.step}, rows[0]: recorded" in found.stdout

@@ -1,0 +1,250 @@
+"""What stands around a role: how much a node holds, the engine's thread, when an output ends."""
+
+import os
+import platform
+import select
+import socket
+import threading
+
+import pytest
+import torch
+import zmq
+from support.kv_fakes import MemfdStore
+
+from common.cache.page_allocator import PageAllocator
+from common.cache.page_layout import PageLayout
+from common.clock import MonotonicClock
+from common.config.node import NodeConfig
+from common.errors import ConfigError
+from common.finish_reason import finish_reason
+from common.node import worker_main as process
+from common.node.engine_thread import EngineThread
+from common.node.event_loop import Node, listen_mailbox
+from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
+from common.node.outbox import Outbox
+from common.node.role import Load
+from common.node.worker_context import Parts, cache_for
+from common.sampling_params import SamplingParams
+from common.step_plan import StepPlan, StepResult
+from common.wire.messages import Connect, Generate, Peer, Ping
+from decode_node.__main__ import build
+from scripts.simulator.inprocess_transport import InProcessReader, Wire
+
+TINY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")
+
+
+def test_a_node_holds_what_the_flags_say() -> None:
+    config = NodeConfig(max_total_tokens=100, max_running_requests=4, max_queued_requests=7, chunked_prefill_size=32)
+    capacity = plan_capacity(config, TINY, device="cpu", context_length=1000)
+    assert capacity.num_pages == 6  # whole pages of 16
+    assert capacity.num_slots == 4
+    assert capacity.max_queued == 7
+    assert capacity.chunk_tokens == 32
+
+
+def test_without_flags_a_cpu_node_takes_a_bounded_pool_and_chunks() -> None:
+    capacity = plan_capacity(NodeConfig(), TINY, device="cpu", context_length=1000)
+    assert capacity.num_pages == CPU_POOL_TOKENS // 16
+    assert capacity.chunk_tokens == CPU_CHUNK_TOKENS
+    assert capacity.num_slots == 256
+
+
+def test_minus_one_turns_chunking_off() -> None:
+    assert (
+        plan_capacity(NodeConfig(chunked_prefill_size=-1), TINY, device="cpu", context_length=99).chunk_tokens is None
+    )
+
+
+@pytest.mark.parametrize(("policy", "is_off", "num_said"), [("lpm", True, 1), ("lpm", False, 0), ("lof", True, 0)])
+def test_that_a_policy_has_no_cache_to_go_by_is_said_once(
+    policy: str, is_off: bool, num_said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
+    config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
+    assert process.run(config, lambda parts: None, lambda parts, transport: None) == 0
+    said = f"--schedule-policy {policy} is fcfs now, since --disable-radix-cache is set"
+    assert [record.getMessage() for record in caplog.records] == [said] * num_said
+
+
+def test_a_pool_without_a_single_page_is_refused_by_flag() -> None:
+    huge = PageLayout(num_layers=4096, num_kv_heads=65536, head_dim=65536, page_size=16, dtype="float32")
+    with pytest.raises(ConfigError, match="--memory-fraction"):
+        plan_capacity(NodeConfig(), huge, device="cpu", context_length=1000)
+
+
+def test_a_pool_that_was_asked_for_and_has_no_room_beside_the_weights_is_refused_by_flag() -> None:
+    page = 2 * 8 * 16 * 4  # bytes
+    config = NodeConfig(max_total_tokens=160)
+    assert num_pages_that_fit(config, TINY, 10, 10 * page) == 10
+    with pytest.raises(ConfigError, match=r"^--max-total-tokens 160 needs 0\.00 GB for KV pages, and 0\.00 GB"):
+        num_pages_that_fit(config, TINY, 10, 10 * page - 1)
+
+
+def test_a_pool_that_nobody_asked_for_takes_most_of_what_the_weights_leave() -> None:
+    page = 2 * 8 * 16 * 4
+    assert num_pages_that_fit(NodeConfig(), TINY, 10, 10 * page) == 10
+    assert num_pages_that_fit(NodeConfig(), TINY, 1000, 100 * page) == 80
+    for num_bytes in (page, 0, -page):
+        with pytest.raises(ConfigError, match="no memory for KV pages"):
+            num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
+
+
+def test_the_pool_of_a_gpu_is_cut_to_what_the_weights_leave_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = 2 * 8 * 16 * 4
+    free = iter([1000 * page, 100 * page])  # before the weights are read, and after
+    monkeypatch.setattr(process, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
+    num_pages = process.pages_of(NodeConfig(), TINY, 600, "cuda:0")
+    assert num_pages() == 600
+    assert num_pages() == 80
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_refused_by_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--device cuda:3: torch finds no CUDA device"):
+        process.pick_device("cuda:3")
+
+
+def test_a_port_that_is_taken_is_refused_by_flag_and_leaves_no_socket() -> None:
+    context = zmq.Context()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"^--data-port {port} on --advertise-host 127.0.0.1 cannot be listened on"
+        ):
+            listen_mailbox(context, "i" * 32, "127.0.0.1", port)
+    context.term()  # would wait for any socket that is left
+
+
+class Engine:
+    """Computes nothing, when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_run = threading.Event()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.may_run.wait(10)
+        if plan.step == 13:
+            raise RuntimeError("the device is on fire")
+        return StepResult(plan.step, (plan.step,))
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(step, (), (), ())
+
+
+def test_the_engine_thread_wakes_the_loop_once_for_each_step() -> None:
+    engine = Engine()
+    thread = EngineThread(engine)
+    for step in (1, 2, 3):
+        engine.may_run.clear()
+        thread.submit(plan(step))
+        assert thread.is_busy
+        assert thread.take() is None
+        engine.may_run.set()
+        assert select.select([thread.fileno()], [], [], 5)[0]
+        result = thread.take()
+        assert result is not None
+        assert result.tokens == (step,)
+        assert not thread.is_busy
+        assert not select.select([thread.fileno()], [], [], 0)[0]
+    thread.close()
+
+
+def test_what_the_engine_raises_is_raised_in_the_loop() -> None:
+    engine = Engine()
+    engine.may_run.set()
+    thread = EngineThread(engine)
+    thread.submit(plan(13))
+    assert select.select([thread.fileno()], [], [], 5)[0]
+    with pytest.raises(RuntimeError, match="on fire"):
+        thread.take()
+    thread.close()
+
+
+class Watched:
+    """A role whose tick after its first step notes what had not gone out by then, and whether the next had begun."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.plans = [plan(1)]
+        self.is_committed = False
+        self.seen: tuple[int, bool] | None = None
+        self.node: Node | None = None
+
+    def plan(self, now: float) -> StepPlan | None:
+        return self.plans.pop() if self.plans else None
+
+    def commit(self, result: StepResult, now: float) -> None:
+        self.is_committed = True
+        self.outbox.gateway.append(Ping())
+        self.plans.append(plan(2))
+
+    def tick(self, now: float) -> bool:
+        assert self.node is not None
+        if self.is_committed:
+            self.seen = (len(self.outbox.gateway), self.node._engine.is_busy)
+            self.node.stop()
+        return True
+
+    def files(self) -> tuple[int, ...]:
+        return ()
+
+    def load(self) -> Load:
+        return Load(0, 1, 0, 0, 0)
+
+    def stop(self, reason: str, now: float) -> None:
+        pass
+
+
+def test_what_a_step_came_to_goes_out_and_the_next_one_begins_before_pages_are_moved() -> None:
+    engine, role = Engine(), Watched()
+    engine.may_run.set()
+    thread = EngineThread(engine)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    node = Node(
+        role, thread, register=lambda: None, gateway="127.0.0.1:1", context=context, incarnation="n" * 32,
+        listen=None, clock=MonotonicClock(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    role.node = node
+    os.eventfd_write(node._wake, 1)  # nothing else would wake it
+    node.run()
+    node.close("the test is over")
+    thread.close()
+    context.term()
+    assert role.seen == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("token", "num_output", "options", "expected"),
+    [
+        (5, 1, {}, ""),
+        (5, 3, {}, "length"),
+        (9, 1, {}, "stop"),
+        (9, 3, {}, "stop"),
+        (9, 1, {"ignore_eos": True}, ""),
+        (9, 3, {"ignore_eos": True}, "length"),
+        (7, 1, {"stop_token_ids": (7,), "ignore_eos": True}, "stop"),
+    ],
+)
+def test_an_output_ends_at_its_last_allowed_token_or_at_an_end_token(
+    token: int, num_output: int, options: dict[str, object], expected: str
+) -> None:
+    sampling = SamplingParams(max_new_tokens=3, **options)  # type: ignore[arg-type]
+    assert finish_reason(sampling, (9,), token=token, num_output=num_output) == expected
+
+
+def test_a_node_to_which_nobody_gave_a_name_has_one_for_all() -> None:
+    """The gateway knows it by the same one as prefill nodes, whose errors say between whom pages did not travel."""
+    config, store = NodeConfig(role="decode"), MemfdStore(8)
+    books = PageAllocator(8)
+    parts = Parts(
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, books=books, cache=cache_for(config, books),
+        clock=MonotonicClock(), digest="d", incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
+    )  # fmt: skip
+    role = build(parts, InProcessReader(Wire(), store))
+    prefill, me = Peer("prefill-0", "p" * 32, "host:1"), Peer("?", "i" * 32, "")
+    role.on_gateway(Generate("r", 0, (1, 2), SamplingParams(), prefill, me, 60.0), 0.0)
+    [connect] = [message for _, message in role.outbox.peers if isinstance(message, Connect)]
+    assert connect.name == f"decode-{platform.node()}-{os.getpid()}" == config.node_name
+    assert NodeConfig(role="decode", name="d7").node_name == "d7"
+    store.close()

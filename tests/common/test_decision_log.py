@@ -1,0 +1,121 @@
+"""The ring of decisions: newest last, oldest forgotten, sentences made when somebody asks."""
+
+import pytest
+from support.lone_nodes import DecodeNode, PrefillNode
+
+from common.decision_log import Decided, Decisions
+from common.wire.messages import Decision
+
+
+def test_the_latest_are_told_newest_last_with_their_age():
+    decisions = Decisions()
+    decisions.note(1.0, "a", "admit", "{} of {} pages are free", 3, 8)
+    decisions.note(2.5, "b", "retract", "shortest output")
+    assert decisions.last(10, 4.0) == (
+        Decided(3.0, "a", "admit", "3 of 8 pages are free"),
+        Decided(1.5, "b", "retract", "shortest output"),
+    )
+    assert decisions.last(1, 4.0) == (Decided(1.5, "b", "retract", "shortest output"),)
+
+
+def test_the_oldest_are_forgotten_and_still_counted():
+    decisions = Decisions(maxlen=2)
+    for i in range(5):
+        decisions.note(float(i), str(i), "admit", "in order")
+    assert [decided.rid for decided in decisions.last(10, 5.0)] == ["3", "4"]
+    assert decisions.num_noted == 5
+
+
+def test_why_one_waits_is_told_once_until_it_is_another_reason_or_something_else_was_decided():
+    decisions = Decisions()
+    for _ in range(3):
+        decisions.note_wait(0.0, "a", "for {} pages", 3)
+        decisions.note_wait(0.0, "b", "for {} pages", 3)
+    decisions.note_wait(0.0, "a", "for the prefix of {}", "b")
+    decisions.note(0.0, "b", "retract", "for the test")
+    decisions.note_wait(0.0, "b", "for {} pages", 3)
+    told = [(decided.rid, decided.reason) for decided in decisions.last(9, 0.0)]
+    assert told == [
+        ("a", "for 3 pages"), ("b", "for 3 pages"), ("a", "for the prefix of b"), ("b", "for the test"),
+        ("b", "for 3 pages"),
+    ]  # fmt: skip
+
+
+def test_of_how_many_it_is_remembered_why_they_wait_is_bounded(monkeypatch):
+    monkeypatch.setattr("common.decision_log.MAX_WAITS", 2)
+    decisions = Decisions()
+    for rid in "abcca":
+        decisions.note_wait(0.0, rid, "for pages")
+    assert [decided.rid for decided in decisions.last(9, 0.0)] == ["a", "b", "c", "a"]
+
+
+def told(node):
+    return [(each.rid, each.action, each.reason) for each in node.scheduler.decisions.last(99, node.now)]
+
+
+def test_a_prefill_node_tells_why_prompts_wait_and_who_passes_whom():
+    node = PrefillNode(num_pages=10, chunk=8)
+    for rid, length in (("holder", 24), ("large", 40), ("small", 4)):
+        node.submit(rid, length)
+    for _ in range(4):
+        node.step(is_sent=False)
+    assert told(node) == [
+        ("holder", "admit", "computes 24 of 24 tokens"),
+        ("large", "wait", "for room for 40 tokens"),
+        ("small", "admit", "computes 4 of 4 tokens, passing who does not fit"),
+    ]
+
+
+def test_a_decode_node_tells_why_requests_wait_and_who_passes_whom():
+    node = DecodeNode(num_pages=12, slots=4, max_skip_ahead=2)
+    node.run_in("holder", 16, 9, new=40)
+    for rid, length, first in (("large", 44, None), ("one", 8, 9000), ("same", 8, 9000)):
+        node.submit(rid, length, first=first)
+    for _ in range(3):
+        node.grant()
+    node.submit("urgent", 4, 50, is_local=True)
+    node.step()
+    assert told(node)[1:] == [
+        ("large", "wait", "for 11 pages"),
+        ("one", "grant", "2 of 2 pages, passing who does not fit"),
+        ("same", "wait", "for its prefix, which comes for one"),
+        ("urgent", "admit", "computes 4 of 4 tokens"),
+    ]
+
+
+@pytest.mark.parametrize("node", [PrefillNode(), DecodeNode()])
+def test_a_node_tells_for_whose_prefix_one_waits(node):
+    here = {"is_local": True} if isinstance(node, DecodeNode) else {}
+    node.submit("first", 40, first=9000, **here)
+    node.submit("same", 40, 1, first=9000, **here)
+    node.step()
+    node.scheduler.reprioritize(("first", 0), 2, node.now)
+    node.step()
+    assert ("first", "wait", "for its prefix, which same computes") in told(node)
+
+
+def test_a_decode_node_tells_when_one_that_was_paused_goes_on():
+    node = DecodeNode(slots=1)
+    node.run_in("low", 8, 0, new=10)
+    node.run_in("urgent", 8, 9, new=2)
+    node.step()
+    assert told(node)[-2:] == [
+        ("low", "pause", "its row goes to the more urgent urgent"),
+        ("low", "resume", "in a row again, after 10 tokens"),
+    ]
+
+
+def test_no_sentence_is_made_before_somebody_asks():
+    class Shown:
+        def __format__(self, spec):
+            raise AssertionError("too early")
+
+    Decisions().note(0.0, "a", "admit", "{}", Shown())
+
+
+def test_what_is_told_fits_into_a_message():
+    decisions = Decisions()
+    decisions.note(1.0, "", "adapt", "{}", "x" * 10_000)
+    decision = Decision(*decisions.last(1, 0.5)[0])
+    assert decision.ago_s == 0.0  # a clock read a moment earlier
+    assert len(decision.reason) == 4_000

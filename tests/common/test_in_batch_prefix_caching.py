@@ -1,0 +1,108 @@
+"""Prompts that wait for a prefix that is just being computed, so that it is computed and shipped once."""
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_engine import expected_output
+from support.local_cluster import LocalCluster
+from support.waiting_fakes import PAGE_SIZE, TOKENS, cache_with, request
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.config.scheduling import POLICIES
+from common.errors import ConfigError
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits, sharing_limits_from
+
+
+def sharing(*computing: Request) -> Sharing:
+    return Sharing(PAGE_SIZE, SharingLimits(max_cached=4, min_shared=8), computing)
+
+
+def test_a_prompt_is_held_back_if_what_it_shares_beyond_its_cached_part_is_worth_it() -> None:
+    busy = sharing(request(*range(20)))
+    nothing, one_page, two_pages = (
+        RadixCache(PageAllocator(9), PAGE_SIZE),
+        cache_with(*range(4)),
+        cache_with(*range(8)),
+    )
+    assert busy.waits_for(request(*range(8), 70, 71), nothing)
+    assert not busy.waits_for(request(*range(7), 70, 71, 72), nothing)  # one page shared, not two
+    assert not busy.waits_for(request(*range(8), 70, 71), one_page)  # only four tokens to gain
+    assert busy.waits_for(request(*range(12), 70, 71), one_page)
+    assert not busy.waits_for(request(*range(16), 70, 71), two_pages)  # enough is cached already
+
+
+def test_a_prompt_shares_nothing_across_salts_nor_with_nobody_nor_without_a_cache() -> None:
+    cache = RadixCache(PageAllocator(9), PAGE_SIZE)
+    assert not sharing(request(*range(20), salt="red")).waits_for(request(*range(20), salt="blue"), cache)
+    assert not sharing().waits_for(request(*range(20)), cache)
+    off = RadixCache(PageAllocator(9), PAGE_SIZE, is_enabled=False)
+    assert not sharing(request(*range(20))).waits_for(request(*range(20)), off)
+
+
+@settings(deadline=None)
+@given(
+    page_size=st.integers(1, 5),
+    limits=st.builds(SharingLimits, max_cached=st.integers(0, 12), min_shared=st.integers(1, 12)),
+    num_cached=st.integers(0, 4),
+    computing=st.lists(TOKENS, max_size=4),
+    mine=TOKENS,
+)
+def test_who_waits_for_whom_is_as_if_every_pair_were_compared(
+    page_size: int, limits: SharingLimits, num_cached: int, computing: list[list[int]], mine: list[int]
+) -> None:
+    """By comparing token for token: whole pages that both begin with, less those cached."""
+    books = PageAllocator(100)
+    cache = RadixCache(books, page_size)
+    if pages := books.alloc(min(num_cached, len(mine) // page_size), Owner.REQUEST):
+        cache.insert(mine[: len(pages) * page_size], pages)
+    others = [request(*tokens) for tokens in computing]
+    asking = request(*mine, 7)
+    found = cache.match(mine).num_tokens
+    expected = None
+    for other in others:
+        pairs = zip(mine, other.prompt, strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) // page_size * page_size
+        if found <= limits.max_cached and shared - found >= limits.min_shared:
+            expected = expected or other
+    busy = Sharing(page_size, limits, others)
+    assert busy.waits_for(asking, cache) is expected
+    asking.watch = cache.watch(mine)
+    assert busy.waits_for(asking, cache) is expected
+
+
+def test_the_limits_of_sharing_can_be_set() -> None:
+    assert sharing_limits_from({}) == SharingLimits(32, 32)
+    name = "BATON_IN_BATCH_PREFIX_CACHING_{}_THRESHOLD"
+    assert sharing_limits_from({name.format("CHECK"): "0", name.format("DEPRIORITIZE"): "64"}) == SharingLimits(0, 64)
+    with pytest.raises(ConfigError, match="DEPRIORITIZE_THRESHOLD=0 must be a whole number of at least 1"):
+        sharing_limits_from({name.format("DEPRIORITIZE"): "0"})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_samples_of_one_prompt_compute_and_ship_it_once(policy: str) -> None:
+    cluster = LocalCluster(chunk_tokens=64, policy=policy, latency=2)
+    prompt = tuple(range(500, 700))
+    for number in range(4):
+        cluster.submit(f"r{number}", prompt, SamplingParams(max_new_tokens=6, temperature=0.0))
+    cluster.run()
+    for number in range(4):
+        assert cluster.answers[f"r{number}"].output == expected_output(prompt, 6)
+    cluster.settle()
+    # 200 tokens are 12 whole pages of 16 and half a page, which each sample computes and ships for itself.
+    assert cluster.counters(cluster.prefill[0])["prompt_tokens_computed"] == 200 + 3 * 8
+    assert cluster.counters(cluster.prefill[0])["pages_sent"] == 13 + 3
+
+
+def test_samples_of_one_prompt_that_a_decode_node_computes_by_itself_compute_it_once() -> None:
+    cluster = LocalCluster(chunk_tokens=64)
+    prompt = tuple(range(500, 700))
+    for number in range(4):
+        cluster.submit(f"r{number}", prompt, SamplingParams(max_new_tokens=6, temperature=0.0), pair=(None, 0))
+    cluster.run()
+    assert {answer.output for answer in cluster.answers.values()} == {expected_output(prompt, 6)}
+    assert cluster.counters(cluster.decode[0])["prompt_tokens_computed"] == 200 + 3 * 8

@@ -1,0 +1,174 @@
+"""Policies and priority functions that users write, found in a module of theirs on the path."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.config.scheduling import SchedulingOptions
+from common.errors import ConfigError
+from common.plugins import RequestFacts, load_policy, load_priority_function
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.policies.factory import make_order
+from common.scheduling.waiting_queue import WaitingQueue
+
+MODULE = '''
+from common.policies import Policy
+
+class Backwards(Policy):
+    """Last come, first served, with what it inherits."""
+    late = []
+    def missed(self, request): self.late.append(request.rid)
+    def order(self, waiting, now):
+        return list(waiting)[::-1]
+
+class Whole:
+    """Not inherited; it has all it needs."""
+    seen = []
+    def order(self, waiting, now): return sorted(waiting, key=lambda request: request.rid)
+    def arrived(self, request): self.seen.append(("arrived", request.rid))
+    def left(self, request): self.seen.append(("left", request.rid))
+    def served(self, request, *, num_input=0, num_output=0): self.seen.append((num_input, num_output))
+
+class Loses(Policy):
+    def order(self, waiting, now): return list(waiting)[1:]
+
+class Doubles(Policy):
+    def order(self, waiting, now): return [waiting[0]] * len(waiting)
+
+class Fails(Policy):
+    def order(self, waiting, now): raise ZeroDivisionError("one over nothing")
+    def arrived(self, request): raise KeyError("nobody")
+
+class Half:
+    def order(self, waiting, now): return waiting
+
+class NeedsMore(Policy):
+    def __init__(self, what): pass
+    def order(self, waiting, now): return waiting
+
+number = 7
+by_length = lambda facts: -facts.num_prompt_tokens
+nothing = lambda facts: None
+half = lambda facts: 0.5
+huge = lambda facts: 2**31
+def fails(facts): raise ValueError("no")
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "users_own.py").write_text(MODULE)
+    (tmp_path / "users_broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    import sys
+
+    for name in ("users_own", "users_broken"):
+        sys.modules.pop(name, None)
+
+
+def queue_of(spec: str) -> WaitingQueue:
+    order = make_order(SchedulingOptions(schedule_policy=spec), own_policy=load_policy(spec))
+    queue = WaitingQueue(order)
+    for rid in ("b", "c", "a"):
+        queue[(rid, 0)] = Request(rid, 0, (1, 2), SamplingParams())
+    order.served(queue["b", 0], num_input=2)
+    del queue["b", 0]
+    return queue
+
+
+def rids(queue: WaitingQueue) -> list[str]:
+    return [request.rid for request in queue.in_order(0.0)]
+
+
+def test_ours_are_not_loaded() -> None:
+    assert load_policy("lpm") is None
+    assert load_priority_function(None) is None
+
+
+def test_a_policy_of_ones_own_orders_the_queue() -> None:
+    assert rids(queue_of("users_own:Backwards")) == ["a", "c"]
+
+
+def test_a_policy_is_told_of_missed_deadlines_if_it_wants_to_know() -> None:
+    import users_own  # type: ignore[import-not-found]
+
+    for spec in ("users_own:Backwards", "users_own:Whole"):
+        policy = load_policy(spec)
+        assert policy is not None
+        policy.missed(Request("late", 0, (1, 2), SamplingParams()))
+        assert policy.totals() == {"own_policy_failures": 0}
+    assert users_own.Backwards.late == ["late"]
+
+
+def test_a_policy_need_not_inherit_and_is_told_of_everything() -> None:
+    import users_own  # type: ignore[import-not-found]
+
+    queue = queue_of("users_own:Whole")
+    assert rids(queue) == ["a", "c"]
+    assert users_own.Whole.seen == [("arrived", "b"), ("arrived", "c"), ("arrived", "a"), (2, 0), ("left", "b")]
+
+
+@pytest.mark.parametrize("name", ["Loses", "Doubles", "Fails"])
+def test_a_policy_that_errs_leaves_the_order_of_arrival_and_says_so_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        queue = queue_of(f"users_own:{name}")
+        assert rids(queue) == rids(queue) == ["c", "a"]
+    assert len(caplog.records) == 1
+    assert f"--schedule-policy users_own:{name}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("no_such_module:Policy", "cannot be imported: No module named 'no_such_module' .is its folder in PYTHONPATH"),
+        ("users_broken:Policy", "cannot be imported: No module named 'nothing_of_this_name'"),
+        ("users_own:Missing", "there is no Missing in users_own"),
+        ("users_own:number", "is no class"),
+        ("users_own:Half", "lacks arrived, left, served: a policy is a class with order"),
+        ("users_own:NeedsMore", "could not be made without arguments: .*what"),
+    ],
+)
+def test_what_is_no_policy_is_refused_with_a_sentence(spec: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"--schedule-policy {spec}:? .*{complaint}|{complaint}"):
+        load_policy(spec)
+
+
+FACTS = RequestFacts("m", "t", "", None, num_prompt_tokens=12, max_new_tokens=3, expected_output=0, deadline_s=600.0)
+
+
+def test_a_function_sets_the_priority() -> None:
+    function = load_priority_function("users_own:by_length")
+    assert function is not None
+    assert function(FACTS) == -12
+
+
+def test_a_function_may_leave_the_priority_as_it_is() -> None:
+    function = load_priority_function("users_own:nothing")
+    assert function is not None
+    assert function(FACTS) is None
+    assert function.num_failures == 0
+
+
+@pytest.mark.parametrize(("name", "what"), [("half", "gave 0.5"), ("huge", "gave 2147483648"), ("fails", "failed")])
+def test_a_function_that_errs_harms_no_request_and_says_so_once(
+    name: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    function = load_priority_function(f"users_own:{name}")
+    assert function is not None
+    with caplog.at_level(logging.WARNING):
+        assert function(FACTS) is None
+        assert function(FACTS) is None
+    assert function.num_failures == 2
+    assert len(caplog.records) == 1
+    assert f"--priority-function users_own:{name} {what}" in caplog.text
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--priority-function users_own:number is no function"):
+        load_priority_function("users_own:number")

@@ -1,0 +1,352 @@
+"""Priorities on a decode node: for pages, for rows, inside a batch, in retraction; what room is kept for outputs."""
+
+import pytest
+from support.lone_nodes import ON, result_of
+from support.lone_nodes import DecodeNode as Node
+
+from common.cache.page_allocator import Owner
+from common.config.scheduling import PriorityRules
+from common.request import LOWEST_PRIORITY
+from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
+from decode_node.request_state import State
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize(("first", "second", "order"), [(1, 5, "ba"), (5, 1, "ab"), (3, 3, "ab")])
+def test_the_more_urgent_of_two_that_wait_gets_pages_and_ends_first(
+    first: int, second: int, order: str, is_local: bool
+) -> None:
+    node = Node(slots=1)
+    node.submit("a", 12, first, is_local=is_local)
+    node.submit("b", 12, second, is_local=is_local)
+    assert "".join(node.run()) == order
+
+
+def test_one_that_is_received_and_one_that_is_computed_here_stand_in_the_same_line() -> None:
+    for urgent in ("received", "computed"):
+        node = Node(num_pages=4)
+        node.submit("received", 12, 5 * (urgent == "received"))
+        node.submit("computed", 12, 5 * (urgent == "computed"), is_local=True)
+        node.grant()
+        node.step()
+        is_first = node.state("received") is State.RECEIVING
+        assert is_first == (urgent == "received")
+        assert (node.state("computed") is State.EXTENDING) == (urgent == "computed")
+
+
+def test_priorities_that_are_off_change_nothing() -> None:
+    node = Node(slots=1, rules=PriorityRules())
+    node.submit("a", 12, 1)
+    node.submit("b", 12, 50)
+    assert node.run() == ["a", "b"]
+
+
+def test_an_urgent_local_prompt_overtakes_a_long_one_between_two_chunks() -> None:
+    node = Node()
+    node.submit("long", 32, 1, is_local=True)
+    node.step()
+    node.submit("urgent", 12, 2, is_local=True)
+    node.step()
+    assert node.step() == ["urgent"]
+    assert node.run() == ["urgent", "long"]
+
+
+@pytest.mark.parametrize(("difference", "is_taken"), [(2, False), (3, True)])
+def test_a_row_is_taken_only_if_the_difference_is_over_the_threshold(difference: int, is_taken: bool) -> None:
+    node = Node(slots=1)
+    low = node.run_in("low", 8, 0, new=20)
+    node.submit("urgent", 8, difference)
+    node.grant()
+    node.receive("urgent")
+    node.step()
+    assert (node.state("low") is State.PAUSED) == is_taken
+    assert low.pages, "its pages stay"
+    assert node.scheduler.totals["pauses"] == node.scheduler.totals["preemptions"] == is_taken
+    assert node.run() == (["urgent", "low"] if is_taken else ["low", "urgent"])
+    assert len(low.output) == 20
+
+
+def test_the_least_urgent_row_is_taken_and_of_these_the_newest() -> None:
+    node = Node(slots=3)
+    for rid, priority in (("low", 0), ("middle", 1), ("lower", 0)):
+        node.run_in(rid, 8, priority, new=40)
+    node.run_in("urgent", 8, 9)
+    assert node.state("lower") is State.PAUSED
+    assert {key[0] for key in node.places.running} == {"low", "middle", "urgent"}
+
+
+def test_a_paused_request_goes_on_where_it_was_with_its_history() -> None:
+    node = Node(slots=1)
+    low = node.run_in("low", 8, 0, new=10)
+    node.submit("urgent", 8, 9, new=2)
+    node.grant()
+    node.receive("urgent")
+    assert node.step() == ["urgent"]
+    plan = node.scheduler.plan(node.now)
+    assert plan is not None
+    [admit] = plan.admits
+    assert admit.last_token == low.output[-1]
+    assert plan.pages[0].pages == tuple(low.pages)
+    assert [row.start for row in plan.rows] == [low.num_computed]
+    node.scheduler.commit(result_of(plan))
+
+
+def test_pages_are_taken_from_as_many_as_it_takes_the_least_urgent_first() -> None:
+    node = Node(num_pages=13)
+    for rid, priority in (("middle", 1), ("low", 0), ("lower", 0)):
+        node.run_in(rid, 12, priority, new=40)  # four pages each with what grows
+    node.submit("urgent", 24, 9)
+    node.step()
+    assert node.granted[-1] == "urgent"
+    assert {key[0] for key in node.places.retracted} == {"low", "lower"}
+    assert node.scheduler.totals["preemptions"] == node.scheduler.totals["retractions"] == 2
+    actions = [decided.action for decided in node.scheduler.decisions.last(5, node.now)]
+    assert actions == ["retract", "retract", "grant", "wait", "wait"]
+    assert node.run() == ["urgent", "middle", "low", "lower"]
+
+
+def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
+    node = Node(num_pages=13)
+    node.run_in("strong", 16, 8, new=40)
+    node.run_in("low", 12, 0, new=40)
+    node.submit("urgent", 40, 9)
+    node.step()
+    assert {key[0] for key in node.places.running} == {"strong", "low"}
+    assert node.scheduler.totals["retractions"] == 0
+
+
+def test_a_retracted_request_does_not_take_its_pages_back_from_who_got_them() -> None:
+    node = Node(num_pages=9)
+    node.run_in("low", 16, 0, new=12)
+    node.submit("urgent", 24, 9, new=8)
+    node.step()
+    assert node.state("low") is State.RETRACTED
+    assert node.step() == []
+    node.receive("urgent")
+    assert node.step() == ["urgent"]
+    assert node.run() == ["urgent", "low"]
+
+
+@pytest.mark.parametrize(("rules", "victim"), [(ON, "old"), (PriorityRules(), "new")])
+def test_who_gives_way_when_pages_run_short(rules: PriorityRules, victim: str) -> None:
+    node = Node(num_pages=6, rules=rules)
+    node.run_in("old", 8, 0, new=30)
+    node.step()
+    node.run_in("new", 8, 1, new=30)
+    while not node.places.retracted:
+        node.step()
+    # The least urgent, or the one with the shorter output, whose loss costs less.
+    assert [key[0] for key in node.places.retracted] == [victim]
+
+
+def test_of_those_that_are_alike_the_newest_gives_way_when_pages_run_short() -> None:
+    for rules, rows in ((ON, ("old", "new")), (PriorityRules(), ("new", "old")), (PriorityRules(), ("old", "new"))):
+        node = Node(num_pages=6, rules=rules)
+        for rid in ("old", "new"):
+            node.submit(rid, 8, new=30)
+            node.now += 1.0
+        node.grant()
+        node.receive(*rows)
+        while not node.places.retracted:
+            node.step()
+        assert [key[0] for key in node.places.retracted] == ["new"]
+
+
+def test_the_ratio_that_a_retraction_has_set_stays_for_that_step_and_falls_again_in_the_next() -> None:
+    node = Node(num_pages=6, rules=PriorityRules())
+    node.scheduler._ratio = ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
+    for rid in ("a", "b"):
+        node.submit(rid, 8, new=100).expected_output = 1
+    node.grant()
+    node.receive("a", "b")
+    while not node.places.retracted:
+        before = ratio.value
+        node.step()
+    [stays] = node.places.running.values()
+    assert ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before  # its token of this step came after
+    before = ratio.value
+    node.step()
+    assert ratio.value == pytest.approx(before - 0.005)
+
+
+def test_the_ratio_begins_anew_once_nobody_is_there_and_not_while_prompts_are_on_their_way() -> None:
+    node = Node(rules=PriorityRules())
+    node.scheduler._ratio = ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
+    node.run_in("a", 8, new=5)
+    node.submit("b", 8, new=5)
+    node.grant()
+    while node.step():
+        pass
+    assert node.done == ["a"]
+    assert ratio.value == pytest.approx(0.5 - 4 * 0.005)
+    assert node.run() == ["a", "b"]
+    assert ratio.value == 0.5
+
+
+def test_tokens_of_a_step_come_in_order_of_urgency() -> None:
+    node = Node()
+    for rid, priority in (("a", 1), ("b", 3), ("c", 2)):
+        node.run_in(rid, 8, priority, new=30)
+    before = node.scheduler.totals.copy()
+    assert node.step() == ["b", "c", "a"]
+    assert node.scheduler.totals - before == {"budget_rows": 8, "budget_rows_used": 3}
+
+
+def test_a_transfer_inherits_the_priority_of_who_waits_for_its_prefix() -> None:
+    node = Node()
+    low = node.submit("low", 12, 0, first=50)
+    node.grant()
+    urgent = node.submit("urgent", 16, 9, first=50)
+    assert node.grant() == []
+    assert low.inherited_priority == 9
+    assert node.scheduler.line.loans.changed == [(low.key, 9)]
+    assert node.places.waiting.keys() == {urgent.key}
+    node.receive("low")
+    assert node.grant() == ["urgent"]
+    assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
+    node.receive("urgent")
+    assert node.run()
+
+
+def test_a_priority_that_was_lent_to_a_transfer_is_taken_back_when_the_lender_leaves() -> None:
+    node = Node()
+    low = node.submit("low", 12, 1, first=50)
+    node.grant()
+    loans = node.scheduler.line.loans.changed
+    for rid, priority in (("equal", 1), ("urgent", 9), ("more", 12)):
+        node.submit(rid, 16, priority, first=50)
+        node.grant()
+    assert loans == [(low.key, 9), (low.key, 12)]  # of its equal there is nothing to be told
+    loans.clear()
+    for rid, left in (("more", 9), ("urgent", LOWEST_PRIORITY)):
+        node.scheduler.end((rid, 0))
+        node.grant()
+        assert loans.pop() == (low.key, left)
+    node.scheduler.end(("equal", 0))
+    node.grant()
+    assert (loans, low.inherited_priority) == ([], LOWEST_PRIORITY)
+
+
+@pytest.mark.parametrize(("is_there_a_row", "num_cached", "length"), [(True, 0, 16), (False, 0, 16), (False, 2, 12)])
+def test_a_loan_lasts_while_its_lender_waits_whether_or_not_it_has_a_turn(
+    is_there_a_row: bool, num_cached: int, length: int
+) -> None:
+    """One that is short stands before the lender; or the transfer, as urgent as its lender now, takes the last row. The
+    lender may lack but its last page."""
+    node = Node(num_pages=12, slots=2 if is_there_a_row else 1, max_skip_ahead=0 if is_there_a_row else 8)
+    if pages := node.books.alloc(num_cached, Owner.REQUEST):
+        node.cache.insert(range(50, 50 + 4 * num_cached), pages)
+    low = node.submit("low", 12, 0, first=50)
+    node.grant()
+    node.submit("urgent", length, 9, first=50)
+    if is_there_a_row:
+        node.submit("short", 47, 12)
+    for _ in range(3):
+        node.grant()
+        node.scheduler.line.changed()
+        assert low.inherited_priority == 9
+    assert node.scheduler.line.loans.changed == [(low.key, 9)]
+
+
+def test_who_computes_a_prefix_here_inherits_also_while_no_row_is_free_for_the_one_that_waits() -> None:
+    node = Node(slots=2)
+    low = node.submit("low", 40, 0, new=1, first=5000, is_local=True)
+    node.step()
+    node.submit("middle", 64, 1, new=1, is_local=True)
+    urgent = node.submit("urgent", 44, 2, new=1, first=5000, is_local=True)
+    node.step()
+    for num_computed in (16, 24):
+        assert low.inherited_priority == urgent.priority
+        node.step()
+        assert low.num_computed == num_computed
+
+
+def test_no_more_prompts_are_computed_here_in_one_step_than_allowed() -> None:
+    for most, num_begun in ((None, 2), (1, 1)):
+        node = Node(rules=PriorityRules(), max_requests=most)
+        for rid in "ab":
+            node.submit(rid, 2, is_local=True)
+        plan = node.scheduler.plan(node.now)
+        assert plan is not None
+        assert len(plan.rows) == num_begun
+
+
+def test_transfers_that_wait_for_a_row_do_not_keep_a_more_urgent_one_from_beginning() -> None:
+    node = Node(slots=1)
+    node.run_in("busy", 8, 5, new=30)
+    node.submit("low", 8, 0)
+    assert node.grant() == ["low"]
+    node.receive("low")  # it is here, and there is no row
+    node.submit("equal", 8, 0)
+    assert node.grant() == []
+    node.submit("urgent", 8, 9)
+    assert node.grant() == ["urgent"]
+
+
+def test_a_changed_priority_counts_at_once() -> None:
+    node = Node(slots=1)
+    node.run_in("busy", 8, 9, new=3)
+    node.submit("a", 12, 1)
+    node.submit("b", 12, 0)
+    node.scheduler.reprioritize(("b", 0), 2, node.now)
+    node.scheduler.reprioritize(("nobody", 0), 2, node.now)
+    assert node.run() == ["busy", "b", "a"]
+
+
+def test_smaller_requests_pass_one_that_does_not_fit_but_only_so_many() -> None:
+    node = Node(num_pages=12, rules=PriorityRules(), max_skip_ahead=2)
+    node.run_in("holder", 16, new=3)
+    large = node.submit("large", 44)
+    for number in range(4):
+        node.submit(f"small{number}", 3, new=2)
+    assert node.grant() == ["small0", "small1"]
+    assert large.num_passed == 2
+    assert node.scheduler.line.totals["skipped_ahead"] == 2
+    node.run()
+    assert node.granted[-3:] == ["large", "small2", "small3"]
+
+
+def test_a_prompt_computed_here_does_not_pass_one_that_is_short_of_pages_for_ever() -> None:
+    node = Node(num_pages=12, rules=PriorityRules(), max_skip_ahead=1)
+    node.run_in("holder", 16, new=3)
+    node.submit("large", 44)
+    for number in range(3):
+        node.submit(f"local{number}", 3, new=1, is_local=True)
+    node.grant()
+    node.step()
+    assert {key[0] for key in node.places.waiting} == {"local1", "local2"}
+    assert node.run()[-3:] == ["large", "local1", "local2"]
+
+
+def test_a_predicted_output_is_what_room_is_kept_for() -> None:
+    for predicted, is_let_in in ((4, True), (40, False)):
+        node = Node(num_pages=12, rules=PriorityRules())
+        node.run_in("a", 8, new=40).expected_output = predicted
+        node.submit("b", 24, new=4)
+        assert bool(node.grant()) == is_let_in
+
+
+def test_a_flat_reserve_overrides_predictions() -> None:
+    for reserved, is_let_in in ((0, True), (20, False)):
+        node = Node(num_pages=12, rules=PriorityRules(), reserved_tokens=reserved)
+        request = node.submit("a", 8, new=40)
+        assert request.expected_output == 0
+        node.grant()
+        node.submit("b", 24, new=4)
+        assert bool(node.grant()) == is_let_in
+
+
+def test_one_that_got_its_row_when_there_was_no_page_to_go_on_is_made_known_with_the_first_plan_after() -> None:
+    node = Node(num_pages=7)
+    request = node.submit("a", 24)
+    node.grant()
+    elsewhere = node.books.alloc(1, Owner.GRANT)
+    assert elsewhere is not None
+    node.receive("a")
+    assert node.step() == []
+    assert node.state("a") is State.RUNNING
+    node.books.free(elsewhere, Owner.GRANT)
+    plan = node.scheduler.plan(node.now)
+    assert plan is not None
+    assert [admit.slot for admit in plan.admits] == [request.slot]
+    assert plan.pages[0].pages == tuple(request.pages)

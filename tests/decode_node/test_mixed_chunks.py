@@ -1,0 +1,88 @@
+"""Chunks that a decode node computes: in the same steps as its decode rows, or in turns with them."""
+
+import pytest
+
+from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.config.scheduling import SchedulingOptions
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.chunked_prefill import ChunkAlignment
+from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
+from common.scheduling.policies.factory import make_order
+from common.step_plan import StepResult
+from decode_node.prealloc_queue import Limits
+from decode_node.scheduler import DecodeScheduler
+
+
+class Node:
+    """A decode scheduler that computes prompts by itself, eight tokens to a step."""
+
+    def __init__(self, *, is_mixed: bool, cut: ChunkAlignment | None = None) -> None:
+        books = PageAllocator(100)
+        cache = RadixCache(books, 4)
+        self.scheduler = DecodeScheduler(
+            cache,
+            books,
+            limits=Limits(8, chunk_tokens=8, is_mixed=is_mixed, cut=cut or ChunkAlignment()),
+            order=make_order(SchedulingOptions(), cache),
+            ratio=NewTokenRatio(RatioConstants()),
+            eos_token_ids=(),
+        )
+        self.done: dict[str, int] = {}
+
+    def submit(self, rid: str, length: int, *, new: int = 50) -> None:
+        prompt = tuple(range(len(rid) * 1_000, len(rid) * 1_000 + length))
+        self.scheduler.submit(Request(rid, 0, prompt, SamplingParams(max_new_tokens=new)), is_local=True)
+
+    def step(self) -> tuple[int, int]:
+        """Tokens of chunks, and decode rows, in the next step; (0, 0) if there is none."""
+        plan = self.scheduler.plan(0.0)
+        if plan is None:
+            return 0, 0
+        chunks = sum(row.num_tokens for row in plan.rows if row.tokens is not None)
+        for sampled in self.scheduler.commit(StepResult(plan.step, (7,) * sum(row.sample for row in plan.rows))):
+            if sampled.finish:
+                self.done[sampled.request.rid] = len(sampled.request.output)
+                self.scheduler.end(sampled.request.key)
+        self.scheduler.check()
+        return chunks, sum(row.tokens is None for row in plan.rows)
+
+
+def test_mixed_chunks_ride_with_the_decode_rows() -> None:
+    node = Node(is_mixed=True)
+    node.submit("a", 4)
+    assert node.step() == (4, 0)
+    node.submit("bb", 20)
+    assert [node.step() for _ in range(5)] == [(8, 1), (8, 1), (4, 1), (0, 2), (0, 2)]
+
+
+def test_without_mixing_chunks_and_decode_rows_take_turns() -> None:
+    node = Node(is_mixed=False)
+    node.submit("a", 4)
+    assert node.step() == (4, 0)
+    node.submit("bb", 20)
+    assert [node.step() for _ in range(7)] == [(0, 1), (8, 0), (0, 1), (8, 0), (0, 1), (4, 0), (0, 2)]
+
+
+def test_without_mixing_chunks_go_on_while_nothing_decodes() -> None:
+    node = Node(is_mixed=False)
+    node.submit("a", 20)
+    assert [node.step() for _ in range(4)] == [(8, 0), (8, 0), (4, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_everybody_ends_either_way(is_mixed: bool) -> None:
+    node = Node(is_mixed=is_mixed)
+    for number, length in enumerate((3, 30, 17, 9), start=1):
+        node.submit("r" * number, length, new=5 + number)
+    for _ in range(100):
+        node.step()
+    assert node.done == {"r": 6, "rr": 7, "rrr": 8, "rrrr": 9}
+
+
+def test_prompts_are_cut_on_a_decode_node_as_on_a_prefill_node() -> None:
+    node = Node(is_mixed=True, cut=ChunkAlignment(1, 8.0))
+    node.submit("a", 20)
+    # A step holds work(8, 0, 8) = 64 + 32: behind 8 there is room for sqrt(16^2 + 192) - 16 = 5.2, so one page.
+    assert [node.step() for _ in range(3)] == [(8, 0), (4, 0), (4, 0)]

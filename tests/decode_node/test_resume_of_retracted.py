@@ -1,0 +1,72 @@
+"""How requests that a decode node has retracted come back: from its cache, computed here, or by a prefill node."""
+
+import pytest
+from support.lone_nodes import PAGE
+from support.lone_nodes import DecodeNode as Node
+
+from common.cache.page_allocator import Owner
+from common.request import Request
+from decode_node.request_state import State
+
+
+def lose_all(node: Node, rid: str) -> Request:
+    """Retract a running request, and its KV goes from the cache too."""
+    request = node.places.running[rid, 0]
+    node.scheduler.giving_way.retract(request, node.now, "for the test")
+    node.cache.clear()
+    return request
+
+
+def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None:
+    node = Node(resume_tokens=30)  # it lacks 31
+    node.scheduler.line.can_resume = lambda key: True
+    request = node.run_in("a", 30, new=9)
+    lose_all(node, "a")
+    num_output = len(request.output)
+    assert node.step() == [], "it is not computed here"
+    assert node.grant() == ["a"]
+    assert node.scheduler.line.admission.reservations[request.key].num_pages == -(-(30 + num_output - 1) // PAGE)
+    node.receive("a")
+    assert len(request.output) == num_output, "the token sampled there is not a new one"
+    assert request.num_computed == request.num_tokens - 1
+    assert node.run() == ["a"]
+    assert len(request.output) == 9
+
+
+@pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (31, True), (8, False)])
+def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
+    resume_tokens: int | None, can_resume: bool
+) -> None:
+    node = Node(resume_tokens=resume_tokens)
+    node.scheduler.line.can_resume = lambda key: can_resume
+    node.run_in("a", 30, new=9)
+    lose_all(node, "a")
+    assert node.grant() == []
+    assert node.step() == []
+    assert node.state("a") is State.EXTENDING
+    assert node.run() == ["a"]
+
+
+def test_what_is_still_cached_is_not_fetched_again() -> None:
+    node = Node(resume_tokens=8)
+    node.scheduler.line.can_resume = lambda key: True
+    request = node.run_in("a", 30, new=9)
+    node.scheduler.giving_way.retract(request, node.now, "for the test")
+    assert node.grant() == []
+    node.step()
+    assert node.state("a") in (State.EXTENDING, State.RUNNING)
+
+
+def test_a_prefill_node_that_fails_to_compute_it_again_leaves_it_to_this_node() -> None:
+    node = Node(resume_tokens=8)
+    node.scheduler.line.can_resume = lambda key: True
+    request = node.run_in("a", 30, new=9)
+    lose_all(node, "a")
+    node.grant()
+    reserved = node.scheduler.line.admission.reservations[request.key].pages
+    node.scheduler.not_received(("a", 0), node.now)
+    node.books.free(reserved, Owner.GRANT)  # as the receiver does after the fence
+    node.check()
+    assert node.grant() == []
+    assert node.run() == ["a"]
+    assert len(request.output) == 9

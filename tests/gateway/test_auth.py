@@ -1,0 +1,113 @@
+"""Whose key a request carries, and when a header may say on whose account it is."""
+
+import hashlib
+
+import pytest
+
+from common.config.gateway import GatewayConfig
+from common.errors import ConfigError, ErrorCode, RequestError
+from gateway.http.auth import Authenticator, make_callers, read_keys
+
+
+def sha(key):
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def callers(api_key="main", *, is_header_taken=False):
+    return Authenticator(api_key, {sha("k1"): "a", sha("k2"): "a", sha("k3"): "b"}, is_header_taken=is_header_taken)
+
+
+def bearer(key, **headers):
+    return {"Authorization": f"Bearer {key}", **headers}
+
+
+def refused(known, headers, **options):
+    with pytest.raises(RequestError) as caught:
+        known.tenant(headers, **options)
+    return caught.value
+
+
+def test_every_key_has_its_tenant_and_the_gateways_own_has_none():
+    known = callers()
+    assert [known.tenant(bearer(key)) for key in ("k1", "k2", "k3", "main")] == ["a", "a", "b", ""]
+
+
+@pytest.mark.parametrize(
+    "given", ["", "Bearer", "Bearer ", "Bearer k", "bearer k1", "Basic k1", "k1", "Bearer k1 ", "Bearer \udcff"]
+)
+def test_without_a_known_key_nobody_comes_in(given):
+    assert refused(callers(), {"Authorization": given}).code is ErrorCode.AUTHENTICATION
+    assert callers().tenant({"Authorization": given}, is_open=True) == ""
+
+
+def test_without_any_keys_everybody_comes_in():
+    assert Authenticator(None, {}, is_header_taken=False).tenant({}) == ""
+    assert Authenticator("", {}, is_header_taken=False).tenant({}) == ""
+
+
+def test_the_header_is_refused_where_it_is_not_taken():
+    error = refused(Authenticator(None, {}, is_header_taken=False), {"x-baton-tenant": "a"})
+    assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "x-baton-tenant")
+
+
+def test_the_header_names_the_tenant_of_those_whose_key_does_not():
+    known = callers(is_header_taken=True)
+    assert known.tenant(bearer("main", **{"x-baton-tenant": "c"})) == "c"
+    assert known.tenant(bearer("k1", **{"x-baton-tenant": "a"})) == "a"
+    assert refused(known, bearer("k1", **{"x-baton-tenant": "b"})).code is ErrorCode.AUTHENTICATION
+    assert refused(known, {"x-baton-tenant": "a"}).code is ErrorCode.AUTHENTICATION
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "ä", "a\n"])
+def test_a_tenants_name_is_short_and_plain(name):
+    error = refused(Authenticator(None, {}, is_header_taken=True), {"x-baton-tenant": name})
+    assert error.param == "x-baton-tenant"
+
+
+def test_keys_are_read_from_a_file_plain_or_hashed(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"# who\n\na k1\na  sha256:{sha('k2').upper()}\nb k3\n")
+    assert read_keys(file) == {sha("k1"): "a", sha("k2"): "a", sha("k3"): "b"}
+    known = make_callers(GatewayConfig(tenant_keys=str(file)))
+    assert known.tenant(bearer("k2")) == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a k1\nb\n", "line 2 must be a tenant's name and a key"),
+        ("a b secret", "line 1 must be"),
+        ("a\u00e4 secret", "line 1 must be"),
+        ("a sha256:secret", "line 1: sha256: is followed by 64"),
+        ("a secret\nb secret", "line 2: another tenant has the same key"),
+        ("# nobody\n", "has no keys"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_by_line_and_never_by_key(tmp_path, text, sentence):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        read_keys(file)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "none")
+
+
+def test_a_tenant_cannot_have_the_gateways_own_key(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("a main")
+    with pytest.raises(ConfigError, match="a tenant has the key of --api-key"):
+        make_callers(GatewayConfig(api_key="main", tenant_keys=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tenant_quotas": ("a:requests=1",)}, "--tenant-quotas has no effect"),
+        ({"tenant_shares": ("a:2",), "schedule_policy": "fair"}, "--tenant-shares has no effect"),
+        ({"tenant_quotas": ("a",), "tenant_header": True}, "--tenant-quotas must be like"),
+    ],
+)
+def test_options_without_any_tenants_are_refused(options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        GatewayConfig(**options)

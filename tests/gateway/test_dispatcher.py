@@ -1,0 +1,224 @@
+"""The table of requests under way, without sockets: who goes out when, step by step."""
+
+import pytest
+from support.fake_nodes import make_register
+
+from common.clock import ManualClock
+from common.config.gateway import GatewayConfig
+from common.errors import RequestError
+from common.sampling_params import SamplingParams
+from common.wire.messages import Abort, Generate, Tokens
+from gateway.requests.dispatcher import SENT_AT_ONCE, Dispatcher
+from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.workers.pool import WorkerPools, make_fleet
+
+PREFILL, DECODE = "p" * 32, "d" * 32
+ONE_TOKEN = SamplingParams(max_new_tokens=1)
+
+
+class Post:
+    """Keeps what is sent, and what is to be done soon until the test lets it be done."""
+
+    def __init__(self):
+        self.sent = []
+        self.soon = []
+
+    def send(self, message, incarnation):
+        self.sent.append((message, incarnation))
+        return True
+
+    def lose(self, incarnation):
+        raise AssertionError("every node can be reached")
+
+    def call_later(self, delay_s, act, rid):
+        return self
+
+    def cancel(self):
+        pass
+
+    def call_soon(self, act):
+        self.soon.append(act)
+
+    def turn(self):
+        due, self.soon = self.soon, []
+        for act in due:
+            act()
+
+    def at(self, node):
+        return [message for message, to in self.sent if isinstance(message, Generate) and to == node]
+
+    def at_decode(self):
+        return [message.rid for message in self.at(DECODE)]
+
+
+class Silent:
+    def push(self, tokens):
+        return ""
+
+    def flush(self):
+        return ""
+
+
+class Table:
+    """A prefill node, and decode nodes with so many rows each."""
+
+    def __init__(self, *, rows=1, decodes=(DECODE,), **options):
+        config = GatewayConfig(gateway_lookahead=0, **(options or {"enable_priority_scheduling": True}))
+        fleets = [make_fleet(config, model, 300) for model in ("tiny", "other")]
+        for fleet in fleets:
+            model = fleet.model
+            fleet.registry.register(PREFILL, make_register("prefill", "prefill", model=model), 0.0)
+            for incarnation in decodes:
+                decode = make_register("decode", incarnation, model=model, max_running=rows)
+                fleet.registry.register(incarnation, decode, 0.0)
+        self.post = Post()
+        self.clock = ManualClock(1.0)
+        ends = []
+        self.requests = Dispatcher(
+            WorkerPools(fleets), self.post, self.clock, on_start=lambda relay, pair: None, on_end=ends.append
+        )
+
+    def come(self, *rids, prompts=(0,), sampling=ONE_TOKEN, model="tiny", **fields):
+        relays = []
+        for rid, number in zip(rids, prompts, strict=True):
+            ask = GenerateRequest(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
+            relays.append(OutputStream(ask, 0, Silent(), lambda relay: None, self.requests.ended, self.clock.now()))
+        self.requests.dispatch(relays)
+
+    def end(self, rid):
+        self.say(PREFILL, rid, self.sent(rid)[-1].attempt)
+
+    def say(self, node, rid, attempt, *, index=0, finish="length"):
+        self.requests.on_tokens(node, Tokens(rid, attempt, index, (5,), finish=finish))
+
+    def sent(self, rid):
+        return [message for message in self.post.at(DECODE) if message.rid == rid]
+
+
+def test_one_that_comes_just_as_a_row_is_free_passes_nobody_who_waits_for_it():
+    table = Table()
+    for rid in ("first", "waits"):
+        table.come(rid)
+    table.end("first")
+    table.come("late")  # before anybody was sent out for the one that has ended
+    assert table.post.at_decode() == ["first"]
+    table.post.turn()
+    assert table.post.at_decode() == ["first", "waits"]
+
+
+def test_one_that_comes_just_then_and_is_more_urgent_goes_first():
+    table = Table()
+    for rid in ("first", "waits"):
+        table.come(rid)
+    table.end("first")
+    table.come("urgent", priority=1)
+    table.post.turn()
+    table.end("urgent")
+    table.post.turn()
+    assert table.post.at_decode() == ["first", "urgent", "waits"]
+
+
+def test_many_that_end_at_once_are_made_up_for_at_once():
+    table = Table()
+    for rid in "abc":
+        table.come(rid)
+    table.end("a")
+    table.requests.abort("b")
+    assert len(table.post.soon) == 1
+    table.post.turn()
+    assert table.post.at_decode() == ["a", "c"]
+    assert table.requests.num_in_flight == 1
+
+
+def test_an_id_that_is_used_again_is_another_attempt_and_what_is_said_of_the_first_does_not_count():
+    table = Table()
+    table.come("mine")
+    table.end("mine")
+    table.come("mine")
+    first, second = (generate.attempt for generate in table.sent("mine"))
+    assert first != second
+    table.say(PREFILL, "mine", first)
+    assert (Abort("mine", first), PREFILL) in table.post.sent
+    assert table.requests.num_in_flight == 1
+    table.say(PREFILL, "mine", second)
+    assert table.requests.num_in_flight == 0
+
+
+def test_samples_of_a_prompt_go_to_one_pair_and_prompts_to_the_emptiest():
+    table = Table(rows=2, decodes=(DECODE, "e" * 32))
+    table.come("a0", "a1", "b0", "b1", prompts=(0, 0, 1, 1))
+    assert table.post.at_decode() == ["a0", "a1"]
+
+
+@pytest.mark.parametrize(
+    ("max_new", "ignore_eos", "num_said", "count", "seconds", "then"),
+    [
+        (101, True, 11, 1, 45.0, 48.0),  # 90 to come, a token each half second, and the other has 95
+        (101, False, 11, 1, 6.0, 6.0),  # it may end at any time: as many again, 5.5 s
+        (13, False, 11, 1, 1.0, 4.0),  # but no more than two, and seven
+        (21, True, 11, 2, 8.0, 12.0),  # the second has 15 to come; a third would have to wait for half as long again
+        (21, True, 1, 1, 1.0, 1.0),  # no pace is known yet
+    ],
+)
+def test_a_fresh_service_tells_who_is_too_many_to_come_back_when_those_under_way_will_have_ended(
+    max_new, ignore_eos, num_said, count, seconds, then
+):
+    table = Table(rows=2, max_queued_requests=0)
+    for rid, more in (("short", 0), ("long", 5)):
+        sampling = SamplingParams(max_new_tokens=max_new + more, ignore_eos=ignore_eos)
+        table.come(rid, sampling=sampling, expected_output=(max_new + more) * ignore_eos)
+        table.say(PREFILL, rid, table.sent(rid)[-1].attempt, finish="")
+    table.come("elsewhere", model="other", sampling=SamplingParams(max_new_tokens=13))
+    table.say(PREFILL, "elsewhere", table.sent("elsewhere")[-1].attempt, finish="")
+    for index in range(1, num_said):
+        table.clock.advance(0.5)
+        for rid in ("short", "long", "elsewhere"):
+            table.say(DECODE, rid, table.sent(rid)[-1].attempt, index=index, finish="")
+    with pytest.raises(RequestError) as caught:
+        table.come(*"ab"[:count], prompts=range(count))
+    assert caught.value.retry_after_s == seconds
+    with pytest.raises(RequestError) as caught:
+        table.come("c")
+    assert caught.value.retry_after_s == then
+
+
+def test_what_a_tenant_is_served_counts_though_it_never_had_to_wait():
+    table = Table(schedule_policy="fair")
+    for rid, tenant in (("first", "a"), ("a", "a"), ("b", "b")):
+        table.come(rid, tenant=tenant)
+    table.end("first")  # the output's token is tenant a's
+    table.post.turn()
+    assert table.post.at_decode() == ["first", "b"]
+
+
+def test_of_many_outputs_so_many_go_out_at_once_and_the_rest_after_others_had_their_turn():
+    table = Table(rows=300)
+    rids = [f"r{i}" for i in range(SENT_AT_ONCE * 2 + 10)]
+    table.come(*rids, prompts=[0] * len(rids))
+    assert table.post.at_decode() == rids[:SENT_AT_ONCE]
+    table.come("later")
+    assert len(table.post.soon) == 1
+    table.post.turn()
+    assert table.post.at_decode() == rids[: 2 * SENT_AT_ONCE]
+    table.post.turn()
+    assert table.post.at_decode() == [*rids, "later"]
+    assert not table.post.soon
+    told = table.requests.decisions.last(999, 0.0)
+    assert all("full" not in decided.reason for decided in told if decided.rid in rids)
+
+
+def test_long_prompts_go_out_one_by_one(monkeypatch):
+    monkeypatch.setattr("gateway.requests.dispatcher.TOKENS_AT_ONCE", 5)  # each has two
+    table = Table(rows=4)
+    table.come(*"abcdef", prompts=[0] * 6)
+    assert table.post.at_decode() == ["a", "b"]
+    table.post.turn()
+    assert table.post.at_decode() == ["a", "b", "c", "d"]
+    assert not table.post.soon, "there are four rows"
+    for rid in "abcd":
+        table.end(rid)
+    monkeypatch.setattr("gateway.requests.dispatcher.TOKENS_AT_ONCE", 1)  # fewer than any has
+    table.post.turn()
+    assert table.post.at_decode()[4:] == ["e"]
+    table.post.turn()
+    assert table.post.at_decode()[4:] == ["e", "f"]

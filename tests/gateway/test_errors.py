@@ -1,0 +1,391 @@
+"""Bad input gets its answer at once, with the field at fault, and the service goes on."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from support.fake_nodes import MODEL, folder, running, silent
+
+from common.errors import ErrorCode
+from common.wire.messages import Generate
+
+__all__ = ["folder"]
+
+
+@pytest.fixture
+async def stack(folder):
+    async with running(folder) as running_stack:
+        await running_stack.pair()
+        yield running_stack
+        status, _ = await running_stack.post("/v1/completions", {"prompt": "still there", "max_tokens": 1})
+        assert status == 200
+        assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
+
+
+HI = [{"role": "user", "content": "Hi"}]
+DEEP = b"[" * 50_000
+
+BAD_COMPLETIONS = [
+    (b"", None),
+    (b"{", None),
+    (b"\xff\xfe{}", None),
+    (b'{"prompt":"\xff"}', None),
+    (b'{"prompt":"a"} trailing', None),
+    (b"[]", None),
+    (b'"text"', None),
+    (b'{"prompt":"\\ud800"}', None),
+    (b'{"prompt":' + DEEP, "prompt[0][0]"),
+    (b'{"metadata":' + DEEP, None),
+    (b'{"prompt":"a","temperature":NaN}', "temperature"),
+    (b'{"prompt":"a","temperature":-Infinity}', "temperature"),
+    (b'{"prompt":"a","temperature":1e999}', "temperature"),
+    (b'{"prompt":"a","max_tokens":1e30}', "max_tokens"),
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [1, [2]]}, "prompt[1]"),
+    ({"prompt": [1, -2]}, "prompt"),
+    ({"prompt": [512]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [{"a": 1}]}, "prompt[0]"),
+    ({"prompt": "a" * 600}, "prompt"),
+    ({"prompt": "a" * 4_000_000}, "prompt"),
+    ({"prompt": [1] * 512}, "prompt"),
+    ({"prompt": ["a"] * 5000}, "prompt"),
+    ({"prompt": "a", "model": "other"}, "model"),
+    ({"prompt": "a", "model": 5}, "model"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 512}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": 1e9}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.1}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "seed": 2**64}, "seed"),
+    ({"prompt": "a", "seed": "x"}, "seed"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": ["x", ""]}, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ({"prompt": "a", "stop": ["x" * 300]}, "stop"),
+    ({"prompt": "a", "stop": [5]}, "stop[0]"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"prompt": "a", "stop_token_ids": [512]}, "stop_token_ids"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs"),
+    ({"prompt": "a", "deadline_ms": 0}, "deadline_ms"),
+    ({"prompt": "a", "deadline_ms": -5}, "deadline_ms"),
+    ({"prompt": "a", "priority": 2**40}, "priority"),
+    ({"prompt": "a", "cache_salt": "x" * 2000}, "cache_salt"),
+    ({"prompt": "a", "stream": "yes"}, "stream"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+    ({"prompt": "a", "promt": "b"}, "promt"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 129}, "n"),
+    ({"prompt": "a", "n": "2"}, "n"),
+    ({"prompt": ["a"] * 20, "n": 128}, "prompt"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+    ({"prompt": "a", "echo": 1}, "echo"),
+    ({"prompt": "a", "echo": False, "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "echo": True, "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "logit_bias": []}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
+    ({"prompt": "a", "presence_penalty": "1"}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+]
+
+BAD_CHATS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "a" * 3000}]}, "messages"),
+    ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": HI, "logprobs": 1}, "logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HI, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": HI, "prompt": "a"}, "prompt"),
+    ({"messages": HI, "n": 0}, "n"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+    ({"messages": HI, "echo": True}, "echo"),
+    ({"messages": HI, "best_of": 1}, "best_of"),
+]
+
+BAD_GENERATES = [
+    ({}, "text"),
+    ({"text": "a", "input_ids": [1]}, "text"),
+    ({"text": ""}, "text"),
+    ({"text": []}, "text"),
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [[1], 2]}, "input_ids[1]"),
+    ({"input_ids": ["a"]}, "input_ids[0]"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 1000}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
+    ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
+    ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params.n"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"512": 1}}}, "sampling_params.logit_bias"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 0, "min_new_tokens": 1}}, "sampling_params.min_tokens"),
+    ({"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+    ({"text": "a", "sampling_params": {"nothing": 2}}, "sampling_params.nothing"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+    ({"text": "a", "sampling_params": []}, "sampling_params"),
+    ({"text": "a", "rid": ""}, "rid"),
+    ({"text": ["a", "b"], "rid": ["a", ""]}, "rid[1]"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+    ({"text": "a", "rid": ""}, "rid"),
+    ({"text": "a", "rid": "x" * 300}, "rid"),
+    ({"text": "a", "top_logprobs_num": 50}, "top_logprobs_num"),
+    ({"text": "a", "image_data": "x"}, "image_data"),
+    ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
+    ({"text": ["a", "b"], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
+    ({"text": "a", "unknown": 0}, "unknown"),
+]
+
+ALL_BAD = [
+    *(("/v1/completions", *case) for case in BAD_COMPLETIONS),
+    *(("/v1/chat/completions", *case) for case in BAD_CHATS),
+    *(("/generate", *case) for case in BAD_GENERATES),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [2**40]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [1, [2]]}, "tokens"),
+    ("/abort_request", {}, "rid"),
+    ("/abort_request", {"rid": "x", "abort_all": True}, "rid"),
+]
+
+
+async def test_every_bad_body_is_refused_at_once_with_the_field_named(stack):
+    warm_up = await stack.post("/v1/chat/completions", {"messages": HI, "max_tokens": 1})
+    assert warm_up[0] == 200
+    stack.nodes[0].generates.clear()
+    for path, body, param in ALL_BAD:
+        started_at = time.monotonic()
+        status, answer = await stack.post(path, body)
+        what = f"{path} {str(body)[:100]} -> {status} {answer}"
+        assert 400 <= status < 500, what
+        assert set(answer["error"]) == {"message", "type", "param", "code"}, what
+        assert answer["error"]["param"] == param, what
+        assert param is None or param.split("[")[0] in answer["error"]["message"], what
+        assert len(answer["error"]["message"]) < 500, what
+        assert time.monotonic() - started_at < 1.0, what
+    assert stack.nodes[0].generates == {}
+
+
+async def test_an_unknown_model_is_404_and_what_cannot_fit_has_its_own_code(folder):
+    async with running(folder) as stack:
+        await stack.node("prefill", num_pages=10)
+        await stack.node("decode", num_pages=20)
+        for body, status, code in (
+            ({"prompt": "a", "model": "b"}, 404, "model_not_found"),
+            ({"prompt": [1] * 161, "max_tokens": 1}, 400, "pool_too_small"),
+            ({"prompt": [1] * 160, "max_tokens": 161}, 400, "pool_too_small"),
+            ({"prompt": [1] * 600, "max_tokens": 1}, 400, "context_length_exceeded"),
+            ({"prompt": "a", "suffix": "b"}, 400, "not_supported"),
+        ):
+            got, answer = await stack.post("/v1/completions", body)
+            assert (got, answer["error"]["code"]) == (status, code)
+        assert (await stack.post("/v1/completions", {"prompt": [1] * 160, "max_tokens": 160}))[0] == 200
+
+
+async def test_the_key_is_asked_for_where_it_matters(folder):
+    async with running(folder, api_key="sesame") as stack:
+        await stack.pair()
+        body = {"prompt": "a", "max_tokens": 1}
+        assert (await stack.post("/v1/completions", body))[0] == 401
+        assert (await stack.post("/v1/completions", body, Authorization="Bearer sesam"))[0] == 401
+        assert (await stack.post("/v1/completions", body, Authorization="sesame"))[0] == 401
+        assert (await stack.post("/v1/completions", body, Authorization="Bearer sesame"))[0] == 200
+        assert (await stack.get("/v1/workers"))[0] == 401
+        for path in ("/health", "/ready", "/metrics", "/"):
+            assert (await stack.get(path))[0] == 200
+
+
+async def test_an_id_in_use_is_refused_and_free_again_afterwards(folder):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        prefill.on_generate = decode.on_generate = silent
+        body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
+        first = asyncio.ensure_future(stack.post("/generate", body))
+        await prefill.until(lambda: prefill.generates)
+        status, answer = await stack.post("/generate", body)
+        assert (status, answer["error"]["param"]) == (400, "rid")
+        prefill.tokens("mine", 0, (65,), finish="length")
+        assert (await first)[0] == 200
+        await decode.until(lambda: "mine" in decode.aborts)  # it must not wait for a handoff
+        again = asyncio.ensure_future(stack.post("/generate", body))
+        await prefill.until(lambda: sum(isinstance(message, Generate) for message in prefill.heard) == 2)
+        prefill.tokens("mine", 0, (65,), finish="length")
+        assert (await again)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 4096, "n": 128}, "prompt"),
+        ("/generate", {"text": ["a"] * 4096, "sampling_params": {"n": 128}}, "text"),
+        ("/generate", {"input_ids": [[5]] * 4096, "sampling_params": [{"n": 128}] * 4096}, "input_ids"),
+    ],
+)
+async def test_half_a_million_outputs_are_refused_before_anything_is_made_of_them(stack, path, body, param):
+    """40 KB that held up everybody's stream for half a minute."""
+    began = time.monotonic()
+    status, answer = await stack.post(path, body)
+    assert time.monotonic() - began < 3
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "524288 outputs in one request, 520 are possible at once" in answer["error"]["message"]
+
+
+async def test_others_get_their_turn_between_many_texts(stack, monkeypatch):
+    monkeypatch.setattr("gateway.requests.input_processor.LONG_CHARACTERS", 1000)
+    asker = stack.gateway._models.first.asker
+    turns = []
+
+    async def tokenize():
+        for _ in range(20):
+            await asker.tokenize("a" * 500, add_special_tokens=False, param="text")
+            turns.append("ours")
+
+    async def other():
+        while turns.count("ours") < 20:
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(tokenize(), other())
+    assert turns.count("other") >= 6
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_elsewhere"),
+    [
+        ([{"role": "user", "content": "Hi"}] * 10, False),
+        ([{"role": "user", "content": "Hi"}] * 11, True),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 11}], True),
+    ],
+)
+async def test_a_chat_of_many_messages_or_parts_is_rendered_while_streams_go_on(
+    stack, monkeypatch, messages, is_elsewhere
+):
+    monkeypatch.setattr("gateway.requests.input_processor.MANY_PARTS", 10)
+    asker = stack.gateway._models.first.asker
+    threads = []
+
+    class Template:
+        def render(self, messages, **kwargs):
+            threads.append(threading.current_thread())
+            return messages[0]["content"]
+
+    monkeypatch.setattr(asker, "_chat", Template())
+    status, answer = await stack.post("/tokenize", {"messages": messages})
+    assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)
+    assert [thread is not threading.main_thread() for thread in threads] == [is_elsewhere]
+
+
+async def test_template_arguments_are_bounded(stack):
+    for count, expected in ((256, 200), (257, 400)):
+        kwargs = {f"k{i}": 1 for i in range(count)}
+        status, answer = await stack.post("/tokenize", {"messages": HI, "chat_template_kwargs": kwargs})
+        assert status == expected
+    assert answer["error"]["param"] == "chat_template_kwargs"
+
+
+async def test_long_outputs_are_detokenized_and_judged_prompts_written_down_while_streams_go_on(stack, monkeypatch):
+    """With the same result as if they were short."""
+    ids = list(b"to be, or not to be")
+    lists, judged = {"tokens": [ids, [500, 65], ids]}, {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+
+    async def answers():
+        texts = [(await stack.post("/detokenize", body))[1]["text"] for body in (lists, {"tokens": ids})]
+        _, whole = await stack.post("/v1/completions", judged)
+        *chunks, _ = await stack.stream("/v1/completions", judged)
+        return texts, whole["choices"], [chunk["choices"] for chunk in chunks]
+
+    threads, to_thread = [], asyncio.BaseEventLoop.run_in_executor
+
+    def noted(loop, executor, make):
+        threads.append(executor)
+        return to_thread(loop, executor, make)
+
+    monkeypatch.setattr("asyncio.BaseEventLoop.run_in_executor", noted)
+    short = await answers()
+    assert threads == []
+    monkeypatch.setattr("gateway.requests.input_processor.LONG_IDS", 10)
+    monkeypatch.setattr("gateway.text.tokenizer.LISTS_AT_ONCE", 2)
+    monkeypatch.setattr("gateway.http.streaming.MANY_JUDGED", 10)
+    assert await answers() == short
+    assert len(threads) >= 5  # each text, each prompt that is shown, the answer, and the last chunk
+
+
+async def test_too_many_requests_are_told_when_to_come_again(folder):
+    async with running(folder, max_queued_requests=1) as stack:
+        prefill, decode = await stack.pair(max_running=1)
+        prefill.on_generate = decode.on_generate = silent
+        body = {"prompt": "a", "max_tokens": 1}
+        calls = [asyncio.ensure_future(stack.post("/v1/completions", body)) for _ in range(2)]
+        await prefill.until(lambda: len(prefill.generates) == 2)
+        async with stack.client.post(stack.url + "/v1/completions", json=body) as answer:
+            assert answer.status == 429
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert (await answer.json())["error"]["code"] == "queue_full"
+        for rid in prefill.generates:
+            prefill.tokens(rid, 0, (65,), finish="length")
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200, 200]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_nodes_failure_before_the_first_token_is_the_answers_status(folder, is_stream):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        prefill.on_generate = silent
+        decode.on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.QUEUE_FULL, "full", 7.0)
+        body = {"prompt": "a", "stream": is_stream, "model": MODEL}
+        async with stack.client.post(stack.url + "/v1/completions", json=body) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+        await prefill.until(lambda: prefill.aborts)
+        assert decode.aborts == []

@@ -1,0 +1,108 @@
+"""HTTP that is broken, slow or too large is answered or dropped, and the service goes on."""
+
+import asyncio
+import contextlib
+import io
+import json
+from urllib.parse import urlsplit
+
+import pytest
+from support.fake_nodes import folder, running
+
+__all__ = ["folder"]
+
+
+@pytest.fixture
+async def stack(folder):
+    async with running(folder) as running_stack:
+        await running_stack.pair()
+        yield running_stack
+        status, _ = await running_stack.post("/v1/completions", {"prompt": "still there", "max_tokens": 1})
+        assert status == 200
+        assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
+
+
+async def test_paths_methods_and_content_types(stack):
+    for method, path, kind, status in (
+        ("POST", "/nothing", "application/json", 404),
+        ("GET", "/v1/completions", "application/json", 405),
+        ("DELETE", "/health", "application/json", 405),
+        ("POST", "/v1/completions", "text/plain", 415),
+        ("POST", "/v1/completions", "application/x-www-form-urlencoded", 415),
+        ("POST", "/v1/completions", "application/json; charset=utf-8", 200),
+    ):
+        data = json.dumps({"prompt": "a", "max_tokens": 1})
+        headers = {"Content-Type": kind}
+        async with stack.client.request(method, stack.url + path, data=data, headers=headers) as answer:
+            assert answer.status == status
+            body = await answer.json()
+            assert status == 200 or body["error"]["message"]
+            assert (status == 405) == ("Allow" in answer.headers)
+
+
+async def test_large_bodies_are_refused_and_read_no_further(folder):
+    async with running(folder, max_body_bytes=1 << 20) as stack:
+        await stack.pair()
+        data = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
+        for body in (io.BytesIO(data), pieces(data)):
+            headers = {"Content-Type": "application/json"}
+            async with stack.client.post(stack.url + "/v1/completions", data=body, headers=headers) as answer:
+                assert answer.status == 413
+                assert (await answer.json())["error"]["code"] == "body_too_large"
+        assert (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+
+
+async def pieces(data):
+    for start in range(0, len(data), 1 << 16):
+        yield data[start : start + (1 << 16)]
+
+
+async def raw(stack, data, enough=None):
+    """What the server answers to these bytes before it closes the connection, or until it has said ``enough``."""
+    address = urlsplit(stack.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(data)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(20.0):
+            while (enough is None or enough not in answer) and (piece := await reader.read(1 << 16)):
+                answer += piece
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return answer
+
+
+async def test_a_body_that_stops_arriving_is_given_up(folder):
+    async with running(folder, options={"body_timeout_s": 0.2}) as stack:
+        await stack.pair()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        answer = await raw(stack, head, enough=b"body did not arrive")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_headers_that_stop_arriving_are_given_up(folder):
+    async with running(folder, options={"header_timeout_s": 0.3}) as stack:
+        assert await raw(stack, b"POST /v1/completions HTTP/1.1\r\nHost") == b""
+
+
+async def test_broken_http_is_answered_or_dropped_and_hurts_nobody(stack):
+    for data in (
+        b"\x16\x03\x01 hello\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    ):
+        answer = await raw(stack, data)
+        assert answer.startswith(b"HTTP/1.") and answer.split()[1].startswith(b"4"), (data[:40], answer[:100])
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(stack):
+    body = b'{"prompt":"a","max_tokens":1}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    )
+    answer = await raw(stack, head + body)
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")

@@ -1,0 +1,112 @@
+"""How much there is in a body, counted before it is decoded, and between the turns of others."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_nodes import folder, running
+
+from common.errors import ErrorCode, RequestError
+from gateway.http.limits import LIGHT_BYTES, MAX_PARTS, PIECE_BYTES, Counter, check_weight
+
+__all__ = ["folder"]
+
+TEXTS = st.text(alphabet='ab",[{\\:\n\u00e9', max_size=8)
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def counted(value: Any) -> tuple[int, int]:
+    """Texts, lists and objects in a value; and commas that it is written with."""
+    if isinstance(value, str):
+        return 1, 0
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+        num_commas = max(len(value) // 2 - 1, 0)
+    elif isinstance(value, list):
+        num_commas = max(len(value) - 1, 0)
+    else:
+        return 0, 0
+    inner = [counted(item) for item in value]
+    return 1 + sum(parts for parts, _ in inner), num_commas + sum(commas for _, commas in inner)
+
+
+@given(VALUES, st.booleans(), st.integers(1, 7))
+def test_whatever_a_body_holds_is_counted_whole_and_in_pieces(value: Any, is_ascii: bool, piece_bytes: int) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    whole = Counter()
+    whole.add(body)
+    assert (whole.num_parts, whole.num_values) == counted(value)
+    in_pieces = Counter()
+    start = 0
+    while start < len(body):
+        end = start + piece_bytes
+        while (len(body[start:end]) - len(body[start:end].rstrip(b"\\"))) % 2:
+            end += 1
+        in_pieces.add(body[start:end])
+        start = end
+    assert (in_pieces.num_parts, in_pieces.num_values) == counted(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_too_much"),
+    [
+        (b"[" + b"[]," * (MAX_PARTS - 2) + b"[]]", False),
+        (b"[" + b"[]," * (MAX_PARTS - 1) + b"[]]", True),
+        (b"[" + b'"",' * (MAX_PARTS - 2) + b'""]', False),
+        (b"[" + b'"",' * (MAX_PARTS - 1) + b'""]', True),
+        (b"[" + b"1," * 10 + b"1]", False),
+        (b"[" + b"1," * 11 + b"1]", True),
+        (b'"' + b'\\",[{' * 200_000 + b'"', False),  # over several pieces, all of it one text
+        (b'"' + b"\\\\" * PIECE_BYTES + b'",' + b"1," * 20, True),
+        (b'"' + b"\\\\" * PIECE_BYTES + b'\\",,,,,,,,,,,,,,,,,,,,"', False),  # no escape is cut in two
+    ],
+)
+async def test_a_body_that_holds_too_much_is_refused(body: bytes, is_too_much: bool) -> None:
+    most = MAX_PARTS if b'""' in body or b"[]" in body else 10
+    if is_too_much:
+        with pytest.raises(RequestError) as refused:
+            await check_weight(body, most)
+        assert (refused.value.code, refused.value.status) == (ErrorCode.BODY_TOO_LARGE, 413)
+    else:
+        await check_weight(body, most)
+
+
+async def test_others_have_their_turn_while_a_large_body_is_counted() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(others())
+    await check_weight(b'"' + b"a" * 10 * PIECE_BYTES + b'"', 10)
+    task.cancel()
+    assert turns >= 10
+
+
+async def test_a_chat_of_too_many_messages_and_a_prompt_of_too_many_ids_are_refused_at_once(folder) -> None:
+    async with running(folder) as stack:
+        await stack.pair(context_length=300_000, num_pages=20_000)
+        message = {"role": "user", "content": "Hi"}
+        for path, body, status, words in [
+            ("/v1/chat/completions", {"messages": [message] * 14_000}, 413, "65536 texts, lists and objects"),
+            ("/tokenize", {"messages": [message] * 14_000}, 413, "65536 texts, lists and objects"),
+            ("/tokenize", {"messages": [message] * 12_000}, 200, ""),
+            ("/v1/completions", {"prompt": [65] * 290_000, "max_tokens": 1}, 200, ""),  # the context has room
+            ("/v1/completions", {"prompt": [65] * 310_000, "max_tokens": 1}, 413, "300000 values"),
+        ]:
+            assert len(json.dumps(body)) > LIGHT_BYTES
+            got, answer = await stack.post(path, body)
+            assert got == status, str(answer)[:200]
+            if words:
+                assert answer["error"]["code"] == "body_too_large"
+                assert answer["error"]["message"] == f"the body has more than {words}"

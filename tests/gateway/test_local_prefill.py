@@ -1,0 +1,150 @@
+"""Decode nodes that compute prompts by themselves: who is asked, and how such a request ends, fails and is aborted."""
+
+import asyncio
+import contextlib
+
+import pytest
+from support.fake_nodes import echo, events, folder, running, silent
+
+from common.errors import ErrorCode
+
+__all__ = ["folder"]
+
+
+@pytest.fixture
+async def stack(folder):
+    """A gateway and one decode node, alone."""
+    async with running(folder, local_prefill="always") as running_stack:
+        await running_stack.node("decode")
+        yield running_stack
+        assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
+        _, answer = await running_stack.get("/v1/workers")
+        assert {worker["load_tokens"] for worker in answer["workers"]} <= {0}
+
+
+BODY = {"prompt": "abc", "max_tokens": 4}
+
+
+async def under_way(stack, body=BODY):
+    (decode,) = stack.nodes
+    call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
+    await decode.until(lambda: decode.generates)
+    return call, next(iter(decode.generates))
+
+
+async def test_a_decode_node_alone_serves(stack):
+    assert (await stack.get("/ready"))[0] == 200
+    status, answer = await stack.post("/v1/completions", {**BODY, "echo": True, "logprobs": 0})
+    assert (status, answer["choices"][0]["text"]) == (200, "abcabca")
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, *[-0.5] * 4]
+    (decode,) = stack.nodes
+    (generate,) = decode.generates.values()
+    assert generate.prefill is None
+    assert generate.decode.incarnation == decode.incarnation
+    assert decode.aborts == []
+
+
+async def test_one_token_ends_it_and_nobody_needs_to_be_told(stack):
+    for max_tokens in (0, 1):
+        body = {"prompt": "a", "max_tokens": max_tokens, "echo": True}
+        assert (await stack.post("/v1/completions", body))[0] == 200
+    await stack.nodes[0].round_trip()
+    assert stack.nodes[0].aborts == []
+
+
+async def test_a_client_that_goes_away_aborts_it(stack):
+    stack.nodes[0].on_generate = silent
+    call, rid = await under_way(stack)
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+    await stack.nodes[0].until(lambda: stack.nodes[0].aborts == [rid])
+
+
+async def test_a_stop_string_aborts_it(stack):
+    (decode,) = stack.nodes
+    decode.on_generate = silent
+    call, rid = await under_way(stack, {"prompt": "x", "max_tokens": 9, "stop": "A"})
+    decode.tokens(rid, 0, (32,))
+    async with await call as answer:
+        assert (await answer.json())["choices"][0]["stop_reason"] == "A"
+    await decode.until(lambda: decode.aborts == [rid])
+
+
+async def test_its_failure_is_the_answer(stack):
+    stack.nodes[0].on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.OUT_OF_PAGES)
+    status, answer = await stack.post("/v1/completions", BODY)
+    assert (status, answer["error"]["code"]) == (503, "out_of_pages")
+    await stack.nodes[0].round_trip()
+    assert stack.nodes[0].aborts == []
+
+
+async def test_a_lost_decode_node_ends_it_before_and_after_its_first_token(stack):
+    for num_tokens in (0, 2):
+        (decode,) = stack.nodes
+        decode.on_generate = silent
+        call, rid = await under_way(stack, {**BODY, "stream": bool(num_tokens)})
+        for i in range(num_tokens):
+            decode.tokens(rid, i, (65,))
+        if num_tokens:
+            answer = await call
+            arriving = events(answer)
+            await anext(arriving)
+        await decode.kill()
+        stack.nodes.remove(decode)
+        if num_tokens:
+            assert [event["error"]["code"] async for event in arriving if "error" in event] == ["node_lost"]
+        else:
+            assert (await call).status == 502
+        assert (await stack.get("/ready"))[0] == 503
+        await stack.node("decode")
+
+
+async def test_without_a_decode_node_the_answer_says_so(folder):
+    async with running(folder, local_prefill="always") as stack:
+        await stack.node("prefill")
+        status, answer = await stack.post("/v1/completions", BODY)
+        assert status == 503
+        assert "no decode node is registered" in answer["error"]["message"]
+        assert (await stack.get("/ready"))[0] == 503
+
+
+async def test_auto_keeps_short_prompts_on_the_decode_node_and_hands_out_long_ones(folder):
+    async with running(folder, local_prefill="auto", local_prefill_threshold=100) as stack:
+        prefill, decode = await stack.pair()
+        for token, count in ((66, 99), (67, 100), (67, 150)):
+            _, answer = await stack.post("/v1/completions", {"prompt": [token] * count, "max_tokens": 3})
+            assert answer["usage"]["completion_tokens"] == 3
+        given = [(len(generate.prompt), generate.prefill is None) for generate in decode.generates.values()]
+        assert given == [(99, True), (100, False), (150, True)]  # of the last, 64 tokens are there from the one before
+        assert len(prefill.generates) == 1
+        _, text = await stack.get("/metrics")
+        assert 'baton_local_prefills_total{model="tiny"} 2.0' in text
+
+
+async def test_auto_survives_the_loss_of_the_prefill_node_for_what_it_has_kept(folder):
+    async with running(folder, local_prefill="auto") as stack:
+        prefill, decode = await stack.pair()
+        decode.on_generate = silent
+        call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2}))
+        await decode.until(lambda: decode.generates)
+        await prefill.kill()
+        stack.nodes.remove(prefill)
+        while (await stack.get("/ready"))[0] == 200:
+            await asyncio.sleep(0.01)
+        echo(decode, next(iter(decode.generates.values())))
+        assert (await call)[0] == 200
+
+
+async def test_a_prefill_nodes_tokens_are_not_taken_for_a_request_that_it_was_not_given(folder):
+    async with running(folder, local_prefill="auto") as stack:
+        prefill, decode = await stack.pair()
+        decode.on_generate = silent
+        call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 1}))
+        await decode.until(lambda: decode.generates)
+        (rid,) = decode.generates
+        prefill.tokens(rid, 0, (65,), finish="length")
+        await prefill.until(lambda: prefill.aborts == [rid])
+        assert not call.done()
+        echo(decode, decode.generates[rid])
+        assert (await call)[0] == 200

@@ -1,0 +1,299 @@
+"""Every series of /metrics moves when what it counts happens, and no other names appear."""
+
+import asyncio
+import contextlib
+import re
+
+import msgspec
+import pytest
+import zmq
+from support.fake_nodes import echo, folder, running, silent
+
+from common.errors import ErrorCode
+from common.wire.messages import Pairs, PairState
+from gateway.metrics.collectors import Gaps
+
+__all__ = ["folder"]
+
+LABEL = '{model="tiny"}'
+
+
+@pytest.fixture
+async def stack(folder):
+    async with running(folder, local_prefill="auto", local_prefill_threshold=8) as running_stack:
+        await running_stack.pair()
+        yield running_stack
+
+
+async def scrape(stack):
+    """Values by series, as Prometheus writes them."""
+    _, text = await stack.get("/metrics")
+    rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in rows}
+
+
+async def moved(stack, before):
+    after = await scrape(stack)
+    return {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name, 0.0)}
+
+
+def only(changes, *prefixes):
+    return {name: value for name, value in changes.items() if name.startswith(prefixes)}
+
+
+async def test_an_answer_moves_counts_tokens_latencies_and_stages(stack):
+    before = await scrape(stack)
+    assert (await stack.post("/v1/completions", {"prompt": [65] * 10, "max_tokens": 4, "n": 2}))[0] == 200
+    changes = await moved(stack, before)
+    assert only(changes, "baton_outputs", "baton_prompt", "baton_cached", "baton_output_", "baton_local") == {
+        'baton_outputs_total{end="length",model="tiny"}': 2.0,
+        f"baton_prompt_tokens_total{LABEL}": 20.0,
+        f"baton_cached_tokens_total{LABEL}": 10.0,
+        f"baton_output_tokens_total{LABEL}": 8.0,
+    }
+    assert changes['baton_http_answers_total{path="/v1/completions",status="200"}'] == 1.0
+    for name, count in (
+        ("time_to_first_token", 2),
+        ("inter_token", 6),
+        ("time_per_output_token", 2),
+        ("request", 2),
+    ):
+        assert changes[f"baton_{name}_seconds_count{LABEL}"] == count
+        assert changes[f'baton_{name}_seconds_bucket{{le="+Inf",model="tiny"}}'] == count
+        if name in ("time_to_first_token", "request"):  # decode's tokens may be there before the first one is
+            assert changes[f"baton_{name}_seconds_sum{LABEL}"] > 0
+    for stage, seconds in (("prefill_queue", 0.25), ("prefill", 0.5), ("decode_queue", 0.125), ("transfer", 1.0)):
+        assert changes[f'baton_stage_seconds_sum{{model="tiny",stage="{stage}"}}'] == 2 * seconds
+        assert changes[f'baton_stage_seconds_count{{model="tiny",stage="{stage}"}}'] == 2
+
+
+async def test_a_prompt_that_decode_computes_is_counted(stack):
+    before = await scrape(stack)
+    await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2, "n": 3})
+    assert (await moved(stack, before))[f"baton_local_prefills_total{LABEL}"] == 3
+
+
+async def test_requests_in_flight_go_up_and_down(stack):
+    for node in stack.nodes:
+        node.on_generate = silent
+    call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": ["abc", "d"]}))
+    await stack.nodes[1].until(lambda: len(stack.nodes[1].generates) == 2)
+    assert (await scrape(stack))[f"baton_requests_in_flight{LABEL}"] == 2
+    await stack.post("/abort_request", {"abort_all": True})
+    assert (await call)[0] == 499
+    after = await scrape(stack)
+    assert after[f"baton_requests_in_flight{LABEL}"] == 0
+    assert after['baton_outputs_total{end="aborted",model="tiny"}'] == 2
+
+
+async def test_waiting_is_told_by_class_how_long_how_many_and_who_starved(folder):
+    options = {"priority_classes": ("high:8", "low:1"), "starvation_bound": 0.3, "gateway_lookahead": 0}
+    async with running(folder, **options) as stack:
+        await stack.pair(max_running=1)
+        for node in stack.nodes:
+            node.on_generate = silent
+        calls = []
+        for rid, name in (("first", "low"), ("a", "high"), ("b", "low")):
+            body = {"text": "a", "rid": rid, "priority_class": name, "sampling_params": {"max_new_tokens": 1}}
+            calls.append(asyncio.ensure_future(stack.post("/generate", body)))
+            while (await stack.get("/server_info"))[1]["num_in_flight"] < len(calls):
+                await asyncio.sleep(0.002)
+        before = await scrape(stack)
+        assert before['baton_requests_waiting{class="high",model="tiny"}'] == 1
+        assert before['baton_requests_waiting{class="low",model="tiny"}'] == 1
+        assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="configured"}'] == 1
+        await asyncio.sleep(0.35)
+        for node in stack.nodes:
+            node.on_generate = echo
+        stack.nodes[0].tokens("first", 0, (65,), finish="length", timings={"prefill_queue_s": 0.0625})
+        await asyncio.gather(*calls)
+        changes = await moved(stack, before)
+        for name, count, starved in (("high", 1, 1), ("low", 2, 1)):
+            label = f'{{class="{name}",model="tiny"}}'
+            assert changes[f"baton_waiting_seconds_count{label}"] == count
+            assert changes[f"baton_starved_total{label}"] == starved
+            assert changes[f"baton_requests_waiting{label}"] == -1
+        assert 0.25 <= changes['baton_waiting_seconds_sum{class="low",model="tiny"}'] - 0.35 - 0.0625 < 5
+
+
+async def test_one_that_waits_in_vain_has_waited_all_its_time(folder):
+    async with running(folder, starvation_bound=0.1, gateway_lookahead=0) as stack:
+        await stack.pair(max_running=1)
+        for node in stack.nodes:
+            node.on_generate = silent
+        calls = [
+            asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 200})) for _ in range(2)
+        ]
+        assert {status for status, _ in await asyncio.gather(*calls)} == {504}
+        after = await scrape(stack)
+        assert after['baton_starved_total{class="",model="tiny"}'] == 2
+        assert after['baton_waiting_seconds_sum{class="",model="tiny"}'] >= 0.39
+
+
+async def test_adaptives_choice_is_told_with_what_was_measured_and_what_of_it_decided(folder):
+    async with running(folder, schedule_policy="adaptive", gateway_lookahead=0) as stack:
+        await stack.pair(max_running=1)
+        for node in stack.nodes:
+            node.on_generate = silent
+        before = await scrape(stack)
+        assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="nothing"}'] == 1
+        first = asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "first"}))
+        await stack.nodes[0].until(lambda: stack.nodes[0].generates)  # and then nobody goes out
+        late = (stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 100}) for _ in range(7))
+        assert {status for status, _ in await asyncio.gather(*late)} == {504}
+        await stack.post("/abort_request", {"rid": "first"})
+        assert (await first)[0] == 499
+        calls = [asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "x"}))]
+        await stack.nodes[0].until(lambda: "x" in stack.nodes[0].generates)
+        calls.append(asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "y"})))
+        while (series := await scrape(stack))['baton_requests_waiting{class="",model="tiny"}'] != 1:
+            await asyncio.sleep(0.002)
+        share = 1 - (63 / 64) ** 7
+        assert series['baton_adaptive_measured{measure="misses",model="tiny"}'] == pytest.approx(share)
+        for rid in ("x", "y"):  # y is ordered when x ends
+            await stack.post("/abort_request", {"rid": rid})
+        await asyncio.gather(*calls)
+        after = await scrape(stack)
+        assert after['baton_schedule_policy{model="tiny",policy="edf",why="misses"}'] == 1
+        assert after['baton_adaptive_measured{measure="waiting",model="tiny"}'] == 1
+
+
+async def test_refusals_are_counted_by_reason_and_failures_of_nodes_are_not_among_them(folder):
+    async with running(folder, max_queued_requests=0) as stack:
+        before = await scrape(stack)
+        await stack.post("/v1/completions", {"prompt": "a"})
+        await stack.pair(max_running=1)
+        await stack.post("/v1/completions", b"{")
+        await stack.post("/v1/completions", {"prompt": "a", "model": "nobody's"})
+        await stack.post("/v1/chat/completions", {"messages": []})
+        await stack.post("/generate", {"text": "a" * 600})
+        stack.nodes[1].on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.OUT_OF_PAGES)
+        stack.nodes[0].on_generate = silent
+        await stack.post("/v1/completions", {"prompt": "a"})
+        stack.nodes[1].on_generate = silent
+        call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a"}))
+        await stack.nodes[1].until(lambda: len(stack.nodes[1].generates) == 2)
+        await stack.post("/v1/completions", {"prompt": "a"})
+        changes = await moved(stack, before)
+        assert only(changes, "baton_rejections") == {
+            'baton_rejections_total{model="",reason="invalid_request"}': 1.0,
+            'baton_rejections_total{model="",reason="model_not_found"}': 1.0,
+            'baton_rejections_total{model="tiny",reason="invalid_request"}': 1.0,
+            'baton_rejections_total{model="tiny",reason="context_length_exceeded"}': 1.0,
+            'baton_rejections_total{model="tiny",reason="no_route"}': 1.0,
+            'baton_rejections_total{model="tiny",reason="queue_full"}': 1.0,
+        }
+        assert changes['baton_outputs_total{end="out_of_pages",model="tiny"}'] == 1.0
+        await stack.post("/abort_request", {"abort_all": True})
+        await call
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_clients_that_go_away_are_counted(stack, is_stream):
+    for node in stack.nodes:
+        node.on_generate = silent
+    body = {"prompt": "abc", "n": 2, "stream": is_stream}
+    call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
+    decode = stack.nodes[1]
+    await decode.until(lambda: len(decode.generates) == 2)
+    if is_stream:
+        decode.tokens(next(iter(decode.generates)), 0, (65,))
+        (await call).close()
+    else:
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+    await decode.until(lambda: len(decode.aborts) == 2)
+    after = await scrape(stack)
+    assert after[f"baton_disconnects_total{LABEL}"] == 2
+    assert after['baton_outputs_total{end="aborted",model="tiny"}'] == 2
+
+
+async def test_an_abort_is_no_disconnect(stack):
+    for node in stack.nodes:
+        node.on_generate = silent
+    call = asyncio.ensure_future(stack.post("/generate", {"text": "abc", "rid": "x"}))
+    await stack.nodes[1].until(lambda: stack.nodes[1].generates)
+    await stack.post("/abort_request", {"rid": "x"})
+    await call
+    assert (await scrape(stack))[f"baton_disconnects_total{LABEL}"] == 0
+
+
+async def test_nodes_are_shown_with_what_they_last_said(stack):
+    for node in stack.nodes:
+        node.is_beating = False
+    stack.nodes[0].beat(bytes_sent=1024.0, write_seconds=0.5, retractions=1.0)
+    stack.nodes[1].beat(retractions=2.0, local_prefills=3.0, **{"odd name!": 1.0})
+    series = {}
+    while "baton_node_local_prefills_total" not in str(series) or "baton_node_bytes_sent_total" not in str(series):
+        series = await scrape(stack)
+    prefill, decode = (f'{{model="tiny",node="{role}",role="{role}"}}' for role in ("prefill", "decode"))
+    for name, value in (
+        (f"baton_node_pages{decode}", 64), (f"baton_node_free_pages{decode}", 10),
+        (f"baton_node_cached_pages{prefill}", 5), (f"baton_node_quarantined_pages{prefill}", 0),
+        (f"baton_node_running{decode}", 0), (f"baton_node_waiting{decode}", 0),
+        (f"baton_node_bytes_sent_total{prefill}", 1024), (f"baton_node_write_seconds_total{prefill}", 0.5),
+        (f"baton_node_retractions_total{prefill}", 1), (f"baton_node_retractions_total{decode}", 2),
+        (f"baton_node_local_prefills_total{decode}", 3), (f"baton_node_odd_name__total{decode}", 1),
+        ('baton_nodes{model="tiny",role="decode"}', 1), ('baton_nodes{model="tiny",role="prefill"}', 1),
+    ):  # fmt: skip
+        assert series[name] == value, name
+
+
+async def test_the_transport_of_each_pair_is_shown_with_the_reason_until_the_pair_is_gone(stack):
+    node = stack.nodes[0]
+    state = PairState("decode", stack.nodes[1].incarnation, "tcp", 'the first that worked; shm: "no"')
+    node.send(Pairs((state,)))
+    labels = 'model="tiny",node="prefill",peer="decode",role="prefill",transport="tcp"'
+    name = f'baton_node_pair{{{labels},why="the first that worked; shm: \\"no\\""}}'
+    while name not in (series := await scrape(stack)):
+        await asyncio.sleep(0.01)
+    assert series[name] == 1
+    rows = {worker["name"]: worker["pairs"] for worker in (await stack.get("/v1/workers"))[1]["workers"]}
+    assert rows == {"prefill": [msgspec.to_builtins(state)], "decode": []}
+    node.send(Pairs(()))
+    while name in await scrape(stack):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_node_cannot_tell_of_more_pairs_than_there_may_be(stack):
+    state = PairState("decode", stack.nodes[1].incarnation, "tcp", "")
+    stack.nodes[0].send(Pairs((state,) * 1_025))
+    stack.nodes[0].send(Pairs((msgspec.structs.replace(state, why="x" * 513),)))
+    while (await scrape(stack)).get('baton_control_messages_dropped_total{reason="malformed"}') != 2:
+        await asyncio.sleep(0.01)
+    assert {str(worker["pairs"]) for worker in (await stack.get("/v1/workers"))[1]["workers"]} == {"[]"}
+
+
+async def test_dropped_control_messages_are_counted(stack):
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"tcp://{stack.gateway.control_address}")
+    socket.send_multipart([b"a", b"b"])
+    while not only(await scrape(stack), "baton_control_messages_dropped_total{"):
+        await asyncio.sleep(0.01)
+    context.destroy(linger=0)
+
+
+async def test_no_series_is_left_out_of_these_tests(stack):
+    """Whoever adds one adds a test that it moves."""
+    await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
+    _, text = await stack.get("/metrics")
+    names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    assert {name for name in names if not name.startswith("baton_node_")} == {
+        "baton_http_answers_total", "baton_rejections_total", "baton_outputs_total", "baton_disconnects_total",
+        "baton_requests_in_flight", "baton_prompt_tokens_total", "baton_cached_tokens_total",
+        "baton_output_tokens_total", "baton_local_prefills_total", "baton_time_to_first_token_seconds",
+        "baton_inter_token_seconds", "baton_time_per_output_token_seconds", "baton_request_seconds",
+        "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total", "baton_waiting_seconds",
+        "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy", "baton_adaptive_measured",
+    }  # fmt: skip
+
+
+def test_gaps_fall_into_their_buckets_and_many_tokens_of_one_message_share_its_time():
+    gaps = Gaps()
+    gaps.add(0.001, 1)  # a bound belongs to its bucket
+    gaps.add(0.0011, 2)
+    gaps.add(9.0, 1)
+    assert gaps.counts == [1, 2, *[0] * 8, 0, 1]
+    assert gaps.sum_s == pytest.approx(9.0032)

@@ -1,0 +1,206 @@
+"""Several models behind one gateway, each with its own tokenizer, template, nodes and limits; and caches that are
+flushed."""
+
+import asyncio
+import json
+
+import pytest
+from support.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer, running, silent
+
+from common.config.gateway import GatewayConfig
+from common.errors import ConfigError
+from common.wire.messages import Flush
+from gateway.workers.model_files import model_folders
+from gateway.workers.served_models import Models
+
+__all__ = ["folder"]
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Another model: its tokenizer has one more word, its template shouts."""
+    path = make_model_folder(tmp_path_factory.mktemp("other"))
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["shall-i"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"chat_template": "{{ messages[0]['content'] | upper }}!"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+async def stack(folder, other):
+    """Two models; nodes 0 and 1 are of the first, 2 and 3 of the other."""
+    async with running(folder, also_serve=(f"org/other={other}",)) as running_stack:
+        await running_stack.pair()
+        await running_stack.pair(model="org/other", context_length=100, digest="d2", num_pages=32)
+        yield running_stack
+
+
+async def test_requests_go_to_the_nodes_of_the_model_that_they_name(stack):
+    for name, num in ((None, 0), (MODEL, 0), ("org/other", 2)):
+        body = {"prompt": "ab", "max_tokens": 2, **({"model": name} if name else {})}
+        status, answer = await stack.post("/v1/completions", body)
+        assert (status, answer["model"]) == (200, name or MODEL)
+        (generate,) = stack.nodes[num].generates.values()
+        assert stack.nodes[num + 1].generates == stack.nodes[num].generates
+        assert generate.prefill.incarnation == stack.nodes[num].incarnation
+        for node in stack.nodes:
+            node.generates.clear()
+    status, answer = await stack.post("/v1/completions", {"prompt": "ab", "model": "third"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert "'tiny', 'org/other'" in answer["error"]["message"]
+
+
+async def test_each_model_has_its_own_tokenizer_template_and_limits(stack):
+    _, ours = await stack.post("/tokenize", {"prompt": "shall-i"})
+    _, theirs = await stack.post("/tokenize", {"prompt": "shall-i", "model": "org/other"})
+    assert theirs["count"] == 1 < ours["count"]
+    _, text = await stack.post("/detokenize", {"tokens": theirs["tokens"], "model": "org/other"})
+    assert text["text"] == "shall-i"
+    _, answer = await stack.post("/v1/chat/completions", {"messages": HI, "model": "org/other", "max_tokens": 3})
+    assert answer["choices"][0]["message"]["content"] == "HI!"
+    for path, body in (("/generate", {"text": "x" * 101}), ("/v1/completions", {"prompt": "x" * 101})):
+        assert (await stack.post(path, body))[0] == 200
+        status, answer = await stack.post(path, {**body, "model": "org/other"})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_models_are_listed_and_found_by_name(stack):
+    _, answer = await stack.get("/v1/models")
+    assert [(model["id"], model["max_model_len"]) for model in answer["data"]] == [(MODEL, 512), ("org/other", 100)]
+    for path in ("/v1/models/org/other", "/v1/models/org%2Fother"):
+        status, answer = await stack.get(path)
+        assert (status, answer["id"], answer["object"]) == (200, "org/other", "model")
+    status, answer = await stack.get("/v1/models/none")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert (await stack.get("/v1/other/none"))[0] == 404
+    _, text = await stack.get("/metrics")
+    assert 'baton_http_answers_total{path="/v1/models/*",status="200"} 2.0' in text
+
+
+async def test_a_model_without_nodes_is_503_and_the_others_serve(stack):
+    for node in stack.nodes[:2]:
+        await node.kill()
+    del stack.nodes[:2]
+    while (await stack.post("/v1/completions", {"prompt": "a"}))[0] != 503:
+        await asyncio.sleep(0.01)
+    assert (await stack.post("/v1/completions", {"prompt": "a", "model": "org/other"}))[0] == 200
+    assert await stack.get("/ready") == (200, {"status": "ready", "models": {MODEL: False, "org/other": True}})
+    await stack.nodes[0].kill()
+    while (await stack.get("/ready"))[0] == 200:
+        await asyncio.sleep(0.01)
+
+
+async def test_nodes_of_two_models_need_not_agree_but_those_of_one_must(stack):
+    refused = await stack.joining("decode", "d3", model="org/other", context_length=512, digest="d2").until_refused()
+    assert "context length" in refused.refusal
+    refused = await stack.joining("decode", "d4", model="third").until_refused()
+    assert "this gateway serves 'tiny', 'org/other', the node d4 has 'third'" in refused.refusal
+    _, answer = await stack.get("/v1/workers")
+    rows = [(worker["model"], worker["role"]) for worker in answer["workers"]]
+    assert rows == [(MODEL, "prefill"), (MODEL, "decode"), ("org/other", "prefill"), ("org/other", "decode")]
+
+
+async def test_a_full_model_does_not_fill_the_other(folder, other):
+    async with running(folder, also_serve=(f"b={other}",), max_queued_requests=0) as stack:
+        for model in (MODEL, "b"):
+            await stack.pair(model=model, max_running=1)
+        for node in stack.nodes[:2]:
+            node.on_generate = silent
+        call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))
+        await stack.nodes[1].until(lambda: stack.nodes[1].generates)
+        assert (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 429
+        assert (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": "b"}))[0] == 200
+        await stack.post("/abort_request", {"abort_all": True})
+        assert (await call)[0] == 499
+
+
+# ---- where the files come from --------------------------------------------------------------------------------------
+
+
+def config(folder, **values):
+    return GatewayConfig(model=str(folder), served_model_name="first", **values)
+
+
+def test_a_further_model_is_a_folder_or_a_hub_id_with_a_revision(folder, other, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda model, revision, allow_patterns: asked.append((model, revision)) or "/fetched",
+    )
+    found = model_folders(config(folder, also_serve=(f"b={other}", "c=org/name", "d=org/name@v2")))
+    assert list(found) == ["first", "b", "c", "d"]
+    assert (found["first"], found["b"], str(found["d"])) == (folder, other, "/fetched")
+    assert asked == [("org/name", None), ("org/name", "v2")]
+    with pytest.raises(ConfigError, match="--also-serve e=/nowhere: there is no such folder"):
+        model_folders(config(folder, also_serve=("e=/nowhere",)))
+
+
+def test_a_chat_template_of_ones_own_is_the_first_models(folder, other, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ eos_token }}{{ messages[0].content }}?")
+    settings = config(folder, also_serve=(f"b={other}",), chat_template=str(file))
+    models = Models(settings, model_folders(settings))
+    texts = [model.asker._chat.render([{"role": "user", "content": "hi"}]) for model in models]
+    assert texts == ["<|im_end|>hi?", "HI!"]
+    file.write_text("{% if %}")
+    with pytest.raises(ConfigError, match="does not parse"):
+        Models(settings, model_folders(settings))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):
+        Models(settings, model_folders(settings))
+
+
+# ---- caches ---------------------------------------------------------------------------------------------------------
+
+
+async def test_flush_cache_asks_every_node_and_adds_up_what_they_forgot(stack):
+    for i, node in enumerate(stack.nodes):
+        node.num_cached_pages = 10**i
+    for _ in range(2):
+        status, answer = await stack.post("/flush_cache", b"")
+        assert (status, answer["num_pages"]) == (200, 1111)
+        assert [(node["name"], node["num_pages"]) for node in answer["nodes"]] == [
+            ("prefill", 1), ("decode", 10), ("prefill", 100), ("decode", 1000),
+        ]  # fmt: skip
+
+
+async def test_two_flushes_at_once_both_get_their_answer(stack):
+    answers = await asyncio.gather(*(stack.post("/flush_cache", b"") for _ in range(3)))
+    assert [(status, answer["num_pages"]) for status, answer in answers] == [(200, 20)] * 3
+
+
+async def test_a_node_that_does_not_answer_a_flush_is_named(stack, monkeypatch):
+    stack.nodes[1].num_cached_pages = None
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.http.admin.FLUSH_TIMEOUT_S", 0.5)
+        status, answer = await stack.post("/flush_cache", b"")
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    assert "from decode" in answer["error"]["message"]
+    stack.nodes[1].num_cached_pages = 7
+    assert (await stack.post("/flush_cache", b""))[1]["num_pages"] == 22
+
+
+async def test_a_node_that_dies_while_it_is_flushed_holds_nobody_up(stack):
+    stack.nodes[1].num_cached_pages = None
+    call = asyncio.ensure_future(stack.post("/flush_cache", b""))
+    await stack.nodes[1].until(lambda: any(isinstance(message, Flush) for message in stack.nodes[1].heard))
+    await stack.nodes[1].kill()
+    async with asyncio.timeout(8.0):  # not the ten seconds that an answer may take
+        assert (await call)[0] == 504
+
+
+async def test_after_a_flush_no_node_counts_as_having_a_prefix(folder):
+    async with running(folder) as stack:
+        prefills = [await stack.node("prefill", f"p{i}") for i in range(2)]
+        await stack.node("decode")
+        body = {"prompt": [65] * 130, "max_tokens": 1}
+        for _ in range(2):
+            await stack.post("/v1/completions", body)
+        assert [len(node.generates) for node in prefills] == [2, 0]
+        assert (await stack.post("/flush_cache", b""))[0] == 200
+        await stack.post("/v1/completions", body)
+        assert [len(node.generates) for node in prefills] == [2, 1]

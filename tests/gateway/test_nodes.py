@@ -1,0 +1,353 @@
+"""Nodes come and go, clients go away, deadlines pass: every request ends at once in tokens or a typed error, and
+whoever still works on it is told."""
+
+import asyncio
+import contextlib
+import json
+import time
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+from support.fake_nodes import BODY, echo, error_of, events, folder, running, silent, under_way
+
+from common.errors import ErrorCode
+from common.wire.messages import Abort, Registered, Unknown
+
+__all__ = ["folder"]
+
+
+@pytest.fixture
+async def stack(folder):
+    """A gateway and a pair that says nothing by itself."""
+    async with silent_pair(folder, heartbeat_timeout=30.0) as running_stack:
+        yield running_stack
+
+
+@contextlib.asynccontextmanager
+async def silent_pair(folder, *, heartbeat_timeout):
+    async with running(folder, heartbeat_interval=0.1, heartbeat_timeout=heartbeat_timeout) as stack:
+        for node in await stack.pair():
+            node.on_generate = silent
+        yield stack
+        assert (await stack.get("/server_info"))[1]["num_in_flight"] == 0
+
+
+async def serves(stack):
+    """Whether a request gets through now, with the nodes echoing."""
+    for node in stack.nodes:
+        node.on_generate = echo
+    return (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 2}))[0] == 200
+
+
+# ---- the client -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["waiting", "before the first token", "streaming"])
+async def test_a_client_that_goes_away_aborts_both_legs_at_once(stack, when):
+    prefill, decode = stack.nodes
+    call, rid = await under_way(stack, {**BODY, "stream": when != "waiting"})
+    if when == "streaming":
+        prefill.tokens(rid, 0, (65,))
+        answer = await call
+        await anext(events(answer))
+        answer.close()
+    else:
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+    await prefill.until(lambda: rid in prefill.aborts)
+    await decode.until(lambda: rid in decode.aborts)
+
+
+async def test_a_client_that_goes_away_aborts_every_output_of_its_batch(stack):
+    prefill, decode = stack.nodes
+    call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json={"prompt": ["a", "b", "c"]}))
+    await decode.until(lambda: len(decode.generates) == 3)
+    await prefill.until(lambda: len(prefill.generates) == 3)
+    prefill.tokens(next(iter(prefill.generates)), 0, (65,), finish="length")
+    await prefill.round_trip()
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+    await prefill.until(lambda: len(prefill.aborts) == 2)
+    await decode.until(lambda: len(decode.aborts) == 3)
+
+
+@pytest.mark.parametrize("body", [{"rid": "mine"}, {"abort_all": True}])
+async def test_abort_request_ends_it_at_both_nodes_and_at_the_client(stack, body):
+    call, _ = await under_way(stack, {"text": "a", "rid": "mine"}, "/generate")
+    assert await stack.post("/abort_request", {"rid": "other"}) == (200, {"aborted": 0})
+    assert await stack.post("/abort_request", body) == (200, {"aborted": 1})
+    assert await error_of(call) == (499, "aborted")
+    for node in stack.nodes:
+        await node.until(lambda node=node: node.aborts == ["mine"])
+
+
+async def test_abort_request_takes_the_id_of_a_whole_batch(stack):
+    call = asyncio.ensure_future(stack.client.post(stack.url + "/generate", json={"text": ["a", "b"], "rid": "both"}))
+    await stack.nodes[0].until(lambda: len(stack.nodes[0].generates) == 2)
+    assert list(stack.nodes[0].generates) == ["both-0", "both-1"]
+    assert await stack.post("/abort_request", {"rid": "both"}) == (200, {"aborted": 2})
+    assert (await error_of(call))[1] == "aborted"
+
+
+async def test_at_its_deadline_a_request_ends_and_both_nodes_are_told(stack):
+    started_at = time.monotonic()
+    call, rid = await under_way(stack, {**BODY, "deadline_ms": 200})
+    assert await error_of(call) == (504, "deadline_exceeded")
+    assert 0.15 < time.monotonic() - started_at < 10.0  # nobody else ends it, for ten minutes
+    for node in stack.nodes:
+        await node.until(lambda node=node: rid in node.aborts)
+
+
+async def test_a_stream_that_fails_midway_ends_with_an_error_event(stack):
+    prefill, decode = stack.nodes
+    call, rid = await under_way(stack, {**BODY, "stream": True})
+    prefill.tokens(rid, 0, (65,))
+    async with await call as answer:
+        assert answer.status == 200
+        arriving = events(answer)
+        await anext(arriving)
+        decode.fail(rid, ErrorCode.OUT_OF_PAGES, "no page is left")
+        (last,) = [event async for event in arriving]
+    assert last["error"] == {
+        "message": "no page is left",
+        "type": "server_error",
+        "param": None,
+        "code": "out_of_pages",
+    }
+    await prefill.until(lambda: rid in prefill.aborts)
+
+
+async def test_a_client_that_stops_reading_is_cut_off_after_its_deadline(folder, monkeypatch):
+    monkeypatch.setattr("gateway.http.streaming.STALL_S", 0.2)
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair(context_length=500_000, num_pages=50_000)
+        prefill.on_generate = decode.on_generate = silent
+        address = urlsplit(stack.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 10)
+        body = json.dumps(
+            {"text": "a", "stream": True, "deadline_ms": 1_000, "sampling_params": {"max_new_tokens": 450_000}}
+        )
+        writer.write(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await prefill.until(lambda: prefill.generates)
+        (rid,) = prefill.generates
+        prefill.tokens(rid, 0, (65,))
+        for i in range(20):  # all the text so far with each: 17 MB, more than the buffers hold
+            decode.tokens(rid, 1 + 20_000 * i, (65,) * 20_000)
+            await decode.round_trip()
+        await decode.until(lambda: rid in decode.aborts)
+        async with asyncio.timeout(20):
+            while stack.gateway._runner.server.connections:
+                await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 20):
+                pass
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_a_long_prompt_does_not_hold_up_other_streams(folder):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair(context_length=4_000_000, num_pages=300_000)
+        prefill.on_generate = decode.on_generate = silent
+        call, rid = await under_way(stack, {**BODY, "stream": True})
+        prefill.tokens(rid, 0, (65,))
+        async with await call as answer:
+            arriving = events(answer)
+            await anext(arriving)
+            text = "Shall I compare thee to a summer's day? " * 25_000
+            long = asyncio.ensure_future(stack.post("/tokenize", {"prompt": text}))
+            slowest = 0.0
+            started_at = time.monotonic()
+            i = 1
+            while not long.done():
+                sent_at = time.monotonic()
+                decode.tokens(rid, i, (65,))
+                await anext(arriving)
+                slowest = max(slowest, time.monotonic() - sent_at)
+                i += 1
+            assert (await long)[1]["count"] > 100_000
+            assert i > 3
+            assert slowest < 0.5 * (time.monotonic() - started_at)
+            decode.tokens(rid, i, (65,), finish="length")
+
+
+# ---- nodes that go --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_node_that_dies_ends_its_requests_at_once_and_its_sibling_is_told(stack, which):
+    call, rid = await under_way(stack)
+    dead, sibling = stack.nodes[which], stack.nodes[1 - which]
+    started_at = time.monotonic()
+    await dead.kill()
+    assert await error_of(call) == (502, "node_lost")
+    assert time.monotonic() - started_at < 10.0  # not the heartbeat's doing
+    await sibling.until(lambda: rid in sibling.aborts)
+    stack.nodes.remove(dead)
+    assert (await stack.post("/v1/completions", BODY))[0] == 503
+    assert (await stack.get("/ready"))[0] == 503
+    again = await stack.node(dead.role, dead.register.name)
+    assert any(message == Registered(2, 0.1) for message in again.heard)
+    assert await serves(stack)
+
+
+async def test_what_a_node_has_said_before_it_goes_counts(stack):
+    """A node that stops says so of every request and closes its connection at once."""
+    calls = []
+    for _ in range(8):
+        calls.append(await under_way(stack))
+    decode = stack.nodes[1]
+
+    def last_words():
+        for _, rid in calls:
+            decode.fail(rid, ErrorCode.SHUTTING_DOWN)
+        decode.leave()
+
+    await decode.kill(last_words)
+    time.sleep(0.1)  # both the words and the end have come
+    stack.gateway._control._look_for_lost()
+    assert {await error_of(call) for call, _ in calls} == {(503, "shutting_down")}
+
+
+async def test_a_prefill_node_that_dies_takes_no_request_along_that_decode_has_taken_up(stack):
+    prefill, decode = stack.nodes
+    taken, taken_rid = await under_way(stack)
+    prefill.tokens(taken_rid, 0, (65,))
+    decode.tokens(taken_rid, 1, (66,))
+    for node in stack.nodes:
+        await node.round_trip()
+    waiting, waiting_rid = await under_way(stack)
+    prefill.tokens(waiting_rid, 0, (65,))
+    await prefill.kill()
+    stack.nodes.remove(prefill)
+    assert await error_of(waiting) == (502, "node_lost")
+    decode.tokens(taken_rid, 2, (67,), finish="length")
+    async with await taken as answer:
+        assert answer.status == 200
+        assert (await answer.json())["usage"]["completion_tokens"] == 3
+    await decode.until(lambda: waiting_rid in decode.aborts)
+    assert taken_rid not in decode.aborts
+
+
+async def test_a_node_that_falls_silent_is_lost_and_may_come_back(folder):
+    async with silent_pair(folder, heartbeat_timeout=1.0) as stack:
+        call, rid = await under_way(stack)
+        prefill, decode = stack.nodes
+        decode.is_beating = False
+        assert await error_of(call) == (502, "node_lost")
+        await prefill.until(lambda: rid in prefill.aborts)
+        await decode.until(lambda: rid in decode.aborts)  # it may only have been slow
+        decode.beat()
+        await decode.until(lambda: any(isinstance(message, Unknown) for message in decode.heard))
+        decode.is_beating = True
+        while (await stack.get("/ready"))[0] != 200:
+            await asyncio.sleep(0.01)
+        assert await serves(stack)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_node_that_was_cut_off_for_a_moment_has_ended_its_requests_and_the_gateway_knows(stack, which):
+    """It is back before anybody missed it, and says so by registering again."""
+    call, rid = await under_way(stack)
+    node, sibling = stack.nodes[which], stack.nodes[1 - which]
+    node.send(node.register)
+    assert await error_of(call) == (502, "node_lost")
+    await sibling.until(lambda: rid in sibling.aborts)
+    assert await serves(stack)
+
+
+async def test_a_node_that_leaves_gets_nothing_new_and_finishes_what_it_has(stack):
+    prefill, decode = stack.nodes
+    call, rid = await under_way(stack)
+    decode.leave()
+    while (await stack.get("/ready"))[0] == 200:
+        await asyncio.sleep(0.01)
+    assert (await stack.post("/v1/completions", BODY))[0] == 503
+    other = await stack.node("decode", "other")
+    other.on_generate = silent
+    prefill.tokens(rid, 0, (65,))
+    decode.tokens(rid, 1, (66,), finish="length")
+    async with await call as answer:
+        assert answer.status == 200
+    prefill.on_generate = other.on_generate = echo
+    assert (await stack.post("/v1/completions", BODY))[0] == 200
+    assert len(decode.generates) == 1
+
+
+async def test_a_replacement_under_the_same_name_takes_over_while_the_old_connection_lingers(stack):
+    old = stack.nodes[1]
+    second = await stack.joining("decode", "decode").until_refused()
+    assert "already here" in second.refusal
+    await old.kill()
+    stack.nodes.remove(old)
+    third = await stack.node("decode", "decode")
+    assert any(isinstance(message, Registered) and message.starts == 2 for message in third.heard)
+    assert await serves(stack)
+
+
+async def test_a_node_of_another_model_is_refused_with_a_sentence(stack):
+    other = await stack.joining("decode", "odd", digest="d2").until_refused()
+    assert "configuration digest of node odd is d2, that of node prefill is d1" in other.refusal
+    _, answer = await stack.get("/v1/workers")
+    assert [worker["name"] for worker in answer["workers"]] == ["prefill", "decode"]
+
+
+async def test_tokens_for_a_request_that_is_not_under_way_are_answered_with_an_abort(stack):
+    prefill = stack.nodes[0]
+    prefill.tokens("nobody", 0, (65,))
+    await prefill.until(lambda: Abort("nobody", 0) in prefill.heard)
+
+
+async def test_another_nodes_tokens_are_not_taken(stack):
+    prefill, decode = stack.nodes
+    stranger = await stack.node("decode", "stranger")
+    call, rid = await under_way(stack)
+    owner = decode if rid in decode.generates else stranger
+    other = stranger if owner is decode else decode
+    other.tokens(rid, 0, (66, 66), finish="length")
+    await other.until(lambda: rid in other.aborts)
+    prefill.tokens(rid, 0, (65,))
+    owner.tokens(rid, 1, (65,), finish="length")
+    async with await call as answer:
+        assert (await answer.json())["usage"]["completion_tokens"] == 2
+
+
+async def test_a_first_token_that_comes_twice_counts_once(stack):
+    prefill, decode = stack.nodes
+    call, rid = await under_way(stack)
+    for _ in range(2):
+        prefill.tokens(rid, 0, (65,))
+    decode.tokens(rid, 1, (65,), finish="length")
+    async with await call as answer:
+        assert (await answer.json())["usage"]["completion_tokens"] == 2
+    _, answer = await stack.get("/v1/workers")
+    assert [worker["load_tokens"] for worker in answer["workers"]] == [0, 0]
+
+
+async def test_garbage_on_the_control_port_is_counted_and_hurts_nobody(stack):
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"tcp://{stack.gateway.control_address}")
+    for frames in ([b""], [b"a", b"b"], [b"\xff" * 100, b"\xc1"], [b"x"] * 5, [b"\x93\x01" + b"[" * 1000, b"{}"]):
+        socket.send_multipart(frames)
+    while "baton_control_messages_dropped_total" not in (await stack.get("/metrics"))[1]:
+        await asyncio.sleep(0.01)
+    assert await serves(stack)
+    context.destroy(linger=0)
+
+
+async def test_requests_spread_over_the_nodes_there_are(folder):
+    async with running(folder) as stack:
+        nodes = [await stack.node(role, f"{role}{i}") for role in ("prefill", "decode") for i in range(3)]
+        for node in nodes:
+            node.on_generate = silent
+        calls = [asyncio.ensure_future(stack.post("/v1/completions", BODY)) for _ in range(6)]
+        for node in nodes:
+            await node.until(lambda node=node: len(node.generates) == 2)
+        assert [len(node.generates) for node in nodes] == [2] * 6
+        assert await stack.post("/abort_request", {"abort_all": True}) == (200, {"aborted": 6})
+        await asyncio.gather(*calls)

@@ -1,0 +1,143 @@
+"""One output: messages in any order become the same text, ids and end; and it ends exactly once."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_nodes import make_tokenizer
+
+from common.errors import ErrorCode, RequestError
+from common.sampling_params import SamplingParams
+from common.wire.messages import Tokens
+from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.text.tokenizer import Text
+
+TEXT = Text(make_tokenizer())
+
+
+class Ends(list):
+    """Counts ends."""
+
+
+def make_relay(stops=(), **sampling):
+    ends = Ends()
+    ask = GenerateRequest("r", "r", (1, 2), SamplingParams(max_new_tokens=100, **sampling), stops=tuple(stops))
+    return OutputStream(ask, 0, TEXT.detokenizer(skip_special=True), lambda relay: None, ends.append, 0.0), ends
+
+
+def message(index, tokens, finish="", **fields):
+    return Tokens("r", 0, index, tuple(tokens), finish=finish, **fields)
+
+
+def ids_of(text):
+    return TEXT.encode(text, add_special_tokens=False)
+
+
+@settings(deadline=None)
+@given(
+    st.text(min_size=1, max_size=30), st.permutations(range(6)), st.lists(st.integers(1, 30), min_size=5, max_size=5)
+)
+def test_messages_in_any_order_give_the_same_output(text, order, cuts):
+    ids = ids_of(text)
+    places = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    messages = {
+        start: message(start, ids[start:end], "length" if end == len(ids) else "")
+        for start, end in itertools.pairwise(places)
+        if end > start
+    }
+    in_order = list(messages.values())
+    relay, ends = make_relay()
+    shown = ""
+    for i in order:
+        if i < len(in_order):
+            relay.on_tokens(in_order[i], 1.0)
+            delta = relay.take()
+            shown += delta.text if delta else ""
+    assert (relay.ids, relay.text, shown, relay.finish) == (ids, text, text, "length")
+    assert ends == [relay]
+
+
+def test_the_stop_token_is_counted_but_not_shown():
+    relay, ends = make_relay()
+    relay.on_tokens(message(0, [*ids_of("ab"), ids_of("c")[0]], "stop"), 1.0)
+    assert (relay.text, relay.finish, relay.matched) == ("ab", "stop", ids_of("c")[0])
+    assert len(relay.ids) == len(ids_of("ab")) + 1
+    assert len(ends) == 1
+
+
+def test_a_stop_string_over_the_border_of_tokens_ends_it_at_once_and_later_tokens_are_ignored():
+    relay, ends = make_relay(["lov"])
+    ids = [*ids_of("my l"), *ids_of("o"), *ids_of("v"), *ids_of("e")]
+    for i, token in enumerate(ids):
+        relay.on_tokens(message(i, [token]), 1.0 + i)
+    assert (relay.text, relay.finish, relay.matched) == ("my ", "stop", "lov")
+    assert relay.ids == ids[:-1]
+    assert len(ends) == 1
+
+
+def test_a_stop_string_inside_a_longer_message_cuts_the_ids_after_it():
+    relay, _ = make_relay(["b"])
+    relay.on_tokens(message(0, [*ids_of("a"), *ids_of("b"), *ids_of("c")], "length"), 1.0)
+    assert (relay.text, relay.ids, relay.finish) == ("a", [*ids_of("a"), *ids_of("b")], "stop")
+
+
+def test_stop_strings_count_only_after_min_tokens():
+    relay, _ = make_relay(["a"], min_tokens=2)
+    a = ids_of("a")[0]
+    relay.on_tokens(message(0, [a, a, a, a]), 1.0)
+    assert (relay.text, len(relay.ids)) == ("aa", 3)
+
+
+def test_text_held_back_for_a_stop_is_shown_at_the_end():
+    relay, _ = make_relay(["abc"])
+    relay.on_tokens(message(0, ids_of("xa")), 1.0)
+    assert relay.take().text == "x"
+    relay.on_tokens(message(len(ids_of("xa")), ids_of("b"), "length"), 2.0)
+    delta = relay.take()
+    assert (delta.text, delta.is_last) == ("ab", True)
+
+
+def test_repeated_tokens_are_taken_once():
+    relay, _ = make_relay()
+    ids = ids_of("Shall I compare")
+    relay.on_tokens(message(0, ids[:3]), 1.0)
+    relay.on_tokens(message(1, ids[1:5]), 1.0)
+    relay.on_tokens(message(0, ids[:2]), 1.0)
+    assert relay.ids == ids[:5]
+
+
+def test_the_first_token_brings_the_cached_tokens_and_timings_add_up():
+    relay, _ = make_relay()
+    relay.on_tokens(message(1, ids_of("b"), "length", timings={"decode_s": 2.0}), 3.0)
+    assert relay.first_at == 0.0
+    relay.on_tokens(message(0, ids_of("a"), cached_tokens=16, timings={"prefill_s": 1.0}), 4.0)
+    assert (relay.first_at, relay.cached_tokens) == (4.0, 16)
+    assert relay.timings == {"prefill_s": 1.0, "decode_s": 2.0}
+
+
+def test_an_error_ends_it_and_nothing_ends_it_twice():
+    relay, ends = make_relay()
+    relay.on_tokens(message(0, ids_of("a")), 1.0)
+    relay.fail(RequestError(ErrorCode.NODE_LOST, "gone"), 2.0)
+    relay.fail(RequestError(ErrorCode.ABORTED, "again"), 3.0)
+    relay.on_tokens(message(1, ids_of("b"), "length"), 4.0)
+    assert relay.error is not None
+    assert relay.error.code is ErrorCode.NODE_LOST
+    assert (len(ends), relay.ids, relay.finish) == (1, ids_of("a"), "")
+
+
+def test_an_ended_output_gives_its_last_delta():
+    relay, _ = make_relay()
+    assert relay.take() is None
+    relay.on_tokens(message(0, ids_of("a"), "length"), 1.0)
+    delta = relay.take()
+    assert (delta.text, delta.ids, delta.first, delta.is_last) == ("a", ids_of("a"), 0, True)
+
+
+@pytest.mark.parametrize(("after", "finish"), [((), "length"), ((320,), "stop")])
+def test_half_a_character_at_the_end_becomes_a_replacement_character(after, finish):
+    relay, _ = make_relay()
+    half = TEXT._tokenizer.token_to_id("ð")
+    relay.on_tokens(message(0, [half, *after], finish), 1.0)
+    assert relay.text == "\ufffd"

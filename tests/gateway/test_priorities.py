@@ -1,0 +1,332 @@
+"""Priorities, classes, tenants, quotas at the gateway's edge, over real sockets; changes on the way; and decisions."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from support.fake_nodes import echo, folder, running, silent
+
+from common.request import LOWEST_PRIORITY
+from common.wire.messages import Decision, Reprioritize
+
+__all__ = ["folder"]
+
+BODY = {"prompt": "a", "max_tokens": 2}
+
+
+@contextlib.asynccontextmanager
+async def serving(folder, **config):
+    async with running(folder, **config) as stack:
+        await stack.pair()
+        yield stack
+        assert (await stack.get("/server_info", **config_key(config)))[1]["num_in_flight"] == 0
+
+
+def config_key(config):
+    return bearer(config["api_key"]) if "api_key" in config else {}
+
+
+def bearer(key, **headers):
+    return {"Authorization": f"Bearer {key}", **headers}
+
+
+def said(stack):
+    """What the nodes were told about the last request."""
+    told = [list(node.generates.values())[-1] for node in stack.nodes]
+    assert {(one.priority, one.priority_class, one.tenant, one.expected_output) for one in told} == {
+        (told[0].priority, told[0].priority_class, told[0].tenant, told[0].expected_output)
+    }
+    return told[0]
+
+
+async def error_of(answer):
+    status, body = await answer
+    return status, body["error"]["param"]
+
+
+# ---- priorities and classes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", BODY),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}),
+    ],
+)
+async def test_every_endpoint_takes_priority_and_class_and_tells_both_nodes(folder, path, body):
+    options = {"enable_priority_scheduling": True, "priority_classes": ("high:8", "low:1")}
+    async with serving(folder, **options) as stack:
+        assert (await stack.post(path, {**body, "priority": -3, "priority_class": "high"}))[0] == 200
+        assert (said(stack).priority, said(stack).priority_class) == (-3, "high")
+        assert (await stack.post(path, body))[0] == 200
+        assert (said(stack).priority, said(stack).priority_class) == (LOWEST_PRIORITY, "low")
+        assert await error_of(stack.post(path, {**body, "priority_class": "none"})) == (400, "priority_class")
+        assert await error_of(stack.post(path, {**body, "priority": "high"})) == (400, "priority")
+
+
+async def test_low_values_first_are_turned_round_before_any_node_hears_of_them(folder):
+    options = {"schedule_low_priority_values_first": True, "default_priority_value": 4}
+    async with serving(folder, enable_priority_scheduling=True, **options) as stack:
+        await stack.post("/v1/completions", {**BODY, "priority": 1})
+        assert said(stack).priority == -1
+        await stack.post("/v1/completions", BODY)
+        assert said(stack).priority == -4
+
+
+async def test_a_priority_where_there_are_none_is_refused_if_that_is_wanted(folder):
+    async with serving(folder, abort_on_priority_when_disabled=True) as stack:
+        assert await error_of(stack.post("/v1/completions", {**BODY, "priority": 0})) == (400, "priority")
+        assert (await stack.post("/v1/completions", BODY))[0] == 200
+    async with serving(folder) as stack:
+        assert (await stack.post("/v1/completions", {**BODY, "priority": 9}))[0] == 200
+        assert said(stack).priority == 0
+
+
+# ---- tenants --------------------------------------------------------------------------------------------------------
+
+
+async def test_keys_make_tenants_and_the_user_field_does_not(folder, tmp_path):
+    (tmp_path / "keys").write_text("alice k1\nbob k2\n")
+    async with serving(folder, api_key="main", tenant_keys=str(tmp_path / "keys")) as stack:
+        for key, tenant in (("k1", "alice"), ("k2", "bob"), ("main", "")):
+            status, _ = await stack.post("/v1/completions", {**BODY, "user": "carol"}, **bearer(key))
+            assert (status, said(stack).tenant) == (200, tenant)
+        assert (await stack.post("/v1/completions", BODY, **bearer("k3")))[0] == 401
+        assert (await stack.get("/v1/models"))[0] == 401
+        assert (await stack.get("/health"))[0] == 200
+
+
+async def test_the_header_makes_tenants_only_where_it_may(folder):
+    async with serving(folder, tenant_header=True) as stack:
+        assert (await stack.post("/v1/completions", BODY, **{"X-Baton-Tenant": "alice"}))[0] == 200
+        assert said(stack).tenant == "alice"
+    async with serving(folder) as stack:
+        answer = stack.post("/v1/completions", BODY, **{"x-baton-tenant": "alice"})
+        assert await error_of(answer) == (400, "x-baton-tenant")
+
+
+async def test_a_tenant_ends_and_changes_only_what_is_his_own(folder, tmp_path):
+    (tmp_path / "keys").write_text("alice k1\nbob k2\n")
+    options = {"api_key": "main", "tenant_keys": str(tmp_path / "keys"), "enable_priority_scheduling": True}
+    async with serving(folder, **options) as stack:
+        for node in stack.nodes:
+            node.on_generate = silent
+        body = {"text": "a", "rid": "mine"}
+        call = asyncio.ensure_future(stack.post("/generate", body, **bearer("k1")))
+        await stack.nodes[1].until(lambda: stack.nodes[1].generates)
+        for target in ({"rid": "mine"}, {"abort_all": True}):
+            assert await stack.post("/abort_request", target, **bearer("k2")) == (200, {"aborted": 0})
+        assert (await stack.post("/v1/requests/mine/priority", {"priority": 1}, **bearer("k2")))[0] == 404
+        assert (await stack.post("/v1/requests/mine/priority", {"priority": 1}, **bearer("k1")))[0] == 200
+        assert await stack.post("/abort_request", {"abort_all": True}, **bearer("k1")) == (200, {"aborted": 1})
+        assert (await call)[0] == 499
+
+
+# ---- quotas ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_tenants_requests_in_flight_are_bounded_and_others_do_not_notice(folder):
+    quotas = ("alice:requests=1",)
+    async with serving(folder, tenant_header=True, tenant_quotas=quotas) as stack:
+        for node in stack.nodes:
+            node.on_generate = silent
+        alice, bob = {"x-baton-tenant": "alice"}, {"x-baton-tenant": "bob"}
+        call = asyncio.ensure_future(stack.post("/v1/completions", BODY, **alice))
+        await stack.nodes[1].until(lambda: stack.nodes[1].generates)
+        async with stack.client.post(stack.url + "/v1/completions", json=BODY, headers=alice) as answer:
+            assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (429, True)
+            assert (
+                "the tenant alice has 1 requests in flight, its quota is 1" in (await answer.json())["error"]["message"]
+            )
+        for node in stack.nodes:
+            node.on_generate = echo
+        assert (await stack.post("/v1/completions", BODY, **bob))[0] == 200
+        assert (await stack.post("/v1/completions", BODY))[0] == 200
+        (rid, *_), prefill = stack.nodes[0].generates, stack.nodes[0]
+        prefill.tokens(rid, 0, (65,), finish="length")
+        assert (await call)[0] == 200
+        assert (await stack.post("/v1/completions", BODY, **alice))[0] == 200
+
+
+async def test_tokens_per_minute_are_those_of_prompt_and_output(folder):
+    async with serving(folder, tenant_header=True, tenant_quotas=("*:tokens_per_minute=60",)) as stack:
+        alice = {"x-baton-tenant": "alice"}
+        body = {"prompt": [65] * 20, "max_tokens": 10}
+        began_at = time.monotonic()
+        assert (await stack.post("/v1/completions", body, **alice))[0] == 200
+        assert (await stack.post("/v1/completions", {**body, "max_tokens": 50}, **alice))[0] == 200  # 30 were left
+        async with stack.client.post(stack.url + "/v1/completions", json=body, headers=alice) as answer:
+            assert answer.status == 429
+            elapsed_s = time.monotonic() - began_at
+            assert 40 - elapsed_s <= int(answer.headers["Retry-After"]) <= 41  # 40 in debt, one a second comes back
+        assert (await stack.post("/v1/completions", body, **{"x-baton-tenant": "bob"}))[0] == 200
+
+
+async def test_one_that_the_full_gateway_refuses_is_not_charged(folder):
+    options = {"tenant_header": True, "tenant_quotas": ("alice:requests=1,tokens_per_minute=100".split(","))}
+    async with running(
+        folder, max_queued_requests=0, **{**options, "tenant_quotas": tuple(options["tenant_quotas"])}
+    ) as stack:
+        await stack.pair(max_running=1)
+        for node in stack.nodes:
+            node.on_generate = silent
+        call = asyncio.ensure_future(stack.post("/v1/completions", BODY))
+        for node in stack.nodes:
+            await node.until(lambda node=node: node.generates)
+        alice = {"x-baton-tenant": "alice"}
+        for _ in range(3):
+            status, answer = await stack.post("/v1/completions", {"prompt": [65] * 90}, **alice)
+            assert (status, "in flight, 1 are allowed" in answer["error"]["message"]) == (429, True)
+        for node in stack.nodes:
+            echo(node, next(iter(node.generates.values())))
+            node.on_generate = echo
+        assert (await call)[0] == 200
+        assert (await stack.post("/v1/completions", {"prompt": [65] * 90}, **alice))[0] == 200
+
+
+# ---- another priority on the way ------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def queued(folder, *rids, **config):
+    """One request on the only row there is, the others waiting in this order."""
+    options = {"enable_priority_scheduling": True, "gateway_lookahead": 0, **config}
+    async with running(folder, **options) as stack:
+        for node in await stack.pair(max_running=1):
+            node.on_generate = silent
+        calls = []
+        for rid in ("first", *rids):
+            body = {"text": "a", "rid": rid, "sampling_params": {"max_new_tokens": 2}}
+            calls.append(asyncio.ensure_future(stack.post("/generate", body)))
+            while (await stack.get("/server_info"))[1]["num_in_flight"] < len(calls):
+                await asyncio.sleep(0.002)
+        for node in stack.nodes:
+            await node.until(lambda node=node: node.generates)
+        yield stack
+        for node in stack.nodes:
+            node.on_generate = echo
+            echo(node, node.generates["first"])
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200] * len(calls)
+
+
+async def test_one_that_waits_can_be_made_more_urgent(folder):
+    async with queued(folder, "a", "b", "c/d") as stack:
+        assert await stack.post("/v1/requests/c%2Fd/priority", {"priority": 5}) == (200, {"changed": 1})
+        assert await stack.post("/v1/requests/b/priority", {"priority": 2}) == (200, {"changed": 1})
+    assert list(stack.nodes[0].generates) == ["first", "c/d", "b", "a"]
+    assert said(stack).priority == LOWEST_PRIORITY
+    assert stack.nodes[0].generates["c/d"].priority == 5
+
+
+async def test_of_one_that_is_under_way_both_nodes_are_told(folder):
+    async with queued(folder, schedule_low_priority_values_first=True) as stack:
+        assert await stack.post("/v1/requests/first/priority", {"priority": 5}) == (200, {"changed": 1})
+        for node in stack.nodes:
+            await node.until(lambda node=node: Reprioritize("first", node.attempt("first"), -5) in node.heard)
+
+
+async def test_a_class_can_be_changed_wherever_it_is(folder):
+    async with queued(folder, "a", "b", "c", priority_classes=("high:100", "low:1")) as stack:
+        assert await stack.post("/v1/requests/c/priority", {"priority_class": "high"}) == (200, {"changed": 1})
+        assert await stack.post("/v1/requests/first/priority", {"priority_class": "high"}) == (200, {"changed": 1})
+        for node in stack.nodes:
+            told = Reprioritize("first", node.attempt("first"), LOWEST_PRIORITY, "high")
+            await node.until(lambda node=node, told=told: told in node.heard)
+        _, answer = await stack.get("/v1/workers/gateway/decisions")
+        assert "from the class low to high" in answer["decisions"][-1]["reason"]
+    assert set(stack.nodes[0].generates) == {"first", "a", "b", "c"}
+    assert stack.nodes[0].generates["c"].priority_class == "high"
+    assert list(stack.nodes[0].generates).index("c") < 3
+
+
+async def test_what_cannot_be_changed_is_refused_by_name(folder):
+    async with queued(folder, "a") as stack:
+        assert (await stack.post("/v1/requests/nobody/priority", {"priority": 5}))[0] == 404
+        assert (await stack.post("/v1/requests/a/colour", {"priority": 5}))[0] == 404
+        assert await error_of(stack.post("/v1/requests/a/priority", {})) == (400, "priority")
+        assert await error_of(stack.post("/v1/requests/a/priority", {"priority_class": "x"})) == (400, "priority_class")
+        assert await error_of(stack.post("/v1/requests/a/priority", {"urgency": 5})) == (400, "urgency")
+    async with serving(folder) as stack:
+        assert await error_of(stack.post("/v1/requests/a/priority", {"priority": 5})) == (400, "priority")
+
+
+# ---- decisions ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_nodes_decisions_are_asked_of_it_by_name_or_incarnation(folder):
+    async with serving(folder) as stack:
+        decode = stack.nodes[1]
+        decode.decisions = tuple(Decision(3.0 - i, f"r{i}", "admit", "in order") for i in range(3))
+        for name in ("decode", decode.incarnation):
+            status, answer = await stack.get(f"/v1/workers/{name}/decisions?limit=2")
+            assert (status, answer["worker"]) == (200, "decode")
+            assert [one["rid"] for one in answer["decisions"]] == ["r1", "r2"]
+            assert answer["decisions"][1] == {"ago_s": 1.0, "rid": "r2", "action": "admit", "reason": "in order"}
+        answers = await asyncio.gather(*(stack.get(f"/v1/workers/decode/decisions?limit={i}") for i in (1, 2, 3)))
+        assert [len(answer["decisions"]) for _, answer in answers] == [1, 2, 3]
+
+
+async def test_the_gateway_explains_itself(folder):
+    async with queued(folder, "a") as stack:
+        await stack.post("/v1/requests/a/priority", {"priority": 5})
+    async with queued(folder, "a", max_queued_requests=1) as stack:
+        await stack.post("/generate", {"text": "a", "rid": "b"})
+        _, answer = await stack.get("/v1/workers/gateway/decisions")
+        assert [(one["rid"], one["action"]) for one in answer["decisions"]] == [
+            ("first", "send"), ("a", "wait"), ("b", "refuse"),
+        ]  # fmt: skip
+        waited_s = stack.nodes[0].generates["first"].waited_s
+        assert answer["decisions"][0]["reason"] == f"to prefill and decode, {waited_s:.3f} s after it came"
+        assert answer["decisions"][2]["reason"] == "2 requests are in flight, 2 are allowed"
+
+
+async def test_a_node_that_does_not_say_is_no_reason_to_wait_for_ever(folder, monkeypatch):
+    monkeypatch.setattr("gateway.http.admin.ANSWER_TIMEOUT_S", 0.1)
+    async with serving(folder) as stack:
+        stack.nodes[0].decisions = None
+        status, answer = await stack.get("/v1/workers/prefill/decisions")
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        assert (await stack.get("/v1/workers/nobody/decisions"))[0] == 404
+        assert (await stack.get("/v1/workers/prefill/secrets"))[0] == 404
+        for limit in ("0", "x", "1001", "-1"):
+            assert await error_of(stack.get(f"/v1/workers/decode/decisions?limit={limit}")) == (400, "limit")
+
+
+# ---- expected lengths -----------------------------------------------------------------------------------------------
+
+
+async def test_nodes_are_told_what_outputs_like_this_have_been(folder):
+    async with serving(folder) as stack:
+        for expected in (0, 0, 0, 0, 3):
+            assert (await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 3}))[0] == 200
+            assert said(stack).expected_output == expected
+        await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
+        assert said(stack).expected_output == 2
+        await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 40, "ignore_eos": True})
+        assert said(stack).expected_output == 40
+        await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 40, "min_tokens": 20})
+        assert said(stack).expected_output == 20
+
+
+# ---- a function of one's own ----------------------------------------------------------------------------------------
+
+
+async def test_a_function_of_ones_own_has_the_last_word_on_priorities(folder, tmp_path, monkeypatch):
+    (tmp_path / "own_rules.py").write_text(
+        "def urgency(facts):\n"
+        "    if facts.tenant == 'alice':\n"
+        "        return 100 - facts.num_prompt_tokens\n"
+        "    return None if facts.priority is None else facts.priority + 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"enable_priority_scheduling": True, "priority_function": "own_rules:urgency", "tenant_header": True}
+    async with serving(folder, **options) as stack:
+        await stack.post("/v1/completions", {"prompt": [65] * 30, "max_tokens": 2}, **{"x-baton-tenant": "alice"})
+        assert said(stack).priority == 70
+        await stack.post("/v1/completions", {**BODY, "priority": 5})
+        assert said(stack).priority == 6
+        await stack.post("/v1/completions", BODY)
+        assert said(stack).priority == LOWEST_PRIORITY

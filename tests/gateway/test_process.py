@@ -1,0 +1,139 @@
+"""The gateway as a process: no torch in it, nothing of a prompt in its log, a clean stop, and a sentence when it cannot
+start."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import aiohttp
+import pytest
+from support.fake_nodes import MODEL, FakeNode, events, folder, silent
+
+__all__ = ["folder"]
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def command(folder, *flags):
+    return [
+        sys.executable, "-m", "gateway", "--model", str(folder), "--served-model-name", MODEL,
+        "--port", "0", "--control-port", "0", *flags,
+    ]  # fmt: skip
+
+
+class Process:
+    """A gateway process and what it has logged."""
+
+    def __init__(self, process):
+        self.process = process
+        self.log = ""
+
+    async def said(self, pattern):
+        while not (found := re.search(pattern, self.log)):
+            line = await self.process.stderr.readline()
+            assert line, f"it ended: {self.log}"
+            self.log += line.decode()
+        return found.group(1)
+
+    async def stop(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        started_at = time.monotonic()
+        out, err = await self.process.communicate()
+        self.log += err.decode()
+        assert out == b""
+        return time.monotonic() - started_at
+
+
+@contextlib.asynccontextmanager
+async def gateway_process(folder, *flags):
+    process = await asyncio.create_subprocess_exec(
+        *command(folder, *flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_process_serves_logs_no_prompt_and_stops_cleanly(folder, number):
+    async with gateway_process(folder, "--log-level", "debug") as gateway, aiohttp.ClientSession() as client:
+        control = await gateway.said(r"nodes dial (\S+)")
+        url = await gateway.said(r"listening (http://\S+)")
+        nodes = [await FakeNode(control, role).registered() for role in ("prefill", "decode")]
+        async with client.post(f"{url}/v1/completions", json={"prompt": "SECRETS", "max_tokens": 7}) as answer:
+            assert (await answer.json())["choices"][0]["text"] == "SECRETS"
+        async with client.post(f"{url}/v1/completions", json={"prompt": "SECRETS", "max_tokens": -7}) as answer:
+            assert answer.status == 400
+        nodes[1].on_generate = silent
+        body = {"prompt": "SECRETS", "max_tokens": 7, "stream": True}
+        async with client.post(f"{url}/v1/completions", json=body) as answer:
+            arriving = events(answer)
+            assert (await anext(arriving))["choices"][0]["text"] == "S"
+            assert await gateway.stop(number) < 20.0
+            assert (await anext(arriving))["error"]["code"] == "shutting_down"
+        assert gateway.process.returncode == 0
+        assert "SECRETS" not in gateway.log
+        assert "Traceback" not in gateway.log
+        for node in nodes:
+            await node.kill()
+
+
+def test_torch_and_transformers_are_never_imported(folder):
+    code = """
+import asyncio, json, sys
+from pathlib import Path
+from common.config import GatewayConfig
+import gateway.__main__
+from gateway.app import Gateway
+async def start_and_stop():
+    gateway = Gateway(GatewayConfig(model=sys.argv[1], port=0, control_port=0), {"m": Path(sys.argv[1])})
+    await gateway.start()
+    await gateway.stop()
+asyncio.run(start_and_stop())
+import huggingface_hub
+huggingface_hub.snapshot_download
+print(json.dumps([name for name in ("torch", "transformers", "numpy", "tokenizers") if name in sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, check=True)
+    loaded = json.loads(done.stdout)
+    assert "tokenizers" in loaded
+    assert "torch" not in loaded
+    assert "transformers" not in loaded
+
+
+def test_what_cannot_start_says_why_and_which_flag(folder, tmp_path):
+    for words, flags in (
+        ("--model", ["--model", str(tmp_path / "nothing")]),
+        ("tokenizer.json", ["--model", str(tmp_path)]),
+        ("--control-host", ["--control-host", "0.0.0.0"]),
+    ):
+        done = subprocess.run(command(folder, *flags), cwd=ROOT, capture_output=True, timeout=30)
+        assert done.returncode == 2
+        assert words in done.stderr.decode()
+        assert b"Traceback" not in done.stderr
+
+
+async def test_a_port_that_is_taken_is_one_sentence(folder):
+    async with gateway_process(folder) as gateway:
+        url = await gateway.said(r"listening (http://\S+)")
+        port = url.rpartition(":")[2]
+        for name in ("port", "control-port"):
+            done = await asyncio.to_thread(
+                subprocess.run, command(folder, f"--{name}", port), cwd=ROOT, capture_output=True, timeout=30
+            )
+            assert done.returncode == 2
+            host = name.replace("port", "host")
+            sentence = f"gateway: --{name} {port} on --{host} 127.0.0.1 cannot be listened on: "
+            assert done.stderr.decode().startswith(sentence), done.stderr.decode()
+            assert "in use" in done.stderr.decode()
+            assert done.stderr.count(b"\n") == 1
+        await gateway.stop()

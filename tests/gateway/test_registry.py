@@ -1,0 +1,143 @@
+"""Who may join, who is who after a restart, and who has gone."""
+
+import pytest
+from support.fake_nodes import make_register
+
+from common.wire.messages import Geometry, Heartbeat, Refused, Registered
+from gateway.workers.registry import Registry
+
+A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
+
+
+def registry():
+    return Registry(model="tiny", num_token_ids=320, heartbeat_s=1.0, lost_after_s=10.0)
+
+
+def pair():
+    nodes = registry()
+    assert nodes.register(A, make_register("prefill", "p"), 0.0) == Registered(1, 1.0)
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 0.0) == Registered(1, 1.0)
+    return nodes
+
+
+def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
+    nodes = registry()
+    assert not nodes.is_ready
+    assert nodes.limits() is None
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    assert not nodes.is_ready
+    nodes.register(B, make_register("decode", "d"), 0.0)
+    assert nodes.is_ready
+    nodes.leave(A)
+    assert not nodes.is_ready
+
+
+def test_limits_are_those_of_the_largest_pools():
+    nodes = pair()
+    nodes.register(C, make_register("decode", "d2", num_pages=100), 0.0)
+    limits = nodes.limits()
+    assert limits is not None
+    assert (limits.prompt_tokens, limits.total_tokens, limits.common_tokens) == (64 * 16, 100 * 16, 32 * 16)
+    assert limits.max_running == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"digest": "other"}, "configuration digest"),
+        ({"vocab_size": 600}, "vocabulary size"),
+        ({"context_length": 100}, "context length"),
+        ({"eos_token_ids": (1,)}, "end tokens"),
+        ({"generation": {"top_p": 0.5}}, "generation defaults"),
+        ({"geometry": Geometry(2, 2, 16, 24, "float32")}, "page sizes 24 and 16 one must be a multiple of the other"),
+        ({"geometry": Geometry(2, 2, 16, 16, "bfloat16")}, "page geometry"),
+        ({"geometry": Geometry(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
+        ({"transports": ("tcp",)}, "no transport in common"),
+        ({"model": "other"}, "serves 'tiny'"),
+        ({"vocab_size": 300}, "tokenizer has 320"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused_with_a_sentence_and_the_others_stay(changes, words):
+    nodes = pair()
+    answer = nodes.register(C, make_register("decode", "d2", **changes), 0.0)
+    assert isinstance(answer, Refused)
+    assert words in answer.reason
+    assert list(nodes.nodes) == [A, B]
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64])
+def test_a_page_size_that_is_a_multiple_or_a_part_of_the_other_roles_is_welcome(page_size):
+    nodes = pair()
+    geometry = Geometry(2, 2, 16, page_size, "float32")
+    assert isinstance(nodes.register(C, make_register("decode", "d2", geometry=geometry), 0.0), Registered)
+
+
+def test_page_sizes_of_one_role_need_not_agree_but_all_else_must():
+    nodes = registry()
+    nodes.register(A, make_register("decode", "d1", geometry=Geometry(2, 2, 16, 24, "float32")), 0.0)
+    others = Geometry(2, 2, 16, 32, "float32"), Geometry(2, 2, 16, 32, "float16")
+    answers = [nodes.register(B, make_register("decode", "d2", geometry=other), 0.0) for other in others]
+    assert [type(answer) for answer in answers] == [Registered, Refused]
+
+
+def test_nodes_of_one_role_need_no_common_transport():
+    nodes = registry()
+    nodes.register(A, make_register("decode", "d1", transports=("tcp",)), 0.0)
+    assert isinstance(nodes.register(B, make_register("decode", "d2", transports=("shm",)), 0.0), Registered)
+
+
+def test_a_prefill_node_must_say_where_it_is_reached():
+    assert "no address" in registry().register(A, make_register("prefill", "p", address=""), 0.0).reason
+
+
+def test_a_name_is_taken_until_its_node_is_gone():
+    nodes = pair()
+    assert "already here" in nodes.register(C, make_register("decode", "d", num_pages=32), 1.0).reason
+    nodes.remove(B)
+    assert nodes.register(C, make_register("decode", "d", num_pages=32), 2.0) == Registered(2, 1.0)
+
+
+def test_the_same_start_may_come_again_and_keeps_its_number():
+    nodes = pair()
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 5.0) == Registered(1, 1.0)
+    nodes.remove(B)
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 6.0) == Registered(1, 1.0)
+
+
+def test_an_earlier_start_of_a_name_is_refused():
+    nodes = pair()
+    nodes.remove(B)
+    nodes.register(C, make_register("decode", "d"), 1.0)
+    nodes.remove(C)
+    assert "later start" in nodes.register(B, make_register("decode", "d"), 2.0).reason
+
+
+def test_when_the_deployment_has_gone_another_may_come():
+    nodes = pair()
+    nodes.remove(A)
+    nodes.remove(B)
+    assert isinstance(nodes.register(C, make_register("decode", "new", digest="d2"), 1.0), Registered)
+
+
+def test_silence_makes_a_node_lost_and_any_heartbeat_keeps_it():
+    nodes = pair()
+    heartbeat = Heartbeat(1, 2, 3, 4, 0, {"steps": 7.0})
+    assert nodes.heard(A, 9.0, heartbeat)
+    assert nodes.silent(10.0) == []
+    assert nodes.silent(10.5) == [B]
+    assert nodes.nodes[A].heartbeat == heartbeat
+    assert not nodes.heard(D, 9.0)
+
+
+def test_where_decode_nodes_compute_prompts_they_are_enough():
+    nodes = Registry(model="tiny", num_token_ids=320, needs_prefill=False)
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    assert not nodes.is_ready
+    nodes.register(B, make_register("decode", "d", num_pages=32), 0.0)
+    assert nodes.is_ready
+    nodes.remove(A)
+    limits = nodes.limits()
+    assert limits is not None
+    assert (limits.prompt_tokens, limits.total_tokens) == (32 * 16, 32 * 16)
+    nodes.leave(B)
+    assert not nodes.is_ready

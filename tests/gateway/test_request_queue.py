@@ -1,0 +1,166 @@
+"""The gateway's queue: who is next, who gives way when it is full, and for how long anybody waits for nodes."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config.scheduling import PriorityRules
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.policies.base import FirstComeFirstServed
+from gateway.requests.request_queue import RequestQueue
+
+SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+def request(rid, priority=0, arrived_at=0.0, **fields):
+    return Request(rid, 0, (1, 2), SAMPLING, priority=priority, arrived_at=arrived_at, **fields)
+
+
+def backlog(*requests, is_enabled=True, aging_per_s=0.0):
+    rules = PriorityRules(is_enabled=is_enabled, aging_per_s=aging_per_s)
+    waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), patience_s=10.0)
+    for one in requests:
+        waiting.push(one)
+    return waiting
+
+
+def rids(requests):
+    return [one.rid for one in requests]
+
+
+def test_the_most_urgent_is_next_and_equals_go_by_arrival():
+    waiting = backlog(request("a"), request("b", 5), request("c", 5), request("d", 9))
+    assert rids(waiting.first(3, 0.0)) == ["d", "b", "c"]
+    assert len(waiting) == 4
+    waiting.remove(waiting.first(1, 0.0)[0])
+    assert rids(waiting.first(9, 0.0)) == ["b", "c", "a"]
+
+
+def test_with_priorities_off_they_go_by_arrival():
+    assert rids(backlog(request("a"), request("b", 5), is_enabled=False).first(2, 0.0)) == ["a", "b"]
+
+
+def test_another_priority_counts_at_once():
+    waiting = backlog(request("a"), request("b"))
+    waiting.change(waiting.requests()[1], 1, "")
+    assert rids(waiting.first(1, 0.0)) == ["b"]
+
+
+def test_those_who_stand_lowest_give_way_and_among_equals_the_last_that_came():
+    waiting = backlog(request("a", 2), request("b", 1), request("c", 1), request("d", 3), request("e", 2))
+    newcomer = request("new", 3)
+    assert rids(waiting.outranked(newcomer, 1)) == ["c"]
+    assert rids(waiting.outranked(newcomer, 3)) == ["c", "b", "e"]
+    assert rids(waiting.outranked(newcomer, 5)) == []  # only four stand lower: then nobody is bothered
+    assert rids(waiting.outranked(request("equal", 1), 1)) == []
+
+
+def test_with_priorities_off_nobody_gives_way():
+    assert backlog(request("a", 1), is_enabled=False).outranked(request("new", 3), 1) == []
+
+
+def test_nobody_gives_way_to_another_class():
+    waiting = backlog(request("a", 1, priority_class="low"))
+    assert waiting.outranked(request("new", 3, priority_class="high"), 1) == []
+    assert rids(waiting.outranked(request("new", 3, priority_class="low"), 1)) == ["a"]
+
+
+def test_whoever_has_waited_long_enough_does_not_give_way_with_ageing():
+    waiting = backlog(request("a", 1, arrived_at=0.0), aging_per_s=0.5)
+    assert rids(waiting.outranked(request("new", 3, arrived_at=3.9), 1)) == ["a"]
+    assert rids(waiting.outranked(request("new", 3, arrived_at=4.1), 1)) == []
+
+
+def test_one_that_fits_nowhere_is_passed_until_nodes_come():
+    large = request("large")
+    waiting = backlog(large, request("small"))
+    waiting.strand(large, 0.0)
+    assert rids(waiting.first(9, 0.0)) == ["small"]
+    waiting.remove(waiting.first(1, 0.0)[0])
+    assert waiting.is_idle
+    assert len(waiting) == 1
+    waiting.nodes_came()
+    assert rids(waiting.first(9, 0.0)) == ["large"]
+
+
+def test_it_waits_in_vain_only_so_long_whoever_else_comes_meanwhile():
+    large = request("large")
+    waiting = backlog(large, request("small"))
+    waiting.strand(large, 0.0)
+    waiting.nodes_came()
+    waiting.strand(large, 6.0)
+    assert waiting.hopeless(10.0, is_routable=True) == []
+    assert rids(waiting.hopeless(10.1, is_routable=True)) == ["large"]
+
+
+def test_without_nodes_all_wait_for_some_time_and_a_replacement_saves_them():
+    waiting = backlog(request("a"), request("b"))
+    assert waiting.hopeless(100.0, is_routable=False) == []
+    assert waiting.hopeless(110.0, is_routable=False) == []
+    assert waiting.hopeless(110.1, is_routable=True) == []
+    assert waiting.hopeless(200.0, is_routable=False) == []
+    assert rids(waiting.hopeless(210.1, is_routable=False)) == ["a", "b"]
+
+
+def test_one_that_leaves_is_forgotten_with_all_that_was_known_of_it():
+    large = request("large")
+    waiting = backlog(large)
+    waiting.strand(large, 0.0)
+    waiting.remove(large)
+    waiting.push(replace(large))
+    assert rids(waiting.first(1, 0.0)) == ["large"]
+    assert waiting.hopeless(50.0, is_routable=True) == []
+
+
+RULES = [
+    PriorityRules(),
+    PriorityRules(is_enabled=True),
+    PriorityRules(is_enabled=True, aging_per_s=0.5),
+    PriorityRules(is_enabled=True, class_weights={"": 1.0, "high": 3.0}),
+]
+
+
+@given(
+    rules=st.sampled_from(RULES),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["push", "push", "remove", "change", "strand", "come"]), st.integers(0, 9),
+                  st.integers(0, 3), st.sampled_from(["", "high"])),
+        max_size=40,
+    ),
+)  # fmt: skip
+def test_who_is_next_is_who_stands_first_when_all_are_sorted(
+    rules: PriorityRules, steps: list[tuple[str, int, int, str]]
+) -> None:
+    """The queue tells the same as sorting all anew who can go, after whatever has happened."""
+    waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), patience_s=10.0)
+    there: dict[int, Request] = {}
+    stranded: set[int] = set()
+    for at, (what, number, priority, name) in enumerate(steps):
+        if what == "push" and number not in there:
+            there[number] = request(str(number), priority, float(at), priority_class=name)
+            waiting.push(there[number])
+        elif number in there and what == "remove":
+            stranded.discard(number)
+            waiting.remove(there.pop(number))
+        elif number in there and what == "change":
+            waiting.change(there[number], priority, name)
+        elif number in there and what == "strand":
+            stranded.add(number)
+            waiting.strand(there[number], 0.0)
+        elif what == "come":
+            stranded.clear()
+            waiting.nodes_came()
+        line = waiting.order.sort([one for one in waiting.requests() if int(one.rid) not in stranded], 0.0)
+        for count in (1, 3, 99):
+            assert rids(waiting.first(count, 0.0)) == rids(line[:count])
+        newcomer = request("new", priority, float(at), priority_class=name)
+        lower = sorted(
+            (one for one in reversed(waiting.requests())
+             if one.priority_class == name and waiting.order.standing(one) < waiting.order.standing(newcomer)),
+            key=waiting.order.standing,
+        )  # fmt: skip
+        expected = lower[:2] if len(lower) >= 2 and rules.is_enabled else []
+        assert rids(waiting.outranked(newcomer, 2)) == rids(expected)

@@ -1,0 +1,205 @@
+"""The choice of a pair: least load, prefix affinity, pools that are large enough; and counts that come back to zero."""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.workers.router import Router
+
+
+@dataclass(frozen=True)
+class Candidate:
+    incarnation: str
+    capacity_tokens: int
+    max_running: int = 100
+
+
+P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)
+D1, D2 = Candidate("d1", 10_000), Candidate("d2", 10_000)
+
+
+def router():
+    return Router(piece_tokens=4)
+
+
+def test_equals_take_turns():
+    pairs = [router_.choose([P1, P2], [D1, D2], [i] * 3, num_new=5) for router_ in [router()] for i in range(4)]
+    assert [(pair.prefill, pair.decode) for pair in pairs] == [("p1", "d1"), ("p2", "d2"), ("p1", "d1"), ("p2", "d2")]
+
+
+def test_a_long_prompt_keeps_a_prefill_node_busy_until_its_first_token():
+    chosen = router()
+    long = chosen.choose([P1, P2], [D1], list(range(1000)), num_new=1)
+    assert long.prefill == "p1"
+    assert [chosen.choose([P1, P2], [D1], [7] * 3, num_new=1).prefill for _ in range(3)] == ["p2", "p2", "p2"]
+    chosen.prefill_done(long)
+    assert chosen.choose([P1, P2], [D1], [7] * 3, num_new=1).prefill == "p1"
+
+
+def test_an_idle_pair_that_has_seen_the_prefix_gets_what_goes_on_from_it():
+    chosen = router()
+    prefix = list(range(100, 140))
+    for prompt in (prefix, [1, 2, 3, 4], prefix, [5, 6, 7, 8]):  # p1, p2, then p1 again by affinity, then p2 by turn
+        pair = chosen.choose([P1, P2], [D1, D2], prompt, num_new=4)
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    pair = chosen.choose([P1, P2], [D1, D2], [*prefix, 9, 9, 9], num_new=4)
+    assert (pair.prefill, pair.decode) == ("p1", "d1")
+    assert pair.num_compute == 3  # 43 tokens, of which ten pieces of four are cached
+
+
+def test_affinity_gives_way_to_load():
+    chosen = router()
+    prefix = list(range(100, 140))
+    first = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
+    chosen.choose([P1], [D1], list(range(1000, 1500)), num_new=4)  # p1 and d1 now have 500 tokens more to do
+    second = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
+    assert (first.prefill, second.prefill, second.decode) == ("p1", "p2", "d2")
+
+
+def test_prompts_of_different_salts_share_nothing():
+    chosen = router()
+    prefix = list(range(100, 140))
+    for salt in ("a", "b"):
+        pair = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4, salt=salt)
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert pair.prefill == "p2"
+    assert chosen.choose([P1, P2], [D1, D2], prefix, num_new=4, salt="b").prefill == "p2"
+
+
+def test_decode_nodes_are_filled_in_proportion_to_their_pools():
+    chosen = router()
+    small, large = Candidate("small", 100), Candidate("large", 300)
+    picks = [chosen.choose([P1], [small, large], [1, 2], num_new=8).decode for _ in range(8)]
+    assert picks.count("large") == 6
+
+
+def test_a_node_whose_rows_are_all_taken_comes_after_those_with_a_free_one():
+    chosen = router()
+    few, many = Candidate("few", 10_000, max_running=2), Candidate("many", 10_000, max_running=4)
+    chosen.choose([P1], [many], [1] * 900, num_new=1)  # much the fuller pool
+    pairs = [chosen.choose([P1], [few, many], [i], num_new=1) for i in range(6)]
+    assert [pair.decode for pair in pairs] == ["few", "few", "many", "many", "many", "few"]
+    chosen.decode_done(pairs[2])
+    assert (chosen.num_requests("few"), chosen.num_requests("many")) == (3, 3)
+    assert chosen.choose([P1], [few, many], [7], num_new=1).decode == "many"
+    chosen.forget("many")
+    chosen.decode_done(pairs[3])
+    assert chosen.num_requests("many") == 0
+
+
+def test_what_an_output_will_probably_be_is_counted_and_what_it_may_be_must_fit():
+    chosen = router()
+    pair = chosen.choose([P1], [D1], [1] * 10, num_new=500, num_expected=30)
+    assert pair.num_hold == 40
+    assert chosen.load("d1") == 40
+    assert chosen.choose([P1], [Candidate("small", 100)], [1] * 10, num_new=500, num_expected=30) is None
+    assert chosen.choose([P1], [D1], [1] * 10, num_new=5, num_expected=30).num_hold == 15
+    assert chosen.again(pair, num_new=500, num_expected=30).num_hold == 30
+
+
+def test_a_pool_that_is_too_small_is_never_chosen():
+    chosen = router()
+    tiny = Candidate("tiny", 10)
+    assert chosen.choose([tiny, P1], [D1], [1] * 11, num_new=1).prefill == "p1"
+    assert chosen.choose([P1], [tiny], [1] * 5, num_new=6) is None
+    assert chosen.choose([], [D1], [1], num_new=1) is None
+    assert chosen.load("tiny") == 0
+
+
+def test_a_node_that_is_gone_takes_its_load_and_its_cache_with_it():
+    chosen = router()
+    prefix = list(range(100, 140))
+    pair = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
+    chosen.forget("p1")
+    chosen.prefill_done(pair)  # its end is still reported
+    assert chosen.load("p1") == 0
+    assert chosen.choose([P1, P2], [D1], prefix, num_new=4).num_compute == 40
+
+
+def test_what_is_remembered_is_bounded():
+    chosen = Router(piece_tokens=4, max_pieces=10)
+    for i in range(50):
+        chosen.choose([P1, P2], [D1], [i] * 8, num_new=1)
+    assert len(chosen._holders) == 10
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 3)), max_size=40))
+def test_when_everything_has_ended_no_load_is_left(requests):
+    chosen = router()
+    open_pairs = []
+    for num_prompt, num_new, num_end in requests:
+        pair = chosen.choose([P1, P2], [D1, D2], list(range(num_prompt)), num_new=num_new)
+        open_pairs.append(pair)
+        for _ in range(min(num_end, len(open_pairs))):
+            ended = open_pairs.pop(0)
+            chosen.prefill_done(ended)
+            chosen.decode_done(ended)
+    for pair in open_pairs:
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert [chosen.load(node) for node in ("p1", "p2", "d1", "d2")] == [0, 0, 0, 0]
+
+
+# ---- decode nodes that compute prompts by themselves ----------------------------------------------------------------
+
+
+def test_always_local_needs_no_prefill_node_and_uses_none():
+    chosen = Router(piece_tokens=4, local_prefill="always")
+    pair = chosen.choose([], [D1], [1, 2, 3], num_new=5)
+    assert (pair.prefill, pair.decode, pair.num_compute, pair.num_hold) == (None, "d1", 0, 8)
+    assert pair.nodes == ("d1",)
+    assert chosen.choose([P1], [D1], [1, 2, 3], num_new=5).prefill is None
+    assert (chosen.load("p1"), chosen.load("d1")) == (0, 16)
+    assert chosen.choose([P1], [], [1], num_new=1) is None
+
+
+def test_auto_keeps_prompts_under_the_threshold_on_the_decode_node():
+    chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
+    assert chosen.choose([P1], [D1], [1] * 9, num_new=1).prefill is None
+    assert chosen.choose([P1], [D1], [2] * 10, num_new=1).prefill == "p1"
+    assert chosen.choose([], [D1], [3] * 9, num_new=1) is None  # auto still wants a prefill node to be there
+
+
+def test_auto_counts_only_what_the_chosen_decode_node_lacks():
+    chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
+    prefix = list(range(100, 140))
+    assert chosen.choose([P1], [D1, D2], prefix, num_new=1).prefill == "p1"
+    again = chosen.choose([P1], [D1], [*prefix, *[7] * 9], num_new=1)  # 49 tokens, 40 of them cached
+    assert (again.prefill, again.decode) == (None, "d1")
+    assert chosen.choose([P1], [D1], [*prefix, *[8] * 10], num_new=1).prefill == "p1"
+    assert chosen.choose([P1], [D2], [*prefix, 9], num_new=1).prefill == "p1"  # the other decode node has none of it
+    chosen.forget_prefixes()
+    assert chosen.choose([P1], [D1], [*prefix, 9], num_new=1).prefill == "p1"
+
+
+def test_further_samples_go_where_the_first_went_and_cost_their_output():
+    chosen = router()
+    first = chosen.choose([P1, P2], [D1, D2], [1] * 10, num_new=5)
+    second = chosen.again(first, num_new=5)
+    assert (second.prefill, second.decode, second.num_compute, second.num_hold) == ("p1", "d1", 0, 5)
+    assert (chosen.load("p1"), chosen.load("d1")) == (10, 20)
+    for pair in (second, first):
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert (chosen.load("p1"), chosen.load("d1")) == (0, 0)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["never", "auto", "always"]),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 3)), max_size=30),
+)
+def test_whoever_computes_the_prompts_no_load_is_left_in_the_end(mode, requests):
+    chosen = Router(piece_tokens=4, local_prefill=mode, local_threshold=12)
+    pairs = []
+    for num_prompt, num_new, num_samples in requests:
+        pairs.append(chosen.choose([P1, P2], [D1, D2], list(range(num_prompt)), num_new=num_new))
+        pairs += [chosen.again(pairs[-1], num_new=num_new) for _ in range(num_samples - 1)]
+    for pair in pairs:
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert [chosen.load(node) for node in ("p1", "p2", "d1", "d2")] == [0, 0, 0, 0]

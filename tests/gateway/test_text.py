@@ -1,0 +1,185 @@
+"""Text to ids and back: the pieces joined are the whole, no character is ever split, no part of a stop string shown."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_nodes import CORPUS, EOS, TEMPLATE, make_tokenizer
+from tokenizers import Tokenizer, decoders, models
+
+from common.errors import RequestError
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.stop_strings import StopMatcher
+from gateway.text.tokenizer import Text
+
+TOKENIZER = make_tokenizer()
+TEXT = Text(TOKENIZER)
+ids_of_any_kind = st.lists(st.integers(0, TEXT.vocab_size + 20), max_size=60)
+
+
+def in_pieces(items, cuts):
+    """A list cut at the given places."""
+    places = sorted({min(cut, len(items)) for cut in cuts})
+    return [items[start:end] for start, end in zip([0, *places], [*places, len(items)], strict=True)]
+
+
+def detokenize(ids, cuts, skip_special):
+    detokenizer = TEXT.detokenizer(skip_special=skip_special)
+    return "".join(detokenizer.push(tuple(piece)) for piece in in_pieces(ids, cuts)) + detokenizer.flush()
+
+
+@settings(deadline=None)
+@given(ids_of_any_kind, st.lists(st.integers(0, 60), max_size=60), st.booleans())
+def test_deltas_of_any_ids_cut_anywhere_join_to_what_decoding_all_at_once_gives(ids, cuts, skip_special):
+    assert detokenize(ids, cuts, skip_special) == TEXT.decode(ids, skip_special=skip_special)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40), st.lists(st.integers(0, 200), max_size=60))
+def test_text_comes_back_as_it_was(text, cuts):
+    ids = TEXT.encode(text, add_special_tokens=False)
+    assert detokenize(ids, cuts, False) == text
+
+
+def test_a_character_of_four_bytes_is_shown_when_its_last_byte_has_come():
+    ids = [TOKENIZER.token_to_id(piece) for piece in ("ð", "Ł", "ļ", "Ģ")]  # f0 9f 9a 80, the rocket
+    assert None not in ids
+    detokenizer = TEXT.detokenizer(skip_special=True)
+    assert [detokenizer.push((token,)) for token in ids] == ["", "", "", "🚀"]
+    assert detokenizer.flush() == ""
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement_character():
+    detokenizer = TEXT.detokenizer(skip_special=True)
+    assert detokenizer.push((TOKENIZER.token_to_id("ð"), TOKENIZER.token_to_id("Ł"))) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_special_tokens_are_left_out_unless_asked_for_and_ids_beyond_the_vocabulary_are_nothing():
+    ids = (*TEXT.encode("ab", add_special_tokens=False), TOKENIZER.token_to_id(EOS), 100_000, 2**40)
+    assert TEXT.detokenizer(skip_special=True).push(ids) == "ab"
+    assert TEXT.detokenizer(skip_special=False).push(ids) == "ab" + EOS
+    assert TEXT.piece(2**40) == b""
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
+    vocabulary = {"▁a": 0, "▁b": 1, "c": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x9A>": 5, "<0x80>": 6, "<unk>": 7}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    text = Text(tokenizer)
+    detokenizer = text.detokenizer(skip_special=True)
+    ids = [0, 1, 2, 3, 4, 5, 6, 0]
+    assert [detokenizer.push((token,)) for token in ids] == ["a", " b", "c", "", "", "", "🚀", " a"]
+    assert detokenizer.flush() == ""
+    assert text.decode(ids, skip_special=True) == "a bc🚀 a"
+
+
+def test_text_that_is_no_unicode_is_refused_by_name():
+    with pytest.raises(RequestError) as caught:
+        TEXT.encode("\ud800", add_special_tokens=False, param="prompt")
+    assert caught.value.param == "prompt"
+
+
+# ---- stop strings --------------------------------------------------------------------------------
+
+
+def cut_by_definition(text, stops):
+    """Character by character: the first stop that is complete ends the text before itself, the longest of several."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@settings(deadline=None)
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    st.lists(st.integers(0, 30), max_size=30),
+)
+def test_however_the_text_is_cut_the_same_is_shown_and_never_a_part_of_a_stop(text, stops, cuts):
+    matcher = StopMatcher(stops)
+    shown = ""
+    expected, matched = cut_by_definition(text, stops)
+    for piece in in_pieces(text, cuts):
+        shown += matcher.push(piece)
+        assert expected.startswith(shown)
+    shown += matcher.flush()
+    assert (shown, matcher.matched) == (expected, matched)
+
+
+def test_what_may_begin_a_stop_is_held_back_until_it_is_clear():
+    matcher = StopMatcher(["</end>"])
+    assert [matcher.push(text) for text in ("one <", "/", "b>", " two</en")] == ["one ", "", "</b>", " two"]
+    assert matcher.flush() == "</en"
+
+
+# ---- the chat template --------------------------------------------------------------------------------
+
+CHAT = [
+    {"role": "system", "content": "Be brief & kind."},
+    {"role": "user", "content": "Who <b>are</b> you? 你好"},
+    {"role": "assistant", "content": "A model.", "reasoning_content": "hm"},
+    {"role": "user", "content": "Thanks!"},
+]
+TRICKY = """{%- set ns = namespace(count=0) %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+    {%- elif message.role == 'system' %}
+        {{- dict(message) | tojson(indent=2) }}
+        {%- continue %}
+    {%- else %}
+        {{- message.content.split('?')[0].strip() }} {{ message.content | tojson }}
+    {%- endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- if loop.index > 50 %}{% break %}{% endif %}
+{%- endfor %}
+  {% if enable_thinking is defined and enable_thinking is false %}
+no thinking
+  {% endif %}
+{{ ns.count }} {{ strftime_now('%Y') }}{% if add_generation_prompt %} go{% endif %}
+{% if tools %}tools{% endif %}
+"""
+SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": EOS}
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TRICKY])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_a_chat_is_rendered_as_transformers_renders_it(template, add_generation_prompt, kwargs):
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), **SPECIAL)
+    expected = reference.apply_chat_template(
+        CHAT, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+    )
+    chat = ChatTemplate(template, SPECIAL)
+    assert chat.render(CHAT, add_generation_prompt=add_generation_prompt, **kwargs) == expected
+    ids = reference.apply_chat_template(
+        CHAT, chat_template=template, add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs
+    )
+    assert TEXT.encode(expected, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[99].content.nothing }}",
+    ],
+)
+def test_a_template_that_refuses_or_reaches_too_far_is_the_clients_error(template):
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(template, {}).render(CHAT)
+    assert caught.value.param == "messages"
+    assert caught.value.status == 400
+
+
+def test_corpus_is_what_the_tokenizer_was_made_of():
+    assert all(TEXT.decode(TEXT.encode(line, add_special_tokens=True), skip_special=False) == line for line in CORPUS)

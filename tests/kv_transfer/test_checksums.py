@@ -1,0 +1,363 @@
+"""Checksums: damage on the way is noticed, counted, shipped again, and at last ends in an error that says where."""
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.kv_fakes import DECODE, GEOMETRY, PREFILL, Couple, MemfdStore, content
+from test_unequal_transfer import SIZES, Nodes
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.page_layout import PageLayout
+from common.errors import ErrorCode
+from common.wire.messages import Closed, PagesWritten, PrefillDone, Resend
+from kv_transfer.checksums import Checksums
+from kv_transfer.events import Completed, TransferFailed
+from kv_transfer.page_mapping import Fit, parts_of
+from kv_transfer.page_slices import copy
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.send.session import MAX_RESENDS
+from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from scripts.simulator.inprocess_transport import Fault, Wire
+
+KEY = ("r", 0)
+ASKS = [(True, False), (False, True), (True, True)]
+
+
+class DeviceStore(MemfdStore):
+    """Its pool is elsewhere; ``memory`` is where pages come and go."""
+
+    is_mapped = is_in_place = False
+
+    def __init__(self, num_pages: int, geometry: PageLayout = GEOMETRY) -> None:
+        super().__init__(num_pages, geometry)
+        self.device = bytearray(geometry.pool_bytes(num_pages))
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        size = self.geometry.page_bytes
+        into[:] = self.device[page * size : (page + 1) * size]
+
+    def landed(self, pages: Sequence[int]) -> None:
+        super().landed(pages)
+        size = self.geometry.page_bytes
+        for page in pages:
+            self.device[page * size : (page + 1) * size] = self.read(page)
+
+
+# ---- the sums -------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_has_the_crc_32_of_its_bytes() -> None:
+    store = MemfdStore(3)
+    store.memory[64:128] = bytes(range(64))
+    whole = parts_of(GEOMETRY, 1)[0].runs(GEOMETRY)
+    assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == zlib.crc32(bytes(range(64)))
+
+
+def test_a_page_of_a_device_is_read_from_the_device_and_where_it_came_to_from_there() -> None:
+    store = DeviceStore(3)
+    store.device[64:128] = b"\5" * 64
+    store.memory[64:128] = b"\6" * 64
+    sums = Checksums(store)
+    whole = parts_of(GEOMETRY, 1)[0].runs(GEOMETRY)
+    assert sums.of_source(1, None) == zlib.crc32(b"\5" * 64)
+    assert sums.of_target(1, whole) == zlib.crc32(b"\6" * 64)
+    store.is_in_place = True  # a transport that writes on the device
+    assert sums.of_target(1, whole) == zlib.crc32(b"\5" * 64)
+
+
+@pytest.mark.parametrize(("source_size", "target_size"), [(2, 4), (4, 2), (4, 4)])
+def test_both_ends_sum_a_piece_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
+    ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
+    fit = Fit(ours, theirs)
+    source, target = MemfdStore(1, ours), MemfdStore(1, theirs)
+    source.memory[:] = bytes(range(len(source.memory)))
+    for number, piece in enumerate(fit.pieces):
+        if piece is None:
+            target.memory[:] = source.memory[:]
+        else:
+            copy(piece, memoryview(source.memory), memoryview(target.memory))
+        runs = parts_of(theirs, fit.units.per_target)[number % fit.units.per_target].runs(theirs)
+        assert Checksums(source).of_source(0, piece) == Checksums(target).of_target(0, runs)
+
+
+# ---- the protocol ---------------------------------------------------------------------------------------------------
+
+
+def ship(couple: Couple, num_pages: int = 3) -> None:
+    couple.connect()
+    couple.open(KEY, num_pages)
+    couple.begin(KEY, num_pages)
+    couple.finish(KEY)
+    couple.run()
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool, bool]) -> None:
+    couple = Couple(Wire(faults={1: Fault("corrupt")}), wants_checksums=asks)
+    ship(couple)
+    assert isinstance(couple.events[KEY], Completed)  # and the couple has looked at every byte
+    assert couple.released[KEY].ok
+    decode, prefill = couple.receiver.counters(), couple.sender.counters()
+    assert (decode["checksum_mismatches"], decode["pages_verified"], decode["pages_received"]) == (1, 4, 3)
+    assert (prefill["pages_resent"], prefill["pages_sent"]) == (1, 4)
+    couple.give_back(KEY)
+    couple.assert_nothing_is_held()
+
+
+def test_without_checksums_nothing_is_summed_and_nobody_notices() -> None:
+    couple = Couple(Wire(faults={1: Fault("corrupt")}))
+    with pytest.raises(AssertionError, match="has other bytes"):  # says the couple, who knows what they should be
+        ship(couple)
+    assert couple.receiver.counters()["pages_verified"] == 0
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_a_page_that_is_damaged_again_and_again_ends_the_transfer_with_the_pair_and_its_transport_named(
+    asks: tuple[bool, bool],
+) -> None:
+    faults = {1: Fault("corrupt")} | {3 + n: Fault("corrupt") for n in range(MAX_RESENDS)}
+    couple = Couple(Wire(faults=faults), wants_checksums=asks)
+    couple.connect("prefill-7")
+    couple.open(KEY, 3)
+    couple.begin(KEY, 3)
+    couple.finish(KEY)
+    couple.run()
+    why = "the same page came damaged 4 times by inprocess from prefill node prefill-7 to decode node decode-0"
+    assert couple.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)
+    assert not couple.released[KEY].ok
+    assert couple.receiver.counters()["checksum_mismatches"] == MAX_RESENDS + 1
+    assert couple.sender.counters()["pages_resent"] == MAX_RESENDS
+    couple.assert_nothing_is_held()
+
+
+def test_damage_that_ends_in_time_is_mended_however_many_pages_it_hits() -> None:
+    couple = Couple(Wire(faults={n: Fault("corrupt") for n in range(5 * MAX_RESENDS)}), wants_checksums=(True, False))
+    ship(couple, 5)
+    assert isinstance(couple.events[KEY], Completed)
+    assert couple.sender.counters()["pages_resent"] == 5 * MAX_RESENDS
+
+
+def test_a_source_page_that_changes_under_its_write_is_noticed() -> None:
+    couple = Couple(Wire(latency=2), wants_checksums=(False, True))
+    couple.connect()
+    couple.open(KEY, 2)
+    couple.begin(KEY, 2)
+    couple.hear_decode()
+    couple.compute(KEY, 1)
+    couple.pump()
+    couple.source.fill(couple.source_pages[KEY][0], 99)  # what nobody may do
+    couple.tick()
+    couple.tick()
+    couple.source.fill(couple.source_pages[KEY][0], content(KEY, 0))
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+    assert couple.receiver.counters()["checksum_mismatches"] == 1
+
+
+def test_a_page_without_the_checksum_that_was_asked_for_counts_as_damaged() -> None:
+    """A prefill node that sends none makes no transfer hang."""
+    couple = Couple(wants_checksums=(False, True))
+    couple.connect()
+    couple.open(KEY, 1)
+    couple.begin(KEY, 1)
+    couple.finish(KEY)
+    for _ in range(200):
+        couple.pump()
+        couple.to_decode = type(couple.to_decode)(
+            msgspec.structs.replace(m, checksums=()) if isinstance(m, PagesWritten) else m for m in couple.to_decode
+        )
+        couple.drain_to_decode()
+        couple.drain_to_prefill()
+    assert isinstance(couple.events[KEY], TransferFailed)
+    couple.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"epoch": 2}, "another epoch"),
+        ({"rid": "s"}, "another request"),
+        ({"indices": (3,)}, "never granted"),
+        ({"indices": (1,)}, "not written yet"),
+        ({"indices": (0, 0)}, "twice"),
+        ({"part": 1}, "no such part"),
+        ({"number": 2}, "one that was never asked for"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_asked_for_again_is_counted_and_ignored(change: dict[str, Any], why: str) -> None:
+    couple = Couple(Wire(latency=1), wants_checksums=(True, True))
+    couple.connect()
+    couple.open(KEY, 3)
+    couple.begin(KEY, 3)
+    couple.hear_decode()
+    couple.compute(KEY, 1)
+    couple.run()
+    message = msgspec.structs.replace(Resend("r", 0, 1, (0,), 0, 1), **change)
+    couple.sender.on_message(DECODE, message, 0.0)
+    couple.sender.on_message("x" * 32, Resend("r", 0, 1, (0,), 0, 1), 0.0)
+    couple.settle()
+    assert couple.sender.counters()["stale_messages"] == 2
+    assert couple.sender.counters()["pages_resent"] == 0
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def test_a_decode_node_that_asks_without_end_is_refused() -> None:
+    couple = Couple(wants_checksums=(True, True))
+    couple.connect()
+    couple.open(KEY, 2)
+    couple.begin(KEY, 2)
+    couple.compute(KEY, 1)
+    couple.run()
+    for number in range(1, MAX_RESENDS + 1):
+        couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 0, number), 0.0)
+        couple.sender.pump(0.0)
+    couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 0, MAX_RESENDS + 1), 0.0)
+    couple.settle()
+    assert isinstance(couple.to_decode[-1], Closed)
+    assert not couple.released[KEY].ok
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=st.sampled_from(SIZES),
+    prompts=st.lists(st.integers(1, 28), min_size=1, max_size=3),
+    damaged=st.sets(st.integers(0, 60), max_size=12),
+)
+def test_damage_to_any_parts_of_pages_of_any_sizes_is_mended(
+    sizes: tuple[int, int], prompts: list[int], damaged: set[int]
+) -> None:
+    nodes = Nodes(*sizes, wants_checksums=True, faults={number: Fault("corrupt") for number in damaged})
+    for num_tokens in prompts:
+        key = nodes.open(num_tokens)
+        nodes.begin(key, 0, nodes.target.geometry.num_pages(num_tokens))
+        nodes.finish(key)
+    nodes.run()
+    if nodes.failed:
+        assert all("the same page came damaged 4 times" in event.message for event in nodes.failed)
+    else:
+        nodes.assert_all_arrived()
+        num_hit = sum(number < nodes.wire.num_begun for number in damaged)
+        assert nodes.receiver.counters()["checksum_mismatches"] == num_hit
+        assert nodes.sender.counters()["pages_resent"] == num_hit
+    nodes.close()
+
+
+# ---- over every transport -------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """A sender and a receiver over a real transport; before ``PagesWritten`` is heard a test may damage what came."""
+
+    def __init__(self, transport: str, source: MemfdStore, target: MemfdStore) -> None:
+        self.source, self.target = source, target
+        self.books = PageAllocator(target.num_pages)
+        self.reader = open_reader(target, Settings(transport, DECODE))
+        self.writer = open_writer(source, Settings(transport, PREFILL))
+        self.sender = Sender(self.writer, digest="model")
+        self.receiver = Receiver(self.reader, self.books, name="decode-0", digest="model", wants_checksums=True)
+        self.events: list[Any] = []
+        self.released: list[Any] = []
+        self.damage: Callable[[PagesWritten], None] = lambda delivered: None
+        self.sender.on_message(DECODE, self.receiver.connect(PREFILL, "prefill-0"), 0.0)
+        self.until(lambda: self.receiver.is_connected(PREFILL))
+
+    def turn(self) -> None:
+        self.receiver.poll(0.0)
+        self.sender.pump(0.0)
+        messages, released = self.sender.take()
+        self.released += released
+        for _, message in messages:
+            if isinstance(message, PagesWritten):
+                self.damage(message)
+            self.receiver.on_message(PREFILL, message)
+        replies, events = self.receiver.take()
+        self.events += events
+        for _, message in replies:
+            self.sender.on_message(DECODE, message, 0.0)
+        self.sender.check()
+        self.receiver.check()
+        self.books.check()
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not is_so():
+            assert time.monotonic() < end, "it never came"
+            self.turn()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.mark.parametrize("is_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo", "nixl"])
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 4), (4, 2)], ids=["equal", "longer", "shorter"])
+def test_pages_damaged_over_any_transport_are_shipped_again(
+    transport: str, sizes: tuple[int, int], is_device: bool
+) -> None:
+    make = DeviceStore if is_device else MemfdStore
+    source = make(16, replace(GEOMETRY, page_size=sizes[0]))
+    target = make(16, replace(GEOMETRY, page_size=sizes[1]))
+    pool: Any = source.device if isinstance(source, DeviceStore) else source.memory
+    pool[:] = bytes(index % 251 + 1 for index in range(len(pool)))
+    ends = Ends(transport, source, target)
+    num_tokens, hits = 15, [0]
+    pages = ends.books.alloc(target.geometry.num_pages(num_tokens), Owner.GRANT)
+    assert pages is not None
+
+    def damage(delivered: PagesWritten) -> None:
+        hits[0] += 1
+        if hits[0] <= 2:
+            runs = parts_of(target.geometry, max(1, sizes[1] // sizes[0]))[delivered.part].runs(target.geometry)
+            page = pages[delivered.indices[0]]
+            target.memory[page * target.geometry.page_bytes + sum(runs[-1]) - 1] ^= 1
+
+    ends.damage = damage
+    try:
+        ends.receiver.begin(KEY, PREFILL, first=0, pages=pages, num_tokens=num_tokens)
+        ends.sender.open(KEY, DECODE)
+        num_source = source.geometry.num_pages(num_tokens)
+        ends.sender.computed(KEY, list(range(num_source - 1)))
+        ends.sender.finish(KEY, PrefillDone(*KEY, num_tokens, 9), list(range(num_source)))
+        ends.until(lambda: bool(ends.events and ends.released))
+        assert isinstance(ends.events[0], Completed)
+        assert ends.receiver.counters()["checksum_mismatches"] == ends.sender.counters()["pages_resent"] == 2
+        arrived = tokens_of(target, pages, num_tokens)
+        assert arrived == tokens_of(source, range(num_source), num_tokens)
+    finally:
+        ends.close()
+
+
+def tokens_of(store: MemfdStore, pages: Sequence[int], num_tokens: int) -> bytes:
+    """Keys, then values, of a prompt: of one layer and head, 8 bytes a token."""
+    pool = store.device if isinstance(store, DeviceStore) else store.memory
+    size, half = store.geometry.page_bytes, store.geometry.page_bytes // 2
+    sides = [b"".join(bytes(pool[p * size + at : p * size + at + half]) for p in pages) for at in (0, half)]
+    return b"".join(side[: num_tokens * 8] for side in sides)
+
+
+def test_a_part_that_pages_of_this_pair_do_not_have_is_not_sent_again() -> None:
+    """Where pages are equal, part 1 of page 0 would be page 1."""
+    couple = Couple(wants_checksums=(True, True))
+    couple.connect()
+    couple.open(KEY, 3)
+    couple.begin(KEY, 3)
+    couple.compute(KEY, 2)
+    couple.run()
+    couple.sender.on_message(DECODE, Resend("r", 0, 1, (0,), 1, 1), 0.0)
+    couple.settle()
+    assert couple.sender.counters()["stale_messages"] == 1
+    assert couple.sender.counters()["pages_resent"] == 0

@@ -1,0 +1,164 @@
+"""Gloo from the inside: where pages of a group may land, what liars and noise do, and what leave stops."""
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.gloo_intruder import Intruder, attach, intruder, offer, reader, store, threads, writer
+from support.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.tcp_stranger import KEY, NUM_PAGES, SIZE, _strangers_leave, until
+
+from kv_transfer.transports.base import Fenced
+from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES
+from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
+from kv_transfer.transports.torch_distributed import backend as group_backend
+from kv_transfer.transports.torch_distributed.backend import Group, Pages
+from kv_transfer.transports.torch_distributed.reader import GroupInlet
+
+__all__ = ["_strangers_leave", "intruder", "reader", "store", "writer"]
+
+
+# ---- what one may do inside -------------------------------------------------------------------------------------
+
+
+def test_a_page_is_placed_where_it_is_allowed_and_once(intruder: Intruder, store: MemfdStore) -> None:
+    for page, value in ((2, 7), (4, 8), (3, 9), (2, 10)):
+        intruder.send(page, value)
+    assert [intruder.answer() for _ in range(4)] == [(1, 2), (0, 4), (1, 3), (0, 2)]
+    assert [set(store.read(page)) for page in (2, 3, 4)] == [{7}, {9}, {0}]
+    assert intruder.reader.counters()["refused_pages"] == 2
+
+
+def test_what_comes_after_leave_was_taken_lands_nowhere(intruder: Intruder, store: MemfdStore) -> None:
+    intruder.announce(2, 7)
+    time.sleep(0.05)
+    intruder.reader.forbid([2])
+    store.fill(2, 99)  # someone else's by now
+    intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
+    assert intruder.answer() == (0, 2)
+    assert set(store.read(2)) == {99}
+
+
+@pytest.mark.parametrize("at", [0, SIZE - 1])
+def test_a_page_whose_bytes_were_changed_on_the_way_lands_nowhere_and_ends_the_pair(
+    intruder: Intruder, store: MemfdStore, at: int
+) -> None:
+    intruder.send(3, 6)
+    assert intruder.answer() == (1, 3)
+    intruder.send(2, 7, changed=at)
+    [fenced] = until(lambda: intruder.reader.poll(0.0))
+    assert "came changed" in fenced.reason
+    assert set(store.read(2)) == {0}
+    assert intruder.answer() is None
+
+
+def test_leave_of_another_epoch_is_no_leave(intruder: Intruder, store: MemfdStore) -> None:
+    intruder.reader.allow(PREFILL, 2, [2])
+    intruder.send(2, 7)
+    assert intruder.answer() == (0, 2)
+    assert set(store.read(2)) == {0}
+
+
+def test_taking_leave_waits_for_the_copy_under_way(
+    intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_copying, copy = threading.Event(), group_backend._copy
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        is_copying.set()
+        time.sleep(0.2)
+        copy(target, source)
+
+    monkeypatch.setattr(group_backend, "_copy", slow)
+    intruder.send(2, 7)
+    assert is_copying.wait(20)
+    intruder.reader.forbid([2])
+    store.fill(2, 99)  # someone else's by now
+    assert intruder.answer() == (1, 2)
+    assert set(store.read(2)) == {99}
+
+
+def test_withdrawing_is_a_fence_while_a_page_is_on_its_way(
+    intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The late bytes of an old epoch reach nobody, whoever has the page by then."""
+    intruder.announce(2, 7)
+    time.sleep(0.05)
+    intruder.reader.withdraw(PREFILL)
+    assert intruder.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
+    store.fill(2, 99)
+    monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # nobody will take them
+    with contextlib.suppress(ConnectionError):
+        intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
+    until(lambda: not threads("receive-pages"))
+    assert set(store.read(2)) == {99}
+
+
+@pytest.mark.parametrize(
+    "frame", [{"page": NUM_PAGES}, {"page": 2**63}, {"page": 2, "size": SIZE + 1}, {"page": 2, "number": 1}]
+)
+def test_a_frame_that_cannot_be_meant_ends_the_pair(
+    intruder: Intruder, store: MemfdStore, frame: dict[str, Any]
+) -> None:
+    intruder.connection.sendall(intruder.header(**frame))
+    assert [(f.peer, f.epoch) for f in until(lambda: intruder.reader.poll(0.0))] == [(PREFILL, 1)]
+    assert set(store.memory[:]) == {0}
+
+
+@settings(max_examples=10, deadline=None)
+@given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
+def test_noise_inside_ends_the_pair_and_touches_no_page(noise: bytes) -> None:
+    store, source = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
+    reader = GroupReader(store, "gloo", key=KEY)
+    intruder = Intruder(reader)
+    try:
+        intruder.join(offer(reader), Pages(source, "gloo"))
+        reader.allow(PREFILL, 1, range(NUM_PAGES))
+        intruder.connection.sendall(noise)
+        assert until(lambda: reader.poll(0.0))
+        assert set(store.memory[:]) == {0}
+    finally:
+        intruder.group.close()
+        reader.close()
+        store.close()
+        source.close()
+
+
+def test_a_page_that_is_said_and_never_comes_ends_the_pair(
+    reader: GroupReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_backend, "STALL_S", 0.2)
+    source = MemfdStore(NUM_PAGES)
+    intruder = Intruder(reader)
+    intruder.join(offer(reader), Pages(source, "gloo"))
+    intruder.announce(2, 7)
+    [fenced] = until(lambda: reader.poll(0.0))
+    assert fenced.reason == (
+        "the gloo connection to the prefill node ended: Timed out waiting 200ms for recv operation to complete"
+    )
+    intruder.group.close()
+
+
+def test_a_writer_says_so_while_its_pages_are_still_being_read(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that takes nothing, and a backend that cannot be cut short."""
+    is_over = threading.Event()
+    monkeypatch.setattr(GroupInlet, "_receive_pages", lambda inlet, group: is_over.wait(10))
+    attach(writer, reader)
+    monkeypatch.setattr(Group, "abort", lambda group: None)
+    tickets = [writer.write(DECODE, [(page, page)]) for page in range(2)]
+    until(lambda: next(iter(writer._lanes.values()))[1].outlet._is_sending)  # type: ignore[union-attr]
+    for _ in range(3):
+        assert writer.detach(DECODE) is False
+        assert (writer.poll(), writer.done()) == ([], [])
+    monkeypatch.undo()
+    is_over.set()
+    until(lambda: writer.detach(DECODE))
+    assert writer.done() == tickets
+    assert writer.counters()["bytes_by_gloo"] == 0

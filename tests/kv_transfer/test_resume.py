@@ -1,0 +1,198 @@
+"""A data connection that breaks while the control connection holds: mended a few times, and what it costs."""
+
+import pytest
+from support.couples import KEY, halfway, shipped, slow, snap
+from support.kv_fakes import DECODE, PREFILL, Couple
+
+from common.cache.page_allocator import Owner
+from common.wire.messages import Connect, Grant, PrefillDone, Refused, TransferAck
+from kv_transfer.events import Completed
+from kv_transfer.receive.connections import ANSWER_S, BACKOFF_S, FIRST_ANSWER_S, MAX_TRIES, RESUME_LEASE_S, Link
+from kv_transfer.transports.base import Fenced
+from scripts.simulator.inprocess_transport import Fault, Wire
+
+
+@pytest.fixture
+def couple() -> Couple:
+    return slow()
+
+
+# ---- how often, and when --------------------------------------------------------------------------------------------
+
+
+def test_pauses_double_and_end() -> None:
+    link = Link(1, "p")
+    pauses = []
+    while link.broke(10.0):
+        assert link.retry_at is not None
+        pauses.append(link.retry_at - 10.0)
+        link.try_again(2, 10.0)
+        assert (link.retry_at, link.until, link.is_resuming) == (None, 10.0 + ANSWER_S, True)
+    assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (1, 2, 4, 8)]
+    assert len(pauses) == MAX_TRIES
+
+
+def test_the_prefill_node_waits_for_longer_than_all_tries_take() -> None:
+    assert sum(BACKOFF_S * 2**n + ANSWER_S for n in range(MAX_TRIES)) + ANSWER_S < RESUME_LEASE_S
+
+
+def test_nothing_is_tried_before_its_time(couple: Couple) -> None:
+    halfway(couple)
+    snap(couple)
+    couple.now = BACKOFF_S - 0.01
+    couple.poll()
+    assert not couple.to_prefill
+    couple.now = BACKOFF_S
+    couple.poll()
+    [connect] = couple.to_prefill
+    assert isinstance(connect, Connect)
+    assert (connect.epoch, connect.resumes) == (2, True)
+    couple.poll()
+    assert len(couple.to_prefill) == 1
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_first_offer_that_nobody_answers_is_made_again(is_refused: bool) -> None:
+    """The prefill node may wait for the end of writes that only a newer offer declares over."""
+    couple = Couple()
+    couple.receiver.connect(PREFILL)
+    couple.poll()
+    if is_refused:
+        couple.receiver.on_message(PREFILL, Refused("no", 1))
+    couple.now = FIRST_ANSWER_S - 0.1
+    couple.poll()
+    couple.now = 2 * FIRST_ANSWER_S
+    couple.poll()
+    assert not couple.to_prefill
+    couple.run()
+    assert couple.receiver.is_connected(PREFILL) is not is_refused
+    assert couple.receiver.counters()["reconnects"] == (not is_refused)
+
+
+# ---- transfers go on ------------------------------------------------------------------------------------------------
+
+
+def test_only_what_has_not_arrived_is_granted_anew_and_shipped(couple: Couple) -> None:
+    pages = halfway(couple)
+    couple.hear_prefill()
+    assert couple.receiver.counters()["pages_received"] == 1
+    snap(couple)
+    assert couple.books.count(Owner.GRANT) == 4
+    assert KEY not in couple.released
+    couple.writer.written.clear()
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+    assert couple.writer.written == pages[1:]
+    assert couple.released[KEY].ok
+    assert couple.receiver.counters()["reconnects"] == couple.sender.counters()["broken_pairs"] == 1
+    couple.give_back(KEY)
+    couple.assert_nothing_is_held()
+
+
+def test_a_page_that_is_lost_with_the_connection_is_shipped_by_the_next() -> None:
+    couple = Couple(Wire(faults={1: Fault("drop")}))
+    couple.connect()
+    couple.open(KEY, 3)
+    couple.begin(KEY, 3)
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+    assert couple.pairs_lost == 0
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["handoff before", "handoff amid"])
+def test_the_handoff_is_said_once_whenever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
+    halfway(couple)
+    if is_before:
+        couple.finish(KEY)
+    snap(couple)
+    if not is_before:
+        couple.finish(KEY)
+    num_said = 0
+    for _ in range(60):
+        num_said += sum(isinstance(message, PrefillDone) for message in couple.to_decode)
+        couple.drain_to_decode()
+        couple.drain_to_prefill()
+        couple.now += 0.01
+        couple.tick()
+        couple.poll()
+        couple.pump()
+    assert num_said == 1
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def test_a_handoff_that_comes_after_the_decode_node_noticed_is_kept(couple: Couple) -> None:
+    """The prefill node has not noticed yet, and will not say it again."""
+    halfway(couple)
+    couple.finish(KEY)
+    couple.writer.lose(DECODE, "a snap")
+    couple.reader._news.append(Fenced(PREFILL, 1, "a snap"))
+    couple.poll()
+    assert couple.sender.counters()["broken_pairs"] == 0
+    couple.drain_to_decode()
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def test_what_was_delivered_and_not_heard_of_before_the_break_is_shipped_once_more(couple: Couple) -> None:
+    halfway(couple)
+    snap(couple)
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+    assert couple.receiver.counters()["stale_messages"] == 1  # of a page under an epoch that was over
+    assert couple.sender.counters()["pages_sent"] == 5
+
+
+def test_a_transfer_that_was_complete_when_the_connection_broke_needs_no_other() -> None:
+    couple = Couple()
+    couple.connect()
+    shipped(couple, 2)
+    couple.drain_to_decode()
+    assert list(couple.to_prefill) == [TransferAck("r", 0)]
+    snap(couple)
+    couple.hear_decode()
+    assert couple.released[KEY].ok
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def test_an_early_grant_is_granted_anew(couple: Couple) -> None:
+    couple.begin(KEY, 2)
+    couple.hear_decode()
+    snap(couple)
+    couple.open(KEY, 2)
+    couple.finish(KEY)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def test_requests_that_begin_amid_a_break_are_granted_when_it_is_mended(couple: Couple) -> None:
+    snap(couple)
+    couple.open(KEY, 3)
+    couple.begin(KEY, 3, reserve=1)
+    couple.extend(KEY, 1)
+    couple.finish(KEY)
+    assert not any(isinstance(message, Grant) for message in couple.to_prefill)
+    couple.run()
+    couple.extend(KEY, 1)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def test_a_page_in_between_lets_the_count_begin_anew() -> None:
+    """Nine breaks, after each of which a page arrives."""
+    couple = Couple(Wire(faults={n: Fault("drop") for n in range(1, 18, 2)}), num_pages=20)
+    couple.connect()
+    couple.open(KEY, 18)
+    couple.begin(KEY, 18)
+    couple.finish(KEY)
+    for _ in range(40):
+        couple.drain_to_prefill()
+        couple.pump(max_pages=1)
+        couple.drain_to_decode()
+        couple.now += 0.1
+        couple.poll()
+    couple.run()
+    assert couple.receiver.counters()["reconnects"] > MAX_TRIES
+    assert isinstance(couple.events[KEY], Completed)

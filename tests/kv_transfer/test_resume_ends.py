@@ -1,0 +1,200 @@
+"""A data connection that breaks and whose transfers do not all go on: cancels, aborts, deaths, and tries that fail."""
+
+import pytest
+from support.couples import KEY, halfway, shipped, slow, snap
+from support.kv_fakes import DECODE, PREFILL, Couple, owner_of
+
+from common.cache.page_allocator import Owner
+from common.errors import ErrorCode
+from common.wire.messages import Connect, Refused, Resend
+from kv_transfer.events import Completed, TransferFailed
+from kv_transfer.receive.connections import ANSWER_S, BACKOFF_S, MAX_TRIES, RESUME_LEASE_S
+from kv_transfer.transports.base import Fenced
+from scripts.simulator.inprocess_transport import Fault, Wire
+
+
+@pytest.fixture
+def couple() -> Couple:
+    return slow()
+
+
+def test_a_cancel_amid_a_break_frees_the_pages_at_once(couple: Couple) -> None:
+    halfway(couple)
+    snap(couple)
+    couple.cancel(KEY)
+    assert couple.books.num_free == couple.num_pages
+    couple.run()
+    assert not couple.released[KEY].ok
+    couple.assert_nothing_is_held()
+
+
+def test_an_abort_amid_a_break_reaches_the_other_side(couple: Couple) -> None:
+    halfway(couple)
+    snap(couple)
+    couple.sender.abort(KEY, "aborted", "because")
+    couple.settle()
+    couple.run()
+    assert couple.events[KEY] == TransferFailed(KEY, ErrorCode.ABORTED, "because")
+    couple.assert_nothing_is_held()
+
+
+def test_pages_of_a_cancelled_transfer_leave_quarantine_with_the_break(couple: Couple) -> None:
+    halfway(couple)
+    couple.cancel(KEY)
+    assert couple.receiver.num_quarantined == 4
+    couple.to_prefill.clear()  # the word is slow
+    snap(couple)
+    assert couple.receiver.num_quarantined == 0
+
+
+def test_a_connection_that_breaks_at_once_each_time_ends_in_an_error_that_names_pair_and_transport() -> None:
+    couple = Couple(Wire(faults={n: Fault("drop") for n in range(50)}))
+    couple.connect("prefill-7")
+    couple.open(KEY, 2)
+    couple.begin(KEY, 2)
+    couple.finish(KEY)
+    couple.run()
+    why = (
+        "inprocess from prefill node prefill-7 to decode node decode-0 broke and could not be mended in 4 tries: "
+        "the writer has let go"
+    )
+    assert couple.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)
+    assert couple.pairs_lost == 1
+    assert couple.receiver.counters()["reconnects"] == MAX_TRIES
+    assert couple.books.num_free == couple.num_pages
+    couple.sender.peer_lost(DECODE)  # the role hangs up
+    couple.settle()
+    couple.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silence", "refusal"])
+def test_a_try_that_is_refused_or_not_answered_counts_as_one(couple: Couple, is_silent: bool) -> None:
+    halfway(couple)
+    snap(couple)
+    num_connects = 0
+    for _ in range(200):
+        couple.now += 0.5
+        couple.poll()
+        if couple.to_prefill:
+            assert isinstance(couple.to_prefill.popleft(), Connect)
+            num_connects += 1
+            if not is_silent:
+                couple.to_decode.appendleft(Refused("no way there", couple.receiver._links.epoch))
+                couple.hear_prefill()
+    assert num_connects == MAX_TRIES
+    event = couple.events[KEY]
+    assert isinstance(event, TransferFailed)
+    assert event.message.endswith("it did not answer" if is_silent else "no way there")
+    assert couple.books.num_free == couple.num_pages
+
+
+def test_a_prefill_node_that_nobody_connects_to_again_gives_up_by_itself(couple: Couple) -> None:
+    halfway(couple)
+    couple.writer.lose(DECODE, "a snap")
+    couple.pump()
+    assert couple.sender.peers() == [DECODE]
+    couple.now = RESUME_LEASE_S + 1
+    couple.pump()
+    reason = couple.released[KEY].reason
+    assert reason.startswith("the wire to") and reason.endswith("no new connection within 60 s")
+
+
+def test_death_is_no_break(couple: Couple) -> None:
+    halfway(couple)
+    couple.writer.die()
+    couple.poll()
+    assert couple.pairs_lost == 1
+    event = couple.events[KEY]
+    assert isinstance(event, TransferFailed) and event.code is ErrorCode.NODE_LOST
+    assert couple.books.num_free == couple.num_pages
+
+
+def test_proof_about_an_offer_that_was_never_taken_up_is_a_break_too(couple: Couple) -> None:
+    """The answer to that offer, which comes late, says nothing any more."""
+    late = Couple()
+    late.begin(KEY, 2)
+    connect = late.receiver.connect(PREFILL)
+    late.sender.on_message(DECODE, connect, 0.0)
+    late.settle()
+    late.reader._news.append(Fenced(PREFILL, connect.epoch, "cut"))
+    late.poll()
+    late.hear_prefill()  # Connected
+    assert not late.receiver.is_connected(PREFILL)
+    late.open(KEY, 2)
+    late.finish(KEY)
+    late.run()
+    assert isinstance(late.events[KEY], Completed)
+
+
+def test_a_break_before_a_damaged_page_is_asked_for_again_loses_no_count_of_it() -> None:
+    """The decode node waited for the second writing of a page that the prefill node was to write for the first time."""
+    couple = Couple(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
+    couple.connect()
+    shipped(couple, 2)
+    couple.drain_to_decode()
+    assert [type(message) for message in couple.to_prefill] == [Resend]
+    snap(couple)
+    couple.run()
+    assert isinstance(couple.events[KEY], Completed)
+
+
+def turns(couple: Couple) -> None:
+    """A few of both nodes, whatever is under way for ever."""
+    for _ in range(5):
+        couple.poll()
+        couple.pump()
+        couple.drain_to_prefill()
+        couple.drain_to_decode()
+
+
+def test_a_break_that_nobody_can_prove_to_be_over_ends_the_transfers_soon_and_keeps_the_pages_aside() -> None:
+    """As when NIXL breaks between two hosts: the decode node does not see it, and granted on for ever."""
+    couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 10**6)}, can_recall=False))
+    couple.connect()
+    reclaimed: list[tuple[str, int]] = []
+    couple.reader.reclaim = lambda *what: reclaimed.append(what)  # type: ignore[method-assign]
+    other, later = ("s", 0), ("t", 0)
+    for key in (KEY, other):
+        couple.open(key, 1)
+        couple.begin(key, 1)
+        couple.hear_decode()
+        couple.finish(key)
+    couple.pump()  # the first write breaks the connection, the second is under way by then
+    turns(couple)
+    couple.open(later, 1)
+    couple.begin(later, 1)
+    couple.now = ANSWER_S - 0.1
+    turns(couple)
+    assert not couple.events, "they may yet be retried"
+    assert set(reclaimed) == {(PREFILL, 1)}
+    couple.now = ANSWER_S
+    turns(couple)
+    assert couple.pairs_lost == 1
+    assert [couple.events[key].code for key in (KEY, other, later)] == [ErrorCode.NODE_LOST] * 3
+    assert couple.books.count(Owner.QUARANTINE) == 2, "something may still write these"
+    assert owner_of(couple.books, couple.grants[other][0], Owner.QUARANTINE) is Owner.QUARANTINE
+
+
+def test_a_break_that_is_proven_to_be_over_in_time_is_mended() -> None:
+    couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 3)}, can_recall=False))
+    couple.connect()
+    other, later = ("s", 0), ("t", 0)
+    for key in (KEY, other):
+        couple.open(key, 1)
+        couple.begin(key, 1)
+        couple.hear_decode()
+        couple.finish(key)
+    couple.pump()
+    couple.run()
+    couple.open(later, 1)
+    couple.begin(later, 1)
+    couple.finish(later)
+    for _ in range(4):
+        couple.tick()
+    couple.pump()
+    couple.sender._transport.detach(DECODE)  # as the choice of transports does, until it is let go
+    couple.run()
+    couple.now += BACKOFF_S
+    couple.run()
+    assert isinstance(couple.events[later], Completed)
+    assert couple.books.count(Owner.QUARANTINE) == 0

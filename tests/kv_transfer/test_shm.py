@@ -1,0 +1,358 @@
+"""Shared memory between real processes: bytes arrive, only a word or death fences a writer, nothing is left."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
+from support.shm_pair import (
+    KEY,
+    NUM_PAGES,
+    Child,
+    attach,
+    child,
+    offer,
+    open_descriptors,
+    reader,
+    store,
+    wait_for_news,
+    writer,
+)
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.errors import ErrorCode
+from common.wire.messages import Connected, PrefillDone
+from kv_transfer.events import Completed, TransferFailed
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.transports.base import Attached, Fenced
+from kv_transfer.transports.shm import ShmReader, ShmWriter
+
+__all__ = ["child", "reader", "store", "writer"]
+
+
+# ---- pages arrive -----------------------------------------------------------------------------------------------
+
+
+def test_pages_of_another_process_arrive_bit_by_bit(child: Child, reader: ShmReader, store: MemfdStore) -> None:
+    assert child.attach(reader, offer(reader)) == ""
+    assert child.ask(do="write", peer=DECODE, page=3, value=77) == 1
+    assert child.ask(do="write", peer=DECODE, page=NUM_PAGES - 1, value=78) == 1
+    filled = {page: set(store.read(page)) for page in range(NUM_PAGES)}
+    assert filled == {**{page: {0} for page in range(NUM_PAGES)}, 3: {77}, NUM_PAGES - 1: {78}}
+
+
+def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdStore, writer: ShmWriter) -> None:
+    books = PageAllocator(NUM_PAGES)
+    sender, receiver = Sender(writer, digest="model"), Receiver(reader, books, name="decode-0", digest="model")
+    sender.on_message(DECODE, receiver.connect(PREFILL), 0.0)
+    pages = books.alloc(3, Owner.GRANT)
+    assert pages is not None
+    receiver.begin(KEY, PREFILL, first=1, pages=pages, num_tokens=15)
+    sender.open(KEY, DECODE)
+    for index in range(4):
+        assert isinstance(writer.store, MemfdStore)
+        writer.store.fill(index, content(KEY, index))
+    sender.finish(KEY, PrefillDone("r", 0, 15, 9), [0, 1, 2, 3])
+    events, released = [], []
+    until = time.monotonic() + 20
+    while not (events and released) and time.monotonic() < until:
+        select.select(writer.files(), [], [], 0.1)
+        receiver.poll(0.0)
+        sender.pump(0.0)
+        messages, news = sender.take()
+        released += news
+        for _, message in messages:
+            receiver.on_message(PREFILL, message)
+        messages, happened = receiver.take()
+        events += happened
+        for _, message in messages:
+            sender.on_message(DECODE, message, 0.0)
+    assert events == [Completed(KEY, PrefillDone("r", 0, 15, 9), tuple(pages))]
+    assert [release.ok for release in released] == [True]
+    assert [set(store.read(page)) for page in pages] == [{content(KEY, index)} for index in (1, 2, 3)]
+    books.free(pages, Owner.GRANT)
+    sender.close()
+    receiver.poll(0.0)
+    assert not receiver.is_connected(PREFILL)
+
+
+def test_attaching_waits_for_a_reader_that_is_busy(reader: ShmReader, writer: ShmWriter) -> None:
+    writer.attach(DECODE, offer(reader))
+    assert writer.poll() == []
+    assert writer.poll() == []
+    assert select.select(writer.files(), [], [], 0)[0] == []
+    assert select.select(reader.files(), [], [], 0)[0] == list(reader.files())
+    reader.poll(0.0)
+    assert select.select(writer.files(), [], [], 0)[0] == list(writer.files())
+    assert writer.poll() == [Attached(DECODE, 1)]
+
+
+def test_attaching_outlasts_a_full_backlog(
+    store: MemfdStore, writer: ShmWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ShmReader(store, DECODE)
+    reader._visitors._listener.listen(0)
+    endpoint = offer(reader)
+    crowd = []
+    for _ in range(3):
+        visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            visitor.connect(f"\0{reader._name}")
+        crowd.append(visitor)
+    assert attach(reader, writer, endpoint) == ""
+    for visitor in crowd:
+        visitor.close()
+    reader.close()
+
+
+# ---- the fence --------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_that_lets_go_says_so(child: Child, reader: ShmReader) -> None:
+    child.attach(reader, offer(reader, epoch=4))
+    child.ask(do="detach", peer=DECODE)
+    assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node has let go of the pool")]
+
+
+def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None:
+    child.attach(reader, offer(reader, epoch=4))
+    assert reader.poll(0.0) == []
+    child.kill()
+    assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node's process has died")]
+    assert reader.poll(0.0) == []
+
+
+def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
+    child: Child, reader: ShmReader, store: MemfdStore
+) -> None:
+    books = PageAllocator(NUM_PAGES)
+    receiver = Receiver(reader, books, name="decode-0", digest="model")
+    connect = receiver.connect(PREFILL)
+    assert child.attach(reader, connect) == ""
+    receiver.on_message(PREFILL, Connected(connect.epoch, "shm"))
+    for rid in "ab":
+        pages = books.alloc(2, Owner.GRANT)
+        assert pages is not None
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
+    receiver.cancel(("a", 0))
+    os.kill(child.process.pid, signal.SIGSTOP)
+    receiver.peer_lost(PREFILL)  # and its control connection seems gone
+    assert receiver.take()[1] == [
+        TransferFailed(("b", 0), ErrorCode.NODE_LOST, "the connection to the prefill node was lost")
+    ]
+    for now in (0.0, 100.0, 1e6):
+        receiver.poll(now)
+        assert books.count(Owner.QUARANTINE) == 4
+    os.kill(child.process.pid, signal.SIGCONT)  # it wakes, and does write
+    assert child.ask(do="write", peer=DECODE, page=0, value=9) == 1
+    receiver.poll(1e6)
+    assert books.count(Owner.QUARANTINE) == 4
+    child.kill()
+    select.select(reader.files(), [], [], 20.0)
+    receiver.poll(1e6)
+    receiver.check()
+    assert books.num_free == NUM_PAGES
+
+
+def test_a_connection_that_closes_without_a_word_proves_nothing(
+    reader: ShmReader, writer: ShmWriter, store: MemfdStore
+) -> None:
+    attach(reader, writer, offer(reader))
+    writer._mappings[DECODE].connection.close()
+    assert wait_for_news(reader, 0.1) == []
+    writer.write(DECODE, [(0, 2)])  # indeed
+
+
+def test_any_other_word_proves_nothing(reader: ShmReader, writer: ShmWriter) -> None:
+    attach(reader, writer, offer(reader))
+    writer._mappings[DECODE].connection.send(b"detached!")
+    assert wait_for_news(reader, 0.1) == []
+
+
+def test_an_event_meant_for_an_earlier_process_proves_nothing(reader: ShmReader, writer: ShmWriter) -> None:
+    """One look at epoll may tell of a descriptor whose number is another process's by the time it is looked at."""
+    attach(reader, writer, offer(reader))
+    (pidfd, process), *_ = [(fd, w) for fd, w in reader._writers.items() if fd == w.pidfd]
+    reader._hear(pidfd, process)
+    assert reader.poll(0.0) == []
+
+
+def test_a_child_of_the_writer_does_not_inherit_the_pool(reader: ShmReader, writer: ShmWriter) -> None:
+    def num_unforked() -> int:
+        mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+        return sum("memfd:baton-test" in head and " dc" in tail for head, tail in pairwise(mappings))
+
+    assert num_unforked() == 0
+    attach(reader, writer, offer(reader))
+    assert num_unforked() == 1
+
+
+def test_nobody_lets_go_while_the_pool_is_still_in_view(reader: ShmReader, writer: ShmWriter) -> None:
+    attach(reader, writer, offer(reader))
+    memory = writer._mappings[DECODE].pool.memory
+    connection = writer._mappings[DECODE].connection
+    view = memoryview(memory)
+    with pytest.raises(BufferError):
+        writer.detach(DECODE)
+    assert reader.poll(0.0) == []
+    view.release()
+    memory.close()
+    connection.close()
+
+
+def test_a_page_beyond_the_pool_is_never_written(reader: ShmReader, writer: ShmWriter) -> None:
+    attach(reader, writer, offer(reader))
+    for page in (NUM_PAGES, 2**40):
+        with pytest.raises(AssertionError):
+            writer.write(DECODE, [(0, page)])
+
+
+# ---- the thread that copies -------------------------------------------------------------------------------------
+
+
+class SlowStore(MemfdStore):
+    """As on a device: a page is copied out by a call, which takes as long as a test wants, and may fail."""
+
+    is_mapped = False
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(30)
+        if self.error is not None:
+            raise self.error
+        super().export_page(page, into)
+
+
+@pytest.fixture
+def slow(reader: ShmReader) -> Iterator[tuple[SlowStore, ShmWriter]]:
+    """Attached, with a write of three pages under way, the first of them half done."""
+    source = SlowStore(NUM_PAGES)
+    writer = ShmWriter(source)
+    for page in range(3):
+        source.fill(page, 7)
+    assert attach(reader, writer, offer(reader)) == ""
+    writer.write(DECODE, [(0, 0), (1, 1), (2, 2)])
+    assert source.has_begun.wait(20)
+    yield source, writer
+    source.may_end.set()
+    writer.close()
+    source.close()
+
+
+def test_the_loop_goes_on_while_pages_are_copied_and_is_woken_when_they_are_in_place(
+    slow: tuple[SlowStore, ShmWriter], store: MemfdStore
+) -> None:
+    source, writer = slow
+    writer.done()
+    assert select.select(writer.files(), [], [], 0)[0] == []
+    source.may_end.set()
+    assert select.select(writer.files(), [], [], 20)[0] == list(writer.files())
+    assert writer.done() == [1]
+    assert [set(store.read(page)) for page in range(4)] == [{7}, {7}, {7}, {0}]
+    assert writer.counters() == {"bytes_by_shm": 3 * GEOMETRY.page_bytes}
+    assert select.select(writer.files(), [], [], 0)[0] == []
+
+
+def test_letting_go_waits_for_the_page_that_is_being_copied_and_for_no_other(
+    reader: ShmReader, store: MemfdStore, slow: tuple[SlowStore, ShmWriter]
+) -> None:
+    source, writer = slow
+    began = time.monotonic()
+    threading.Timer(0.2, source.may_end.set).start()
+    assert writer.detach(DECODE) is True
+    assert time.monotonic() - began > 0.1
+    assert wait_for_news(reader)[0].epoch == 1
+    for page in range(3):
+        store.fill(page, 99)  # someone else's by now, as the source pages are
+        source.fill(page, 13)
+    assert attach(reader, writer, offer(reader, 2)) == ""
+    writer.write(DECODE, [(3, 3)])  # after the others in the thread's queue
+    done: list[int] = []
+    until = time.monotonic() + 20
+    while not done and time.monotonic() < until:
+        done = writer.done()
+    assert done == [2]
+    assert [set(store.read(page)) for page in range(3)] == [{99}] * 3
+
+
+def test_a_copy_that_fails_breaks_the_pair_with_a_sentence_that_names_it(
+    reader: ShmReader, slow: tuple[SlowStore, ShmWriter]
+) -> None:
+    source, writer = slow
+    source.error = RuntimeError("the device is lost")
+    source.may_end.set()
+    assert select.select(writer.files(), [], [], 20)[0]
+    why = "writing into the shared memory of decode-0 failed: the device is lost"
+    assert writer.poll() == [Attached(DECODE, 1, why)]
+    assert (writer.poll(), writer.done()) == ([], [])
+    source.error = None
+    writer.write(DECODE, [(3, 3)])
+    assert select.select(writer.files(), [], [], 20)[0]
+    assert writer.done() == []
+    assert writer.detach(DECODE) is True
+
+
+# ---- nothing is left --------------------------------------------------------------------------------------------
+
+
+def test_every_descriptor_is_closed(store: MemfdStore) -> None:
+    num_before = open_descriptors()
+    source = MemfdStore(4)
+    reader, writer = ShmReader(store, DECODE), ShmWriter(source)
+    for epoch in range(1, 20):
+        assert attach(reader, writer, offer(reader, epoch)) == ""
+        writer.detach(DECODE)
+        assert reader.poll(0.0) == [Fenced(PREFILL, epoch, "the prefill node has let go of the pool")]
+    attach(reader, writer, offer(reader, 20))
+    writer.attach("x" * 32, offer(reader, 21, "y" * 32))
+    writer.close()
+    reader.close()
+    source.close()
+    assert open_descriptors() <= num_before
+    assert reader.files() == writer.files() == ()
+
+
+def test_letting_go_before_being_let_in_is_a_word_too(reader: ShmReader, writer: ShmWriter) -> None:
+    writer.attach(DECODE, offer(reader))
+    writer.detach(DECODE)
+    assert wait_for_news(reader) == [Fenced(PREFILL, 1, "the prefill node left before it had the pool")]
+
+
+def test_kill_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
+    before = set(os.listdir("/dev/shm"))
+    child.attach(reader, offer(reader))
+    child.ask(do="write", peer=DECODE, page=1, value=5)
+    child.kill()
+    assert set(os.listdir("/dev/shm")) <= before
+    sockets = Path("/proc/net/unix").read_text()
+    name = reader._name
+    assert f"@{name}" in sockets
+    reader.close()
+    assert f"@{name}" not in Path("/proc/net/unix").read_text()
+
+
+def test_two_offers_and_two_writers_are_told_apart(reader: ShmReader, store: MemfdStore) -> None:
+    first, second = Child(), Child()
+    assert first.attach(reader, offer(reader, 1, "a" * 32)) == ""
+    assert second.attach(reader, offer(reader, 2, "b" * 32)) == ""
+    second.kill()
+    assert wait_for_news(reader) == [Fenced("b" * 32, 2, "the prefill node's process has died")]
+    assert first.ask(do="write", peer=DECODE, page=0, value=3) == 1
+    first.kill()
+    assert wait_for_news(reader) == [Fenced("a" * 32, 1, "the prefill node's process has died")]
+    first.close()
+    second.close()

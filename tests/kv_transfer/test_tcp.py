@@ -1,0 +1,221 @@
+"""TCP at its door: who gets in to a data port, what a writer believes, and what both make of a cut connection."""
+
+import select
+import socket
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.tcp_stranger import (
+    KEY,
+    NUM_PAGES,
+    SIZE,
+    Stranger,
+    _strangers_leave,
+    join,
+    offer,
+    reader,
+    store,
+    until,
+    writer,
+)
+
+from common.errors import ConfigError
+from common.wire.messages import Connect
+from kv_transfer.transports import pending_connections as visitors
+from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp import writer as tcp_writer
+from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
+
+__all__ = ["_strangers_leave", "reader", "store", "writer"]
+
+
+# ---- who gets in ------------------------------------------------------------------------------------------------
+
+
+def test_nobody_gets_in_without_the_token_of_an_offer(reader: TcpReader) -> None:
+    offer(reader)
+    stranger = Stranger(reader)
+    stranger.hello(b"t" * 32, count=2)
+    assert stranger.is_hung_up()
+    assert reader.dropped == {"token": 1}
+
+
+def test_nobody_gets_in_without_the_cluster_key(reader: TcpReader) -> None:
+    connect = offer(reader)
+    stranger = Stranger(reader)
+    assert stranger.shake(connect, key=b"another") == b""
+    assert reader.dropped == {"key": 1}
+    assert not reader.chosen(PREFILL, 1, "tcp")
+
+
+def test_a_proof_is_good_for_one_handshake_only(reader: TcpReader) -> None:
+    """What an eavesdropper has seen of a handshake does not answer the nonce of the next."""
+    token = bytes.fromhex(offer(reader).endpoint.split(":")[2])
+    stranger = Stranger(reader)
+    stranger.hello(token, index=0, count=2)
+    nonce, _ = WELCOME.unpack(stranger.receive(WELCOME.size))
+    proof = Terms(MAGIC, token, 0, 2, 1, SIZE, NUM_PAGES, b"n" * 32, nonce).proof(
+        KEY, b"writer"
+    )  # said, and never arrived
+    again = Stranger(reader)
+    again.hello(token, index=0, count=2)
+    again.receive(WELCOME.size)
+    again.connection.sendall(proof)
+    assert again.is_hung_up()
+    assert reader.dropped == {"key": 1}
+
+
+def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
+    connect = offer(reader)
+    assert len(Stranger(reader).shake(connect, index=0)) == 32
+    second = Stranger(reader)
+    second.hello(bytes.fromhex(connect.endpoint.split(":")[2]), index=0, count=2)
+    assert second.is_hung_up()
+
+
+def test_a_silent_visitor_is_dropped_after_a_while(reader: TcpReader) -> None:
+    stranger = Stranger(reader)
+    until(lambda: reader.poll(100.0) or reader._visitors)
+    reader.poll(100.0 + visitors.PATIENCE_S)
+    assert stranger.is_hung_up()
+    assert reader.dropped == {"silent": 1}
+
+
+def test_a_crowd_of_visitors_keeps_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
+    crowd = [Stranger(reader) for _ in range(visitors.MAX_VISITORS + 10)]
+    join(writer, reader)
+    assert reader.dropped["crowd"] >= 10
+    for stranger in crowd:
+        stranger.connection.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.binary(min_size=1, max_size=200))
+def test_noise_on_the_port_harms_nobody(reader: TcpReader, noise: bytes) -> None:
+    offer(reader)
+    stranger = Stranger(reader)
+    stranger.connection.sendall(noise)
+    stranger.turn()
+    stranger.connection.close()
+    until(lambda: reader.poll(0.0) or not reader._visitors)
+
+
+def test_a_writer_gets_in_after_all_of_that(reader: TcpReader, writer: TcpWriter) -> None:
+    for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"", MAGIC, bytes(HELLO.size)):
+        stranger = Stranger(reader)
+        stranger.connection.sendall(noise)
+        stranger.turn()
+        stranger.connection.close()
+    join(writer, reader)
+
+
+# ---- the writer -------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_tells_who_cannot_be_reached(writer: TcpWriter) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", f"127.0.0.1:{port}:{'0' * 64}:2")
+    writer.attach(DECODE, connect)
+    [attached] = until(writer.poll)
+    assert attached.problem == (
+        f"the tcp connection to decode node decode-0 at 127.0.0.1 port {port} could not be made: Connection refused"
+    )
+    assert writer.detach(DECODE)
+
+
+def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_writer, "ATTACH_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:2"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        [attached] = until(writer.poll)
+    assert "did not answer within" in attached.problem
+
+
+@pytest.mark.parametrize("noise", [b"", b"x", bytes(WELCOME.size), b"y" * 500])
+def test_a_writer_believes_no_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            [attached] = until(writer.poll)
+    assert "cluster key" in attached.problem
+
+
+@pytest.mark.parametrize(
+    "answer", [DONE.pack(b"done", 1, 3, 1), DONE.pack(b"done", 1, 4, 0), DONE.pack(b"page", 1, 3, 0)]
+)
+def test_a_writer_believes_no_acknowledgement_but_the_next(writer: TcpWriter, answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        connection, _ = listener.accept()
+    with connection:
+        writer.poll()
+        nonce = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))[-1]
+        terms = Terms(MAGIC, bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
+        connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))
+        until(lambda: writer.poll() or select.select([connection], [], [], 0)[0])
+        connection.recv(32, socket.MSG_WAITALL)
+        connection.sendall(terms.proof(KEY, b"let in"))
+        assert until(writer.poll) == [Attached(DECODE, 1)]
+        writer.write(DECODE, [(0, 3)])
+        connection.sendall(answer + terms.seal(KEY, b"acknowledgements").mac(answer))
+        [attached] = until(writer.poll)
+        assert "acknowledge" in attached.problem
+        assert writer.done() == []
+        writer.detach(DECODE)
+
+
+def test_a_cut_connection_is_noticed_at_both_ends_and_the_pair_forms_anew(
+    reader: TcpReader, writer: TcpWriter, store: MemfdStore
+) -> None:
+    join(writer, reader)
+    next(iter(writer._routes.values())).lanes[1].connection.shutdown(socket.SHUT_RDWR)
+    [broken] = until(writer.poll)
+    assert broken.problem.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
+    assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
+    assert writer.detach(DECODE)
+    join(writer, reader, epoch=2)
+    reader.allow(PREFILL, 2, [3])
+    assert isinstance(writer.store, MemfdStore)
+    writer.store.fill(1, 42)
+    ticket = writer.write(DECODE, [(1, 3)])
+    assert until(writer.done) == [ticket]
+    assert set(store.read(3)) == {42}
+
+
+def test_detaching_ends_all_that_is_under_way(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
+    join(writer, reader)
+    writer.write(DECODE, [(0, 3)] * 50)
+    assert writer.detach(DECODE) is True
+    assert until(lambda: reader.poll(0.0))[0].epoch == 1
+    assert writer.done() == []
+    assert writer._remaining == {}
+    assert set(store.read(3)) == {0}
+
+
+def test_the_loop_is_woken_by_acknowledgements_and_ends(reader: TcpReader, writer: TcpWriter) -> None:
+    join(writer, reader)
+    assert select.select(writer.files(), [], [], 0)[0] == []
+    reader.allow(PREFILL, 1, [0])
+    writer.write(DECODE, [(0, 0)])
+    assert select.select(writer.files(), [], [], 5)[0] == list(writer.files())
+    assert until(writer.done) == [1]
+    writer.detach(DECODE)
+    assert select.select(reader.files(), [], [], 5)[0] == list(reader.files())
+
+
+def test_a_port_that_is_taken_is_refused_with_the_flag_named(reader: TcpReader, store: MemfdStore) -> None:
+    with pytest.raises(ConfigError, match="--data-interface"):
+        TcpReader(store, port=reader.port)
+    with pytest.raises(ConfigError, match="--data-interface"):
+        TcpReader(store, host="203.0.113.7")

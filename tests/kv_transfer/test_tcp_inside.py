@@ -1,0 +1,283 @@
+"""TCP from the inside: where a writer that was let in can put bytes, what liars and noise do, and what leave stops."""
+
+import contextlib
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.tcp_stranger import (
+    KEY,
+    NUM_PAGES,
+    SIZE,
+    WHOLE,
+    Stranger,
+    _strangers_leave,
+    join,
+    offer,
+    reader,
+    store,
+    stranger,
+    until,
+    writer,
+)
+
+from kv_transfer.page_mapping import Fit
+from kv_transfer.page_slices import PageSlice
+from kv_transfer.transports.base import Fenced
+from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES
+from kv_transfer.transports.tcp.receive_thread import Inlet
+
+__all__ = ["_strangers_leave", "reader", "store", "stranger", "writer"]
+
+
+# ---- what one may do inside ---------------------------------------------------------------------------------------
+
+
+def test_a_page_is_placed_where_it_is_allowed_and_nowhere_else(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.page(2, 7)
+    stranger.page(4, 8)
+    stranger.page(3, 9)
+    assert [stranger.answer() for _ in range(3)] == [(1, 2), (0, 4), (1, 3)]
+    assert [set(store.read(page)) for page in (2, 3, 4)] == [{7}, {9}, {0}]
+    assert stranger.reader.counters()["refused_pages"] == 1
+    assert stranger.reader.counters()["bytes_by_tcp"] == 2 * SIZE
+
+
+def test_a_page_can_be_written_once_per_grant(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.page(2, 7)
+    stranger.page(2, 8)
+    assert [stranger.answer(), stranger.answer()] == [(1, 2), (0, 2)]
+    assert set(store.read(2)) == {7}
+
+
+def test_what_comes_after_leave_was_taken_is_thrown_away(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.reader.forbid([2])
+    stranger.page(2, 7)
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {0}
+
+
+def test_leave_can_be_taken_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
+    frame = stranger.frame(2, 7)
+    half = PAGE_FRAME_BYTES + SIZE // 2
+    stranger.connection.sendall(frame[:half])
+    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    stranger.reader.forbid([2])
+    store.fill(2, 99)  # someone else's by now
+    stranger.connection.sendall(frame[half:])
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {99}
+
+
+def test_leave_of_another_epoch_is_no_leave(stranger: Stranger, store: MemfdStore) -> None:
+    stranger.reader.allow(PREFILL, 2, [2])
+    stranger.page(2, 7)
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {0}
+
+
+def test_taking_leave_waits_for_the_copy_under_way(
+    stranger: Stranger, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_copying, receive = threading.Event(), Inlet._receive
+
+    def slow(inlet: Inlet, into: list[memoryview]) -> int:
+        if inlet._lock.locked():  # not a header
+            is_copying.set()
+            until(lambda: 2 not in inlet._leave._grants)
+            time.sleep(0.1)
+        return receive(inlet, into)
+
+    monkeypatch.setattr(Inlet, "_receive", slow)
+    stranger.page(2, 7)
+    assert is_copying.wait(20)
+    stranger.reader.forbid([2])
+    store.fill(2, 99)  # someone else's by now
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {99}
+
+
+def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
+    frame = stranger.frame(2, 7)
+    half = PAGE_FRAME_BYTES + SIZE // 2
+    stranger.connection.sendall(frame[:half])
+    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    stranger.reader.withdraw(PREFILL)
+    store.fill(2, 99)
+    with contextlib.suppress(OSError):
+        stranger.connection.sendall(frame[half:])
+    time.sleep(0.05)
+    assert set(store.read(2)) == {99}
+    assert stranger.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"page": NUM_PAGES},
+        {"page": 2**63},
+        {"page": 2, "size": SIZE + 1},
+        {"page": 2, "size": 2**32 - 1},
+        {"page": 2, "size": 0},
+        {"page": 2, "number": 1},
+        {"page": 2, "magic": b"done"},
+        {"page": 2, "box": PageSlice(0, 1, 0, 1, 1, 4)},
+        {"page": 2, "box": PageSlice(0, 2, 0, 1, 0, 4), "size": 2 * SIZE},
+        {"page": 2, "box": PageSlice(0, 1, 0, 1, 0, 0), "size": 0},
+        {"page": 2, "box": PageSlice(0, 1, 0, 1, 0, 2)},
+    ],
+)
+def test_a_frame_that_cannot_be_meant_ends_the_connection(
+    stranger: Stranger, store: MemfdStore, frame: dict[str, Any]
+) -> None:
+    stranger.connection.sendall(stranger.header(**frame) + b"\7" * SIZE)
+    news = until(lambda: stranger.reader.poll(0.0))
+    assert [(fenced.peer, fenced.epoch) for fenced in news] == [(PREFILL, 1)]
+    assert set(store.memory[:]) == {0}
+    assert stranger.answer() is None
+
+
+def test_parts_of_a_page_go_where_they_belong_each_once(stranger: Stranger, store: MemfdStore) -> None:
+    """A page is 4 tokens: 32 bytes of keys, 32 of values."""
+    first, last = PageSlice(0, 1, 0, 1, 0, 3), PageSlice(0, 1, 0, 1, 3, 1)
+    stranger.part(2, 7, last)
+    assert stranger.answer() == (1, 2)
+    stranger.part(2, 9, first)
+    assert stranger.answer() == (1, 2)
+    keys_then_values = (b"\x09" * 24 + b"\x07" * 8) * 2
+    assert store.read(2) == keys_then_values
+    for again in (last, first, WHOLE):
+        stranger.part(2, 5, again)
+        assert stranger.answer() == (0, 2)
+    assert store.read(2) == keys_then_values
+    stranger.reader.allow(PREFILL, 1, [2])
+    stranger.part(2, 5, last)
+    assert stranger.answer() == (1, 2)
+    assert store.read(2) == (b"\x09" * 24 + b"\x05" * 8) * 2
+    assert stranger.reader.counters()["bytes_by_tcp"] == SIZE + 16
+    assert stranger.reader.counters()["refused_pages"] == 3
+
+
+def test_leave_that_is_given_anew_is_not_for_what_was_on_its_way(stranger: Stranger, store: MemfdStore) -> None:
+    frame = stranger.frame(2, 7)
+    half = PAGE_FRAME_BYTES + SIZE // 2
+    stranger.connection.sendall(frame[:half])
+    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    stranger.reader.forbid([2])
+    store.fill(2, 99)
+    stranger.reader.allow(PREFILL, 1, [2])
+    stranger.connection.sendall(frame[half:])
+    assert stranger.answer() == (0, 2)
+    assert set(store.read(2)) == {99}
+
+
+def test_a_replayed_frame_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
+    frame = stranger.frame(2, 7)
+    stranger.connection.sendall(frame)
+    assert stranger.answer() == (1, 2)
+    stranger.reader.allow(PREFILL, 1, [2])
+    store.fill(2, 99)
+    stranger.connection.sendall(frame)
+    assert "number 1 was to come" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert set(store.read(2)) == {99}
+
+
+def test_a_header_without_the_key_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
+    header = stranger.header(2)
+    stranger.connection.sendall(header[:-MAC_BYTES] + bytes(MAC_BYTES) + b"\7" * SIZE)
+    assert "no page of this writer" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert set(store.read(2)) == {0}
+
+
+@pytest.mark.parametrize("at", [PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + SIZE // 2, -MAC_BYTES - 1, -MAC_BYTES, -1])
+def test_a_page_whose_bytes_were_changed_on_the_way_counts_for_nothing_and_ends_the_connection(
+    stranger: Stranger, at: int
+) -> None:
+    stranger.page(3, 6)
+    assert stranger.answer() == (1, 3)
+    frame = bytearray(stranger.frame(2, 7))
+    frame[at] ^= 1
+    stranger.connection.sendall(frame)
+    [fenced] = until(lambda: stranger.reader.poll(0.0))
+    assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
+    assert "came changed" in fenced.reason
+    assert stranger.answer() is None
+    assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
+
+
+def test_a_few_bytes_are_enough_to_go_on_after_many_were_waited_for(stranger: Stranger) -> None:
+    frame = stranger.frame(2, 7)
+    for begin, end in ((0, 1), (1, -MAC_BYTES - SIZE + 1), (-MAC_BYTES - SIZE + 1, -MAC_BYTES), (-MAC_BYTES, -1)):
+        stranger.connection.sendall(frame[begin:end])
+        time.sleep(0.05)  # the reader waits for all of what must follow at least
+    stranger.connection.sendall(frame[-1:])
+    assert stranger.answer() == (1, 2)
+
+
+def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stranger, store: MemfdStore) -> None:
+    two, three = stranger.frame(2, 7), stranger.frame(3, 8)
+    stranger.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])
+    assert "came changed" in until(lambda: stranger.reader.poll(0.0))[0].reason
+
+
+def test_pieces_travel_under_a_cluster_key(reader: TcpReader, store: MemfdStore) -> None:
+    ours = replace(GEOMETRY, page_size=2 * GEOMETRY.page_size)
+    source = MemfdStore(NUM_PAGES, ours)
+    writer = TcpWriter(source, key=KEY)
+    try:
+        join(writer, reader)
+        reader.allow(PREFILL, 1, [3, 4])
+        half = SIZE // 2
+        source.memory[: 2 * SIZE] = b"a" * half + b"b" * half + b"c" * half + b"d" * half  # keys, then values
+        for target, piece in zip((3, 4), Fit(ours, GEOMETRY).pieces, strict=True):
+            writer.write(DECODE, [(0, target)], piece)
+        done: list[int] = []
+        until(lambda: done.extend(writer.done()) or len(done) == 2)
+        assert store.read(3) == b"a" * half + b"c" * half
+        assert store.read(4) == b"b" * half + b"d" * half
+    finally:
+        writer.close()
+        source.close()
+
+
+def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -> None:
+    first, second = PageSlice(0, 1, 0, 1, 0, 1), PageSlice(0, 1, 0, 1, 1, 1)
+    stranger.part(2, 7, first)
+    assert stranger.answer() == (1, 2)
+    size = second.num_bytes(GEOMETRY)
+    frame, other = (stranger.frame(2, value, size=size, box=second) for value in (8, 9))
+    stranger.connection.sendall(frame[:-MAC_BYTES] + other[-MAC_BYTES:])
+    assert "came changed" in until(lambda: stranger.reader.poll(0.0))[0].reason
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, PAGE_FRAME_BYTES - 1, PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + 5, -MAC_BYTES, -1]
+)
+def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_bytes: int) -> None:
+    stranger.connection.sendall(stranger.frame(2, 7)[:num_bytes])
+    stranger.connection.close()
+    assert [(f.peer, f.epoch) for f in until(lambda: stranger.reader.poll(0.0))] == [(PREFILL, 1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
+def test_noise_inside_ends_the_connection_and_touches_no_page(noise: bytes) -> None:
+    store = MemfdStore(NUM_PAGES)
+    reader = TcpReader(store, key=KEY, num_connections=1)
+    stranger = Stranger(reader)
+    try:
+        assert len(stranger.shake(offer(reader))) == 32
+        reader.allow(PREFILL, 1, range(NUM_PAGES))
+        stranger.connection.sendall(noise)
+        assert until(lambda: reader.poll(0.0))
+        assert set(store.memory[:]) == {0}
+    finally:
+        stranger.connection.close()
+        reader.close()
+        store.close()

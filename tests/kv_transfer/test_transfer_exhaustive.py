@@ -1,0 +1,81 @@
+"""Every interleaving of everything that can happen to transfers between two nodes, for scopes small enough to finish.
+
+No page is written after it went to another use, none leaks, and every run ends with nothing held: see ``two_nodes`` for
+what is looked at after each step, ``explore`` for how. A scope has a bound on faults in one run; what is no fault (the
+order of grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
+"""
+
+import logging
+
+import pytest
+from support.explore import Explored, explore
+from support.two_nodes import TwoNodes
+from support.two_nodes_parts import CONNECTION_FAULTS, FAULTS, Scope
+
+DAMAGE = (*FAULTS, "corrupt")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> object:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Explored:
+    """Explore it all; about ``num_states`` are known to be there, so a scope cannot become empty unnoticed."""
+    found = explore(TwoNodes(scope), 3 * num_states)
+    print(f"\n{scope}: {found}")
+    assert found.num_states > least * num_states, f"only {found.num_states} states are left"
+    return found
+
+
+def test_two_requests_on_a_pool_of_three_pages_with_any_single_fault() -> None:
+    """Two pages each, so that pages of the one are granted again to the other. The count is the code's, not a law."""
+    walk(Scope(sizes=(2, 2), num_faults=1), 42_700)
+
+
+def test_a_request_of_three_pages_with_any_single_fault() -> None:
+    walk(Scope(sizes=(3,), num_faults=1), 11_500)
+
+
+def test_pages_that_come_damaged_with_any_other_fault() -> None:
+    walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 3_500)
+
+
+def test_a_page_that_comes_damaged_as_often_as_it_likes() -> None:
+    """It is shipped again a few times, then the transfer ends in an error."""
+    walk(Scope(sizes=(2,), num_faults=6, faults=("corrupt",), has_checksums=True), 2_300)
+
+
+def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
+    """As NIXL's; through the choice of transports, which waits where letting go must."""
+    walk(Scope(sizes=(2,), num_faults=1, can_recall=False), 1_900)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("scope", "num_states"),
+    [
+        (Scope(sizes=(2, 1), num_faults=1), 281_000),
+        (Scope(sizes=(2,), num_faults=3), 141_000),
+        (Scope(sizes=(2, 2), first=1, num_pages=2, num_faults=1), 30_000),
+        (Scope(sizes=(3,), num_faults=1, is_piecemeal=True), 24_000),
+        (Scope(sizes=(2,), num_faults=2, can_recall=False), 19_000),
+        (Scope(sizes=(2,), num_faults=2, faults=DAMAGE, has_checksums=True), 27_700),
+        (Scope(sizes=(1, 1), num_pages=1, faults=CONNECTION_FAULTS, num_faults=2), 106_000),
+    ],
+    ids=[
+        "concurrent",
+        "three faults",
+        "some pages here already",
+        "granted one by one",
+        "writes that go on",
+        "damaged",
+        "connections",
+    ],
+)
+def test_larger_scopes(scope: Scope, num_states: int) -> None:
+    """The first takes nine minutes of a core, the second three and a half."""
+    walk(scope, num_states)

@@ -1,0 +1,324 @@
+"""Any order of events at both ends of many transfers: no write goes astray, every page comes back, none hangs.
+
+A history is a list of (action, number); what an action works on is chosen by the number among what is possible then,
+and an action without anything to work on does nothing. So every list is a valid history, and a failing one shrinks to
+a short one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, Couple
+
+from common.cache.page_allocator import Owner
+from common.wire.messages import Message
+from kv_transfer.events import Completed
+from kv_transfer.send.session import Key
+from kv_transfer.send.tombstones import Reason
+from scripts.simulator.inprocess_transport import Fault, Wire
+
+Faults = Mapping[int, Fault]
+
+REASONS: tuple[Reason, ...] = ("finished", "aborted", "failed")
+
+
+class Nodes:
+    """Two nodes, a slow wire with faults, a control connection that may break; the two directions overtake each other.
+
+    With checksums, as long as pages may come damaged.
+    """
+
+    def __init__(self, latency: int, bytes_per_tick: int | None, faults: Faults) -> None:
+        wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
+        self.couple = Couple(wire, num_pages=12, wants_checksums=(bool(faults), False))
+        self.sizes: dict[Key, int] = {}
+        self.reserved: dict[Key, int] = {}  # pages that are here or granted, of keys that have begun
+        self.finished: dict[Key, None] = {}
+        self.called_off: dict[Key, None] = {}  # ended on purpose by either side
+        self.is_alive = True
+        self.sender_must_notice = self.receiver_must_notice = False
+        self.has_dialled = False
+        self.dial(0)
+
+    # ---- what roles do ------------------------------------------------------------------------------------------
+
+    def arrive(self, number: int) -> None:
+        """A request, for now known to neither node."""
+        self.sizes["r", len(self.sizes)] = number % 4 + 1
+
+    def open(self, number: int) -> None:
+        free = self.couple.source_books.num_free if self.is_alive else 0
+        for key in pick((k for k, n in self.sizes.items() if k not in self.couple.source_pages and n <= free), number):
+            self.couple.open(key, self.sizes[key])
+
+    def opened(self) -> list[Key]:
+        keys = self.couple.source_pages if self.is_alive else ()
+        return [k for k in keys if k not in self.couple.released and k not in self.finished]
+
+    def compute(self, number: int) -> None:
+        for key in pick(self.opened(), number):
+            num_known = len(self.couple.sender._outgoing.sessions[key].sources)
+            self.couple.compute(key, max(num_known, min(number % 4, self.sizes[key] - 1)))
+
+    def finish(self, number: int) -> None:
+        for key in pick(self.opened(), number):
+            self.finished[key] = None
+            self.couple.finish(key)
+
+    def retract(self, number: int) -> None:
+        """The prefill node needs the source pages of a prompt without grants, and will compute it again."""
+        keys = self.couple.source_pages if self.is_alive else ()
+        waiting = (k for k in keys if k not in self.couple.released and not self.couple.sender.is_granted(k))
+        for key in pick(waiting, number):
+            for page in self.couple.source_pages[key]:
+                self.couple.source.fill(page, JUNK)
+            self.finished.pop(key, None)
+            self.couple.sender.retract(key)
+            self.settle()
+
+    def abort(self, number: int) -> None:
+        for key in pick(self.sizes, number):
+            if self.is_alive:
+                self.called_off[key] = None
+                self.couple.sender.abort(key, REASONS[number % 3])
+                self.settle()
+
+    def begin(self, number: int) -> None:
+        free = self.couple.books.num_free
+        for key in pick((k for k, n in self.sizes.items() if k not in self.reserved and n <= free), number):
+            first = min(number // 7 % 2, self.sizes[key])
+            count = (self.sizes[key] - first) // (2 if number % 5 == 0 else 1)
+            self.reserved[key] = first + count
+            self.couple.begin(key, self.sizes[key], first=first, reserve=count)
+
+    def extendable(self) -> list[Key]:
+        ended = self.called_off.keys() | self.couple.events.keys()
+        keys = self.reserved.items() if self.couple.books.num_free else ()
+        return [k for k, n in keys if n < self.sizes[k] and k not in ended]
+
+    def extend(self, number: int) -> None:
+        for key in pick(self.extendable(), number):
+            self.reserved[key] += 1
+            self.couple.extend(key, 1)
+
+    def cancel(self, number: int) -> None:
+        for key in pick(self.reserved, number):
+            self.called_off[key] = None
+            self.couple.cancel(key)
+            self.settle()
+
+    def completed(self) -> list[Key]:
+        return [e.key for e in self.couple.events.values() if isinstance(e, Completed) and self.couple.grants[e.key]]
+
+    def give_back(self, number: int) -> None:
+        for key in pick(self.completed(), number):
+            self.couple.give_back(key)
+            self.couple.grants[key] = []
+
+    # ---- time and messages --------------------------------------------------------------------------------------
+
+    def hear_prefill(self, number: int) -> None:
+        for _ in range(min(number % 4 + 1, len(self.couple.to_decode))):
+            self.couple.hear_prefill()
+        self.settle()
+
+    def hear_decode(self, number: int) -> None:
+        for _ in range(min(number % 4 + 1, len(self.couple.to_prefill)) if self.is_alive else 0):
+            self.couple.hear_decode()
+        self.settle()
+
+    def pump(self, number: int) -> None:
+        if self.is_alive:
+            self.couple.pump(number % 5 + 1)
+        self.settle()
+
+    def tick(self, number: int) -> None:
+        self.couple.tick()
+
+    def poll(self, number: int) -> None:
+        before = self.couple.pairs_lost
+        self.couple.poll()
+        if self.couple.pairs_lost > before:
+            self.has_dialled = False
+            self.couple.to_prefill.clear()
+
+    def go_on(self, number: int) -> None:
+        """A turn of both loops."""
+        self.tick(0)
+        self.poll(0)
+        self.pump(3)
+        self.hear_prefill(3)
+        self.hear_decode(3)
+
+    def repeat(self, number: int) -> None:
+        """A message comes, and will come again."""
+        queue, hear = self.directions()[number % 2]
+        if queue:
+            queue.appendleft(queue[0])
+            hear(0)
+
+    def overtake(self, number: int) -> None:
+        """A message comes before the one that was sent before it."""
+        queue, hear = self.directions()[number % 2]
+        if len(queue) > 1:
+            queue[0], queue[1] = queue[1], queue[0]
+            hear(0)
+
+    def directions(self) -> list[tuple[deque[Message], Callable[[int], None]]]:
+        return [(self.couple.to_decode, self.hear_prefill), (self.couple.to_prefill, self.hear_decode)]
+
+    def wait(self, number: int) -> None:
+        self.couple.now += number % 25
+
+    # ---- connections --------------------------------------------------------------------------------------------
+
+    def dial(self, number: int) -> None:
+        """The decode node connects; now and then anew although nothing was wrong."""
+        if self.receiver_must_notice or (self.has_dialled and number % 8):
+            return
+        self.couple.to_prefill.append(self.couple.receiver.connect(PREFILL))
+        self.has_dialled = True
+        self.settle()
+
+    def tear(self, number: int) -> None:
+        """Everything under way is lost; either side notices when it does, perhaps after the other has dialled again."""
+        if self.has_dialled and number % 3 == 0:
+            self.sender_must_notice = self.receiver_must_notice = True
+            self.settle()
+
+    def sender_notices(self, number: int) -> None:
+        if self.is_alive and self.sender_must_notice:
+            self.sender_must_notice = False
+            self.couple.to_decode.clear()
+            self.couple.sender.peer_lost(DECODE)
+            self.settle()
+
+    def receiver_notices(self, number: int) -> None:
+        if self.receiver_must_notice:
+            self.receiver_must_notice = self.has_dialled = False
+            self.couple.receiver.peer_lost(PREFILL)
+            self.couple.to_prefill.clear()
+            self.settle()
+
+    def snap(self, number: int) -> None:
+        """The data connection breaks, and the control connection holds."""
+        if self.is_alive and DECODE in self.couple.writer._readers:
+            self.couple.writer.lose(DECODE, "a snap")
+
+    def die(self, number: int) -> None:
+        """kill -9 of the prefill node."""
+        if number % 10 == 0 and self.is_alive:
+            self.is_alive = False
+            self.couple.writer.die()
+            self.settle()
+
+    def settle(self) -> None:
+        self.couple.settle()
+        if self.receiver_must_notice or not self.is_alive:
+            self.couple.to_prefill.clear()
+        if self.receiver_must_notice:
+            self.couple.to_decode.clear()
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until nothing is left to do, with a pair that breaks meanwhile formed anew."""
+        for _ in range(10):
+            before = self.couple.pairs_lost
+            self.couple.run()
+            self.couple.pump()  # a write that was lost as soon as it began
+            self.couple.poll()
+            if self.couple.pairs_lost == before:
+                return
+            self.has_dialled = False
+            self.dial(1)
+        raise AssertionError("it never ends")
+
+    def let_everything_finish(self) -> None:
+        """With the connection whole, every transfer that both sides want comes to its end."""
+        couple = self.couple
+        self.receiver_notices(0)
+        self.sender_notices(0)
+        self.poll(0)
+        self.dial(1)
+        self.run()
+        while self.opened():
+            self.finish(0)
+        self.run()
+        while self.extendable():
+            self.extend(0)
+        self.run()
+        for key, num_reserved in self.reserved.items():
+            is_wanted = num_reserved == self.sizes[key] and key in couple.source_pages and key not in self.called_off
+            assert not is_wanted or key in couple.events, f"{key} hangs"
+
+    def end_everything(self) -> None:
+        """Called off and, with the writer alive or proven dead, every page is back where it came from."""
+        couple = self.couple
+        for key in self.reserved:
+            couple.cancel(key)
+        if self.is_alive:
+            for key in self.sizes:
+                couple.sender.abort(key, "aborted")
+            self.settle()
+            couple.run()
+            assert couple.released.keys() == couple.source_pages.keys(), "source pages are held for ever"
+            assert couple.source_books.num_free == couple.num_pages
+        else:
+            self.poll(0)
+        while self.completed():
+            self.give_back(0)
+        assert couple.books.count(Owner.GRANT) == couple.books.count(Owner.QUARANTINE) == 0
+        assert couple.books.num_free == couple.num_pages
+        couple.close()
+
+
+def pick(keys: Iterable[Key], number: int) -> list[Key]:
+    """One of them, or none if there are none."""
+    choices = list(keys)
+    return [choices[number % len(choices)]] if choices else []
+
+
+WEIGHTS = {
+    **dict.fromkeys(("arrive", "open", "begin", "compute"), 5),
+    **dict.fromkeys(("go_on", "hear_prefill", "hear_decode", "pump", "tick", "finish", "give_back"), 3),
+    **dict.fromkeys(("extend", "poll", "cancel", "abort", "retract"), 2),
+    **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die", "snap"), 1),
+    **dict.fromkeys(("repeat", "overtake"), 1),
+}
+ACTIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
+
+histories = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 840)), min_size=40, max_size=150)
+kinds = st.sampled_from(("drop", "duplicate", "reorder", "delay", "corrupt", "partition"))
+all_faults = st.dictionaries(st.integers(0, 30), st.builds(Fault, kinds, st.integers(1, 4)), max_size=8)
+speeds = st.sampled_from([None, GEOMETRY.page_bytes, 3 * GEOMETRY.page_bytes])
+
+
+def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults) -> Nodes:
+    nodes = Nodes(latency, bytes_per_tick, faults)
+    for action, number in history:
+        getattr(nodes, action)(number)
+    if nodes.is_alive:
+        nodes.let_everything_finish()
+    nodes.end_everything()
+    return nodes
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
+def test_any_history_keeps_the_books(
+    history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
+) -> None:
+    walk(history, latency, bytes_per_tick, faults)
+
+
+@pytest.mark.deep
+@settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
+def test_very_many_histories_keep_the_books(
+    history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
+) -> None:
+    walk(history, latency, bytes_per_tick, faults)

@@ -1,0 +1,66 @@
+"""``loadtest --demo``: however it ends, the service it started ends with it. Real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts.load_tester.main import WRONG, main
+
+WORDS = [sys.executable, "-m", "scripts.cli", "loadtest", "--demo", "--duration", "60s", "--no-live"]
+
+
+def ctrl_c(process: "subprocess.Popen[str]") -> None:
+    """As a terminal does it: to all of the group."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+
+
+def until_answered(url: str) -> None:
+    """Wait until a request of the run has been answered."""
+    for _ in range(200):
+        with urllib.request.urlopen(url + "/metrics") as page:
+            if b'baton_http_answers_total{path="/generate",status="200"}' in page.read():
+                return
+        time.sleep(0.1)
+    raise AssertionError("no request was answered")
+
+
+@pytest.mark.parametrize(("end", "status"), [(ctrl_c, 130), (kill, -signal.SIGKILL)])
+def test_the_demos_service_ends_with_it(
+    tmp_path: Path, end: Callable[["subprocess.Popen[str]"], None], status: int
+) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with subprocess.Popen(
+        WORDS, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout
+        url = next(line.split()[1].strip(";") for line in process.stdout if line.startswith("loading http://"))
+        until_answered(url)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 5, "the service, a gateway, two nodes, a client"
+        end(process)
+        said = process.stdout.read()
+        assert process.wait(40) == status
+        _, alive = psutil.wait_procs(family, 30)
+    assert not alive
+    assert set(os.listdir("/dev/shm")) <= shared
+    if status == 130:
+        assert "stopped before its end" in said, "there is a report of what there was"
+        assert (tmp_path / "loadtest-demo.html").exists()
+
+
+def test_a_demo_of_another_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--demo", "--url", "http://127.0.0.1:9"]) == WRONG
+    assert "leave --url out" in capsys.readouterr().err

@@ -1,0 +1,310 @@
+"""Responses read from bytes: where they end, which event came when, what they said. No sockets."""
+
+import itertools
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.load_line import Line, on_every_path
+
+from scripts.load_tester.client.http_framing import follow_chunks, read_head
+from scripts.load_tester.client.ipc import Done, Dones, FrameReader, Ready, Tick, encode, to_parent
+from scripts.load_tester.client.sse_parser import read_answer
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENTS = [b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(4)]
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":4}}\n\n'
+LAST = b"data: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+WHOLE = HEAD + b"".join(map(chunk, [*EVENTS, USAGE, LAST])) + b"0\r\n\r\n"
+
+
+def done_of(pieces: list[bytes], error: str = "") -> Done:
+    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
+    sizes = array("I", map(len, pieces)).tobytes()
+    return Done(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
+
+
+@on_every_path
+@given(cuts=st.sets(st.integers(1, len(WHOLE) - 1)))
+def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(path: str, cuts: set[int]) -> None:
+    edges = [0, *sorted(cuts), len(WHOLE)]
+    pieces = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
+    with Line(path) as line:
+        for piece in pieces:
+            assert not line.ended
+            line.receive(piece)
+        if path == "C, later":
+            assert not line.ended
+            line.catch_up()
+        assert line.ended == [line.exchange] and line.connection.is_reusable
+        assert b"".join(line.exchange.parts) == WHOLE
+        assert line.exchange.sizes.tolist() == [len(piece) for piece in pieces]
+        stamps = line.exchange.stamps.tolist()
+        assert stamps == sorted(stamps) and len(stamps) == len(pieces) and line.exchange.ended_at == stamps[-1]
+    answer = read_answer(done_of(pieces))
+    assert (answer.text, answer.error, answer.usage_output) == ("0123", "", 4)
+    # Each event has the instant of the piece that brought its last byte.
+    at, expected = len(HEAD), []
+    for event in EVENTS:
+        end = at + len(b"%x\r\n" % len(event)) + len(event)
+        expected.append(next(float(number) for number, edge in enumerate(edges) if edge >= end))
+        at = end + 2
+    assert answer.stamps == expected
+
+
+@on_every_path
+@given(cuts=st.sets(st.integers(1, len(WHOLE) + 3)), framing=st.sampled_from(["chunks", "length", "trailers"]))
+def test_what_comes_behind_a_response_is_no_part_of_it_and_ends_the_connection(
+    path: str, cuts: set[int], framing: str
+) -> None:
+    whole = {
+        "chunks": WHOLE,
+        "length": b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nabcdef",
+        "trailers": WHOLE[:-2] + b"A: b\r\nC: d\r\n\r\n",
+    }[framing]
+    raw = b"HTTP/1.1 100 Continue\r\n\r\n" + whole + b"\r\n\r\n"
+    edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
+    with Line(path) as line:
+        for begin, end in itertools.pairwise(edges):
+            line.receive(raw[begin:end])
+        line.catch_up()
+        assert line.ended == [line.exchange] and not line.exchange.error
+        assert not line.connection.is_reusable and line.wire.is_aborted
+        assert b"".join(line.exchange.parts) == whole
+        assert sum(line.exchange.sizes) == len(whole) and len(line.exchange.sizes) == len(line.exchange.stamps)
+
+
+@given(st.sets(st.integers(1, 200)))
+def test_lines_may_end_as_in_dos_and_come_with_comments(cuts: set[int]) -> None:
+    body = b": ping\r\n\r\n" + b"".join(event.replace(b"\n", b"\r\n") for event in [*EVENTS, LAST])
+    raw = HEAD + chunk(body) + b"0\r\n\r\n"
+    edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
+    pieces = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
+    answer = read_answer(done_of(pieces))
+    assert (answer.text, answer.error, len(answer.stamps)) == ("0123", "", 4)
+
+
+@on_every_path
+def test_output_that_looks_like_the_last_chunk_is_not_taken_for_it(path: str) -> None:
+    """With DOS line ends a chunk may end in exactly these bytes."""
+    with Line(path) as line:
+        line.receive(HEAD)
+        line.receive(chunk(b"data: 0\r\n"))
+        line.catch_up()
+        assert not line.ended
+        line.receive(b"0\r\n\r\n")
+        line.catch_up()
+        assert line.ended
+
+
+def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
+    data = b"3;x=y\r\nabc\r\n0\r\nTrailer: z\r\n\r\n"
+    assert follow_chunks(data, 0) == (12, True)
+    assert follow_chunks(data[:-1], 0)[1] is False
+    assert follow_chunks(b"xyz\r\n", 0) == (-1, False)
+
+
+@on_every_path
+@pytest.mark.parametrize("size", [b"-10", b"+5", b"0x5", b"1_0", b"", b"fffffffff"])
+def test_a_size_that_is_none_is_no_endless_loop(path: str, size: bytes) -> None:
+    """Minus sixteen would lead back to where it stands."""
+    end = b"0" * 16 + size + b"\r\n" if size.isdigit() else size + b"\r\nabc\r\n"
+    raw = HEAD + chunk(EVENTS[0]) + end
+    with Line(path) as line:
+        line.receive(raw)
+        if not line.ended:  # looked at when it could be the end
+            line.receive(b"\r\n\r\n")
+        line.catch_up()
+        assert line.ended == [line.exchange] and line.exchange.error == "bad_http"
+    assert read_answer(done_of([raw], "bad_http")).error == "bad_http"
+
+
+BODIES = st.one_of(
+    st.binary(max_size=60),
+    st.sampled_from([
+        b'data: {"choices":[{"text":"\xc3"}]}\n\n', b'data: {"choices":[{"text":"\xff"}]}\n\n', b"data: [1]\n\n",
+        b'data: {"error":null,"choices":null}\n\n', b'data: {"choices":[{"delta":{"content":[1]}}]}\n\n',
+        b'data: {"error":["x"]}\n\n', b'data: {"meta_info":{"completion_tokens":-3}}\n\n', b'{"choices":["x"]}',
+        b'data:{"choices":[{"text":"\xc3"\n\n', b'{"choices":[{"message":"x"}]}',
+        b'{"choices":[{"message":{"content":[1]}}]}', b'{"choices":[]}', b"null",
+        b'{"error":{"message":7,"code":[1]}}', b'{"choices":[{"message":{"content":"x"},"text":1}]}', EVENTS[0], LAST,
+        b'data: {"meta_info":{"completion_tokens":2,"finish_reason":{"type":"abort","message":[1]}}}\n\n',
+        b'data: {"timings":{"prompt_ms":"x","cache_n":{}}}\n\n', b'{"choices":[null]}', b'{"choices":{"0":1}}',
+    ]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [b"\xc3", b"\xff", b"a\xe2\x82"])
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+def test_half_a_character_is_the_failure_of_one_answer_not_of_the_run(kind: bytes, text: bytes) -> None:
+    body = b'{"choices":[{"text":"%b"}]}' % text
+    data = b"data: %b\n\n" % body if kind == b"text/event-stream" else body
+    answer = read_answer(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n\r\n%b" % (kind, data)]))
+    assert (answer.error, answer.texts) == ("bad_json", [])
+    answer = read_answer(done_of([b"HTTP/1.1 500 X\r\nContent-Type: %b\r\n\r\n%b" % (kind, b'"%b"' % text)]))
+    assert answer.error == "http_500" and "\ufffd" in answer.message
+
+
+@pytest.mark.parametrize("field", [b"content", b"reasoning_content"])
+def test_a_chat_that_does_not_stream_is_read_whole(field: bytes) -> None:
+    body = b'{"choices":[{"message":{"%b":"ab"},"finish_reason":"stop"}],"usage":{"completion_tokens":2}}' % field
+    answer = read_answer(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n%b" % body]))
+    assert (answer.error, answer.text, answer.usage_output, answer.stamps) == ("", "ab", 2, [1.0])
+
+
+@given(st.lists(BODIES, max_size=4), st.sampled_from([200, 302, 404, 500]), st.booleans(), st.booleans(), st.booleans())
+def test_whatever_a_server_sends_becomes_an_answer_or_a_named_failure(
+    bodies: list[bytes], status: int, is_stream: bool, is_chunked: bool, is_cut: bool
+) -> None:
+    kind = b"text/event-stream" if is_stream else b"application/json"
+    head = b"HTTP/1.1 %d X\r\nContent-Type: %b\r\n" % (status, kind)
+    if is_chunked:
+        raw = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(map(chunk, filter(None, bodies))) + b"0\r\n\r\n"
+    else:
+        raw = head + b"\r\n" + b"".join(bodies)
+    raw = raw[: len(raw) * 2 // 3] if is_cut else raw
+    answer = read_answer(done_of([raw]))
+    assert isinstance(answer.text, str) and all(isinstance(word, str) for word in (answer.error, answer.message))
+    assert answer.error or (answer.stamps and len(answer.stamps) == len(answer.counts))
+    assert status == 200 or answer.error
+
+
+@on_every_path
+def test_a_length_or_a_closed_connection_can_end_a_response_too(path: str) -> None:
+    with Line(path) as line:
+        line.receive(b"HTTP/1.1 429 X\r\nContent-Length: 5\r\n\r\nab")
+        line.catch_up()
+        assert not line.ended
+        line.receive(b"cde")
+        line.catch_up()
+        assert line.ended == [line.exchange] and line.connection.is_reusable
+    with Line(path) as line:
+        line.receive(b"HTTP/1.1 200 OK\r\n\r\nabc")
+        line.hang_up()
+        assert line.ended == [line.exchange] and not line.connection.is_reusable
+        assert line.exchange.ended_at >= line.exchange.stamps[-1]
+
+
+@on_every_path
+def test_an_interim_head_is_passed_over(path: str) -> None:
+    with Line(path) as line:
+        line.receive(b"HTTP/1.1 100 Continue\r\n\r\n")
+        line.receive(WHOLE)
+        line.catch_up()
+        assert line.ended == [line.exchange]
+        assert b"".join(line.exchange.parts) == WHOLE and line.exchange.sizes.tolist() == [len(WHOLE)]
+
+
+@on_every_path
+def test_any_number_of_interim_heads_is_passed_over(path: str) -> None:
+    with Line(path) as line:
+        line.receive(b"HTTP/1.1 102 Processing\r\n\r\n" * 2000 + WHOLE)
+        line.catch_up()
+        assert line.ended == [line.exchange] and b"".join(line.exchange.parts) == WHOLE
+
+
+@on_every_path
+@pytest.mark.parametrize("head", [HEAD, b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_response_may_be_so_large_and_no_larger(monkeypatch: pytest.MonkeyPatch, path: str, head: bytes) -> None:
+    monkeypatch.setattr("scripts.load_tester.client.connection.MAX_RESPONSE", len(head) + 50)
+    with Line(path) as line:
+        line.receive(head)
+        line.catch_up()
+        line.receive(b"28\r\n" + b"x" * 40)
+        line.receive(b"\r\n11\r\n")
+        line.catch_up()
+        assert not line.ended and sum(line.exchange.sizes) == len(head) + 50
+        line.receive(b"x")
+        line.catch_up()
+        exchange = line.exchange
+        assert line.ended == [exchange] and exchange.error == "too_large" and not line.connection.is_reusable
+    assert b"".join(exchange.parts) == head, "what is given up is not kept"
+    assert exchange.sizes.tolist() == [len(head)] and len(exchange.stamps) == 1
+    assert read_answer(done_of(exchange.parts, exchange.error)).error == "too_large"
+
+
+@on_every_path
+def test_a_length_that_no_number_holds_is_too_large(path: str) -> None:
+    with Line(path) as line:
+        line.receive(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % (b"9" * 5000))
+        line.catch_up()
+        assert line.ended == [line.exchange] and line.exchange.error == "too_large"
+
+
+@on_every_path
+def test_a_cut_in_the_middle_is_the_owners_to_judge_and_what_is_no_http_is_an_error(path: str) -> None:
+    with Line(path) as line:
+        line.receive(WHOLE[:-3])
+        line.hang_up()
+        assert line.lost == [line.exchange] and not line.ended
+        assert b"".join(line.exchange.parts) == WHOLE[:-3], "what came before is there"
+    with Line(path) as line:
+        line.receive(b"SSH-2.0-OpenSSH\r\n\r\n")
+        line.catch_up()
+        assert line.exchange.error == "bad_http" and not line.connection.is_reusable
+
+
+@on_every_path
+def test_bytes_that_nobody_asked_for_close_the_connection(path: str) -> None:
+    with Line(path) as line:
+        line.receive(WHOLE)
+        line.catch_up()
+        assert line.connection.is_reusable
+        line.receive(b"more")
+        assert not line.connection.is_reusable
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        (EVENTS, "truncated"),
+        ([LAST], "empty"),
+        ([b'data: {"error":{"message":"m","code":"node_lost"}}\n\n', LAST], "stream_node_lost"),
+        ([b"data: {oops\n\n"], "bad_json"),
+        ([b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\n'], ""),
+    ],
+)
+def test_a_stream_that_is_not_whole_is_a_failure_by_name(events: list[bytes], error: str) -> None:
+    assert read_answer(done_of([HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n"])).error == error
+
+
+def test_reasoning_counts_as_output_and_an_empty_role_does_not() -> None:
+    events = [
+        b'{"choices":[{"delta":{"role":"assistant","content":""}}]}',
+        b'{"choices":[{"delta":{"reasoning":"r"}}]}',
+    ]
+    events += [b'{"choices":[{"delta":{"content":"c"},"finish_reason":"stop"}]}']
+    answer = read_answer(done_of([HEAD + b"".join(chunk(b"data: %b\n\n" % event) for event in events)]))
+    assert (answer.text, len(answer.stamps), answer.finish) == ("rc", 2, "stop")
+
+
+def test_a_refusal_brings_the_servers_words() -> None:
+    body = b'{"error":{"message":"too much","code":"queue_full"}}'
+    answer = read_answer(done_of([b"HTTP/1.1 429 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)]))
+    assert (answer.status, answer.error, answer.message) == (429, "http_429", "too much")
+
+
+def test_heads_are_read_whatever_their_case() -> None:
+    assert read_head(b"HTTP/1.0 204\r\nX-A: b ") == (204, {b"x-a": b"b"})
+    assert read_head(b"nonsense")[0] == 0
+
+
+@given(st.lists(st.integers(1, 60), max_size=10))
+def test_frames_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
+    frames = [Ready(), Dones([done_of([WHOLE])] * 2), Tick(1.0, 2, 3, 4, 5, 6, [0.5], [0.1])]
+    data = b"".join(map(encode, frames))
+    seen: list[Any] = []
+    reader = FrameReader(to_parent, seen.append, lambda: None)
+    at = 0
+    for size in [*sizes, len(data)]:
+        reader.data_received(data[at : at + size])
+        at += size
+    assert seen == frames

@@ -1,0 +1,268 @@
+"""Whole runs against a mock whose latencies are known: what the report says is what the mock did."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.load_mock import load, mock_server
+
+from common.config.shared import SMALL_MODEL
+from common.errors import ConfigError
+from scripts.load_tester.client import client_pool as crew
+from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.run import run_load
+
+
+def is_close(value: float, truth: float) -> bool:
+    return abs(value - truth) <= max(0.02 * truth, 0.001)  # 2 % or 1 ms
+
+
+@pytest.fixture(params=["C", "Python"])
+def receives_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "Python":
+        monkeypatch.setattr(crew, "find_library", lambda: "")
+    return "C" if crew.find_library() else "Python"
+
+
+def are_figures_of(figures: dict[str, float], values: list[float]) -> None:
+    assert figures["mean"] == pytest.approx(float(np.mean(values)))
+    assert figures["p50"] == pytest.approx(float(np.median(values)))
+
+
+def astray(report: Report, truth: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Figures that are not within 2 % or 1 ms of what the mock did, and what that was."""
+    stamps = [one["stamps"] for one in truth]
+    firsts = [own[0] - one["arrived_at"] for own, one in zip(stamps, truth, strict=True)]
+    whole = [own[-1] - one["arrived_at"] for own, one in zip(stamps, truth, strict=True)]
+    gaps = [b - a for own in stamps for a, b in itertools.pairwise(own)]
+    late_s = float(np.mean([record.released_s - record.intended_s for record in report.records]))
+    expected = {
+        ("itl", "p50"): np.median(gaps),
+        ("itl", "mean"): np.mean(gaps),
+        ("tpot", "p50"): np.median([own[-1] - own[0] for own in stamps]) / 11,
+        ("first_gap", "p50"): np.median([b - a for a, b, *_ in stamps]),
+        ("ttft_sent", "p50"): np.median(firsts),
+        ("ttft_sent", "mean"): np.mean(firsts),
+        ("ttft", "mean"): np.mean(firsts) + late_s,
+        ("e2e_sent", "p50"): np.median(whole),
+        ("e2e_sent", "mean"): np.mean(whole),
+        ("e2e", "mean"): np.mean(whole) + late_s,
+    }
+    found = {" ".join(key): (report.latency[key[0]][key[1]], float(value)) for key, value in expected.items()}
+    return {name: pair for name, pair in found.items() if not is_close(*pair)}
+
+
+def test_every_latency_is_that_of_the_mock_and_every_token_is_counted(tmp_path: Path, receives_in: str) -> None:
+    """Where others keep the cores busy, tokens wait for the client; of three runs one has hardly any of that."""
+    slos = {"slo_ttft": "1s", "slo_itl": "1s", "slo_tpot": "1s", "slo_e2e": "1s"}
+    for _ in range(3):
+        with mock_server(tmp_path, "--ttft", "0.12", "--itl", "0.02") as server:
+            report = load(
+                server, rate="25", num_requests=50, output_len="12", input_len="40", tenants=2, seed=3, **slos
+            )
+        assert report.start_up_s is not None
+        strays = astray(report, server.truth)
+        if not strays and report.start_up_s < 2:
+            break
+    assert not strays and report.start_up_s < 2, strays
+    assert report.client["receives_in"] == receives_in
+    assert report.num_requests == len(server.truth) == 50
+    truth = sorted(server.truth, key=lambda one: one["arrived_at"])
+    records = sorted(report.records, key=lambda record: record.sent_s)
+    stamps = [one["stamps"] for one in truth]
+    own_gaps = [list(itertools.pairwise(record.stamps_s)) for record in records]
+    are_figures_of(report.latency["itl"], [b - a for own in own_gaps for a, b in own])
+    are_figures_of(report.latency["first_gap"], [b - a for (a, b), *_ in own_gaps])
+    for name, at in (("ttft", 0), ("e2e", -1)):
+        took_s = [record.stamps_s[at] - record.released_s for record in records]
+        are_figures_of(report.latency[name + "_sent"], took_s)
+        are_figures_of(report.latency[name], [record.stamps_s[at] - record.intended_s for record in records])
+        true_s = [one["stamps"][at] - one["arrived_at"] for one in truth]
+        assert all(own >= its for own, its in zip(sorted(took_s), sorted(true_s), strict=True)), "the way takes time"
+    # From the first intended instant, 0, to the last token.
+    length = records[0].sent_s + max(last for *_, last in stamps) - truth[0]["arrived_at"]
+    assert report.throughput["requests_per_s"] == pytest.approx(50 / length, rel=0.02)
+    assert report.throughput["output_tokens_per_s"] == pytest.approx(600 / length, rel=0.02)
+    assert report.throughput["input_tokens_per_s"] == pytest.approx(2000 / length, rel=0.02)
+    assert report.service["good"] == 50 and not report.service["misses"]
+    assert report.fairness["service_jain"] == 1
+    assert report.tokens["output_said"] == report.tokens["output_counted"] == 50 * 12
+    assert report.tokens["input_said"] == report.tokens["input_asked"] == 50 * 40
+    assert report.tokens["usage_mismatches"] == report.tokens["other_length_than_asked"] == 0
+    assert report.errors["count"] == 0 and report.service["attainment"] == 1
+
+
+def test_a_stalled_server_cannot_hide_behind_its_own_delay(tmp_path: Path) -> None:
+    """20/s for 4 s, 4 at a time, nothing moves for 3 s: of 80 requests the 4 slowest waited 2.8 s and more."""
+    with mock_server(tmp_path, "--ttft", "0.02", "--capacity", "4", "--stall", "0.5:3") as server:
+        report = load(server, rate="20", arrival="constant", num_requests=80, output_len="1")
+    assert 2.7 < report.latency["ttft"]["p95"] < 3.1
+    assert report.latency["ttft"]["p50"] > 1.0
+    assert report.arrivals["lateness"]["p50"] < 0.01, "no request waited for an answer"
+    assert report.arrivals["achieved_rate"] == pytest.approx(20, rel=0.01)
+
+
+@pytest.mark.usefixtures("receives_in")
+def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: Path) -> None:
+    flags = ("--drop", "5", "--refuse", "7", "--sour", "11", "--hang", "13", "--itl", "0.002")
+    with mock_server(tmp_path, *flags) as server:
+        report = load(server, rate="80", num_requests=78, output_len="6", timeout="2500ms")
+    numbers = range(1, 79)
+    refused = {n for n in numbers if n % 7 == 0}
+    dropped = {n for n in numbers if n % 5 == 0} - refused
+    sour = {n for n in numbers if n % 11 == 0} - refused - dropped
+    hung = {n for n in numbers if n % 13 == 0} - refused - dropped - sour
+    expected = {"http_500": len(refused), "dropped": len(dropped), "stream_node_lost": len(sour), "timeout": len(hung)}
+    assert report.errors["kinds"] == dict(sorted(expected.items(), key=lambda item: -item[1]))
+    assert report.errors["examples"]["http_500"] == "out of luck"
+    bad = sum(expected.values())
+    assert report.errors["count"] == bad
+    assert report.service["good"] == 78 - bad and report.service["misses"] == {"failed": bad}
+    assert len(server.truth) == 78, "nothing was sent twice"
+    last_s = max(record.stamps_s[-1] for record in report.records if record.stamps_s)
+    assert report.throughput["window_s"][1] == last_s < report.length_s - 0.5, "a hang is no time in which tokens came"
+
+
+@pytest.mark.parametrize("flags", [("--split",), ("--crlf",), ("--bunch", "3"), ("--split", "--crlf")])
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "generate"])
+def test_every_dialect_and_framing_gives_the_same_tokens(tmp_path: Path, flags: tuple[str, ...], endpoint: str) -> None:
+    with mock_server(tmp_path, *flags) as server:
+        report = load(server, rate="100", num_requests=6, output_len="10", endpoint=endpoint, return_token_ids=True)
+    assert report.errors["count"] == 0
+    text = "".join(f" t{number}" for number in range(10))
+    assert {record.text for record in report.records} == {text}
+    assert {record.num_output for record in report.records} == {10}
+    if endpoint == "generate":
+        assert report.stages["prefill_s"]["p50"] == 0.25
+    if endpoint != "chat":
+        assert {tuple(record.ids) for record in report.records} == {tuple(range(10))}
+
+
+@pytest.mark.usefixtures("receives_in")
+def test_turns_of_a_session_follow_each_other_and_carry_what_came_before(tmp_path: Path) -> None:
+    options = {"turns": "3", "think": "30ms", "input_len": "20", "output_len": "4", "prefix_len": 16}
+    with mock_server(tmp_path, "--ttft", "0.01") as server:
+        report = load(server, rate="40", num_requests=8, **options)
+    assert report.num_requests == 24
+    for session in range(8):
+        own = [record for record in report.records if record.session == session]
+        assert [record.turn for record in own] == [0, 1, 2]
+        assert [record.num_input for record in own] == [36, 60, 84]
+        for before, after in itertools.pairwise(own):
+            assert after.intended_s >= before.ended_s
+            assert after.released_s >= after.intended_s
+    # Sixteen tokens are shared by all; a later turn finds its whole past: 40, then 64 tokens with the answers drawn.
+    assert report.caching["ideal_tokens"] == 7 * 16 + 8 * (16 + 20) + 8 * (16 + 20 + 4 + 20)
+
+
+def test_tenants_are_named_in_a_header_and_by_their_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the test\ntenant-0 k0\ntenant-1 k1\n")
+    options = {"rate": "80", "num_requests": 12, "output_len": "1", "tenants": 3, "api_key": "other"}
+    with mock_server(tmp_path) as server:
+        load(server, tenant_header="x-baton-tenant", tenant_keys=str(keys), **options)
+        load(server, **options)
+    named, plain = server.truth[:12], server.truth[12:]
+    key_of = {"tenant-0": "Bearer k0", "tenant-1": "Bearer k1", "tenant-2": "Bearer other"}
+    assert {one["tenant"] for one in named} == set(key_of)
+    assert all(one["authorization"] == key_of[one["tenant"]] and "user" not in one["body"] for one in named)
+    assert all(one["authorization"] == "Bearer other" and one["body"]["user"] in key_of for one in plain)
+    assert not any(one["tenant"] for one in plain)
+
+
+def test_a_tenants_name_cannot_break_a_head(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"prompt": "x"}\n' * 50 + '{"prompt": "x", "user": "a\\r\\nHost: b"}\n')
+    with mock_server(tmp_path) as server:
+        for options in ({"trace": str(trace)}, {"mix": "a:tenant=\u00e4"}):
+            with pytest.raises(ConfigError, match="cannot go into a header"):
+                load(server, tenant_header="x-baton-tenant", **options)
+    assert not server.truth
+
+
+def test_a_client_that_cannot_keep_up_says_so(tmp_path: Path) -> None:
+    with mock_server(tmp_path) as server:
+        report = load(server, rate="50", num_requests=30, output_len="1", max_send_lateness="1us")
+    assert not report.is_valid
+    assert "went out more than" in report.reasons[0]
+
+
+def test_a_tokenizer_is_a_file_or_a_folder_or_a_sentence(tmp_path: Path) -> None:
+    texts = []
+    for place in (SMALL_MODEL, Path(SMALL_MODEL) / "tokenizer.json"):
+        with mock_server(tmp_path) as server:
+            load(server, rate="50", num_requests=1, output_len="1", prompt="text", tokenizer=str(place))
+        texts.append(server.truth[0]["body"]["prompt"])
+    assert texts[0] == texts[1] and isinstance(texts[0], str)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with mock_server(tmp_path) as server:
+        for path in (tmp_path, tmp_path / "none", "/dev/null"):
+            with pytest.raises(ConfigError, match="--tokenizer"):
+                load(server, num_requests=1, prompt="text", tokenizer=str(path))
+
+
+def test_nothing_behind_the_address_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="nothing answers"):
+        run_load(LoadtestConfig(url="http://127.0.0.1:9"))
+
+
+def test_a_server_that_dies_makes_failures_not_a_hang(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--drop", "1") as server:
+        report = load(server, rate="100", num_requests=10, output_len="4")
+    assert report.errors["kinds"] == {"dropped": 10}
+    assert report.latency["ttft"]["count"] == 0
+
+
+@pytest.mark.usefixtures("receives_in")
+def test_only_a_kept_alive_connection_that_closed_unanswered_is_worth_another_try(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--slam", "1") as server:
+        slammed = load(server, rate="100", num_requests=5)
+    assert slammed.errors["kinds"] == {"dropped": 5} and len(server.truth) == 5
+    with mock_server(tmp_path, "--slam", "2") as server:
+        report = load(server, concurrency=1, num_requests=5, output_len="2")
+    assert report.errors["count"] == 0
+    assert [record.is_retry for record in report.records] == [False, True, True, True, True]
+    assert len(server.truth) == 9
+
+
+def test_answers_that_do_not_stream_are_read_whole(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--ttft", "0.02") as server:
+        report = load(server, rate="50", num_requests=5, output_len="4", stream=False)
+    assert report.errors["count"] == 0
+    assert report.tokens["output_said"] == 20
+    begin_s, end_s = report.throughput["window_s"]
+    assert report.throughput["output_tokens_per_s"] == pytest.approx(20 / (end_s - begin_s)), "the last answer's too"
+    assert any("not streamed" in note for note in report.notes)
+
+
+def test_usage_that_disagrees_with_the_tokens_is_reported(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--wrong-usage") as server:
+        report = load(server, rate="50", num_requests=5, output_len="4", return_token_ids=True)
+    assert report.tokens["usage_mismatches"] == 5
+
+
+def test_caching_is_set_against_the_most_that_is_possible(tmp_path: Path) -> None:
+    """Two groups share 64 tokens each: of ten prompts the first of each group finds nothing."""
+    with mock_server(tmp_path) as server:
+        shared = {"prefix_len": 64, "prefix_groups": 2}
+        report = load(server, rate="50", num_requests=10, input_len="16", output_len="1", **shared)
+    groups = {record.group for record in report.records}
+    assert report.caching["ideal_tokens"] == (10 - len(groups)) * 64
+    assert report.caching["achieved_tokens"] == report.caching["ideal_tokens"]
+
+
+@pytest.mark.deep
+def test_the_client_costs_little_and_loses_nothing_at_two_thousand_tokens_a_second(tmp_path: Path) -> None:
+    with mock_server(tmp_path, "--ttft", "0.05", "--itl", "0.01") as server:
+        report = load(server, rate="16", num_requests=200, output_len="128", input_len="64")
+    assert report.client["cpu_ms_per_event"] < 0.05
+    assert report.tokens["output_counted"] == 200 * 128
+    truth = [gap for one in server.truth for gap in np.diff(one["stamps"])]
+    assert is_close(report.latency["itl"]["mean"], float(np.mean(truth)))
+    assert is_close(report.latency["itl"]["p50"], float(np.median(truth)))
+    firsts = [one["stamps"][0] - one["arrived_at"] for one in server.truth]
+    for share, name in ((0.5, "p50"), (0.9, "p90")):
+        assert is_close(report.latency["ttft_sent"][name], float(np.quantile(firsts, share)))

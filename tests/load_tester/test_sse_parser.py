@@ -1,0 +1,99 @@
+"""Server-sent events out of a body: the quick way through usual chunks finds what each byte taken by itself says."""
+
+import re
+from array import array
+from itertools import accumulate
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scripts.load_tester.client.http_framing import chunk_size
+from scripts.load_tester.client.ipc import Done
+from scripts.load_tester.client.sse_parser import Answer, events, read_answer
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+SAID = [
+    b'{"id":"a","choices":[{"text":" t0","token_ids":[5,6]},{"text":"x","index":1}]}', b"[DONE]", b": ping",
+    b'{"choices":[{"delta":{"role":"assistant","content":""}}]}', b'{"choices":[{"text":"\xc3"}]}', b"", b"\r", b"{",
+    b'{"choices":[{"delta":{"content":"y"},"finish_reason":"stop"}],"usage":{"completion_tokens":2}}', b"[]", b"1,2",
+    b'{"error":{"code":503,"message":"m"}}', b'{"text":"ab","output_ids":[1,2],"meta_info":{"completion_tokens":2}}',
+    b'{"choices":\ndata: []}', b'{"choices":\r\ndata: []}', b'{"timings":{"prompt_ms":5}}', b"\n", b"\r\n",
+]  # fmt: skip
+LINES = [b"data: %b\n\n", b"data:%b\n\n", b"data: %b\r\n\r\n", b"%b\n\n", b"data: %b\n\r\n", b"data: %b\n", b"%b"]
+USUAL = st.sampled_from(SAID[:5]).map(lambda data: b"data: %b\n\n" % data)
+BODIES = USUAL | st.builds(lambda line, data: line % data, st.sampled_from(LINES), st.sampled_from(SAID))
+ODD_LINES = [b"%X", b"0%x", b"%x;a=b", b" %x ", b"\r\n%x", b"%x;\r\ndata: ", b"", b"-%x"]
+FRAMES = st.just((b"%x", 0, b"\r\n")) | st.one_of(
+    st.tuples(st.sampled_from(ODD_LINES), st.just(0), st.just(b"\r\n")),
+    st.tuples(st.just(b"%x"), st.sampled_from([-1, 1, 2]), st.just(b"\r\n")),
+    st.tuples(st.just(b"%x"), st.just(0), st.sampled_from([b"", b"\n\n"])),
+)  # the line before a chunk, by how many bytes it errs, and the chunk's end: at most one of them unusual
+CUT = [(b"data: {}\n\n", (b"%x", 0, b"\r\n"))], 0, 9, True  # where an event, and its chunk, would end
+
+
+def one_by_one(raw: bytes, at: int, is_chunked: bool) -> list[tuple[int, bytes]]:
+    """As ``events``: the bytes of the body by themselves, each with the offset behind it, then lines and events."""
+    body = list(enumerate(raw[at:], at + 1))
+    if is_chunked:
+        body = []
+        while (line_end := raw.find(b"\r\n", at)) >= 0 and (size := chunk_size(raw[at:line_end])) > 0:
+            at = line_end + 2 + size
+            body += list(enumerate(raw[line_end + 2 : at], line_end + 3))
+            at += 2
+    found, text = [], bytes(byte for _, byte in body)
+    begin = 0
+    for empty in re.finditer(rb"\n\n|\r\n\r\n", text):
+        lines = re.split(rb"\r?\n", text[begin : empty.start()])
+        data = b"\n".join(line[6 if line.startswith(b"data: ") else 5 :] for line in lines if line.startswith(b"data:"))
+        found.append((body[empty.end() - 1][0], data))
+        begin = empty.end()
+    return found
+
+
+@settings(max_examples=400)
+@example(*CUT)
+@given(st.lists(st.tuples(BODIES, FRAMES), max_size=6), st.integers(0, 9), st.integers(0, 40), st.booleans())
+def test_events_are_found_in_whatever_chunks_they_come_and_where_the_framing_breaks(
+    parts: list[tuple[bytes, tuple[bytes, int, bytes]]], begin: int, num_missing: int, is_chunked: bool
+) -> None:
+    raw = b"." * begin
+    for body, (size, error, end) in parts:
+        line = size % max(0, len(body) + error) if b"%" in size else size
+        raw += line + b"\r\n" + body + end
+    raw = (raw + b"0\r\n\r\n")[: -num_missing or None]
+    assert list(events(raw, begin, is_chunked)) == one_by_one(raw, begin, is_chunked)
+
+
+def done_of(head: bytes, raw: bytes, stamps: list[float], sizes: list[int]) -> Done:
+    sizes[0] += len(head)
+    return Done(0, 0.0, 0.0, 0.0, 9.0, array("d", stamps).tobytes(), array("I", sizes).tobytes(), head + raw, "", False)
+
+
+def facts(answer: Answer) -> dict[str, object]:
+    return {name: getattr(answer, name) for name in Answer.__slots__}
+
+
+@given(st.lists(BODIES, max_size=6), st.integers(0, 20), st.sets(st.integers(1, 400), max_size=12), st.data())
+def test_an_answer_is_the_same_however_it_is_chunked_and_cut(
+    bodies: list[bytes], num_missing: int, cuts: set[int], data: st.DataObject
+) -> None:
+    """Beside the same bytes without chunks, each a piece of its own with the instant at which it came."""
+    body = b"".join(bodies)[: -num_missing or None]
+    edges = set(accumulate(map(len, bodies))) if data.draw(st.booleans()) else cuts
+    inner = sorted(edge for edge in edges if edge < len(body))
+    raw = b""
+    where: list[int] = []  # in ``raw``, of each byte of the body
+    for begin, end in zip([0, *inner], [*inner, len(body)], strict=True):
+        if begin < end:
+            raw += b"%x\r\n" % (end - begin)
+            where += range(len(raw), len(raw) + end - begin)
+            raw += body[begin:end] + b"\r\n"
+    raw += b"0\r\n\r\n"
+    ends = [*sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    came = [next(float(piece) for piece, end in enumerate(ends) if place < end) for place in where]
+    chunked = read_answer(
+        done_of(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", raw, [*map(float, range(len(ends)))], sizes)
+    )
+    plain = read_answer(done_of(HEAD + b"\r\n", body, came or [0.0], [1] * len(body) or [0]))
+    assert facts(chunked) == facts(plain)

@@ -1,0 +1,256 @@
+"""Priorities on a prefill node: in the queue, between chunks, for slots and for pages, and who inherits them."""
+
+import pytest
+from support.lone_nodes import PrefillNode as Node
+
+from common.config.scheduling import PriorityRules
+from common.request import LOWEST_PRIORITY
+from common.scheduling.skip_ahead import SkipAhead
+
+
+@pytest.mark.parametrize(("first", "second", "order"), [(1, 5, "ba"), (5, 1, "ab"), (3, 3, "ab")])
+def test_the_more_urgent_of_two_that_wait_is_computed_first(first: int, second: int, order: str) -> None:
+    node = Node(slots=1)
+    node.submit("a", 12, first)
+    node.submit("b", 12, second)
+    assert "".join(node.run()) == order
+
+
+def test_priorities_that_are_off_change_nothing() -> None:
+    node = Node(slots=1, rules=PriorityRules(is_enabled=False))
+    node.submit("a", 12, 1)
+    node.submit("b", 12, 50)
+    assert node.run() == ["a", "b"]
+
+
+def test_an_urgent_prompt_overtakes_a_long_one_between_two_of_its_chunks() -> None:
+    node = Node()
+    node.submit("long", 32, 1)
+    assert node.step() == [("long", 8)]
+    node.submit("urgent", 12, 2)
+    assert node.step() == [("urgent", 8)]
+    assert node.step() == [("urgent", 4), ("long", 4)]
+    assert (node.scheduler.totals["budget_tokens"], node.scheduler.totals["budget_tokens_used"]) == (24, 24)
+    assert node.run() == ["urgent", "long"]
+    assert node.scheduler.totals["preemptions"] == 0, "nobody had to give anything up"
+
+
+def test_an_equal_prompt_does_not_overtake() -> None:
+    node = Node()
+    node.submit("long", 32, 1)
+    node.step()
+    node.submit("other", 12, 1)
+    assert node.run() == ["long", "other"]
+
+
+def test_waiting_lifts_a_prompt_over_later_ones_but_not_over_those_that_came_soon_after() -> None:
+    # 2 per second: priority 0 outranks priority 10 if it came more than 5 s earlier.
+    node = Node(slots=1, chunk=None, rules=PriorityRules(is_enabled=True, aging_per_s=2.0))
+    node.submit("busy", 4, 100)
+    node.submit("old", 4, 0)
+    node.now = 4.0
+    node.submit("soon", 4, 10)
+    node.now = 6.0
+    node.submit("late", 4, 10)
+    assert node.run() == ["busy", "soon", "old", "late"]
+
+
+@pytest.mark.parametrize(("difference", "is_taken"), [(10, False), (11, True)])
+def test_a_slot_is_taken_only_if_the_difference_is_over_the_threshold(difference: int, is_taken: bool) -> None:
+    node = Node(slots=1)
+    node.submit("a", 32, 0)
+    node.step()
+    node.submit("b", 8, difference)
+    assert node.run() == (["b", "a"] if is_taken else ["a", "b"])
+    assert node.scheduler.totals["preemptions"] == is_taken
+
+
+def test_pages_are_taken_from_the_least_urgent_and_of_these_the_newest() -> None:
+    node = Node(num_pages=12, chunk=None)  # 48 tokens
+    for rid, priority in (("low", 0), ("middle", 5), ("lower", 0)):
+        node.submit(rid, 16, priority)
+        node.step(is_sent=False)
+    node.submit("urgent", 16, 50)
+    node.step()
+    assert {key[0] for key in node.scheduler.waiting} == {"lower"}
+    assert [decided.action for decided in node.scheduler.decisions.last(3, node.now)] == ["retract", "admit", "wait"]
+    assert node.run() == ["low", "middle", "lower", "urgent", "lower"]
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(40, True), (44, False)])
+def test_who_is_short_of_a_slot_and_of_pages_takes_both_or_nothing(length: int, is_taken: bool) -> None:
+    node = Node(num_pages=14, slots=1)
+    node.granted.add(node.submit("granted", 16).key)
+    for _ in range(2):
+        node.step(is_sent=False)  # its four pages stay
+    node.submit("low", 32)
+    node.step()
+    node.submit("urgent", length, 50)  # ten pages; without low there are ten
+    assert node.step() == [("urgent" if is_taken else "low", 8)]
+    assert node.scheduler.totals["preemptions"] == is_taken
+
+
+def test_short_of_both_it_takes_the_slot_first_and_touches_nobody_whose_pages_it_does_not_need() -> None:
+    node = Node(num_pages=12, slots=1)
+    node.submit("weak", 16)
+    for _ in range(2):
+        node.step(is_sent=False)  # four pages, and no slot any more
+    node.submit("slow", 24, 1)
+    node.step()
+    node.submit("urgent", 32, 50)
+    assert node.step() == [("urgent", 8)]
+    assert {key[0] for key in node.scheduler.waiting} == {"slow"}
+
+
+def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
+    node = Node(num_pages=12, chunk=None)
+    granted = node.submit("granted", 24, 0)
+    node.granted.add(granted.key)
+    node.submit("low", 16, 0)
+    node.step(is_sent=False)
+    node.submit("urgent", 40, 50)  # 10 pages; without low there are 6
+    assert node.step(is_sent=False) == []
+    assert {key[0] for key in node.scheduler.waiting} == {"urgent"}
+    assert node.scheduler.totals["preemptions"] == 0
+
+
+def test_a_retracted_prompt_does_not_compute_again_what_is_still_cached() -> None:
+    node = Node(slots=1)
+    node.submit("a", 32, 0)
+    node.step()
+    node.step()  # 16 of 32 tokens
+    node.submit("b", 8, 50)
+    node.step()
+    assert node.step() == [("a", 8)]
+    assert node.step() == [("a", 8)]
+    assert node.done == ["b", "a"]
+
+
+def test_whoever_computes_a_prefix_that_an_urgent_prompt_waits_for_inherits_its_priority() -> None:
+    node = Node()
+    shared = 5000
+    low = node.submit("low", 64, 0, first=shared)
+    node.step()
+    node.submit("middle", 16, 5)
+    urgent = node.submit("urgent", 72, 9, first=shared)
+    assert node.step() == [("middle", 8)]  # that urgent waits for low is found out now
+    for _ in range(2):
+        assert low.inherited_priority == urgent.priority
+        assert node.step() == [("low", 8)]
+    node.scheduler.close(urgent.key)
+    node.scheduler.release(urgent.key)
+    node.step()
+    assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
+    assert node.run() == ["middle", "low"]
+
+
+def test_its_priority_is_inherited_also_while_no_slot_is_free_for_the_one_that_waits() -> None:
+    node = Node(slots=2)
+    low = node.submit("low", 40, 0, first=5000)
+    node.step()
+    node.submit("middle", 64, 5)
+    urgent = node.submit("urgent", 44, 9, first=5000)
+    assert node.step() == [("middle", 8)]
+    for _ in range(2):
+        assert low.inherited_priority == urgent.priority
+        assert node.step() == [("low", 8)]
+
+
+def test_a_loan_of_a_decode_node_counts_until_it_is_taken_back_whatever_else_becomes_of_the_priority() -> None:
+    node = Node()
+    low = node.submit("low", 48, 0)
+    node.step()
+    node.submit("middle", 32, 5)
+    node.scheduler.lend(low.key, 9, node.now)
+    assert node.step() == [("low", 8)]
+    node.scheduler.reprioritize(low.key, 1, node.now)  # its own, as its client wants
+    assert node.step() == [("low", 8)]
+    node.scheduler.lend(low.key, LOWEST_PRIORITY, node.now)
+    assert node.step() == [("low", 8)]  # until the plan after this, which finds nobody here who waits for it either
+    assert node.step() == [("middle", 8)]
+    assert (low.priority, low.inherited_priority) == (1, LOWEST_PRIORITY)
+    node.scheduler.lend(("nobody", 0), 9, node.now)
+
+
+def test_what_was_lent_stays_when_a_prompt_is_computed_and_waits_to_be_shipped() -> None:
+    node = Node(chunk=32)
+    low = node.submit("low", 64, 0, first=5000)
+    node.step()
+    node.submit("urgent", 72, 9, first=5000)
+    assert node.step(is_sent=False) == [("low", 32)]  # for which urgent waited
+    assert node.scheduler.rank(low.key) == 0
+    node.scheduler.lend(low.key, 9, node.now)
+    assert node.scheduler.rank(low.key) == -9
+    node.scheduler.lend(low.key, LOWEST_PRIORITY, node.now)
+    assert node.scheduler.rank(low.key) == 0
+
+
+def test_a_changed_priority_counts_from_the_next_step_on() -> None:
+    node = Node()
+    node.submit("a", 32, 1)
+    node.submit("b", 32, 1)
+    assert node.step() == [("a", 8)]
+    node.scheduler.reprioritize(("b", 0), 2, node.now)
+    node.scheduler.reprioritize(("nobody", 0), 2, node.now)
+    assert node.step() == [("b", 8)]
+    assert node.run() == ["b", "a"]
+
+
+def test_small_prompts_pass_one_that_does_not_fit_but_only_so_many() -> None:
+    node = Node(num_pages=10, skip_ahead=2)
+    node.submit("holder", 24)
+    node.step(is_sent=False)
+    node.step(is_sent=False)
+    node.step(is_sent=False)  # its six pages stay
+    large = node.submit("large", 40)
+    for number in range(4):
+        node.submit(f"small{number}", 4)
+    node.step()
+    node.step()
+    assert node.done == ["holder", "small0", "small1"]
+    assert large.num_passed == 2
+    assert node.scheduler.totals["skipped_ahead"] == 2
+    node.scheduler.release(("holder", 0))
+    assert node.run()[3:] == ["large", "small2", "small3"]
+
+
+def test_without_skip_ahead_the_order_is_kept_strictly() -> None:
+    node = Node(num_pages=10, skip_ahead=0)
+    node.submit("holder", 24)
+    for _ in range(3):
+        node.step(is_sent=False)
+    node.submit("large", 40)
+    node.submit("small", 4)
+    assert node.step() == []
+
+
+def test_a_granted_prompt_takes_pages_from_ungranted_ones_whatever_their_priority() -> None:
+    node = Node(num_pages=8, chunk=4)
+    node.submit("high", 24, 90)
+    node.step()
+    granted = node.submit("granted", 16, 0)
+    node.granted.add(granted.key)
+    node.step()
+    assert {key[0] for key in node.scheduler.waiting} == {"high"}
+    assert node.run() == ["granted", "high"]
+
+
+def test_nobody_passes_a_granted_prompt_that_does_not_fit() -> None:
+    node = Node(num_pages=8, chunk=None)
+    for rid, length in (("held", 16), ("granted", 20)):
+        request = node.submit(rid, length)
+        node.granted.add(request.key)
+    node.step(is_sent=False)
+    node.submit("small", 4)
+    assert node.step() == [], "what is free is for the one whose pages a decode node holds already"
+
+
+def test_one_that_was_passed_starts_anew_when_it_has_been_admitted() -> None:
+    large, small = Node().submit("large", 4), Node().submit("small", 4)
+    for _ in range(3):
+        line = SkipAhead(1)
+        line.refuse(large)
+        assert not line.is_closed
+        assert line.admit(small)
+        assert line.is_closed
+        assert not SkipAhead(1).admit(large)

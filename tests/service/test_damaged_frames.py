@@ -1,0 +1,328 @@
+"""Frames that were lost, doubled, swapped, cut, changed or made up, on every socket between nodes.
+
+Nobody but who was let in touches a page, and only pages that it may; nothing breaks of it; and whoever means it well
+gets in afterwards.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.nursery import Nursery
+from support.shm_pair import attach as attach_shm
+from support.shm_pair import offer as offer_shm
+from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
+from support.tcp_stranger import offer as offer_tcp
+from test_transports import End
+
+from common.wire.mailbox import Mailbox
+from common.wire.messages import (
+    PROTOCOL_VERSION,
+    AbortTransfer,
+    Closed,
+    Connect,
+    Connected,
+    FromDecode,
+    FromPrefill,
+    Grant,
+    Header,
+    PagesWritten,
+    Ping,
+    PrefillDone,
+    TransferAck,
+)
+from common.wire.process_id import new_incarnation
+from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.shm import ShmReader, ShmWriter
+from kv_transfer.transports.shm.protocol import HELLO as SHM_HELLO
+from kv_transfer.transports.shm.protocol import MAGIC as SHM_MAGIC
+from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, PAGE_FRAME_BYTES, WELCOME, Terms
+
+Change = tuple[str, int, int]
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(("lose", "repeat", "swap", "cut", "flip", "invent", "lengthen")),
+        st.integers(0, 1000),
+        st.integers(0, 1000),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def mangled(frames: Sequence[bytes], changes: Sequence[Change], header_bytes: int | None = None) -> list[bytes]:
+    """Frames with these changes. ``header_bytes``: only so many at the beginning of a frame are flipped."""
+    found = list(frames)
+    for kind, a, b in changes:
+        if not found:
+            return [b"\0" * (a % 64)]
+        i, j = a % len(found), b % len(found)
+        if kind == "lose":
+            del found[i]
+        elif kind == "repeat":
+            found.insert(j, found[i])
+        elif kind == "swap":
+            found[i], found[j] = found[j], found[i]
+        elif kind == "cut":
+            del found[i + 1 :]
+            found[i] = found[i][: b % (len(found[i]) + 1)]
+        elif kind == "flip":
+            room = max(1, min(header_bytes or len(found[i]), len(found[i])))
+            found[i] = (
+                found[i][: b % room] + bytes(x ^ 0x41 for x in found[i][b % room :][:1]) + found[i][b % room + 1 :]
+            )
+        elif kind == "invent":
+            found.insert(i, bytes((b + n * a) % 256 for n in range(1 + b % 200)))
+        else:
+            found[i] += bytes(1 + b % 300)
+    return found
+
+
+# ---- TCP ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=changes)
+def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: list[Change]) -> None:
+    store = MemfdStore(NUM_PAGES)
+    reader = TcpReader(store, key=KEY, num_connections=1)
+    stranger, again = Stranger(reader), Stranger(reader)
+    try:
+        assert len(stranger.shake(offer_tcp(reader))) == 32
+        reader.allow(PREFILL, 1, range(4))
+        frames = [stranger.header(page, number=page) + bytes([page + 10]) * SIZE for page in range(6)]
+        stranger.connection.sendall(b"".join(mangled(frames, changes, PAGE_FRAME_BYTES)))
+        stranger.connection.shutdown(socket.SHUT_WR)
+        until(lambda: reader.poll(0.0))
+        for page in range(NUM_PAGES):
+            if page >= 4:
+                assert set(store.read(page)) == {0}, "nobody may write here"
+        assert len(again.shake(offer_tcp(reader, 2))) == 32
+        reader.allow(PREFILL, 2, [7])
+        again.page(7, 99)
+        assert again.answer() == (1, 7)
+    finally:
+        stranger.connection.close()
+        again.connection.close()
+        reader.close()
+        store.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=changes)
+def test_nobody_gets_in_by_a_mangled_handshake(changes: list[Change]) -> None:
+    store = MemfdStore(NUM_PAGES)
+    reader = TcpReader(store, key=KEY, num_connections=1)
+    stranger, again = Stranger(reader), Stranger(reader)
+    try:
+        connect = offer_tcp(reader)
+        token = bytes.fromhex(connect.endpoint.split(":")[2])
+        hello = HELLO.pack(MAGIC, 0, 1, token, b"n" * 32)
+        sent = mangled([hello], changes)
+        with contextlib.suppress(OSError):
+            stranger.connection.sendall(b"".join(sent))
+            stranger.turn()
+            if b"".join(sent) != hello:
+                stranger.connection.shutdown(socket.SHUT_WR)
+                stranger.turn()
+                assert not reader._offers[PREFILL].inlets
+        assert len(again.shake(offer_tcp(reader, 2))) == 32
+    finally:
+        stranger.connection.close()
+        again.connection.close()
+        reader.close()
+        store.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=changes)
+def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: list[Change]) -> None:
+    store = MemfdStore(NUM_PAGES)
+    writer = TcpWriter(store, key=KEY)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+            writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+            connection, _ = listener.accept()
+        with connection:
+            until(lambda: writer.poll() or connection.recv(HELLO.size, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            nonce = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))[-1]
+            terms = Terms(MAGIC, bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
+            connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))
+            connection.sendall(terms.proof(KEY, b"let in"))
+            assert until(writer.poll) == [Attached(DECODE, 1)]
+            tickets = [writer.write(DECODE, [(page, page)]) for page in range(4)]
+            seal = terms.seal(KEY, b"acknowledgements")
+            frames = [header + seal.mac(header) for header in (DONE.pack(b"done", 1, n, n) for n in range(4))]
+            sent = b"".join(mangled(frames, changes))
+            right = max(n for n in range(5) if sent.startswith(b"".join(frames[:n])))
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            done: list[int] = []
+            until(lambda: done.extend(writer.done()) or writer.poll())
+            assert done + writer.done() == tickets[:right]
+            assert writer.detach(DECODE)
+    finally:
+        writer.close()
+        store.close()
+
+
+# ---- shared memory --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=changes, is_first=st.booleans())
+def test_mangled_packets_get_nobody_a_pool(changes: list[Change], is_first: bool) -> None:
+    store, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
+    reader, writer = ShmReader(store, DECODE), ShmWriter(ours)
+    try:
+        connect = offer_shm(reader)
+        token = bytes.fromhex(connect.endpoint.split(":")[1])
+        for packet in mangled([token], changes):
+            if packet == token or not packet:
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+                visitor.settimeout(5)
+                visitor.connect(f"\0{reader._name}")
+                visitor.send(packet)
+                assert reader.poll(0.0) == []
+                with contextlib.suppress(ConnectionResetError):
+                    assert visitor.recv(100) == b""
+        assert not reader._writers
+        assert attach_shm(reader, writer, connect if is_first else offer_shm(reader, 2)) == ""
+    finally:
+        writer.close()
+        reader.close()
+        store.close()
+        ours.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=changes)
+def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) -> None:
+    theirs, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
+    writer = ShmWriter(ours)
+    name = "baton-" + "b" * 32
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(1)
+        hello = SHM_HELLO.pack(SHM_MAGIC, 1, GEOMETRY.pool_bytes(NUM_PAGES), DECODE.encode())
+        connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+        packets = [packet for packet in mangled([hello], changes) if packet] or [b"?"]
+        writer.attach(DECODE, connect)
+        visitor, _ = listener.accept()
+        with visitor:
+            socket.send_fds(visitor, [packets[0]], [theirs.fd])
+            [news] = until(writer.poll)
+        assert bool(news.problem) == (packets[0] != hello), news
+        writer.detach(DECODE)
+    finally:
+        writer.close()
+        listener.close()
+        theirs.close()
+        ours.close()
+
+
+# ---- NIXL -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nixl_ends() -> Iterator[tuple[End, End]]:
+    nursery = Nursery()
+    ends = (End(nursery, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="5"), End(nursery, "reader", "nixl"))
+    yield ends
+    for end in ends:
+        end.close()
+    nursery.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    changes=changes, field=st.sampled_from(("agent", "pool_at", "probe_at", "door", "voided", "kind", "device", "seal"))
+)
+def test_a_mangled_nixl_offer_is_refused_and_the_next_is_taken(
+    nixl_ends: tuple[End, End], changes: list[Change], field: str
+) -> None:
+    """The writer is a process of its own: one that NIXL brings down would answer nothing more. It is never told, and so
+    neither comes down nor refuses the reader for good."""
+    writer, reader = nixl_ends
+    connect = json.loads(reader.ask("offer", peer=PREFILL, epoch=1))
+    offers = json.loads(connect["endpoint"])
+    true, offer = (json.loads(offers["nixl"]) for _ in range(2))
+    changed = b"".join(mangled([str(offer[field]).encode()], changes)).decode(errors="replace")
+    offer[field] = changed if isinstance(offer[field], str) else len(changed)
+    offers["nixl"] = json.dumps(offer)
+    connect["endpoint"] = json.dumps(offers)
+    problem = writer.ask("attach", peer=DECODE, connect=json.dumps(connect))
+    if offer == true:
+        assert problem == ""
+        assert until(lambda: writer.ask("news"), 30) == [[DECODE, 1, "", "nixl"]]
+        until(lambda: writer.ask("detach", peer=DECODE))
+    else:
+        assert problem.startswith("nixl: decode-0 offers an endpoint that nixl does not understand: "), problem
+    reader.ask("withdraw", peer=PREFILL)
+    reader.ask("news")
+    assert writer.ask("attach", peer=DECODE, connect=reader.ask("offer", peer=PREFILL, epoch=2)) == ""
+    assert until(lambda: writer.ask("news"), 30) == [[DECODE, 2, "", "nixl"]]
+    assert reader.ask("chosen", peer=PREFILL, epoch=2, transport="nixl")
+    until(lambda: writer.ask("detach", peer=DECODE))
+    until(lambda: reader.ask("news"))
+
+
+# ---- the control plane ----------------------------------------------------------------------------------------------
+
+
+def _frames(sender: str, message: Any) -> list[bytes]:
+    return [msgspec.msgpack.encode(Header(PROTOCOL_VERSION, sender, "")), msgspec.msgpack.encode(message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages"),
+    [
+        (FromDecode, [Grant("r", 0, 1, 0, (1, 2)), TransferAck("r", 0), AbortTransfer("r", 0), Ping()]),
+        (
+            FromPrefill,
+            [Connected(1, "shm"), PagesWritten("r", 0, 1, (0, 1)), PrefillDone("r", 0, 9, 7), Closed("r", 0, "failed")],
+        ),
+    ],
+    ids=["decode to prefill", "prefill to decode"],
+)
+def test_mangled_messages_are_dropped_and_the_next_is_heard(kind: Any, messages: list[Any]) -> None:
+    context = zmq.Context()
+    bound = Mailbox(context, new_incarnation(), kind, bind="tcp://127.0.0.1:*")
+    me = new_incarnation()
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.ROUTING_ID, me.encode())
+    dealer.connect(bound.address)
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(changes=changes, number=st.integers(0, 3))
+    def run(changes: list[Change], number: int) -> None:
+        if frames := mangled(_frames(me, messages[number]), changes):
+            dealer.send_multipart(frames)
+        dealer.send_multipart(_frames(me, messages[0]))
+        heard: list[Any] = []
+        ends = time.monotonic() + 5
+        while not heard or heard[-1].message != messages[0]:
+            heard += bound.receive()
+            assert time.monotonic() < ends, "the next was not heard"
+        assert all(isinstance(letter.message, msgspec.Struct) and letter.sender == me for letter in heard)
+
+    try:
+        run()
+    finally:
+        bound.close()
+        dealer.close(linger=0)
+        context.destroy(linger=0)

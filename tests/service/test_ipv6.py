@@ -1,0 +1,139 @@
+"""IPv6 everywhere: HTTP, control, the way from decode to prefill, and the pages themselves, between real processes."""
+
+import http.client
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import ROOT, flags, spawn
+from support.service import SMALL_MODEL
+
+from common.config.gateway import GatewayConfig
+from common.config.node import NodeConfig
+from common.errors import ConfigError
+from common.wire.address import host_and_port
+
+PROMPT = list(range(100, 164))
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+
+
+class Processes:
+    """What runs, each with a log of its own; all of it gone at the end, and no process may have met an exception."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, argv: list[str], /, **options: Any) -> None:
+        self._running[name] = spawn([*argv, *flags(options)], self._folder / f"{name}.log")
+
+    def node(self, role: str, **options: Any) -> None:
+        shared = {"model": SMALL_MODEL, "dtype": "float32", "threads": 1, "max_total_tokens": 2048, "name": role}
+        self.start(role, [sys.executable, "-m", f"{role}_node"], **shared, **options)
+
+    def said(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def hears(self, name: str, pattern: str) -> str:
+        """Waits for a line; its first group."""
+        ends = time.monotonic() + 60
+        while not (found := re.search(pattern, self.said(name), re.MULTILINE)):
+            assert self._running[name].poll() is None, self.said(name)
+            assert time.monotonic() < ends, self.said(name)
+            time.sleep(0.02)
+        return found.group(1)
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for name, process in self._running.items():
+            assert process.wait(30) == 0, self.said(name)
+            assert "Traceback" not in self.said(name), self.said(name)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.close()
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    host, port = host_and_port(url.removeprefix("http://"), "url")
+    connection = http.client.HTTPConnection(host, port, timeout=30)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or "null")
+    finally:
+        connection.close()
+
+
+def workers_of(url: str, count: int) -> list[dict[str, Any]]:
+    """What the nodes registered with, once so many have."""
+    ends = time.monotonic() + 60
+    while True:
+        workers = ask(url, "/v1/workers")[1]["workers"]
+        if len(workers) == count:
+            return [worker["register"] for worker in workers]
+        assert time.monotonic() < ends, workers
+        time.sleep(0.05)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_request_goes_from_prefill_to_decode_over_ipv6_alone(processes: Processes, transport: str) -> None:
+    processes.start(
+        "gateway", [sys.executable, "-m", "gateway"], model=SMALL_MODEL, host="::1", port=0, control_host="::1",
+        control_port=0, log_level="info",
+    )  # fmt: skip
+    control = processes.hears("gateway", r"(\[::1\]:\d+)$")
+    url = processes.hears("gateway", r"(http://\[::1\]:\d+)")
+    for role in ("prefill", "decode"):
+        processes.node(role, gateway=control, advertise_host="::1", transport=transport)
+    registered = {node["role"]: node for node in workers_of(url, 2)}
+    assert re.fullmatch(r"\[::1\]:\d+", registered["prefill"]["address"])
+    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    status, answer = ask(url, "/v1/completions", body)
+    assert status == 200, answer
+    assert len(answer["choices"][0]["token_ids"]) == 8
+
+
+@needs_ipv6
+def test_serve_does_with_ipv6_what_it_does_without(processes: Processes) -> None:
+    processes.start(
+        "serve", [str(ROOT / "scripts" / "serve")], host="::1", port=0, control_host="::1", max_total_tokens=2048
+    )
+    url = processes.hears("serve", r"^ready (http://\[::1\]:\d+)$")
+    status, answer = ask(url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "temperature": 0})
+    assert status == 200, answer
+    assert ask(url, "/ready")[0] == 200
+
+
+@pytest.mark.parametrize("name", ["host", "control_host"])
+def test_brackets_belong_to_addresses_with_a_port_only(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"has no brackets: ::1$"):
+        GatewayConfig(**{name: "[::1]"})
+    with pytest.raises(ConfigError, match="--advertise-host"):
+        NodeConfig(advertise_host="[::1]")
+    assert NodeConfig(gateway="[::1]:80").gateway == "[::1]:80"

@@ -1,0 +1,218 @@
+"""One command runs a whole service, keeps it running, and leaves nothing behind."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.config.serve import ServeConfig
+from scripts.serving.cpu_affinity import Share
+from scripts.serving.serve import children, free_port, tell_ready, with_key
+from scripts.serving.supervisor import STOP_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Service:
+    """``serve`` as a process: where it listens, and every line it has printed."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"ready (http://\S+)", line):
+                self.url = found.group(1)
+
+    def wait_until_ready(self) -> None:
+        ends = time.monotonic() + 90
+        while not self.url:
+            assert self.process.poll() is None, "\n".join(self.lines)
+            assert time.monotonic() < ends, "\n".join(self.lines)
+            time.sleep(0.02)
+
+    def nodes(self) -> dict[str, psutil.Process]:
+        """Its child processes by the module that they run."""
+        return {child.cmdline()[2]: child for child in psutil.Process(self.process.pid).children()}
+
+    def complete(self, prompt: str) -> tuple[int, str]:
+        """HTTP status and text of 40 greedy tokens."""
+        body = {"model": "baton-small", "prompt": prompt, "temperature": 0, "max_tokens": 40}
+        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=30)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = json.load(answer)
+        return answer.status, content["choices"][0]["text"] if answer.status == 200 else str(content)
+
+    def stop(self, number: signal.Signals) -> float:
+        """Send a signal, wait for the end; the seconds that took."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(30)
+        self._reader.join(20)
+        return time.monotonic() - began
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[Service]:
+    command = [sys.executable, "-m", "scripts.serving.serve", "--port", "0", "--max-total-tokens", "4096", *words]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output) as process:
+        try:
+            yield Service(process)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.timeout(240)
+def test_a_service_answers_survives_a_killed_node_and_stops_without_a_trace():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        assert set(nodes) == {"gateway", "prefill_node", "decode_node"}
+        status, verse = service.complete("ROMEO:\n")
+        assert status == 200
+        assert re.search(r"[A-Za-z]{3}", verse)
+
+        nodes["decode_node"].kill()
+        ends = time.monotonic() + 60
+        while (answer := service.complete("ROMEO:\n")) != (200, verse):
+            assert answer[0] in (502, 503), answer
+            assert time.monotonic() < ends, "\n".join(service.lines)
+            time.sleep(0.1)
+        left = service.nodes()
+        assert left["prefill_node"] == nodes["prefill_node"]
+        assert left["gateway"] == nodes["gateway"]
+
+        assert service.stop(signal.SIGTERM) < STOP_S + 6
+        assert service.process.returncode == 0
+        assert not any(process.is_running() for process in left.values())
+        assert not any("Traceback" in line for line in service.lines), "\n".join(service.lines)
+
+
+def test_asked_twice_it_stops_at_once_even_if_a_node_hangs():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        nodes["decode_node"].suspend()
+        service.process.send_signal(signal.SIGINT)
+        while not any("stopping" in line for line in service.lines):
+            time.sleep(0.01)
+        service.stop(signal.SIGINT)
+        assert service.process.returncode == 130, "it has waited for the node"
+        _, alive = psutil.wait_procs(nodes.values(), 20)
+        assert not alive
+
+
+def test_a_node_that_hangs_does_not_keep_it_from_stopping_in_time():
+    with serving() as service:
+        service.wait_until_ready()
+        nodes = service.nodes()
+        nodes["prefill_node"].suspend()
+        assert service.stop(signal.SIGTERM) < STOP_S + 6
+        assert service.process.returncode == 0
+        assert not any(process.is_running() for process in nodes.values())
+
+
+def test_a_service_can_be_stopped_while_it_loads():
+    with serving() as service:
+        while not any("starting" in line for line in service.lines):
+            time.sleep(0.01)
+        assert service.stop(signal.SIGINT) < STOP_S + 6
+        assert service.process.returncode == 0
+
+
+def test_a_model_that_is_not_there_ends_it_with_a_sentence():
+    with serving("--model", "/nowhere") as service:
+        assert service.process.wait(60) == 1
+        service._reader.join(20)
+        assert any("/nowhere" in line and "|" in line for line in service.lines), "\n".join(service.lines)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "scripts.serving.serve", "--port", str(port)]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"serve: --port {port} on --host 127.0.0.1 cannot be used (Address already in use)")
+    assert ended.stdout == ""
+
+
+def test_a_free_port_is_found():
+    port = free_port("127.0.0.1", 0, "--port")
+    assert free_port("127.0.0.1", port, "--port") == port
+
+
+def test_every_node_is_told_its_name_gateway_threads_and_share_of_the_memory(monkeypatch):
+    monkeypatch.setenv("BATON_PAGE_SIZE", "99")
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    config = ServeConfig(prefill=1, decode=3, port=8000, control_port=8001, page_size=64, api_key="k", insecure=True)
+    found = children(config, [Share(2, (0, 1)), Share(1, (2,)), Share(1, (3,)), Share(1)])
+    assert [child.name for child in found] == ["gateway", "prefill-0", "decode-0", "decode-1", "decode-2"]
+    assert found[0].argv[1:] == ["-m", "gateway", "--insecure"]
+    assert found[1].argv[1:] == [
+        *("-m", "prefill_node", "--insecure", "--threads=2", "--page-size=64", "--name=prefill-0"),
+        "--memory-fraction=0.2",
+    ]
+    assert [child.cpus for child in found] == [(), (0, 1), (2,), (3,), ()]
+    assert [child.env["OMP_NUM_THREADS"] for child in found] == ["1", "2", "1", "1", "1"]
+    assert all(child.env["BATON_API_KEY"] == "k" and "BATON_PAGE_SIZE" not in child.env for child in found)
+
+
+def test_every_node_records_into_a_file_of_its_own():
+    found = children(ServeConfig(record="/tmp/run"), [Share(1), Share(1)])
+    records = [[word for word in child.argv if word.startswith("--record")] for child in found]
+    assert records == [[], ["--record=/tmp/run.prefill-0"], ["--record=/tmp/run.decode-0"]]
+
+
+def test_without_prefill_nodes_the_gateway_is_told_that_decode_nodes_compute_prompts():
+    config = ServeConfig(
+        prefill=0, decode=2, local_prefill="always", also_serve=("b=/x",), port=8000, control_port=8001
+    )
+    found = children(config, [Share(1), Share(1)])
+    assert [child.name for child in found] == ["gateway", "decode-0", "decode-1"]
+    assert found[0].argv[1:] == ["-m", "gateway", "--also-serve=b=/x", "--local-prefill=always"]
+
+
+def test_serve_has_a_key_of_its_own_where_only_tenants_have_some() -> None:
+    config = with_key(ServeConfig(tenant_keys="/etc/keys"))
+    assert config.api_key is not None and len(config.api_key) == 64
+    (gateway, *_) = children(config, [Share(1), Share(1)])
+    assert gateway.env["BATON_API_KEY"] == config.api_key
+    assert config.api_key not in " ".join(gateway.argv)
+    assert with_key(ServeConfig(tenant_keys="/etc/keys", api_key="mine")).api_key == "mine"
+    assert with_key(ServeConfig()).api_key is None
+
+
+def test_service_goes_on_where_nobody_can_be_told_that_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        tell_ready("http://127.0.0.1:1")
+        assert sys.stdout is None
+        with contextlib.suppress(OSError):
+            full.close()
+    assert (
+        "serve: ready http://127.0.0.1:1, which standard output does not take: No space left" in capsys.readouterr().err
+    )

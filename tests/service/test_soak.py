@@ -1,0 +1,206 @@
+"""Everything at once: prompts that share prefixes, pools that are too small, clients that leave, nodes that die. Every
+answer that ends well has exactly the tokens that it has alone; a single page written late or read stale would show.
+Deep: the same for longer, and memory over ten thousand requests.
+"""
+
+import asyncio
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import num_descriptors, resident_bytes
+from support.reference_models import draw_prompts, generate, load_reference, make_model
+from support.service import SMALL_MODEL, Service, running
+from support.service_client import Client, prompt_of
+
+MAX_NEW = 24
+Case = tuple[tuple[int, ...], tuple[int, ...]]
+SHORT_OF_EVERYTHING = {"page_size": 4, "chunked_prefill_size": 16, "max_running_requests": 8}
+POOLS = {
+    "prefill-0": {"max_total_tokens": 400},
+    "prefill-1": {"max_total_tokens": 400},
+    "decode-0": {"max_total_tokens": 320},
+    "decode-1": {"max_total_tokens": 320},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Case]]]:
+    """A random model, and prompts of which many begin alike."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = make_model(tmp_path_factory.mktemp("soak") / "m", "qwen3", seed=4, vocab_size=1024)
+    for path in SMALL_MODEL.glob("*token*"):
+        shutil.copy(path, folder)
+    reference = load_reference(folder)
+    cases = draw_prompts(reference, [3, 30, 90, 150], MAX_NEW, seed=6)
+    drawn = random.Random(2)
+    while len(cases) < 20:
+        base = drawn.choice(cases)[0]
+        prompt = (*base[: drawn.randrange(1, len(base) + 1)], *drawn.sample(range(1000), drawn.randrange(0, 40)))[:160]
+        if expected := generate(reference, prompt, MAX_NEW):
+            cases.append((prompt, expected))
+    yield folder, cases
+    torch.set_num_threads(num_threads)
+
+
+class Crowd:
+    """Clients that ask, wait or leave, each in its own time."""
+
+    def __init__(self, client: Client, cases: list[Case], seed: int) -> None:
+        self._client = client
+        self._cases = cases
+        self._random = random.Random(seed)
+        self.num_well = self.num_left = self.num_failed = 0
+
+    async def work(self, num_clients: int, num_requests: int) -> None:
+        await asyncio.gather(*(self._one(num_requests) for _ in range(num_clients)))
+
+    async def _one(self, num_requests: int) -> None:
+        for _ in range(num_requests):
+            prompt, expected = self._random.choice(self._cases)
+            exchange = self._client.begin(prompt, MAX_NEW, ignore_eos=False, cache_salt=self._random.choice("ab"))
+            if self._random.random() < 0.25:
+                await asyncio.sleep(self._random.expovariate(10))
+                self.num_left += not exchange.ended_at
+                await exchange.leave()
+            await exchange.end() if exchange.work and not exchange.work.done() else None
+            if exchange.error is not None:
+                assert exchange.code in ("node_lost", "no_route", "transfer_failed", "shutting_down"), exchange.error
+                self.num_failed += 1
+                await asyncio.sleep(0.05)
+            elif exchange.body and len(exchange.ids) == MAX_NEW:
+                self.num_well += 1
+            assert exchange.ids == expected[: len(exchange.ids)], f"wrong tokens for a prompt of {len(prompt)}"
+
+
+async def test_answers_stay_exact_while_clients_leave_and_everything_is_short(
+    model: tuple[Path, list[Case]], tmp_path: Path
+) -> None:
+    folder, cases = model
+    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
+    options = {"node_options": SHORT_OF_EVERYTHING, "only": POOLS, "variables": hopeful}
+    with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
+        async with service.client() as client:
+            crowd = Crowd(client, cases, seed=1)
+            await asyncio.wait_for(crowd.work(num_clients=24, num_requests=10), 150)
+            totals = await client.settled()
+    assert crowd.num_failed == 0
+    assert crowd.num_well > 120
+    assert crowd.num_left > 10
+    assert sum(totals[name]["retractions"] for name in ("decode-0", "decode-1")) > 0
+
+
+#: Options under which something is as small as it may be.
+EXTREMES = {
+    "one slot": {"max_running_requests": 1},
+    "one page": {"max_total_tokens": 192, "page_size": 192, "chunked_prefill_size": -1},
+    "one request's pool": {"max_total_tokens": 184, "page_size": 4},
+    "whole prompts": {"chunked_prefill_size": -1, "max_prefill_tokens": 1, "max_total_tokens": 400},
+    "one prompt at a time": {"prefill_max_requests": 1, "chunked_prefill_size": 16, "page_size": 1},
+    "no cache": {"disable_radix_cache": True, "max_total_tokens": 250, "page_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "one request's pool" else pytest.param(name, marks=pytest.mark.deep) for name in EXTREMES]
+)
+async def test_requests_end_well_and_exact_however_little_there_is_of_something(
+    model: tuple[Path, list[Case]], tmp_path: Path, name: str
+) -> None:
+    folder, cases = model
+    options = dict(EXTREMES[name])
+    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
+    with running(tmp_path / "logs", folder, node_options=options, variables=hopeful) as service:
+        async with service.client() as client:
+            crowd = Crowd(client, cases, seed=3)
+            await asyncio.wait_for(crowd.work(num_clients=12, num_requests=6), 150)
+            await client.settled()
+    assert crowd.num_failed == 0
+    assert crowd.num_well > 40
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+async def test_answers_stay_exact_while_nodes_die_as_well(
+    model: tuple[Path, list[Case]], tmp_path: Path, seed: int
+) -> None:
+    folder, cases = model
+    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
+    options = {"node_options": SHORT_OF_EVERYTHING, "only": POOLS, "variables": hopeful}
+    with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
+        async with service.client() as client:
+            crowd = Crowd(client, cases, seed)
+            work = asyncio.create_task(crowd.work(num_clients=16, num_requests=150))
+            drawn = random.Random(seed)
+            while not work.done():
+                victim = drawn.choice(service.nodes)
+                if drawn.random() < 0.3:
+                    service.pause(victim)
+                    await asyncio.sleep(drawn.random())
+                    service.resume(victim)
+                else:
+                    service.kill(victim)
+                    await asyncio.sleep(drawn.random())
+                    service.start(victim)
+                    await asyncio.to_thread(service.wait_until_ready)
+                await asyncio.sleep(drawn.random())
+            await work
+            await client.settled()
+            assert crowd.num_well > 500
+
+
+def figures(service: Service) -> dict[str, tuple[float, int]]:
+    """MB resident and descriptors of every process."""
+    return {
+        name: (resident_bytes(process.pid) / 1e6, num_descriptors(process.pid))
+        for name, process in service.processes.items()
+    }
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+async def test_books_memory_and_descriptors_stay_as_they_were_over_an_hours_worth_of_requests(tmp_path: Path) -> None:
+    """12,000 requests, as many as 3.3 a second make in an hour; of twenty, two leave and one is aborted."""
+    with running(tmp_path / "logs") as service:
+        async with service.client() as client:
+            numbers = iter(range(1_000_000))
+
+            async def ask(until: int) -> None:
+                while (number := next(numbers)) < until:
+                    rid = f"soak-{number}"
+                    exchange = client.begin(prompt_of(20 + number % 200, number % 700), 4 + number % 12, rid=rid)
+                    if number % 10 == 0:
+                        await asyncio.sleep(0.02)
+                        await exchange.leave()
+                    elif number % 20 == 5:
+                        await asyncio.sleep(0.01)
+                        status, _ = await client.post("/abort_request", {"rid": rid})
+                        assert status == 200
+                        await exchange.end()
+                        assert exchange.error is None or exchange.code == "aborted", exchange.error
+                    else:
+                        await exchange.end()
+                        assert exchange.error is None, exchange.error
+                    client.forget(exchange)
+
+            async def ask_until(number: int) -> float:
+                began = time.monotonic()
+                await asyncio.gather(*(ask(number) for _ in range(16)))
+                await client.settled()
+                return time.monotonic() - began
+
+            rows = []
+            for number in range(2_000, 12_001, 2_000):
+                took_s = await ask_until(number)
+                rows.append(figures(service))
+                print(f"{number} requests, the last 2000 in {took_s:.0f} s: {rows[-1]}")
+            for name in service.processes:
+                first, last = rows[0][name], rows[-1][name]
+                assert last[0] < first[0] * 1.05 + 16, f"{name} grew from {first[0]:.0f} to {last[0]:.0f} MB"
+                assert last[1] <= first[1] + 4, f"{name} had {first[1]} descriptors, now {last[1]}"

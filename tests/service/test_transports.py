@@ -1,0 +1,77 @@
+"""Whole services whose pages travel by one transport or another: the very tokens of ``transformers``, all pages by that
+transport and none by the control plane, and what the nodes say of it."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.reference_models import draw_prompts, load_reference
+from support.service import SMALL_MODEL, Service, running
+from support.service_client import Client
+
+NUM_NEW = 12
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt of 12 whole pages and one of 11 tokens, and what ``transformers`` makes of it."""
+    return draw_prompts(load_reference(SMALL_MODEL), [203], NUM_NEW, seed=11)[0]
+
+
+@pytest.fixture(params=["auto", "nixl", "tcp"])
+def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]:
+    options: dict[str, Any] = {"transport": request.param}
+    if request.param == "tcp":
+        options["cluster_key"] = "the key of this cluster"
+    gateway_options = {"heartbeat_interval": 1.0}  # so few that what they say is much less than a page
+    with running(tmp_path, node_options=options, gateway_options=gateway_options) as service:
+        yield service
+
+
+async def pairs(client: Client, name: str) -> list[dict[str, Any]]:
+    for _ in range(100):
+        found: list[dict[str, Any]] = (await client.workers())[name]["pairs"]
+        if found:
+            return found
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{name} tells of no pair")
+
+
+async def test_pages_travel_by_the_transport_of_the_pair_and_by_nothing_else(
+    service: Service, case: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    prompt, expected = case
+    asked = service._node_options["transport"]
+    transport, why = ("shm", "the first that worked") if asked == "auto" else (asked, "it was asked for")
+    async with service.client() as client:
+        before = await client.counters()
+        answer = await client.generate(prompt, NUM_NEW)
+        after = await client.settled()
+        workers = await client.workers()
+        assert {worker["register"]["pid"] for worker in workers.values()} == {
+            service.pid("prefill-0"), service.pid("decode-0"),
+        }  # fmt: skip
+        assert len({service.pid("prefill-0"), service.pid("decode-0"), service.pid("gateway"), os.getpid()}) == 4
+        told = {name: await pairs(client, name) for name in ("prefill-0", "decode-0")}
+    assert tuple(answer["output_ids"]) == expected
+    assert answer["meta_info"]["timings"].keys() == {
+        "prefill_queue_s", "prefill_s", "decode_queue_s", "prompt_wait_s", "transfer_s", "join_s",
+    }  # fmt: skip
+
+    def moved(node: str, name: str) -> float:
+        return after[node].get(name, 0.0) - before[node].get(name, 0.0)
+
+    shape = workers["prefill-0"]["register"]["geometry"]
+    page_bytes = 2 * shape["num_layers"] * shape["num_kv_heads"] * shape["page_size"] * shape["head_dim"] * 4
+    assert moved("prefill-0", f"bytes_by_{transport}") == 13 * page_bytes
+    others = [name for name in after["prefill-0"] if name.startswith("bytes_by_") and name != f"bytes_by_{transport}"]
+    assert not any(moved("prefill-0", name) for name in others)
+    spoken = moved("prefill-0", "control_bytes_sent") + moved("decode-0", "control_bytes_sent")
+    assert 0 < spoken < page_bytes / 2, "pages travel by the control plane"
+    for name, peer in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
+        assert told[name] == [
+            {"peer": peer, "incarnation": workers[peer]["incarnation"], "transport": transport, "why": why}
+        ]

@@ -1,0 +1,121 @@
+"""What waiting protects: whoever stands first by then keeps its slot, its row, its pages, however urgent the rest is.
+
+Everywhere 2 are added to a priority per second, and the threshold is 2: a request of priority 0 stands before one of
+priority 10 if it came more than 5 s earlier.
+"""
+
+import pytest
+from support.lone_nodes import DecodeNode, PrefillNode
+
+from common.config.scheduling import PriorityRules
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.policies.base import FirstComeFirstServed
+from decode_node.request_state import State
+
+AGING = PriorityRules(is_enabled=True, preemption_threshold=2, aging_per_s=2.0)
+
+
+def request(rid: str, priority: int, arrived_at: float) -> Request:
+    return Request(rid, 0, (1, 2), SamplingParams(max_new_tokens=4), priority=priority, arrived_at=arrived_at)
+
+
+@pytest.mark.parametrize(
+    ("difference", "seconds_later", "is_taken"),
+    [(2, 0.0, False), (3, 0.0, True), (10, 4.9, True), (10, 5.1, False), (-1, -9.0, False), (3, -9.0, True)],
+)
+def test_a_place_is_taken_by_who_is_more_urgent_by_more_than_the_threshold_and_stands_before(
+    difference: int, seconds_later: float, is_taken: bool
+) -> None:
+    order = RequestOrdering(FirstComeFirstServed(), AGING)
+    running, waiting = request("running", 0, 100.0), request("waiting", difference, 100.0 + seconds_later)
+    assert order.beats(waiting, running) == is_taken
+    assert not (is_taken and order.beats(running, waiting)), "or they would change places for ever"
+
+
+@pytest.mark.parametrize(("seconds_later", "loan"), [(0.0, 10), (-3.0, 10), (0.5, 9), (1.2, 7), (5.0, 0), (9.0, -8)])
+def test_what_is_lent_lets_nobody_stand_before_the_lender(seconds_later: float, loan: int) -> None:
+    order = RequestOrdering(FirstComeFirstServed(), AGING)
+    holder, lender = request("holder", -20, 100.0), request("lender", 10, 100.0 + seconds_later)
+    holder.inherited_priority = order.loan(lender, holder)
+    assert holder.inherited_priority == loan
+    assert order.standing(holder) <= order.standing(lender) or seconds_later <= 0
+    for place in (request("a place", 3, 99.0), request("another", 9, 95.0), request("a third", -9, 104.0)):
+        assert order.beats(lender, place) or not order.beats(holder, place), "it took what the lender could not"
+
+
+@pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
+def test_a_row_is_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
+    node = DecodeNode(slots=1, rules=AGING)
+    node.run_in("old", 8, 0, new=20)
+    node.now = comes_at
+    node.submit("urgent", 8, 10, new=20)
+    assert node.run() == (["urgent", "old"] if is_taken else ["old", "urgent"])
+    assert node.scheduler.totals["pauses"] == is_taken
+
+
+@pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
+def test_pages_are_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
+    node = DecodeNode(num_pages=8, rules=AGING)
+    node.run_in("old", 16, 0, new=8)
+    node.now = comes_at
+    node.submit("urgent", 16, 10, new=8)
+    assert node.run() == (["urgent", "old"] if is_taken else ["old", "urgent"])
+    assert node.scheduler.totals["retractions"] == is_taken
+
+
+@pytest.mark.parametrize(("comes_at", "victim"), [(4.0, "old"), (5.1, "urgent")])
+def test_when_the_batch_outgrows_the_pool_who_stands_first_stays(comes_at: float, victim: str) -> None:
+    node = DecodeNode(num_pages=8, rules=AGING)
+    node.run_in("old", 8, 0, new=40)
+    node.now = comes_at
+    node.run_in("urgent", 8, 10, new=40)
+    while not node.places.retracted:
+        node.step()
+    assert [key[0] for key in node.places.retracted] == [victim]
+
+
+def test_of_several_that_would_give_way_the_one_that_stands_lowest_does() -> None:
+    node = DecodeNode(slots=2, rules=AGING)
+    node.run_in("old", 8, 0, new=40)
+    node.now = 8.0
+    node.run_in("newer", 8, 3, new=40)
+    node.submit("urgent", 8, 30)
+    node.grant()
+    node.receive("urgent")
+    node.step()
+    assert (node.state("old"), node.state("newer")) == (State.RUNNING, State.PAUSED)
+
+
+def test_transfers_that_stand_lower_do_not_keep_who_stands_first_from_beginning() -> None:
+    node = DecodeNode(slots=1, rules=AGING)
+    node.run_in("busy", 8, 50, new=30)
+    node.now = 20.0
+    node.submit("urgent", 8, 10)
+    assert node.grant() == ["urgent"]
+    node.receive("urgent")  # it is here, and there is no row
+    late = request("old", 0, 1.0)  # it waited in the gateway until now
+    node.scheduler.submit(late)
+    assert node.grant() == ["old"]
+
+
+def is_taken_from_old(node: PrefillNode, comes_at: float, *, old: int, urgent: int) -> bool:
+    """Whether a prompt that comes amid another, which is less urgent and older, takes its place and ends first."""
+    node.submit("old", old, 0)
+    node.step()
+    node.now = comes_at
+    node.submit("urgent", urgent, 10)
+    is_first = node.run() == ["urgent", "old"]
+    assert node.scheduler.totals["preemptions"] == is_first
+    return is_first
+
+
+@pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
+def test_a_prefill_slot_is_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
+    assert is_taken_from_old(PrefillNode(slots=1, rules=AGING), comes_at, old=64, urgent=32) == is_taken
+
+
+@pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
+def test_pages_of_a_prefill_node_are_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
+    assert is_taken_from_old(PrefillNode(num_pages=8, rules=AGING), comes_at, old=24, urgent=16) == is_taken

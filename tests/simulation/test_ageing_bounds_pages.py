@@ -1,0 +1,153 @@
+"""Ageing bounds every wait for pages of a decode node, retractions and shared prefixes included; in virtual time.
+
+Which formula, and why: ``tests/support/ageing.py``, and docs/scheduling.md.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+from support.ageing import (
+    BURSTS_S,
+    GROUPS,
+    HIGHEST,
+    LOADS,
+    MAX_DECISIONS,
+    MESSAGE_S,
+    PAGE,
+    PRIORITIES,
+    RATES,
+    READY_S,
+    SETTINGS,
+    STEP_S,
+    Sent,
+    arriving,
+    longest_backlog_s,
+    overtaken_s,
+    patient,
+    places_lost,
+    served,
+    stream,
+)
+from support.simulated import Limits, Service
+
+from scripts.simulator.costs import Costs
+
+NUM_PAGES = 24
+#: Steps cost the same however many rows they have, so that only pages are short.
+COSTS = Costs(STEP_S, 0.0, 0.0, 0.0, MESSAGE_S, 0.0, 1e12)
+#: A request of so many pages, prompt and output, has so many output tokens.
+KINDS = st.tuples(st.integers(2, 10), st.integers(2, 36), PRIORITIES, GROUPS, st.sampled_from([4, 8, 16, 24]))
+Kind = tuple[int, int, int, int | None, int]
+
+
+def held_s(max_new: int, num_retracted: int = 0) -> float:
+    """For at most so long a request holds pages: until its prompt is here, and its steps, with one to join.
+
+    Each retraction costs it the token under way, a step in which what it had is computed again, and one to join.
+    """
+    return READY_S + (max_new + 1 + 3 * num_retracted) * STEP_S
+
+
+def num_pages(sent: Sent) -> int:
+    return (sent.length + sent.max_new) // PAGE
+
+
+def pages_bound_s(
+    number: int, rate: float, requests: Sequence[Sent], skip_ahead: int, retracted: Counter[str]
+) -> float:
+    """The latest end of an output: ``D + B + H (P + k (r + 1) s) / (P - s)`` and its own steps.
+
+    A request of s pages is refused only if fewer than s are left of the pool's P; so whenever somebody waits, at least
+    P - s are in use, for the largest s. A request takes its pages, and at most one more for what its last page has
+    room for, for as long as it holds them, at most H, in all its stays together: what is computed again is load, too.
+    What is in use when somebody has to wait first is at most P; and each time that this one waits, which is once more
+    than the r times that it was retracted, k smaller ones may pass.
+    """
+    largest = 1 + max(map(num_pages, requests))
+    capacity = NUM_PAGES - largest
+    held = [held_s(sent.max_new, retracted[f"r{each}"]) for each, sent in enumerate(requests)]
+    shares = [(sent.at, (num_pages(sent) + 1) * each_s / capacity) for sent, each_s in zip(requests, held, strict=True)]
+    num_passes = skip_ahead * (retracted[f"r{number}"] + 1)
+    waited_s = overtaken_s(requests[number].priority, rate) + longest_backlog_s(shares)
+    waited_s += max(held) * (NUM_PAGES + num_passes * largest) / capacity
+    return waited_s + held[number] + READY_S + 2 * STEP_S + MESSAGE_S
+
+
+def in_pages(
+    requests: Sequence[Sent], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
+    reserved: int | None = None, lookahead: int = 1_000,
+) -> Service:  # fmt: skip
+    """Outputs that have rows enough and few pages."""
+    return served(
+        requests,
+        Limits(4_000, num_pages, page_size=PAGE, chunk_tokens=4_000, max_running=num_pages, prefill_running=400),
+        COSTS,
+        priority_aging_per_second=rate,
+        priority_scheduling_preemption_threshold=threshold,
+        max_skip_ahead=skip_ahead,
+        num_reserved_decode_tokens=reserved,
+        gateway_lookahead=lookahead,
+    )
+
+
+def retractions(service: Service) -> Counter[str]:
+    """How often each lost its pages, to a more urgent one or to what was running."""
+    retracted: Counter[str] = Counter()
+    num_retractions = 0
+    for node in service.cluster.nodes.values():
+        decided = node.role._scheduler.decisions.last(MAX_DECISIONS, service.agenda.now())
+        retracted.update(each.rid for each in decided if each.action == "retract")
+        num_retractions += node.role.counters()["retractions"]
+    assert retracted.total() == num_retractions
+    return retracted
+
+
+@SETTINGS
+@given(
+    kinds=st.lists(KINDS, min_size=1, max_size=8),
+    load=LOADS,
+    head=st.integers(0, 20),
+    burst_s=BURSTS_S,
+    rate=RATES,
+    skip_ahead=st.sampled_from([0, 2, 8]),
+    threshold=st.sampled_from([0, 2, 5, 10]),
+    reserved=st.sampled_from([None, 1]),
+    lookahead=st.sampled_from([0, 4, 1_000]),
+)
+def test_no_output_ends_later_than_ageing_lets_it_where_pages_are_short(
+    kinds: list[Kind], load: float, head: int, burst_s: float, rate: float, skip_ahead: int, threshold: int,
+    reserved: int | None, lookahead: int,
+) -> None:  # fmt: skip
+    """Whether pages are taken from one another or not, and where too little is reserved, so that the batch outgrows
+    the pool."""
+    sizes = [kinds[number % len(kinds)] for number in range(60)]
+    sizes = [(size, min(max_new, size * PAGE - 1), *rest) for size, max_new, *rest in sizes]
+    capacity = NUM_PAGES - 1 - max(size for size, *_ in sizes)
+    works_s = [(size + 1) * held_s(max_new) / capacity for size, max_new, *_ in sizes]
+    arrivals = arriving(works_s, load, head, burst_s)
+    requests = [
+        Sent(at, size * PAGE - max_new, max_new, *rest)
+        for at, (size, max_new, *rest) in zip(arrivals, sizes, strict=True)
+    ]
+    service = in_pages(
+        requests, rate, threshold=threshold, skip_ahead=skip_ahead, reserved=reserved, lookahead=lookahead
+    )
+    retracted = retractions(service)
+    for number, sent in enumerate(requests):
+        ended_s = service.ended[f"r{number}"].ended_at - sent.at
+        assert ended_s <= pages_bound_s(number, rate, requests, skip_ahead, retracted) + 1e-9
+    assert places_lost(service, rate) <= retracted
+
+
+def test_the_least_urgent_output_keeps_its_pages_in_the_end_while_urgent_ones_keep_coming() -> None:
+    """Three of them fit at a time, 0.09 s each: it has its pages first, loses them, and then never more."""
+    each_s = 0.09 / 3
+    requests = [Sent(0.0, 4, 28, 0), *(Sent(at + 0.15, 24, 8, HIGHEST) for at in stream(each_s, 12.0))]
+    service = in_pages(requests, 4.0, threshold=2, skip_ahead=0, num_pages=27)
+    assert places_lost(service, 4.0)["r0"] > 0
+    backlog_s = longest_backlog_s([(sent.at, each_s) for sent in requests])
+    assert 2.5 < patient(service, requests) <= overtaken_s(0, 4.0) + backlog_s + 2 * held_s(28)
+    service = in_pages(requests, 1e-6, threshold=2, skip_ahead=0, num_pages=27)
+    assert patient(service, requests) > 11.0  # after nearly all of them

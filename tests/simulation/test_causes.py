@@ -1,0 +1,87 @@
+"""Both nodes of a pair tell the gateway the same about a request that fails, whichever of them is heard first."""
+
+from collections.abc import Callable
+
+import pytest
+from support.local_cluster import LocalCluster, Member, assert_all_pages_are_back, prompt_of, sampling
+
+from common.errors import ErrorCode
+from common.wire.messages import Abort, Failed, Message
+
+
+class SlowGateway(LocalCluster):
+    """Each node says what it has to say before the gateway tells it of what the other has said."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(chunk_tokens=16, latency=3, **options)
+        self.failures: list[Failed] = []
+
+    def tell(self, member: Member, message: Message) -> None:
+        if not isinstance(message, Abort):
+            super().tell(member, message)
+
+    def _hear(self, sender: Member, message: Message) -> None:
+        super()._hear(sender, message)
+        if isinstance(message, Failed):
+            self.failures.append(message)
+
+
+def lose_decode(cluster: LocalCluster) -> None:
+    cluster.decode[0].is_alive = False
+    cluster.prefill[0].role.peer_lost(cluster.decode[0].name, cluster.clock.now())
+
+
+def lose_prefill(cluster: LocalCluster) -> None:
+    cluster.prefill[0].is_alive = False
+    cluster.prefill[0].transport.die()
+    cluster.decode[0].role.peer_lost(cluster.prefill[0].name, cluster.clock.now())
+
+
+def stop_decode(cluster: LocalCluster) -> None:
+    cluster.decode[0].role.stop("the node is stopping", cluster.clock.now())
+
+
+def stop_prefill(cluster: LocalCluster) -> None:
+    cluster.prefill[0].role.stop("the node is stopping", cluster.clock.now())
+
+
+def be_late(cluster: LocalCluster) -> None:
+    cluster.clock.advance(10.0)
+
+
+CAUSES: dict[Callable[[LocalCluster], None], ErrorCode] = {
+    lose_decode: ErrorCode.NODE_LOST,
+    lose_prefill: ErrorCode.NODE_LOST,
+    stop_decode: ErrorCode.SHUTTING_DOWN,
+    stop_prefill: ErrorCode.SHUTTING_DOWN,
+    be_late: ErrorCode.DEADLINE_EXCEEDED,
+}
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
+def test_what_ends_a_request_has_one_name(cause: Callable[[LocalCluster], None], num_steps: int) -> None:
+    cluster = SlowGateway()
+    cluster.submit("a", prompt_of(64), sampling(1000), timeout_s=1.0)
+    for _ in range(num_steps):
+        cluster.step()
+    cause(cluster)
+    cluster.settle(20)
+    assert {failure.code for failure in cluster.failures} <= {CAUSES[cause]}
+    for member in cluster.members:
+        LocalCluster.tell(cluster, member, Abort("a", 0))
+    cluster.settle()
+    assert cluster.failures or num_steps == 7, "nobody says that it has ended"
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_prompt_larger_than_the_prefill_pool_is_refused_as_that_by_whoever_speaks_first() -> None:
+    cluster = SlowGateway(page_size=4, prefill_pages=10)
+    cluster.submit("small", prompt_of(20), sampling(3))
+    cluster.run()
+    cluster.submit("large", prompt_of(41), sampling(3))
+    cluster.settle()
+    assert len(cluster.failures) == 2
+    assert {failure.code for failure in cluster.failures} == {ErrorCode.POOL_TOO_SMALL}
+    assert all("--max-total-tokens" in failure.message for failure in cluster.failures)
+    assert_all_pages_are_back(cluster)

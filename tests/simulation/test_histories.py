@@ -1,0 +1,317 @@
+"""Random histories of whole clusters that lead a rough life: exact tokens or a typed error, and every page back.
+
+A history is a seed. From it come the nodes (pools too small, pages of unequal size, every policy, every limit), the
+requests (equal and half-equal prompts, tenants, classes, deadlines, several samples of one prompt) and what befalls
+them.
+"""
+
+from random import Random
+from typing import Any
+
+import pytest
+from support.fake_engine import VOCAB_SIZE, expected_output
+from support.local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sampling
+from support.rough_cluster import RoughCluster, end_by_client
+
+from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
+from common.errors import ErrorCode
+from common.scheduling.chunked_prefill import ChunkAlignment
+from common.scheduling.in_batch_prefix_caching import SharingLimits
+from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume
+from scripts.simulator.inprocess_transport import Fault, Wire
+
+ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 5)))
+
+
+class History:
+    """One history, up to its end; ``judge`` then says whether all went well."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.wanted: dict[str, tuple[tuple[int, ...], int, int | None]] = {}  # prompt, most tokens, where it stops
+        self.given_up: dict[str, None] = {}
+        self.in_haste: dict[str, None] = {}
+        self.may_fail = {ErrorCode.OUT_OF_PAGES, ErrorCode.POOL_TOO_SMALL}
+        small, large = random.choice([(4, 4), (4, 4), (4, 8), (2, 6), (1, 4)])
+        self.page_sizes = (small, large) if random.random() < 0.5 else (large, small)
+        self.num_tokens = (random.randint(12, 24) * 4, random.randint(12, 24) * 4)  # of each pool
+        self.num_tokens = tuple(n - n % size for n, size in zip(self.num_tokens, self.page_sizes, strict=True))
+        self.cluster = self._make()
+        self.is_faulty = False
+        self.can_break = random.random() < 0.6
+
+    def _make(self) -> RoughCluster:
+        random = self.random
+        policy = random.choice(POLICIES)
+        max_queued = random.choice([None, None, None, 3])
+        if max_queued:
+            self.may_fail.add(ErrorCode.QUEUE_FULL)
+        wire = Wire(latency=random.choice([0, 2, 6]), bytes_per_tick=random.choice([None, 64]), faults=self._faults())
+        wire.can_recall = random.random() < 0.7
+        return RoughCluster(
+            random,
+            slowness=random.choice([0, 0, 2, 5]),
+            num_prefill=2,
+            num_decode=2,
+            page_size=self.page_sizes[0],
+            decode_page_size=self.page_sizes[1],
+            prefill_pages=self.num_tokens[0] // self.page_sizes[0],
+            decode_pages=self.num_tokens[1] // self.page_sizes[1],
+            chunk_tokens=random.choice([8, 8, 16, None]),
+            max_running=random.choice([1, 2, 2, 4]),
+            max_queued=max_queued,
+            policy=policy,
+            options=SchedulingOptions(schedule_policy=policy, tenant_shares=("a:3",) if policy == "fair" else ()),
+            rules=self._rules(policy),
+            is_cached=random.random() < 0.85,
+            stream_interval=random.choice([1, 1, 3]),
+            resume_tokens=random.choice([None, 0, 3, 12]),
+            conservativeness=random.choice([0, 0, 0.3, 1.0]),
+            wants_checksums=self.wants_checksums,
+            limits=self._limits(),
+            wire=wire,
+        )
+
+    def _faults(self) -> dict[int, Fault]:
+        random = self.random
+        self.wants_checksums = random.random() < 0.3
+        if random.random() < 0.6:
+            return {}
+        self.may_fail.add(ErrorCode.TRANSFER_FAILED)
+        kinds: Any = ["drop", "duplicate", "reorder", "delay", "partition"] + ["corrupt"] * self.wants_checksums
+        return {random.randint(0, 120): Fault(random.choice(kinds), random.randint(1, 6)) for _ in range(8)}
+
+    def _rules(self, policy: str) -> PriorityRules | None:
+        random = self.random
+        if random.random() < 0.3:
+            return None
+        classes = {"high": 4.0, "low": 1.0} if random.random() < 0.3 else {}
+        return PriorityRules(
+            is_enabled=random.random() < 0.8,
+            preemption_threshold=random.choice([0, 0, 2, 10]),
+            aging_per_s=random.choice([0.0, 100.0]) if policy == "fcfs" else 0.0,
+            class_weights=classes,
+            default_class="low" if classes else "",
+        )
+
+    def _limits(self) -> dict[str, Any]:
+        random = self.random
+        return {
+            "max_prefill_tokens": random.choice([16_384, 16_384, 12]),
+            "cut": random.choice(
+                [
+                    ChunkAlignment(),
+                    ChunkAlignment(),
+                    ChunkAlignment(align_tokens=6),
+                    ChunkAlignment(crossover_tokens=10.0),
+                ]
+            ),
+            "max_requests": random.choice([None, None, 1]),
+            "sharing": random.choice([SharingLimits(), SharingLimits(4, 4), SharingLimits(0, 1)]),
+            "max_skip_ahead": random.choice([8, 8, 0, 1]),
+            "is_mixed": random.random() < 0.7,
+            "reserved_tokens": random.choice([None, None, 0, 8]),
+            "clip_tokens": random.choice([4_096, 2]),
+        }
+
+    # ---- what happens -----------------------------------------------------------------------------------------------
+
+    def run(self, num_events: int = 45) -> None:
+        actions = ["submit"] * 8 + ["step"] * 8 + ["leave", "urgency", "odd", "stop", "fault"]
+        for _ in range(num_events):
+            getattr(self, self.random.choice(actions))()
+        self.cluster.finish(may_wait=self.is_faulty or bool(self.cluster.wire.faults))
+
+    def submit(self) -> None:
+        random = self.random
+        prompt = self._prompt()
+        pair = (random.choice([0, 1, 0, 1, None]), random.randint(0, 1))
+        max_new = random.randint(1, 16)
+        output = expected_output(prompt, max_new)
+        stop = random.choice(output) if random.random() < 0.2 else None
+        where: dict[str, Any] = {
+            "salt": random.choice(["", "", "", "red"]),
+            "priority": random.choice([0, 0, 3, 9, -5]),
+            "timeout_s": random.choice([1e6, 1e6, 0.5, 0.05]),  # no gateway watches these: order alone
+            "tenant": random.choice(["", "a", "b"]),
+            "priority_class": random.choice(["", "high"]) if self._has_classes() else "",
+            "expected_output": random.choice([0, 0, 2, 30]),
+            "waited_s": random.choice([0.0, 0.0, 0.2]),
+        }
+        for _ in range(random.choice([1, 1, 1, 3])):
+            rid = f"r{len(self.wanted)}"
+            self.wanted[rid] = (prompt, max_new, stop)
+            if where["timeout_s"] < 1.0:
+                self.in_haste[rid] = None
+            sampled = sampling(max_new, stop_token_ids=() if stop is None else (stop,))
+            self.cluster.submit(rid, prompt, sampled, pair=pair, **where)
+
+    def _has_classes(self) -> bool:
+        rules = self.cluster._rules
+        return rules is not None and bool(rules.class_weights)
+
+    def _prompt(self) -> tuple[int, ...]:
+        random = self.random
+        root = random.choice(ROOTS)[: random.choice([40, 40, 24, random.randint(1, 40)])]
+        own = prompt_of(random.randint(1, 12), random.randint(50, 60)) if random.random() < 0.4 else ()
+        return (*root, *own)
+
+    def step(self) -> None:
+        for _ in range(self.random.randint(1, 8)):
+            self.cluster.step()
+
+    def leave(self) -> None:
+        open_rids = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
+        if open_rids:
+            rid = self.random.choice(open_rids)
+            self.given_up[rid] = None
+            end_by_client(self.cluster, rid, "left")
+
+    def urgency(self) -> None:
+        if self.cluster.answers:
+            rid, priority = self.random.choice(sorted(self.cluster.answers)), self.random.randint(-9, 20)
+            for leg in self.cluster.answers[rid].legs:
+                self.cluster.tell(leg, Reprioritize(rid, 0, priority))
+
+    def odd(self) -> None:
+        message = self.random.choice([Flush(), GetDecisions(100)])
+        for member in self.cluster.members:
+            self.cluster.tell(member, message)
+
+    def stop(self) -> None:
+        self.cluster.stop_for(self.random.choice(self.cluster.members), self.random.randint(1, 30))
+
+    def fault(self) -> None:
+        cluster, random = self.cluster, self.random
+        if not self.can_break:
+            return
+        kind = random.choice(["kill", "kill", "cut", "cut off"])
+        if kind == "cut":
+            cluster.cut(random.choice(cluster.prefill), random.choice(cluster.decode))
+        elif kind == "cut off":
+            cluster.cut_off(random.choice(cluster.members))
+        else:
+            member = random.choice(cluster.members)
+            cluster.kill(member)
+            cluster.replace(member, member.executor.pool.num_pages)
+        self.is_faulty = True
+        self.may_fail |= {ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED}
+
+    # ---- how it ended -----------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        assert_all_pages_are_back(self.cluster)
+        for rid, (prompt, max_new, stop) in self.wanted.items():
+            answer = self.cluster.answers[rid]
+            expected = expected_output(prompt, max_new)
+            if stop is not None:
+                expected = expected[: expected.index(stop) + 1]
+            got = answer.output
+            assert got == expected[: len(got)], f"{rid}: wrong tokens"
+            if rid in self.given_up:
+                continue
+            if answer.error is None:
+                assert got == expected, rid
+                assert answer.finish == ("length" if stop is None else "stop") or stop == expected[-1], rid
+                continue
+            if answer.error.code is ErrorCode.DEADLINE_EXCEEDED:  # the clock leaps while leases run out
+                assert rid in self.in_haste, rid
+                continue
+            assert answer.error.code in self.may_fail, (rid, answer.error)
+            longest = len(prompt) + max_new
+            if answer.error.code is ErrorCode.OUT_OF_PAGES:
+                assert longest > self.num_tokens[1], (rid, answer.error)
+            elif answer.error.code is ErrorCode.POOL_TOO_SMALL:
+                assert len(prompt) + 1 > min(self.num_tokens), (rid, answer.error)
+
+
+def live(seed: int) -> History:
+    history = History(seed)
+    history.run()
+    history.judge()
+    return history
+
+
+def test_who_has_outgrown_the_pool_ends_at_once_and_takes_nobody_along() -> None:
+    """Retracted at that moment, it stood at the front of the line for ever, and others were ended in its stead."""
+    cluster = LocalCluster(
+        page_size=4, decode_pages=4, conservativeness=0, resume_tokens=0, limits={"max_skip_ahead": 0},
+        rules=PriorityRules(is_enabled=True, preemption_threshold=0),
+    )  # fmt: skip
+    outgrown = cluster.submit("outgrown", prompt_of(12), sampling(30))
+    while len(outgrown.tokens) < 5:  # 17 tokens, and room for 16
+        cluster.step()
+    cluster.submit("urgent", prompt_of(10, 1), sampling(3), priority=9)
+    cluster.submit("local", prompt_of(8, 2), sampling(3), pair=(None, 0))
+    cluster.run(200)
+    assert outgrown.error is not None
+    assert outgrown.error.message == (
+        "the pool of 4 pages cannot hold 17 tokens and one more (--max-total-tokens of the decode node)"
+    )
+    assert cluster.answers["urgent"].output == expected_output(prompt_of(10, 1), 3)
+    assert cluster.answers["local"].output == expected_output(prompt_of(8, 2), 3)
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_who_gave_way_to_a_prompt_computed_here_does_not_get_its_pages_back_before_it() -> None:
+    """It was granted them anew at once, and gave way again, for ever."""
+    cluster = LocalCluster(
+        page_size=4, decode_pages=8, conservativeness=0, resume_tokens=0,
+        rules=PriorityRules(is_enabled=True, preemption_threshold=0),
+    )  # fmt: skip
+    weak = cluster.submit("weak", prompt_of(14), sampling(4))
+    while len(weak.tokens) < 2:
+        cluster.step()
+    # It needs 16 tokens, one more for its output and one to spare: 5 of the 8 pages, of which the other holds 4.
+    cluster.submit("urgent", prompt_of(16, 1), sampling(1), pair=(None, 0), priority=9)
+    cluster.run(200)
+    assert weak.output == expected_output(prompt_of(14), 4)
+    assert cluster.answers["urgent"].output == expected_output(prompt_of(16, 1), 1)
+    assert cluster.counters(cluster.decode[0])["retractions"] == 1
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_what_is_granted_to_a_resume_that_is_refused_is_free_for_the_next() -> None:
+    """The grant follows on its heels. It was kept for a request that might yet come, and when the pages were granted to
+    another, that was refused in its stead."""
+    cluster = LocalCluster(page_size=4)
+    cluster.submit("first", prompt_of(8), sampling(2))
+    cluster.run()
+    prefill, decode = cluster.prefill[0].role, cluster.decode[0].name
+    prefill.on_peer(decode, Resume("again", 1 << 16, prompt=(VOCAB_SIZE,), timeout_s=9.0), cluster.clock.now())
+    for rid, attempt in (("again", 1 << 16), ("next", 0)):
+        prefill.on_peer(decode, Grant(rid, attempt, 1, 0, (5, 6)), cluster.clock.now())
+    answers = [message for _, message in prefill.outbox.peers]
+    assert all(isinstance(message, Closed) and message.rid == "again" for message in answers) and answers
+
+
+def test_who_has_become_as_urgent_by_waiting_does_not_give_way() -> None:
+    """Retracted, it would come before the one that it made room for: granted anew, retracted again, for ever."""
+    rules = PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1000.0)
+    cluster = LocalCluster(page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0, rules=rules)
+    old = cluster.submit("old", prompt_of(12), sampling(6))
+    while len(old.tokens) < 2:
+        cluster.step()
+    cluster.clock.advance(0.01)  # which is worth 10 priorities, and it came earlier than that
+    new = cluster.submit("new", prompt_of(12, 1), sampling(4), priority=10)
+    cluster.run(200)
+    assert old.output == expected_output(prompt_of(12), 6)
+    assert new.output == expected_output(prompt_of(12, 1), 4)
+    assert cluster.counters(cluster.decode[0])["retractions"] == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_each_request_ends_in_its_tokens_or_an_error_and_every_page_comes_back(seed: int) -> None:
+    live(seed)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("hundred", range(20))
+def test_many_more_histories(hundred: int) -> None:
+    for seed in range(1_000 + 100 * hundred, 1_100 + 100 * hundred):
+        try:
+            live(seed)
+        except AssertionError as error:
+            raise AssertionError(f"history {seed}") from error

@@ -1,0 +1,394 @@
+"""Both roles under everything that can happen to them, over an engine whose tokens betray every wrong page."""
+
+from random import Random
+from typing import Any
+
+import pytest
+from support.fake_engine import expected_output
+from support.local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sampling
+
+from common.config.scheduling import PriorityRules
+from common.errors import ErrorCode
+from common.request import LOWEST_PRIORITY
+from common.sampling_params import SamplingParams
+from common.wire.messages import Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
+from decode_node.request_state import TABLE as DECODE_TABLE
+from decode_node.request_state import Event as DecodeEvent
+from decode_node.request_state import State as DecodeState
+from decode_node.role import RESUMED
+from prefill_node.request_state import TABLE as PREFILL_TABLE
+from prefill_node.request_state import Event as PrefillEvent
+from prefill_node.request_state import State as PrefillState
+
+
+def test_a_prompt_computed_here_is_continued_there() -> None:
+    cluster = LocalCluster(chunk_tokens=16)
+    answer = cluster.submit("a", prompt_of(100), sampling(20))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(100), 20)
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize("latency", [0, 7])
+def test_the_way_to_the_second_token_is_told_stage_by_stage(latency: int) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=latency)
+    answer = cluster.submit("a", prompt_of(40), sampling(4))  # three chunks, at 1, 2 and 3 ms
+    cluster.run()
+    assert {name: round(seconds * 1e3) for name, seconds in answer.timings.items()} == {
+        "prefill_queue_s": 1, "prefill_s": 2,
+        "decode_queue_s": 0, "prompt_wait_s": 3, "transfer_s": latency, "join_s": 1,
+    }  # fmt: skip
+
+
+def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:
+    cluster = LocalCluster(latency=5)
+    answer = cluster.submit("a", prompt_of(40), sampling(1))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(40), 1)
+    assert answer.finish == "length"
+    cluster.settle(20)
+    assert cluster.counters(cluster.decode[0])["output_tokens"] == 0
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_stop_token_ends_the_output_on_whichever_node_it_is_sampled() -> None:
+    output = expected_output(prompt_of(40), 5)
+    for index in (0, 3):
+        cluster = LocalCluster()
+        answer = cluster.submit("a", prompt_of(40), sampling(50, stop_token_ids=(output[index],)))
+        cluster.run()
+        assert answer.output == output[: index + 1]
+        assert answer.finish == "stop"
+        cluster.settle()
+        assert_all_pages_are_back(cluster)
+
+
+def test_what_a_node_answers_carries_the_number_of_the_question() -> None:
+    cluster = LocalCluster()
+    for member in cluster.members:
+        for question in (Flush(7), GetDecisions(5, 8)):
+            cluster.tell(member, question)
+        flushed, decisions = member.role.outbox.gateway[-2:]
+        assert (type(flushed), flushed.number, type(decisions), decisions.number) == (Flushed, 7, Decisions, 8)
+
+
+def test_a_shared_prefix_is_shipped_once() -> None:
+    cluster = LocalCluster(latency=4)
+    shared = prompt_of(64)
+    for number in range(4):
+        cluster.submit(f"r{number}", (*shared, 1000 + number, 7, 7), sampling(4))
+    cluster.run()
+    for number in range(4):
+        assert cluster.answers[f"r{number}"].output == expected_output((*shared, 1000 + number, 7, 7), 4)
+    cluster.settle()
+    # Four whole pages once, and one partial page each.
+    assert cluster.counters(cluster.prefill[0])["pages_sent"] == 4 + 4
+    assert_all_pages_are_back(cluster)
+
+
+def test_requests_with_different_salts_share_nothing() -> None:
+    cluster = LocalCluster()
+    for salt in ("red", "blue"):
+        cluster.submit(salt, prompt_of(64), sampling(4), salt=salt)
+        cluster.run()
+    assert cluster.counters(cluster.prefill[0])["pages_sent"] == 8
+    assert cluster.answers["blue"].cached_tokens == 0
+
+
+def test_more_requests_than_the_queue_holds_are_refused() -> None:
+    cluster = LocalCluster(max_queued=2, max_running=1)
+    answers = [cluster.submit(f"r{i}", prompt_of(20, i), sampling(3)) for i in range(6)]
+    cluster.run()
+    refused = [answer for answer in answers if answer.error is not None]
+    assert len(refused) == 4
+    assert {answer.error.code for answer in refused if answer.error} == {ErrorCode.QUEUE_FULL}
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_prompt_larger_than_a_pool_is_refused_by_name() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=10)
+    answer = cluster.submit("a", prompt_of(40), sampling(3))
+    cluster.run()
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.POOL_TOO_SMALL
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (None, 0)])
+@pytest.mark.parametrize(("length", "max_new", "is_taken"), [(40, 8, True), (40, 9, False), (48, 1, False)])
+def test_what_exceeds_the_context_is_refused_whatever_the_pool_holds(
+    pair: tuple[int | None, int], length: int, max_new: int, is_taken: bool
+) -> None:
+    cluster = LocalCluster(limits={"context_length": 48})
+    answer = cluster.submit("a", prompt_of(length), sampling(max_new), pair=pair)
+    cluster.run()
+    assert (answer.error is None) == is_taken
+    assert answer.error is None or answer.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_prompt_that_is_computed_again_is_as_urgent_there_as_it_was_and_has_waited_as_long() -> None:
+    cluster = LocalCluster(
+        page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0,
+        rules=PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1.0),
+    )  # fmt: skip
+    lost = cluster.submit("lost", prompt_of(12), sampling(6), priority=5)
+    while len(lost.tokens) < 2:
+        cluster.step()
+    arrived_at = cluster.decode[0].role._scheduler.places.requests["lost", 0].arrived_at
+    cluster.clock.advance(1.0)
+    cluster.submit("urgent", prompt_of(12, 1), sampling(4), priority=5)
+    for rid, priority in (("lost", 7), ("urgent", 60)):
+        cluster.tell(cluster.decode[0], Reprioritize(rid, 0, priority, "high"))
+    at_prefill = cluster.prefill[0].role._scheduler.requests
+    while ("lost", RESUMED) not in at_prefill:
+        cluster.step()
+    again = at_prefill["lost", RESUMED]
+    assert (again.priority, again.priority_class) == (7, "high")
+    assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # but for the message's way
+    cluster.run()
+    assert lost.output == expected_output(prompt_of(12), 6)
+
+
+def test_a_prompt_is_as_urgent_as_who_waits_for_it_on_the_decode_node_for_as_long_as_that_waits() -> None:
+    cluster = LocalCluster(num_prefill=2, page_size=4, chunk_tokens=4, rules=PriorityRules(is_enabled=True))
+    answers = [cluster.submit("low", prompt_of(60), sampling(4), priority=1)]
+    cluster.step()
+    low, now = cluster.prefill[0].role._scheduler.requests["low", 0], cluster.clock.now()
+    cluster.prefill[0].role.on_peer("s" * 32, Reprioritize("low", 0, 50), now)  # of a stranger
+    assert low.inherited_priority == LOWEST_PRIORITY
+    urgent = cluster.submit("urgent", prompt_of(64), sampling(4), pair=(1, 0), priority=9)
+    for _ in range(3):
+        cluster.step()
+        assert low.inherited_priority == 9
+    cluster.tell(cluster.prefill[0], Reprioritize("low", 0, 2))  # as its client wants, which takes nothing back
+    cluster.step()
+    assert (low.priority, low.inherited_priority) == (2, 9)
+    urgent.finish = "aborted"
+    cluster.abort("urgent")
+    cluster.step()
+    cluster.step()
+    assert (low.priority, low.inherited_priority) == (2, LOWEST_PRIORITY)
+    cluster.run()
+    assert answers[0].output == expected_output(prompt_of(60), 4)
+    told = [decided.reason for decided in cluster.prefill[0].role._scheduler.decisions.last(99, 0.0)]
+    assert "9 by one that waits elsewhere" in told and "nothing any more" in told
+
+
+def test_a_strangers_resume_beyond_the_context_is_refused() -> None:
+    """It broke a step, and with it the node."""
+    cluster = LocalCluster(limits={"context_length": 48})
+    [member], stranger = cluster.prefill, "s" * 32
+    member.role.on_peer(stranger, Resume("a", 0, prompt_of(48), timeout_s=9.0), 0.0)
+    [(to, closed)] = member.role.outbox.peers
+    assert to == stranger
+    assert isinstance(closed, Closed) and closed.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert member.role.plan(0.0) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": -1},
+        {"seed": 2**64},
+        {"temperature": float("nan")},
+        {"top_p": -0.5},
+        {"repetition_penalty": float("inf")},
+        {"prompt_logprobs_from": 0, "logprobs": 1},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_node_takes_no_number_that_would_break_a_step(fields: dict[str, Any]) -> None:
+    cluster = LocalCluster()
+    answer = cluster.submit("a", prompt_of(8), SamplingParams(max_new_tokens=2, **fields))
+    cluster.run()
+    assert answer.error is not None and answer.error.code is ErrorCode.INVALID_REQUEST
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_an_output_that_outgrows_the_whole_pool_ends_in_a_typed_error_after_every_token_it_had_room_for() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=10)
+    answer = cluster.submit("a", prompt_of(30), sampling(50))
+    cluster.run()
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.OUT_OF_PAGES
+    assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and the token after them
+    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last that could run gave its own pages away"
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_lone_request_may_fill_the_pool_to_the_last_token() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=10)
+    answer = cluster.submit("a", prompt_of(39), sampling(2))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(39), 2)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    for num_steps in range(12):
+        cluster = LocalCluster(chunk_tokens=16, latency=2)
+        answer = cluster.submit("a", prompt_of(64), sampling(1000), timeout_s=1.0)
+        for _ in range(num_steps):
+            cluster.step()
+        cluster.clock.advance(10.0)
+        cluster.run()
+        assert answer.error is not None
+        assert answer.error.code is ErrorCode.DEADLINE_EXCEEDED
+        cluster.settle(20)
+        assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize(("before_s", "is_missed"), [(0.11, False), (0.09, True), (-6.0, True)])
+def test_one_that_is_ended_at_its_deadline_or_just_before_has_missed_it_for_the_policy_of_either_node(
+    monkeypatch: pytest.MonkeyPatch, before_s: float, is_missed: bool
+) -> None:
+    """The gateway ends it, or in the end the node by itself."""
+    cluster, missed = LocalCluster(chunk_tokens=16), []
+    for member in cluster.members:
+        policy = member.role._scheduler.policy
+        monkeypatch.setattr(policy, "missed", lambda request, name=member.name: missed.append((name, request.rid)))
+    answer = cluster.submit("a", prompt_of(1600), sampling(9), timeout_s=10.0)
+    cluster.step()
+    cluster.clock.advance(10.0 - 0.001 - before_s)
+    if before_s > 0:
+        answer.finish = "aborted"
+        cluster.abort("a")
+    cluster.step()
+    assert missed == [(member.name, "a") for member in (*cluster.prefill, *cluster.decode) if is_missed]
+    cluster.settle(20)
+    assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize("num_steps", range(14))
+def test_an_abort_gives_every_page_back_wherever_the_request_is(num_steps: int) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=3)
+    answer = cluster.submit("a", prompt_of(64), sampling(1000))
+    for _ in range(num_steps):
+        cluster.step()
+    answer.finish = "aborted"
+    cluster.abort("a")
+    cluster.settle(20)
+    assert_all_pages_are_back(cluster)
+
+
+@pytest.mark.parametrize("num_steps", range(14))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_death_of_either_node_frees_the_other_wherever_the_request_is(num_steps: int, role: str) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=3)
+    cluster.submit("a", prompt_of(64), sampling(1000))
+    for _ in range(num_steps):
+        cluster.step()
+    member = (cluster.prefill if role == "prefill" else cluster.decode)[0]
+    cluster.kill(member)
+    cluster.settle(20)
+    assert_all_pages_are_back(cluster)
+    cluster.replace(member, 256)
+    answer = cluster.submit("b", prompt_of(64), sampling(5))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(64), 5)
+
+
+def test_a_lost_gateway_ends_everything() -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=3)
+    for number in range(5):
+        cluster.submit(f"r{number}", prompt_of(64, number), sampling(1000))
+    for _ in range(8):
+        cluster.step()
+    for member in cluster.members:
+        member.role.gateway_lost(cluster.clock.now())
+    cluster.settle(20)
+    assert_all_pages_are_back(cluster)
+
+
+def test_a_full_batch_gives_way_to_a_finished_transfer_instead_of_deadlock() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=12, max_running=1)
+    first = cluster.submit("a", prompt_of(8), sampling(36))
+    second = cluster.submit("b", prompt_of(8, 50), sampling(36))
+    cluster.run()
+    assert first.output == expected_output(prompt_of(8), 36)
+    assert second.output == expected_output(prompt_of(8, 50), 36)
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_nodes_whose_pools_are_all_full_do_not_wait_for_each_other_in_a_circle() -> None:
+    cluster = LocalCluster(num_prefill=2, num_decode=2, page_size=4, prefill_pages=20, decode_pages=14, max_running=3)
+    random = Random(5)
+    wanted = {}
+    for number in range(60):
+        prompt = prompt_of(random.randint(1, 40), random.randint(0, 2))
+        wanted[f"r{number}"] = expected_output(prompt, max_new := random.randint(1, 14))
+        pair = (random.randint(0, 1), random.randint(0, 1))
+        cluster.submit(f"r{number}", prompt, sampling(max_new), pair=pair)
+    cluster.run()
+    for rid, answer in cluster.answers.items():
+        assert answer.error is None
+        assert answer.output == wanted[rid]
+    assert sum(cluster.counters(member)["retractions"] for member in cluster.prefill) > 0
+    cluster.settle()
+    assert_all_pages_are_back(cluster)
+
+
+def test_both_nodes_hear_of_another_class() -> None:
+    cluster = LocalCluster(page_size=4, prefill_pages=20, decode_pages=20, max_running=2)
+    cluster.submit("a", prompt_of(12), sampling(4))
+    for member in cluster.members:
+        member.role.on_gateway(Reprioritize("a", 0, 5, "high"), cluster.clock.now())
+        member.role.on_gateway(Reprioritize("a", 0, 7), cluster.clock.now())
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    [computed] = prefill.role._scheduler.requests.values()
+    [decoded] = decode.role._scheduler.places.requests.values()
+    assert (computed.priority, computed.priority_class) == (decoded.priority, decoded.priority_class) == (7, "high")
+    cluster.run()
+
+
+@pytest.mark.parametrize(
+    ("table", "states", "events"),
+    [(PREFILL_TABLE, PrefillState, PrefillEvent), (DECODE_TABLE, DecodeState, DecodeEvent)],
+)
+def test_a_lifecycle_table_ends_every_life_and_revives_none(table: Any, states: Any, events: Any) -> None:
+    done = next(state for state in states if state.value == "done")
+    assert not [event for event in events if (done, event) in table]
+    for state in states:
+        reached, frontier = {state}, [state]
+        while frontier:
+            here = frontier.pop()
+            after = {table[here, event] for event in events if (here, event) in table}
+            frontier += after - reached
+            reached |= after
+        assert done in reached, f"{state} never ends"
+
+
+def test_tokens_may_travel_several_to_a_message() -> None:
+    for interval, num_messages in ((1, 10), (4, 4), (100, 2)):
+        cluster = LocalCluster(stream_interval=interval)
+        answer = cluster.submit("a", (1, 2, 3), sampling(10))
+        cluster.run()
+        assert answer.output == expected_output((1, 2, 3), 10)
+        assert answer.num_messages == num_messages  # the first token alone, then 9 by fours: 4, 4, 1
+
+
+@pytest.mark.parametrize(("latency", "num_overlapped"), [(0, 1), (20, 0)])
+def test_prompts_that_were_cut_are_counted_once_and_those_of_which_a_page_was_there_before_the_last_chunk(
+    latency: int, num_overlapped: int
+) -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=latency)
+    for rid, prompt, num_cut in [
+        ("cut", prompt_of(40), 1),  # 16, 16 and 8 tokens
+        ("whole", prompt_of(16, 1), 1),
+        ("cached", prompt_of(48), 1),  # 32 tokens are cached, 16 are computed in one go
+        ("short", prompt_of(3, 2), 1),
+        ("cut again", prompt_of(65), 2),  # 32 tokens are cached, 16, 16 and 1 are computed
+    ]:
+        cluster.submit(rid, prompt, sampling(2))
+        cluster.run()
+        cluster.settle(30)
+        counters = cluster.counters(cluster.prefill[0])
+        assert counters["chunked_requests"] == num_cut, rid
+        assert counters["overlapped_transfers"] == num_overlapped * num_cut, rid

@@ -1,0 +1,125 @@
+"""Both roles under random events, over an engine whose tokens betray every wrong page."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.fake_engine import expected_output
+from support.local_cluster import Answer, LocalCluster, assert_all_pages_are_back, prompt_of, sampling
+
+from common.config.scheduling import PriorityRules
+from common.errors import ErrorCode
+from common.wire.messages import Reprioritize
+
+
+class Cluster(RuleBasedStateMachine):
+    """Random requests, aborts, deaths and replacements in pools so small that everything is short."""
+
+    priorities: PriorityRules | None = None
+    resume_tokens: int | None = None
+    conservativeness = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+        self.wanted: dict[str, tuple[tuple[int, ...], int]] = {}
+        self.aborted: set[str] = set()
+        self.cluster = LocalCluster(
+            num_prefill=2,
+            num_decode=2,
+            page_size=4,
+            chunk_tokens=8,
+            prefill_pages=20,
+            decode_pages=14,
+            max_running=3,
+            latency=2,
+            rules=self.priorities,
+            resume_tokens=self.resume_tokens,
+            conservativeness=self.conservativeness,
+        )
+
+    @rule(
+        head=st.integers(0, 2),
+        length=st.integers(1, 40),
+        max_new=st.integers(1, 14),
+        pair=st.tuples(st.sampled_from([0, 1, None]), st.integers(0, 1)),
+        priority=st.sampled_from([0, 3, 9]),
+    )
+    def submit(self, head: int, length: int, max_new: int, pair: tuple[int | None, int], priority: int) -> None:
+        rid = f"r{self.num_requests}"
+        self.num_requests += 1
+        prompt = prompt_of(length, head)
+        self.wanted[rid] = (prompt, max_new)
+        self.cluster.submit(rid, prompt, sampling(max_new), pair=pair, priority=priority)
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.cluster.step()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        alive = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
+        if alive:
+            rid = data.draw(st.sampled_from(alive))
+            self.aborted.add(rid)
+            self.cluster.answers[rid].finish = "aborted"
+            self.cluster.abort(rid)
+
+    @rule(data=st.data(), priority=st.integers(-9, 9), name=st.sampled_from([None, "high", "low"]))
+    def reprioritize(self, data: st.DataObject, priority: int, name: str | None) -> None:
+        if self.cluster.answers:
+            rid = data.draw(st.sampled_from(sorted(self.cluster.answers)))
+            for member in self.cluster.members:
+                member.role.on_gateway(Reprioritize(rid, 0, priority, name), self.cluster.clock.now())
+
+    @rule(role=st.sampled_from(["prefill", "decode"]), index=st.integers(0, 1))
+    def die(self, role: str, index: int) -> None:
+        nodes = self.cluster.prefill if role == "prefill" else self.cluster.decode
+        member = nodes[index]
+        self.cluster.kill(member)
+        self.cluster.replace(member, 20 if role == "prefill" else 14)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.cluster.check()
+
+    def teardown(self) -> None:
+        self.cluster.run()
+        self.cluster.settle(30)
+        assert_all_pages_are_back(self.cluster)
+        for rid, answer in self.cluster.answers.items():
+            self.judge(rid, answer)
+
+    def judge(self, rid: str, answer: Answer) -> None:
+        prompt, max_new = self.wanted[rid]
+        if rid in self.aborted:
+            return
+        expected = expected_output(prompt, max_new)
+        if answer.error is None:
+            assert answer.output == expected
+            return
+        got = tuple(answer.tokens[i] for i in range(len(answer.tokens)) if i in answer.tokens)
+        assert got == expected[: len(got)], "wrong tokens before the error"
+        assert answer.error.code in (ErrorCode.NODE_LOST, ErrorCode.OUT_OF_PAGES)
+
+
+class UrgentCluster(Cluster):
+    """The same with priorities and classes obeyed, down to a difference of 3, and retracted requests computed again
+    elsewhere."""
+
+    priorities = PriorityRules(
+        is_enabled=True,
+        preemption_threshold=2,
+        aging_per_s=100.0,
+        class_weights={"high": 3.0, "low": 1.0},
+        default_class="low",
+    )
+    resume_tokens = 3
+    conservativeness = 0.0  # so many requests are let in that some have to go
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestCluster = Cluster.TestCase
+TestCluster.settings = SETTINGS
+TestUrgentCluster = UrgentCluster.TestCase
+TestUrgentCluster.settings = SETTINGS

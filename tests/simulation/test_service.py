@@ -1,0 +1,208 @@
+"""A whole service in virtual time: every number of a lone request by hand, then everything at once."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.simulated import Limits, Service, prompt_of
+
+from common.config.scheduling import POLICIES
+from common.config.shared import Role
+from common.errors import ErrorCode
+
+
+def test_a_lone_requests_times_are_those_of_its_parts() -> None:
+    service = Service()
+    service.ask("a", prompt_of(8), 3, at=5.0)
+    service.run()
+    answer = service.ended["a"]
+    # Told to the nodes at 5.001. Prefill computes 8 tokens in 10 + 8 ms and tells the gateway, which hears 1 ms later.
+    # Meanwhile decode's Connect has been answered and its grant is there, so that the two pages (1 ms each) leave then:
+    # in place at 5.021, and known to the writer at 5.022. Delivered arrives at 5.023; two steps of one row, 11 ms each.
+    assert answer.stamps_s == pytest.approx([5.020, 5.035, 5.046])
+    assert answer.ended_at == pytest.approx(5.046)
+    assert answer.timings["prefill_s"] == pytest.approx(0.018)
+    service.assert_right("a")
+    service.assert_all_is_back()
+
+
+def test_two_prompts_share_a_step_and_two_answers_a_batch() -> None:
+    service = Service()
+    for number in range(2):
+        service.ask(f"r{number}", prompt_of(4, number), 2)
+    service.run()
+    # The first is alone in its step (10 + 4 ms from 1 ms on), since it came a moment before the second.
+    first, second = (service.ended[f"r{number}"] for number in range(2))
+    assert first.stamps_s[0] == pytest.approx(0.016)
+    assert second.stamps_s[0] == pytest.approx(0.030)
+    work = service.cluster.of("decode")[0].work
+    assert (work["steps"], work["rows"]) == (2, 2)
+    service.assert_all_is_back()
+
+
+def test_equal_beginnings_give_equal_histories() -> None:
+    def history() -> list[tuple[str, list[float], list[int]]]:
+        service = Service(2, 2, limits=Limits(prefill_pages=20, decode_pages=14, max_running=3, chunk_tokens=8))
+        for number in range(30):
+            service.ask(f"r{number}", prompt_of(1 + number * 7 % 40, number % 3), 1 + number % 9, at=number * 0.013)
+        service.run(is_checked=False)
+        return [(rid, answer.stamps_s, answer.ids) for rid, answer in service.ended.items()]
+
+    assert history() == history()
+
+
+def test_a_deadline_ends_a_request_at_its_instant() -> None:
+    service = Service()
+    service.ask("late", prompt_of(8), 200, timeout_s=2.0)
+    service.run()
+    answer = service.ended["late"]
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.DEADLINE_EXCEEDED
+    assert answer.ended_at == pytest.approx(2.0)
+    service.assert_right("late")
+    service.assert_all_is_back()
+
+
+def test_more_than_nodes_and_queue_hold_are_turned_away_at_once() -> None:
+    service = Service(limits=Limits(max_running=2), max_queued_requests=3)
+    for number in range(8):
+        service.ask(f"r{number}", prompt_of(8), 5)
+    service.run()
+    assert [error.code for error in service.refused.values()] == [ErrorCode.QUEUE_FULL] * 3
+    assert len(service.ended) == 5
+    service.assert_all_is_back()
+
+
+def test_prompts_are_computed_where_they_are_decoded_if_there_is_no_prefill_node() -> None:
+    service = Service(0, 1, local_prefill="always")
+    for number in range(6):
+        service.ask(f"r{number}", prompt_of(20, number), 6)
+    service.run()
+    for rid in service.ended:
+        service.assert_right(rid)
+    service.assert_all_is_back()
+
+
+def test_a_page_takes_its_time_on_the_wire_and_waits_for_those_before_it() -> None:
+    service = Service(limits=Limits(prefill_pages=200, decode_pages=200, chunk_tokens=None))
+    for number in range(2):
+        service.ask(f"r{number}", prompt_of(400, number), 2)
+    service.run()
+    first, second = (service.ended[f"r{number}"].stamps_s for number in range(2))
+    # 100 pages of 1 ms each. The first prompt's are computed at 411 ms and away at 511 ms, the second's at 821 and 921.
+    assert first[1] == pytest.approx(0.001 + 0.410 + 0.100 + 0.002 + 0.011 + 0.001, abs=1e-3)
+    assert second[1] - first[1] == pytest.approx(0.410, abs=1e-3)
+
+
+def test_a_prompt_whose_pages_are_awaited_passes_one_that_does_not_fit_however_strict_the_order() -> None:
+    """Found by the test below. A (8 of 11 pages) is computed and waits for its decode node's only row, which is kept
+    for B; B waits behind C, which comes first by its longer output, and does not fit beside A."""
+    service = Service(
+        1, 2, limits=Limits(11, 14, chunk_tokens=8, max_running=1), schedule_policy="lof", max_skip_ahead=0,
+        disable_radix_cache=True,
+    )  # fmt: skip
+    for number in range(10):
+        is_long = number in (5, 9)  # A and C; B is the second of the short ones
+        length = {5: 29, 9: 13}.get(number, 1)
+        service.ask(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
+    service.run()
+    for rid in service.ended:
+        service.assert_right(rid)
+    service.assert_all_is_back()
+
+
+# ---- everything at once ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    """Whatever a node and a gateway can be told about order."""
+    found: dict[str, Any] = {
+        "schedule_policy": draw(st.sampled_from(POLICIES)),
+        "max_skip_ahead": draw(st.sampled_from([0, 1, 8])),
+        "stream_interval": draw(st.sampled_from([1, 1, 3])),
+        "disable_radix_cache": draw(st.sampled_from([False, False, True])),
+        "prefill_max_requests": draw(st.sampled_from([None, None, 1])),
+        "local_prefill": draw(st.sampled_from(["never", "never", "auto", "always"])),
+        "local_prefill_threshold": 12,
+    }
+    if draw(st.booleans()):
+        found |= {
+            "enable_priority_scheduling": True,
+            "default_priority_value": 0,
+            "priority_scheduling_preemption_threshold": draw(st.sampled_from([0, 3, 10])),
+            "priority_aging_per_second": draw(st.sampled_from([0.0, 10.0]))
+            if found["schedule_policy"] == "fcfs"
+            else 0.0,
+        }
+    if draw(st.sampled_from([False, False, True])):
+        found["priority_classes"] = ("high:4", "low:1")
+    return found
+
+
+REQUEST = st.fixed_dictionaries(
+    {
+        "first": st.integers(0, 2),  # prompts of one number begin alike
+        "length": st.integers(1, 40),
+        "max_new": st.integers(1, 14),
+        "at": st.floats(0.0, 0.5),
+        "timeout_s": st.sampled_from([600.0, 600.0, 600.0, 0.3]),
+        "priority": st.sampled_from([0, 0, 4, 20]),
+        "tenant": st.sampled_from(["", "a", "b"]),
+        "is_high": st.booleans(),
+    }
+)
+FAULT = st.tuples(st.floats(0.0, 0.6), st.sampled_from(["prefill", "decode", "abort"]), st.integers(0, 39))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=24),
+    faults=st.lists(FAULT, max_size=4),
+    nodes=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    pools=st.tuples(st.integers(11, 30), st.integers(14, 30)),
+    max_running=st.integers(1, 4),
+    given_options=options(),
+)
+def test_every_request_ends_and_every_page_comes_back_whatever_happens(
+    requests: list[dict[str, Any]],
+    faults: list[tuple[float, str, int]],
+    nodes: tuple[int, int],
+    pools: tuple[int, int],
+    max_running: int,
+    given_options: dict[str, Any],
+) -> None:
+    """No deadlock either: ``run`` fails as soon as requests wait and nothing but deadlines is to come."""
+    num_prefill = 0 if given_options["local_prefill"] == "always" else nodes[0]
+    limits = Limits(*pools, chunk_tokens=8, max_running=max_running)
+    service = Service(num_prefill, nodes[1], limits=limits, **given_options)
+    for number, request in enumerate(requests):
+        service.ask(
+            f"r{number}",
+            prompt_of(request["length"], request["first"]),
+            request["max_new"],
+            at=request["at"],
+            timeout_s=request["timeout_s"],
+            priority=request["priority"],
+            tenant=request["tenant"],
+            priority_class=("high" if request["is_high"] else "low") if "priority_classes" in given_options else "",
+        )
+    for at, what, number in faults:
+        service.agenda.at(at, strike, service, what, number)
+    service.run()
+    for rid in service.ended:
+        service.assert_right(rid)
+    service.assert_all_is_back()
+
+
+def strike(service: Service, what: str, number: int) -> None:
+    """A client leaves, or a node dies and another takes its place."""
+    if what == "abort":
+        service.cluster.gateway.abort(f"r{number}")
+        return
+    role: Role = "prefill" if what == "prefill" else "decode"
+    nodes = service.cluster.of(role)
+    if nodes:
+        service.cluster.kill(nodes[number % len(nodes)])
+        service.cluster.start(role)

@@ -1,0 +1,210 @@
+"""The command: loads in, figures out, the same every time; and what it refuses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.cli import parse
+from common.errors import ConfigError
+from scripts.load_tester.workload.workload import make_plan
+from scripts.simulator.config import SimulateConfig
+from scripts.simulator.main import Simulation, main, simulate
+from scripts.simulator.report import table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(*words: str) -> SimulateConfig:
+    return parse(SimulateConfig, words, command="simulate")
+
+
+def run(*words: str) -> dict[str, Any]:
+    found, _ = simulate(config(*words))
+    return found
+
+
+def test_a_lone_request_costs_what_its_parts_cost() -> None:
+    found = run(
+        *["--num-requests=1", "--input-len=100", "--output-len=11", "--step-cost=10ms", "--prompt-token-cost=1ms"],
+        *["--row-cost=2ms", "--context-token-cost=0.1ms", "--message-cost=1ms", "--wire-latency=5ms"],
+        *["--wire-bandwidth=1e9", "--kv-bytes-per-token=625152"],
+    )
+    latency = found["latency_s"]
+    # A message, a step of 100 tokens, a message.
+    assert latency["ttft"]["max"] == pytest.approx(0.001 + 0.010 + 0.100 + 0.001)
+    # Steps of one row that looks back at 100, 101, ... 109 tokens; the first also waits for 7 pages of 16 tokens.
+    later = [0.010 + 0.002 + 0.0001 * context for context in range(101, 110)]
+    wire = 7 * 16 * 625_152 / 1e9 + 0.005
+    assert latency["itl"]["min"] == pytest.approx(later[0])
+    assert latency["itl"]["max"] == pytest.approx(wire + 0.001 + 0.010 + 0.002 + 0.010)
+    assert latency["itl"]["count"] == 10
+    assert found["row_steps"] == 10
+    assert found["nodes"]["prefill"]["prompt_tokens"] == 100
+    assert found["requests"] == {"sent": 1, "measured": 1, "answered": 1, "errors": {}}
+
+
+def test_the_same_options_give_the_same_figures_and_another_seed_gives_others() -> None:
+    words = ["--rate=20", "--num-requests=60", "--input-len=lognormal:200:1", "--output-len=uniform:2:40", "--decode=2"]
+    first, again, other = run(*words), run(*words), run(*words, "--seed=1")
+    for found in (first, again, other):
+        del found["wall_s"], found["row_steps_per_minute"]
+    assert first == again
+    assert first["latency_s"] != other["latency_s"]
+
+
+def test_a_shared_beginning_is_found_in_the_cache() -> None:
+    words = ["--rate=5", "--num-requests=40", "--input-len=32", "--output-len=4", "--prefix-len=320"]
+    assert run(*words)["cached_share"] == pytest.approx(39 * 320 / (40 * 352), abs=1e-6)
+    assert run(*words, "--disable-radix-cache")["cached_share"] == 0.0
+
+
+def test_a_session_finds_its_own_answers_in_the_cache() -> None:
+    found = run("--num-requests=1", "--turns=3", "--input-len=160", "--output-len=33")
+    assert found["requests"]["answered"] == 3
+    # The decode node has the KV of 160 + 32 tokens after the first turn; the prefill node only that of the prompt. The
+    # second prompt begins with 193 tokens of the first turn, the third with 193 + 193.
+    assert found["nodes"]["decode"]["totals"]["pages_cached"] == 12 + 24
+
+
+def test_requests_that_allow_themselves_more_end_where_they_would() -> None:
+    exact = run("--num-requests=10", "--rate=5", "--output-len=20")
+    loose = run("--num-requests=10", "--rate=5", "--output-len=20", "--max-new-tokens=500")
+    assert loose["row_steps"] == exact["row_steps"] + 10  # the end token itself
+    assert loose["requests"]["answered"] == 10
+
+
+def test_a_closed_loop_keeps_so_many_under_way() -> None:
+    simulation = Simulation(given := config("--concurrency=4", "--num-requests=30"), make_plan(given))
+    most = 0
+
+    def look(_: Simulation) -> None:
+        nonlocal most
+        most = max(most, len(simulation.cluster.gateway.answers))
+
+    simulation.cluster.agenda.at(0.5, look, simulation)
+    found = simulation.run(look)
+    assert found["requests"]["answered"] == 30
+    assert most <= 4
+    assert found["virtual_s"] > 30 / 4 * 31 * 0.005
+
+
+def test_what_is_turned_away_and_what_is_late_is_counted() -> None:
+    found = run("--rate=200", "--num-requests=80", "--max-running-requests=2", "--max-queued-requests=4")
+    assert set(found["requests"]["errors"]) == {"queue_full"}
+    assert found["requests"]["answered"] + found["requests"]["errors"]["queue_full"] == 80
+    late = run("--num-requests=4", "--rate=100", "--output-len=400", "--request-timeout=1")
+    assert late["requests"]["errors"] == {"deadline_exceeded": 4}
+
+
+def test_wishes_are_held_against_what_came() -> None:
+    words = ["--num-requests=20", "--rate=5", "--input-len=100", "--output-len=11", "--starvation-bound=0.001"]
+    assert run(*words, "--slo-ttft=1s", "--slo-itl=50ms")["service"] == {
+        "good": 20, "share": 1.0, "is_attained": True, "starved": 20,
+    }  # fmt: skip
+    for flag in ("--slo-ttft=1ms", "--slo-itl=1ms", "--slo-tpot=1ms", "--slo-e2e=20ms"):
+        assert run(*words, flag)["service"]["good"] == 0
+    # The context holds 100 + 11 tokens and no more.
+    assert run(*words, "--context-length=111")["requests"]["answered"] == 20
+    assert run(*words, "--context-length=110")["requests"]["errors"] == {"context_length_exceeded": 20}
+
+
+def test_traces_are_read_as_the_load_test_reads_them(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 500 * i, "input_length": 600, "output_length": 5, "hash_ids": [1, 2 + i % 2]} for i in range(6)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = run(f"--trace={trace}", "--time-scale=2")
+    assert found["requests"]["answered"] == 6
+    assert found["virtual_s"] == pytest.approx(5.0, abs=0.2)
+    # The second finds the first's 512 shared tokens, the others whole prompts but for the last token's page.
+    assert found["cached_share"] == pytest.approx((512 + 4 * 592) / (6 * 600))
+
+
+def test_the_table_says_what_the_figures_say() -> None:
+    found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64")
+    lines = "\n".join(table(found))
+    for word in ("row-steps", "20 sent, 20 answered", "time to first token", "end to end", "chat", "batch", "prefill"):
+        assert word in lines
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--prefill=0"], "--prefill 0 leaves nobody"),
+        (["--kv-bytes-per-token=300"], "--kv-bytes-per-token must be a multiple of 256"),
+        (["--step-cost=fast"], "--step-cost must be seconds"),
+        (["--schedule-policy=best"], "--schedule-policy best is unknown"),
+        (["--trace-window=1:2"], "--trace-window needs --trace"),
+        (["--replay=x", "--decode=2"], "leave out --decode"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config(*words)
+
+
+def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    assert main(["--num-requests=5", "--rate=50", f"--json={file}"]) == 0
+    assert "5 sent, 5 answered" in capsys.readouterr().out
+    assert json.loads(file.read_text())["requests"]["answered"] == 5
+    assert main(["--num-requests=5", "--json=/nowhere/report.json"]) == 2
+    assert "--json /nowhere/report.json: there is no such folder" in capsys.readouterr().err
+
+
+def test_figures_are_shown_even_if_they_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--num-requests=5", "--rate=50", "--json=/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert "5 sent, 5 answered" in said.out
+    assert said.err == "simulate: --json /dev/full cannot be written: No space left on device\n"
+
+
+def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:
+    words = [sys.executable, "-m", "scripts.cli", "simulate", "--num-requests=100000", "--rate=10"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(words, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not is_caught(signal.SIGTERM, process.pid):  # which is so from the run's beginning on
+        time.sleep(0.02)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert out.startswith("stopped before the end")
+
+
+def is_caught(number: signal.Signals, pid: int) -> bool:
+    """Has the process a handler of its own for this signal?"""
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> number - 1 & 1)
+
+
+OWN_FUNCTION = """
+def short_ones_first(facts):
+    return -facts.num_prompt_tokens if facts.priority is None else facts.priority
+"""
+
+
+def test_a_function_of_ones_own_sets_priorities_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_simulated.py").write_text(OWN_FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [
+        "--num-requests=40",
+        "--rate=1000",
+        "--input-len=uniform:10:2000",
+        "--output-len=2",
+        "--schedule-policy=lof",
+    ]
+    words += ["--enable-priority-scheduling", "--default-priority-value=0"]
+    plain, judged = run(*words), run(*words, "--priority-function=own_simulated:short_ones_first")
+    assert judged["latency_s"]["ttft"]["mean"] < 0.8 * plain["latency_s"]["ttft"]["mean"]

@@ -1,0 +1,66 @@
+"""Books, cache and the makings of a ``PrefillAdder``, as the tests of admission begin. Pages have 4 tokens."""
+
+from itertools import count
+from typing import Any
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import cache_computed
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.prefill_adder import AddResult, Budgets, PrefillAdder
+
+CONTINUE, NO_TOKEN, OTHER = AddResult.CONTINUE, AddResult.NO_TOKEN, AddResult.OTHER
+PAGE = 4
+_names = count()
+
+
+class Pool:
+    """Books, cache and the makings of an adder."""
+
+    def __init__(self, num_pages: int, page_size: int = PAGE, *, is_enabled: bool = True) -> None:
+        self.page_size = page_size
+        self.books = PageAllocator(num_pages)
+        self.cache = RadixCache(self.books, page_size, is_enabled=is_enabled)
+
+    @property
+    def num_tokens(self) -> int:
+        """Free and evictable memory."""
+        return (self.books.num_free + self.cache.num_evictable_pages) * self.page_size
+
+    def adder(
+        self, total: int | None = None, inputs: int = 10_000, chunk: int | None = None, **rest: Any
+    ) -> PrefillAdder:
+        budgets = Budgets(self.num_tokens if total is None else total, inputs, chunk)
+        rest.setdefault("reserve_output", False)
+        return PrefillAdder(self.cache, self.books, budgets, **rest)
+
+    def cached(self, *tokens: int) -> None:
+        """Put these tokens into the cache."""
+        pages = self.books.alloc(len(tokens) // self.page_size, Owner.REQUEST)
+        assert pages is not None
+        self.cache.insert(tokens, pages)
+
+    def check(self) -> None:
+        self.books.check()
+        self.cache.check()
+
+
+def request(length: int, max_new: int = 1, *, start: int | None = None, ignore_eos: bool = False) -> Request:
+    """A request of its own tokens, or of ``start, start + 1, ...``."""
+    number = next(_names)
+    first = number * 1000 if start is None else start
+    sampling = SamplingParams(max_new_tokens=max_new, ignore_eos=ignore_eos)
+    return Request(f"r{number}", 0, tuple(range(first, first + length)), sampling)
+
+
+def taken(adder: PrefillAdder) -> list[tuple[int, int, bool]]:
+    return [(chunk.start, chunk.num_tokens, chunk.is_last) for chunk in adder.chunks]
+
+
+def compute(pool: Pool, adder: PrefillAdder) -> None:
+    """What a role does after the step: count the chunks as computed and cache them."""
+    for chunk in adder.chunks:
+        chunk.request.num_computed += chunk.num_tokens
+        cache_computed(pool.cache, chunk.request)
+    pool.check()

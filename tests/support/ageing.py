@@ -1,0 +1,122 @@
+"""Requests that arrive below capacity, and how long they may wait where priorities age; for tests in virtual time.
+
+The formula is the same everywhere (docs/scheduling.md). A request of priority p stands before whatever arrives more
+than D = (highest priority - p) / rate after it: later ones neither pass it nor take what it has. What is there at that
+moment may come first, and what is there is bounded where the load is below capacity: B, the longest backlog that a
+server of that capacity would ever have of these arrivals (Lindley's recursion), and what it takes until a place that is
+taken comes free. So a request is served, or has ended, after at most D + B + that, and its own work.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from support.simulated import Limits, Service
+
+from scripts.simulator.costs import Costs
+
+PAGE = 4
+MAX_DECISIONS = 100_000
+STEP_S, MESSAGE_S = 0.01, 0.001
+HIGHEST = 10
+RATES = st.sampled_from([1.0, 5.0, 20.0, 1_000.0])
+LOADS = st.sampled_from([0.6, 0.9, 0.98])
+BURSTS_S = st.sampled_from([0.0, 0.5, 2.0])
+PRIORITIES = st.sampled_from([0, 3, 10, 10])
+#: Which prompts begin alike; None: like no other.
+GROUPS = st.sampled_from([None, None, 0, 0, 1])
+#: What fails is told as it is found: to make it smaller would take minutes.
+SETTINGS = settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+#: A prompt is computed and here after at most so long: two steps and five messages.
+READY_S = 2 * STEP_S + 5 * MESSAGE_S
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request.
+
+    Attributes:
+        at: when, in seconds.
+        group: those of one share their first ``num_shared`` tokens, as far as they reach.
+    """
+
+    at: float
+    length: int
+    max_new: int
+    priority: int
+    group: int | None = None
+    num_shared: int = 0
+
+    def prompt(self, number: int) -> tuple[int, ...]:
+        num_shared = 0 if self.group is None else min(self.num_shared, self.length - 1)
+        shared = [10_000 * (1 + (self.group or 0)) + index for index in range(num_shared)]
+        return (*shared, 1_000 + number, *range(1, self.length - num_shared))
+
+
+def arriving(works_s: Sequence[float], load: float, head: int, burst_s: float) -> list[float]:
+    """When these come, at ``load`` times what can be served: the first ``head`` at once, and those of every
+    ``burst_s`` seconds."""
+    instants, at = [], 0.0
+    for number, work_s in enumerate(works_s):
+        instants.append(at if not burst_s else at // burst_s * burst_s)
+        at += work_s / load if number >= head else 0.0
+    return instants
+
+
+def longest_backlog_s(arrivals: Sequence[tuple[float, float]]) -> float:
+    """The most work that ever waits for a server that works whenever there is any; each is an instant and its work."""
+    backlog = most = last = 0.0
+    for at, work_s in arrivals:
+        backlog = max(0.0, backlog - (at - last)) + work_s
+        most, last = max(most, backlog), at
+    return most
+
+
+def overtaken_s(priority: int, rate: float) -> float:
+    """D: for so long later ones may still pass."""
+    return (HIGHEST - priority) / rate
+
+
+def served(requests: Sequence[Sent], limits: Limits, costs: Costs, **options: object) -> Service:
+    """All of these, through one prefill and one decode node, to their ends."""
+    service = Service(limits=limits, costs=costs, enable_priority_scheduling=True, default_priority_value=0, **options)
+    for number, sent in enumerate(requests):
+        service.ask(f"r{number}", sent.prompt(number), sent.max_new, at=sent.at, priority=sent.priority, timeout_s=1e6)
+    for node in service.cluster.nodes.values():
+        node.role._scheduler.decisions._ring = deque(maxlen=MAX_DECISIONS)  # none may be forgotten
+    service.run(is_checked=False, max_events=1_000_000)
+    assert not service.refused
+    return service
+
+
+def places_lost(service: Service, rate: float) -> Counter[str]:
+    """How often each lost its pages, slot or row to another: never to one that came later than by the difference in
+    priority."""
+    lost: Counter[str] = Counter()
+    for node in service.cluster.nodes.values():
+        decisions = node.role._scheduler.decisions
+        assert decisions.num_noted <= MAX_DECISIONS, "the ring has forgotten some"
+        for decided in decisions.last(MAX_DECISIONS, service.agenda.now()):
+            if "goes to the more urgent" in decided.reason or "go to the more urgent" in decided.reason:
+                loser, winner = service.ended[decided.rid], service.ended[decided.reason.rsplit(" ", 1)[1]]
+                difference = winner.ask.priority - loser.ask.priority
+                assert winner.started_at - loser.started_at <= difference / rate
+                lost[decided.rid] += 1
+    return lost
+
+
+def stream(each_s: float, seconds: float, load: float = 0.95) -> list[float]:
+    """Instants: at first two seconds' work, then ``load`` of what can be served."""
+    return [0.0] * round(2.0 / each_s) + [number * each_s / load for number in range(1, round(seconds / each_s * load))]
+
+
+def patient(service: Service, requests: Sequence[Sent]) -> float:
+    """When the one that is not urgent ended."""
+    return service.ended[f"r{[sent.priority for sent in requests].index(0)}"].ended_at

@@ -1,0 +1,94 @@
+"""Readers and writers of Gloo in this process, and an intruder that knows token and key."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
+
+from common.wire.messages import Connect
+from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES, Line
+from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
+from kv_transfer.transports.torch_distributed.backend import Group, Pages
+from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
+
+
+@pytest.fixture
+def store() -> Iterator[MemfdStore]:
+    store = MemfdStore(NUM_PAGES)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def reader(store: MemfdStore) -> Iterator[GroupReader]:
+    reader = GroupReader(store, "gloo", key=KEY)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def writer() -> Iterator[GroupWriter]:
+    store = MemfdStore(NUM_PAGES)
+    writer = GroupWriter(store, "gloo", key=KEY)
+    yield writer
+    writer.close()
+    store.close()
+
+
+def offer(reader: GroupReader, epoch: int = 1) -> Connect:
+    return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, "gloo", reader.offer(PREFILL, epoch))
+
+
+def attach(writer: GroupWriter, reader: GroupReader, epoch: int = 1) -> None:
+    writer.attach(DECODE, offer(reader, epoch))
+    assert until(lambda: reader.poll(0.0) or writer.poll()) == [Attached(DECODE, epoch)]
+    assert reader.chosen(PREFILL, epoch, "gloo")
+
+
+class Intruder(Stranger):
+    """One that knows token and key: shakes hands as a writer would, and then does what a test likes."""
+
+    group: Group
+
+    def line(self, connect: Connect) -> Line:
+        assert len(self.shake(connect)) == 32
+        assert self.terms is not None
+        return Line(self.connection, self.terms, KEY)
+
+    def join(self, connect: Connect, pages: Pages) -> None:
+        self.group = form(self.line(connect), "gloo", WRITER, pages)
+        self.connection.settimeout(20.0)
+
+    def announce(self, page: int, value: int) -> None:
+        """Say what comes."""
+        frame = self.frame(page, value)
+        self.connection.sendall(frame[:PAGE_FRAME_BYTES] + frame[-MAC_BYTES:])  # the bytes go another way
+        self.num_sent += 1
+
+    def send(self, page: int, value: int, changed: int | None = None) -> None:
+        """Say what comes, and let it come, or something else."""
+        self.announce(page, value)
+        data = torch.full((SIZE,), value, dtype=torch.uint8)
+        if changed is not None:
+            data[changed] ^= 1
+        self.group.wait(self.group.send(data))
+
+
+@pytest.fixture
+def intruder(reader: GroupReader) -> Iterator[Intruder]:
+    """Let in under epoch 1, in a group, and may write pages 2 and 3."""
+    source = MemfdStore(NUM_PAGES)
+    intruder = Intruder(reader)
+    intruder.join(offer(reader), Pages(source, "gloo"))
+    reader.allow(PREFILL, 1, [2, 3])
+    yield intruder
+    intruder.group.close()
+    source.close()
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]

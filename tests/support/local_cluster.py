@@ -1,0 +1,378 @@
+"""Whole prefill and decode nodes in one process, stepped by hand: real roles, schedulers, caches, sessions and engines.
+
+Only sockets and the clock are missing. Messages are carried over between steps (between plan and commit too, as happens
+in a node whose engine runs in a thread), pages over an in-process wire, and the books of every node are proved after
+every event. The cluster plays the gateway's part: it joins tokens by index and tells the other leg when a request has
+ended.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from support.fake_engine import VOCAB_SIZE, FakeExecutor
+
+from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.clock import ManualClock
+from common.config.scheduling import PriorityRules, SchedulingOptions
+from common.errors import ErrorCode
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.scheduling.new_token_ratio import NewTokenRatio, constants_from
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.policies.factory import make_policy
+from common.wire.messages import Abort, Failed, Generate, Message, Peer, Tokens
+from decode_node import scheduler as decode
+from decode_node.role import DecodeRole
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from prefill_node import scheduler as prefill
+from prefill_node.role import PrefillRole
+from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
+
+
+@dataclass(slots=True)
+class Member:
+    """One node: its role, its engine, and its name among the others."""
+
+    name: str
+    role: Any
+    executor: Any
+    transport: Any
+    plan: Any = None
+    is_alive: bool = True
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.name, "here:1")
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the client of one request has got."""
+
+    legs: list[Member]
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
+    finish: str = ""
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_messages: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    error: Failed | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish != "" or self.error is not None
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        assert sorted(self.tokens) == list(range(len(self.tokens))), "a token is missing"
+        return tuple(self.tokens[index] for index in sorted(self.tokens))
+
+
+class LocalCluster:
+    """Args:
+    folder: of the model, in float32 everywhere; None for the engine of ``fake_engine``.
+    num_prefill, num_decode: nodes.
+    page_size, chunk_tokens: of all nodes.
+    prefill_pages, decode_pages: size of each pool.
+    latency: ticks (steps of the cluster) that a page travels.
+    decode_page_size: if decode nodes have pages of another size.
+    limits: fields of both roles' ``Limits`` by name, each where the role has it.
+    options: what policies are made with.
+    wants_checksums: of every page that travels.
+    wire: instead of one with this latency.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        page_size: int = 16,
+        chunk_tokens: int | None = None,
+        prefill_pages: int = 256,
+        decode_pages: int = 256,
+        max_running: int = 8,
+        latency: int = 0,
+        attention: str = "auto",
+        device: str = "cpu",
+        is_cached: bool = True,
+        max_queued: int | None = None,
+        policy: str = "fcfs",
+        rules: PriorityRules | None = None,
+        stream_interval: int = 1,
+        resume_tokens: int | None = None,
+        conservativeness: float = 1.0,
+        decode_page_size: int | None = None,
+        limits: Mapping[str, Any] | None = None,
+        options: SchedulingOptions | None = None,
+        wants_checksums: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        self.clock = ManualClock()
+        self.wire = wire or Wire(latency=latency)
+        self.answers: dict[str, Answer] = {}
+        self.num_starts = 0
+        self._folder = folder
+        self._page_sizes = {"prefill": page_size, "decode": decode_page_size or page_size}
+        self._engine = {"attention": attention, "device": device, "num_slots": max_running}
+        self._is_cached = is_cached
+        self._chunk = chunk_tokens
+        self._max_running = max_running
+        self._max_queued = max_queued
+        self._policy = policy
+        self._rules = rules
+        self._resume_tokens = resume_tokens
+        self._conservativeness = conservativeness
+        self._limits = limits or {}
+        self._options = options
+        self._wants_checksums = wants_checksums
+        self._stream_interval = stream_interval
+        self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
+        self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
+
+    def _load(self, num_pages: int, page_size: int) -> tuple[Any, tuple[int, ...]]:
+        if self._folder is None:
+            return FakeExecutor(num_pages, page_size, self._max_running), ()
+        from common.engine.executor import load_executor
+        from common.engine.model_config import ModelConfig
+
+        config = ModelConfig.load(str(self._folder))
+        executor = load_executor(config, dtype="float32", num_pages=num_pages, page_size=page_size, **self._engine)
+        return executor, config.eos_token_ids
+
+    def _with_limits(self, limits: Any) -> Any:
+        return replace(limits, **{name: value for name, value in self._limits.items() if hasattr(limits, name)})
+
+    def _order(self, cache: RadixCache) -> RequestOrdering:
+        return RequestOrdering(make_policy(self._policy, cache, options=self._options), self._rules)
+
+    def _prefill_node(self, name: str, num_pages: int) -> Member:
+        page_size = self._page_sizes["prefill"]
+        executor, eos = self._load(num_pages, page_size)
+        books = PageAllocator(num_pages)
+        cache = RadixCache(books, page_size, is_enabled=self._is_cached)
+        limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
+        transport = InProcessWriter(self.wire, executor.pool)
+        chosen = transport if self.wire.can_recall else ChoosingWriter([transport])
+        sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
+        scheduler = prefill.PrefillScheduler(
+            cache,
+            books,
+            limits=self._with_limits(limits),
+            order=self._order(cache),
+            eos_token_ids=eos,
+            is_granted=sender.is_granted,
+        )
+        return Member(
+            name, PrefillRole(scheduler, sender, cache=cache, books=books, vocab_size=VOCAB_SIZE), executor, transport
+        )
+
+    def _decode_node(self, name: str, num_pages: int) -> Member:
+        page_size = self._page_sizes["decode"]
+        executor, eos = self._load(num_pages, page_size)
+        books = PageAllocator(num_pages)
+        cache = RadixCache(books, page_size, is_enabled=self._is_cached)
+        scheduler = decode.DecodeScheduler(
+            cache,
+            books,
+            limits=self._with_limits(
+                decode.Limits(
+                    self._max_running,
+                    self._max_queued,
+                    chunk_tokens=self._chunk,
+                    resume_tokens=self._resume_tokens,
+                    is_retracted_by_priority=self._rules is not None,
+                )
+            ),
+            order=self._order(cache),
+            ratio=NewTokenRatio(constants_from({}), self._conservativeness),
+            eos_token_ids=eos,
+        )
+        transport = InProcessReader(self.wire, executor.pool)
+        chosen = transport if self.wire.can_recall else ChoosingReader([transport])
+        receiver = Receiver(chosen, books, name=name, digest="model")
+        role = DecodeRole(
+            scheduler, receiver, cache=cache, books=books, vocab_size=VOCAB_SIZE, stream_interval=self._stream_interval
+        )
+        return Member(name, role, executor, transport)
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for member in [*self.prefill, *self.decode] if member.is_alive]
+
+    # ---- the client -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        pair: tuple[int | None, int] = (0, 0),
+        salt: str = "",
+        timeout_s: float = 1e6,
+        priority: int = 0,
+        **others: Any,
+    ) -> Answer:
+        """Send one request to a pair of nodes, decode first; or to a decode node alone."""
+        decode = self.decode[pair[1]]
+        prefill = None if pair[0] is None else self.prefill[pair[0]]
+        legs = [decode] if prefill is None else [prefill, decode]
+        answer = self.answers[rid] = Answer(legs)
+        message = Generate(
+            rid,
+            0,
+            tuple(prompt),
+            sampling,
+            prefill and prefill.peer,
+            decode.peer,
+            timeout_s=timeout_s,
+            cache_salt=salt,
+            priority=priority,
+            **others,
+        )
+        for leg in reversed(legs):
+            self.tell(leg, message)
+        return answer
+
+    def tell(self, member: Member, message: Message) -> None:
+        """The gateway says something to a node."""
+        if member.is_alive:
+            member.role.on_gateway(message, self.clock.now())
+
+    def abort(self, rid: str) -> None:
+        for leg in self.answers[rid].legs:
+            self.tell(leg, Abort(rid, 0))
+
+    def kill(self, member: Member, *, is_noticed: bool = True) -> None:
+        """As kill -9. The others notice, and its requests fail, as the gateway would see to."""
+        member.is_alive = False
+        member.plan = None
+        if member in self.prefill:
+            member.transport.die()
+        for rid, answer in self.answers.items():
+            if member in answer.legs and not answer.is_over:
+                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{member.name} was killed")
+                self.abort(rid)
+        for other in self.members:
+            if is_noticed:
+                other.role.peer_lost(member.name, self.clock.now())
+
+    def replace(self, member: Member, num_pages: int) -> Member:
+        """A fresh node takes the place of a dead one."""
+        nodes = self.prefill if member in self.prefill else self.decode
+        self.num_starts += 1
+        name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, ".")
+        make = self._prefill_node if nodes is self.prefill else self._decode_node
+        nodes[nodes.index(member)] = fresh = make(name, num_pages)
+        return fresh
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Until every answer is over."""
+        for _ in range(max_steps):
+            if all(answer.is_over for answer in self.answers.values()):
+                return
+            self.step()
+        raise AssertionError(
+            f"not over after {max_steps} steps: {[r for r, a in self.answers.items() if not a.is_over]}"
+        )
+
+    def settle(self, num_steps: int = 10) -> None:
+        """A few more steps, so that what is said last is heard."""
+        for _ in range(num_steps):
+            self.step()
+
+    # ---- one step of everybody --------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.clock.advance(0.001)
+        for member in self.members:
+            member.plan = member.role.plan(self.clock.now())
+        self._deliver()
+        for member in self.members:
+            member.role.tick(self.clock.now())
+        self._deliver()
+        self.wire.tick()
+        for member in self.members:
+            if member.plan is not None:
+                member.role.commit(member.executor.run(member.plan), self.clock.now())
+                member.plan = None
+            member.role.tick(self.clock.now())
+        self._deliver()
+        self.check()
+
+    def check(self) -> None:
+        for member in self.members:
+            member.role.check()
+
+    def _deliver(self) -> None:
+        names = {member.name: member for member in self.members}
+        moved = True
+        while moved:
+            moved = False
+            for member in self.members:
+                outbox = member.role.outbox
+                mail, outbox.peers = outbox.peers, []
+                news, outbox.gateway = outbox.gateway, []
+                outbox.dial.clear()
+                outbox.hang_up.clear()
+                for to, message in mail:
+                    if to in names:
+                        names[to].role.on_peer(member.name, message, self.clock.now())
+                for message in news:
+                    self._hear(member, message)
+                moved |= bool(mail or news)
+
+    def _hear(self, sender: Member, message: Message) -> None:
+        assert isinstance(message, Tokens | Failed)
+        answer = self.answers[message.rid]
+        if isinstance(message, Failed):
+            answer.error = answer.error or message
+        else:
+            answer.num_messages += 1
+            answer.timings |= message.timings
+            for offset, token in enumerate(message.tokens):
+                assert message.index + offset not in answer.tokens, "a token was sent twice"
+                answer.tokens[message.index + offset] = token
+                answer.logprobs[message.index + offset] = message.logprobs[offset] if message.logprobs else None
+            answer.finish = answer.finish or message.finish
+            assert message.index == 0 or not message.prompt_logprobs, "log-probabilities of the prompt came late"
+            answer.prompt_logprobs += message.prompt_logprobs
+            answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
+        if answer.is_over:
+            for leg in answer.legs:
+                if leg is not sender:
+                    self.tell(leg, Abort(message.rid, 0))
+
+    def counters(self, member: Member) -> dict[str, float]:
+        counters: dict[str, float] = member.role.counters()
+        return counters
+
+    def close(self) -> None:
+        for member in [*self.prefill, *self.decode]:
+            member.transport.close()
+            member.executor.close()
+
+
+def sampling(max_new: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new, temperature=0.0, **others)
+
+
+def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
+    return tuple((first + 3 * i) % 101 for i in range(length))
+
+
+def assert_all_pages_are_back(cluster: LocalCluster) -> None:
+    for member in cluster.members:
+        load = member.role.load()
+        assert load.num_running == 0
+        assert load.num_waiting == 0
+        assert load.num_quarantined_pages == 0
+        num_pages = member.executor.pool.num_pages
+        assert load.num_free_pages + load.num_cached_pages == num_pages, "a page is lost"

@@ -1,0 +1,178 @@
+"""One scheduler by itself: steps compute at once, transfers end when the test says so, every step proves the books."""
+
+from typing import Any
+
+from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.config.scheduling import PriorityRules
+from common.request import Request
+from common.sampling_params import SamplingParams
+from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.policies.factory import make_policy
+from common.step_plan import StepPlan, StepResult
+from decode_node.request_state import State
+from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler import Limits as DecodeLimits
+from prefill_node.scheduler import Limits as PrefillLimits
+from prefill_node.scheduler import PrefillScheduler
+
+PAGE = 4
+ON = PriorityRules(is_enabled=True, preemption_threshold=2)
+
+
+class PrefillNode:
+    """A prefill scheduler whose steps compute at once; sampled prompts leave, and their pages come back."""
+
+    def __init__(
+        self, *, num_pages: int = 100, slots: int = 8, chunk: int | None = 8, rules: Any = None, skip_ahead: int = 2
+    ) -> None:
+        self.books = PageAllocator(num_pages)
+        self.cache = RadixCache(self.books, PAGE)
+        self.granted: set[tuple[str, int]] = set()
+        self.now = 0.0
+        self.done: list[str] = []
+        self.computed: list[list[tuple[str, int]]] = []
+        self.scheduler = PrefillScheduler(
+            self.cache,
+            self.books,
+            limits=PrefillLimits(slots, chunk_tokens=chunk, max_skip_ahead=skip_ahead),
+            order=RequestOrdering(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
+            eos_token_ids=(),
+            is_granted=self.granted.__contains__,
+        )
+
+    def submit(self, rid: str, length: int, priority: int = 0, *, first: int | None = None) -> Request:
+        start = 1000 * (len(self.scheduler.requests) + len(self.done) + 1) if first is None else first
+        prompt = tuple(range(start, start + length))
+        request = Request(rid, 0, prompt, SamplingParams(max_new_tokens=9), priority=priority, arrived_at=self.now)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self, *, is_sent: bool = True) -> list[tuple[str, int]]:
+        """One step: who computed how many tokens."""
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        self.scheduler.check()
+        if plan is None:
+            return []
+        chunks = [(chunk.request.rid, chunk.num_tokens) for chunk in self.scheduler.chunks(plan)]
+        for effect in self.scheduler.commit(result_of(plan)):
+            if effect.first is not None:
+                self.done.append(effect.request.rid)
+                if is_sent:
+                    self.scheduler.release(effect.request.key)
+        self.books.check()
+        self.cache.check()
+        return chunks
+
+    def run(self) -> list[str]:
+        while self.step():
+            pass
+        return self.done
+
+
+class DecodeNode:
+    """A decode scheduler whose transfers end when the test says so, and whose engine always says 7."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 100,
+        slots: int = 8,
+        rules: PriorityRules = ON,
+        policy: str = "fcfs",
+        **limits: Any,
+    ) -> None:
+        self.books = PageAllocator(num_pages)
+        self.cache = RadixCache(self.books, PAGE)
+        self.now = 0.0
+        self.done: list[str] = []
+        self.granted: list[str] = []
+        self.num_submitted = 0
+        self.scheduler = DecodeScheduler(
+            self.cache,
+            self.books,
+            limits=DecodeLimits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
+            order=RequestOrdering(make_policy(policy, self.cache), rules),
+            ratio=NewTokenRatio(RatioConstants(initial=0.0)),
+            eos_token_ids=(),
+        )
+        self.places = self.scheduler.places
+
+    def submit(
+        self,
+        rid: str,
+        length: int,
+        priority: int = 0,
+        *,
+        new: int = 4,
+        is_local: bool = False,
+        first: int | None = None,
+    ) -> Request:
+        self.num_submitted += 1
+        start = 1000 * self.num_submitted if first is None else first
+        request = Request(
+            rid, 0, tuple(range(start, start + length)), SamplingParams(max_new_tokens=new),
+            priority=priority, arrived_at=self.now,
+        )  # fmt: skip
+        self.scheduler.submit(request, is_local=is_local)
+        return request
+
+    def run_in(self, rid: str, length: int, priority: int = 0, **others: Any) -> Request:
+        """Submit one and let it get as far as running."""
+        request = self.submit(rid, length, priority, **others)
+        self.grant()
+        self.receive(rid)
+        self.step()
+        return request
+
+    def grant(self) -> list[str]:
+        """Who has all of its pages now."""
+        granted = self.scheduler.line.admit(self.now)
+        rids = [each.request.rid for each in granted if not each.reservation.num_lacking]
+        self.granted += rids
+        return rids
+
+    def receive(self, *rids: str) -> None:
+        for rid in rids:
+            self.scheduler.received((rid, 0), token=7)
+
+    def step(self) -> list[str]:
+        """One step; who got a token, in order."""
+        self.now += 1.0
+        if self.scheduler.giving_way.make_room(self.now):
+            self.grant()
+        plan = self.scheduler.plan(self.now)
+        self.check()
+        if plan is None:
+            return []
+        sampled = self.scheduler.commit(result_of(plan))
+        for one in sampled:
+            if one.finish:
+                self.scheduler.end(one.request.key)
+                self.done.append(one.request.rid)
+        self.check()
+        return [one.request.rid for one in sampled]
+
+    def run(self) -> list[str]:
+        """To the end, with transfers that take no time."""
+        for _ in range(1_000):
+            self.grant()
+            partial = self.scheduler.line.partial
+            self.receive(*[rid for (rid, _), request in self.places.receiving.items() if request is not partial])
+            if not self.step() and not self.places.requests:
+                return self.done
+        raise AssertionError(f"never ends: {self.places.states}")
+
+    def check(self) -> None:
+        self.scheduler.check()
+        self.books.check()
+        self.cache.check()
+
+    def state(self, rid: str) -> State:
+        return self.places.states[rid, 0]
+
+
+def result_of(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step, tuple(7 for row in plan.rows if row.sample))

@@ -1,0 +1,157 @@
+"""Random tiny models and what ``transformers`` makes of them: the yardstick for greedy float32 tokens.
+
+Prompts at which the reference has two top logits closer than ``CLOSE`` are redrawn before anybody sees them, so that
+a test which fails later has no such excuse.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.sampling_params import SamplingParams
+
+CLOSE = 1e-4
+VOCAB_SIZE = 211
+
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+#: the main job's models: family and overrides
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"head_dim": None}),
+}
+
+
+def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
+    """Save a random float32 model of a family into ``folder`` as ``transformers`` writes it.
+
+    Weights are drawn wide enough that greedy outputs wander instead of repeating one token.
+    """
+    import transformers
+
+    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[family]
+    if family == "mistral":
+        overrides = {"sliding_window": None, **overrides}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**{**_TINY, **overrides})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            else:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def load_reference(folder: str | Path, device: str = "cpu") -> Any:
+    """The folder's model in ``transformers``, float32, eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    return (
+        AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+        .to(device)
+        .eval()
+    )
+
+
+def draw_prompts(
+    model: Any, lengths: list[int], max_new: int, seed: int = 0, params: SamplingParams | None = None
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """One (prompt, greedy output of ``max_new`` tokens) per length; ``model`` is ``load_reference``'s, or a folder.
+
+    Of ``params`` only biases and penalties count.
+    """
+    if isinstance(model, str | Path):
+        model = load_reference(model)
+    random = np.random.default_rng(seed)
+    return [_draw_prompt(model, length, max_new, random, params or SamplingParams()) for length in lengths]
+
+
+def _draw_prompt(
+    model: Any, length: int, max_new: int, random: np.random.Generator, params: SamplingParams
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    for _ in range(100):
+        prompt = tuple(random.integers(0, model.config.vocab_size, length).tolist())
+        expected = generate(model, prompt, max_new, **penalties(params, length))
+        if expected is not None:
+            return prompt, expected
+    raise AssertionError(f"no prompt of {length} tokens whose top logits are clearly apart")
+
+
+def generate(model: Any, prompt: tuple[int, ...], max_new: int, **options: Any) -> tuple[int, ...] | None:
+    """Greedy tokens by ``generate`` with its ``options``; None if two top scores came closer than ``CLOSE``."""
+    ids = torch.tensor([prompt], device=model.device)
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_new,
+        min_new_tokens=max_new,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    for scores in made.scores:
+        best = scores[0].topk(2).values
+        if best[0] - best[1] < CLOSE:
+            return None
+    return tuple(made.sequences[0, len(prompt) :].tolist())
+
+
+def penalties(params: SamplingParams, prompt_len: int) -> dict[str, Any]:
+    """Options of ``generate`` for biases and penalties: its own processors, and OpenAI's formula where it has none."""
+    if not params.has_penalties and not params.logit_bias:
+        return {}
+
+    def by_occurrence(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(ids[0, prompt_len:], minlength=scores.shape[1])
+        return scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+    return {
+        "sequence_bias": {(token,): value for token, value in params.logit_bias} or None,
+        "repetition_penalty": params.repetition_penalty,
+        "logits_processor": [by_occurrence],  # applied last
+    }
+
+
+def prompt_logprobs(model: Any, prompt: tuple[int, ...]) -> torch.Tensor:
+    """``[len(prompt) - 1, vocab]``: row i is the log-probability of every token at position i + 1."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt], device=model.device)).logits[0, :-1]
+    return torch.log_softmax(logits, dim=-1)

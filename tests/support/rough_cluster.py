@@ -1,0 +1,255 @@
+"""A ``LocalCluster`` with a rough life: messages take their time, engines are slow, connections break, nodes stand
+still.
+
+Whatever is drawn is drawn from the ``Random`` that is handed in. Two nodes' messages keep their order, as on a socket,
+but overtake everybody else's. Every message is encoded and decoded on its way, as strictly as in production.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+from support.local_cluster import Answer, LocalCluster, Member
+
+from common.errors import ErrorCode
+from common.wire.messages import Abort, Connect, Failed, FromDecode, FromGateway, FromNode, FromPrefill, Message, Tokens
+
+GATEWAY = "gateway"
+
+ENCODE = msgspec.msgpack.Encoder().encode
+DECODERS: dict[str, Any] = {
+    "gateway": msgspec.msgpack.Decoder(FromGateway),
+    "node": msgspec.msgpack.Decoder(FromNode),
+    "prefill": msgspec.msgpack.Decoder(FromPrefill),
+    "decode": msgspec.msgpack.Decoder(FromDecode),
+}
+
+
+class Lost:
+    """What a socket says when its other end has gone."""
+
+
+class RoughCluster(LocalCluster):
+    """Args beside those of ``LocalCluster``:
+    random: draws everything.
+    slowness: ticks that a message may take, and an engine's step.
+    """
+
+    def __init__(self, random: Random, *, slowness: int = 3, **others: Any) -> None:
+        self._random = random
+        self._slowness = slowness
+        self._links: dict[tuple[str, str], deque[tuple[int, Message | Lost]]] = {}
+        self._early: dict[str, dict[int, tuple[Member, Tokens]]] = {}  # tokens that came before those before them
+        self._stands_still: dict[str, int] = {}  # until which tick
+        self._is_computing: dict[str, int] = {}
+        self._unnoticed: dict[tuple[str, str], int] = {}  # connections that broke, which the prefill node hears of then
+        self._num_events = 0
+        super().__init__(**others)
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> int:
+        return self._random.randint(0, self._slowness) if self._random.random() < 0.5 else 0
+
+    def _post(self, sender: str, to: str, message: Message | Lost) -> None:
+        self._num_events += 1
+        link = self._links.setdefault((sender, to), deque())
+        due = self.wire.num_ticks + self._draw()
+        link.append((max(due, link[-1][0] if link else 0), message))
+
+    def tell(self, member: Member, message: Message) -> None:
+        if member.is_alive:
+            self._post(GATEWAY, member.name, message)
+
+    def _collect(self) -> None:
+        for member in self.members:
+            outbox = member.role.outbox
+            mail, outbox.peers = outbox.peers, []
+            news, outbox.gateway = outbox.gateway, []
+            hang_up, outbox.hang_up[:] = list(outbox.hang_up), []
+            outbox.dial.clear()
+            for to, message in mail:
+                self._post(member.name, to, message)
+            for message in news:
+                self._post(member.name, GATEWAY, message)
+            for peer in hang_up:
+                self._links.pop((peer, member.name), None)
+                self._post(member.name, peer, Lost())
+
+    def _deliver(self) -> None:
+        self._collect()
+        moved = True
+        while moved:
+            moved = False
+            for (sender, to), link in list(self._links.items()):
+                if self._stands_still.get(to, 0) > self.wire.num_ticks:
+                    continue
+                while link and link[0][0] <= self.wire.num_ticks:
+                    self._arrive(sender, to, link.popleft()[1])
+                    self._collect()
+                    moved = True
+
+    def _arrive(self, sender: str, to: str, message: Message | Lost) -> None:
+        self._num_events += 1
+        member = next((member for member in self.members if member.name == to), None)
+        now = self.clock.now()
+        if to == GATEWAY:
+            self._hear_gateway(sender, message)
+        elif member is None:
+            pass
+        elif isinstance(message, Lost) and sender == GATEWAY:
+            member.role.gateway_lost(now)
+        elif isinstance(message, Lost):
+            member.role.peer_lost(sender, now)
+        elif sender == GATEWAY:
+            member.role.on_gateway(DECODERS["gateway"].decode(ENCODE(message)), now)
+        else:
+            if isinstance(message, Connect):
+                self._unnoticed.pop((to, sender), None)
+            member.role.on_peer(sender, DECODERS[sender.split("-")[0]].decode(ENCODE(message)), now)
+
+    def _hear_gateway(self, sender: str, message: Message | Lost) -> None:
+        """Tokens count in their order, as the gateway's relay has it."""
+        if isinstance(message, Lost):
+            self._gateway_lost(sender)
+            return
+        message = DECODERS["node"].decode(ENCODE(message))
+        if isinstance(message, Failed):
+            self._hear(self._member(sender), message)
+        elif isinstance(message, Tokens):
+            early = self._early.setdefault(message.rid, {})
+            assert message.index not in early, "a token was sent twice"
+            early[message.index] = (self._member(sender), message)
+            answer = self.answers[message.rid]
+            while len(answer.tokens) in early and not answer.is_over:
+                self._hear(*early.pop(len(answer.tokens)))
+
+    def _member(self, name: str) -> Member:
+        return next(member for member in self._all() if member.name == name)
+
+    def _all(self) -> list[Member]:
+        return [*self.prefill, *self.decode, *self._dead]
+
+    # ---- what goes wrong --------------------------------------------------------------------------------------------
+
+    _dead: tuple[Member, ...] = ()
+
+    def _gateway_lost(self, name: str) -> None:
+        for rid, answer in self.answers.items():
+            if not answer.is_over and any(leg.name == name for leg in answer.legs):
+                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{name} was lost")
+                self.abort(rid)
+
+    def kill(self, member: Member, *, is_noticed: bool = True) -> None:
+        """As kill -9: what it has sent still arrives, and then everybody hears of it, each in its time."""
+        member.is_alive = False
+        member.plan = None
+        self._dead = (*self._dead, member)
+        if member in self.prefill:
+            member.transport.die()
+        for sender, to in list(self._links):
+            if to == member.name:
+                del self._links[sender, to]
+        self._post(member.name, GATEWAY, Lost())
+        for other in self.members:
+            self._post(member.name, other.name, Lost())
+
+    def cut(self, prefill: Member, decode: Member) -> None:
+        """The control connection of two nodes breaks; the prefill node may hear of it later than of the next one."""
+        for ends in ((prefill.name, decode.name), (decode.name, prefill.name)):
+            self._links.pop(ends, None)
+        self._post(prefill.name, decode.name, Lost())
+        if self._random.random() < 0.5:
+            self._post(decode.name, prefill.name, Lost())
+        else:
+            self._unnoticed[prefill.name, decode.name] = self.wire.num_ticks + 5
+
+    def cut_off(self, member: Member) -> None:
+        """The connection between a node and the gateway breaks."""
+        for ends in ((member.name, GATEWAY), (GATEWAY, member.name)):
+            self._links.pop(ends, None)
+            self._post(*ends, Lost())
+
+    def stop_for(self, member: Member, num_ticks: int) -> None:
+        """As SIGSTOP, and SIGCONT after so many ticks."""
+        self._stands_still[member.name] = self.wire.num_ticks + num_ticks
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.clock.advance(0.001)
+        moving = [m for m in self.members if self._stands_still.get(m.name, 0) <= self.wire.num_ticks]
+        for member in moving:
+            if member.plan is None:
+                member.plan = member.role.plan(self.clock.now())
+                self._is_computing[member.name] = self.wire.num_ticks + self._draw()
+        self._deliver()
+        self._each(moving, lambda member: member.role.tick(self.clock.now()))
+        self.wire.tick()
+        for ends, at in list(self._unnoticed.items()):
+            if at <= self.wire.num_ticks:
+                del self._unnoticed[ends]
+                self._arrive(ends[1], ends[0], Lost())
+        self._each(moving, self._commit)
+        self._deliver()
+        self.check()
+
+    def _each(self, members: list[Member], do: Callable[[Member], Any]) -> None:
+        for member in members:
+            if member.is_alive:
+                do(member)
+                self._collect()
+
+    def _commit(self, member: Member) -> None:
+        if member.plan is not None and self._is_computing[member.name] <= self.wire.num_ticks:
+            self._num_events += 1
+            plan, member.plan = member.plan, None
+            member.role.commit(member.executor.run(plan), self.clock.now())
+        member.role.tick(self.clock.now())
+
+    def _is_still(self, num_events: int) -> bool:
+        """Nothing has happened since there were so many events, and nothing will: only time can change anything."""
+        return (
+            self._num_events == num_events
+            and not any(self._links.values())
+            and all(member.plan is None for member in self.members)
+            and not self.wire.num_in_flight
+            and not self._unnoticed
+            and all(until <= self.wire.num_ticks - 3 for until in self._stands_still.values())
+        )
+
+    def finish(self, *, may_wait: bool, max_rounds: int = 1_500) -> None:
+        """Until every answer is over, and a little longer.
+
+        Args:
+            may_wait: whether somebody may have to wait until a lease runs out; otherwise standing still is a deadlock.
+        """
+        for _ in range(max_rounds):
+            if all(answer.is_over for answer in self.answers.values()):
+                break
+            num_events = self._num_events
+            for _ in range(3):
+                self.step()
+            if self._is_still(num_events) and not all(answer.is_over for answer in self.answers.values()):
+                waiting = [rid for rid, answer in self.answers.items() if not answer.is_over]
+                assert may_wait, f"nothing moves any more, and these wait: {waiting}"
+                self.clock.advance(0.2)
+        open_answers = [rid for rid, answer in self.answers.items() if not answer.is_over]
+        assert not open_answers, f"not over after {max_rounds} rounds: {open_answers}"
+        for _ in range(40):
+            self.step()
+        for _ in range(8 if may_wait else 0):  # leases run out
+            self.clock.advance(10.0)
+            for _ in range(10):
+                self.step()
+
+
+def end_by_client(cluster: LocalCluster, rid: str, why: str) -> Answer:
+    """The client goes, or its deadline passes: the gateway tells both legs."""
+    answer = cluster.answers[rid]
+    answer.finish = why
+    for leg in answer.legs:
+        cluster.tell(leg, Abort(rid, 0))
+    return answer

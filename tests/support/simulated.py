@@ -1,0 +1,168 @@
+"""Small services in virtual time whose engines betray wrong pages, for tests of what happens in the long run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from support.fake_engine import VOCAB_SIZE, FakeExecutor, expected_output
+
+from common.config.gateway import GatewayConfig
+from common.config.node import NodeConfig
+from common.errors import RequestError
+from common.node.memory_plan import Capacity
+from common.sampling_params import SamplingParams
+from gateway.requests.output_processor import GenerateRequest
+from gateway.workers.pool import make_fleet
+from scripts.simulator.cluster import Cluster
+from scripts.simulator.costs import Costs
+from scripts.simulator.gateway import Answer
+from scripts.simulator.node import MODEL, Engine, Make
+
+#: A step takes 10 ms, and 1 ms for each prompt token or row; a message 1 ms; pages of 32 bytes 1 ms each.
+COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of both roles, but for the pools.
+
+    Attributes:
+        prefill_running: prompts that a prefill node works on at once, if not ``max_running``.
+    """
+
+    prefill_pages: int = 64
+    decode_pages: int = 64
+    page_size: int = 4
+    chunk_tokens: int | None = 16
+    max_running: int = 4
+    max_queued: int = 1_000
+    prefill_running: int | None = None
+
+
+class Service:
+    """A cluster of ``FakeExecutor``s, its answers, and what they should be.
+
+    Args:
+        options: of nodes and gateway, where they know them.
+    """
+
+    def __init__(
+        self,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        *,
+        limits: Limits | None = None,
+        costs: Costs = COSTS,
+        engine: Callable[[Capacity], Engine] | None = None,
+        **options: Any,
+    ) -> None:
+        limits = limits or Limits()
+        shared = {"max_prefill_tokens": 16_384, **options}
+        node = {name: value for name, value in shared.items() if hasattr(NodeConfig, name)}
+        gateway = {name: value for name, value in shared.items() if hasattr(GatewayConfig, name)}
+        config = NodeConfig(**{"page_size": limits.page_size, **node})
+        rest = (limits.max_queued, limits.chunk_tokens)
+        make = Make(
+            config,
+            {
+                "prefill": Capacity(limits.prefill_running or limits.max_running, limits.prefill_pages, *rest),
+                "decode": Capacity(limits.max_running, limits.decode_pages, *rest),
+            },
+            engine or (lambda given: FakeExecutor(given.num_pages, limits.page_size, given.num_slots)),
+            costs,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.cluster = Cluster(
+            make,
+            make_fleet(GatewayConfig(**gateway), MODEL, 1),
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            on_end=self._on_end,
+        )
+        self.agenda = self.cluster.agenda
+        self.asked: dict[str, GenerateRequest] = {}
+        self.ended: dict[str, Answer] = {}  # in the order in which they ended
+        self.refused: dict[str, RequestError] = {}
+
+    def _on_end(self, answer: Answer) -> None:
+        assert answer.ask.rid not in self.ended, "it ends twice"
+        self.ended[answer.ask.rid] = answer
+
+    # ---- clients ----------------------------------------------------------------------------------------------------
+
+    def ask(
+        self, rid: str, prompt: Sequence[int], max_new: int, *, at: float = 0.0, seed: int = 0, **more: Any
+    ) -> None:
+        """One request, at an instant; ``more`` are fields of ``GenerateRequest``."""
+        sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True, seed=seed)
+        ask = self.asked[rid] = GenerateRequest(rid, rid, tuple(prompt), sampling, model=MODEL, **more)
+        self.agenda.at(at, self._send, ask)
+
+    def _send(self, ask: GenerateRequest) -> None:
+        try:
+            self.cluster.gateway.ask(ask)
+        except RequestError as error:
+            self.refused[ask.rid] = error
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.ended) + len(self.refused) == len(self.asked)
+
+    def run(self, *, is_checked: bool = True, max_events: int = 200_000) -> None:
+        """Until every request has ended; every node's books are proved after every event.
+
+        Raises:
+            AssertionError: they do not balance, or nothing advances although requests wait.
+        """
+        for _ in range(max_events):
+            if self.is_done:
+                break
+            assert not self.agenda.is_still or self._moves(), "nothing advances, and requests wait"
+            self.step(is_checked=is_checked)
+        assert self.is_done, f"not over after {max_events} events: {self.asked.keys() - self.ended.keys()}"
+
+    def step(self, *, is_checked: bool = True) -> None:
+        self.agenda.step()
+        if is_checked:
+            self.cluster.check()
+
+    def _moves(self) -> bool:
+        """Whether a node that is asked to has something to do after all."""
+        for node in self.cluster.nodes.values():
+            node.turn()
+        return not self.agenda.is_still
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Some more time, so that what is said last is heard."""
+        until = self.agenda.now() + seconds
+        self.agenda.at(until, lambda: None)
+        while self.agenda.now() < until:
+            self.step()
+
+    # ---- judging ----------------------------------------------------------------------------------------------------
+
+    def assert_all_is_back(self) -> None:
+        """Every page, slot and count is back where it was."""
+        self.settle()
+        for node in self.cluster.nodes.values():
+            if node.is_alive:
+                load = node.role.load()
+                assert (load.num_running, load.num_waiting, load.num_quarantined_pages) == (0, 0, 0), node.incarnation
+                assert load.num_free_pages + load.num_cached_pages == node.capacity.num_pages, "a page is lost"
+                assert self.cluster.gateway.fleet.router.load(node.incarnation) == 0
+        assert self.cluster.gateway.fleet.admission.num_in_flight == 0
+        assert self.cluster.wire.num_in_flight == 0
+
+    def assert_right(self, rid: str) -> None:
+        """What was said is what must be said, as far as it goes; all of it, if it ended well."""
+        answer, ask = self.ended[rid], self.asked[rid]
+        expected = expected_output(ask.prompt, ask.sampling.max_new_tokens)
+        assert tuple(answer.ids) == expected[: len(answer.ids)], f"{rid} got wrong tokens"
+        assert answer.error is not None or len(answer.ids) == len(expected), f"{rid} got too few tokens"
+
+
+def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
+    """Prompts of one ``first`` begin alike."""
+    return tuple((first + 3 * i) % 101 for i in range(length))

@@ -1,0 +1,187 @@
+"""One node's end of every transfer, as a process of its own: ``transport_node`` with a Sender or a Receiver above.
+
+The test is the control plane: it carries the messages, and so decides how far a transfer gets. Roles are played by
+what the test orders. Free pages of the decode node are full of ``JUNK`` and looked at whenever its books are asked for,
+so a write that comes too late is seen.
+"""
+
+import random
+import time
+from typing import Any
+
+import msgspec
+from support.kv_fakes import JUNK, MemfdStore
+from support.transport_node import GEOMETRY, NUM_PAGES
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.wire.messages import FromDecode, FromPrefill, PrefillDone
+from kv_transfer.events import Completed, PairLost
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.send.session import Key
+from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+
+
+def num_tokens(num_pages: int) -> int:
+    """Of a prompt of so many pages, the last one not quite full."""
+    return num_pages * GEOMETRY.page_size - 1
+
+
+def content(key: Key, index: int) -> bytes:
+    return random.Random(f"{key} {index}").randbytes(GEOMETRY.page_bytes)
+
+
+def put(store: MemfdStore, page: int, data: bytes) -> None:
+    store.memory[page * len(data) : (page + 1) * len(data)] = data
+
+
+class TransferEnd:
+    """What both ends have in common. ``outgoing``: messages that the test has not fetched, [peer, JSON]."""
+
+    def __init__(self) -> None:
+        self.store = MemfdStore(NUM_PAGES, GEOMETRY)
+        self.books = PageAllocator(NUM_PAGES)
+        self.outgoing: list[list[str]] = []
+
+    def say(self, messages: list[tuple[str, Any]]) -> None:
+        self.outgoing += [[peer, msgspec.json.encode(message).decode()] for peer, message in messages]
+
+    def do_messages(self) -> list[list[str]]:
+        outgoing, self.outgoing = self.outgoing, []
+        return outgoing
+
+
+class SenderEnd(TransferEnd):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.transport = open_writer(self.store, settings)
+        self.sender = Sender(self.transport, digest="model")
+        self.pages: dict[Key, list[int]] = {}
+        self.released: dict[str, bool] = {}
+
+    def turn(self) -> None:
+        """Pages are written only when the test says so."""
+        self.sender.pump(time.monotonic(), 0)
+        self._settle()
+
+    def _settle(self) -> None:
+        messages, released = self.sender.take()
+        self.say(messages)
+        for release in released:
+            assert release.key[0] not in self.released, "released twice"
+            self.released[release.key[0]] = release.ok
+            self.books.free(self.pages.pop(release.key), Owner.REQUEST)
+
+    def do_hear(self, peer: str, message: str) -> None:
+        self.sender.on_message(peer, msgspec.json.decode(message, type=FromDecode), time.monotonic())
+        self._settle()
+
+    def do_open(self, rid: str, peer: str, num_pages: int) -> None:
+        """The request is known, and all of its prompt is computed at once."""
+        key = (rid, 0)
+        pages = self.books.alloc(num_pages, Owner.REQUEST)
+        assert pages is not None
+        self.pages[key] = pages
+        for index, page in enumerate(pages):
+            put(self.store, page, content(key, index))
+        self.sender.open(key, peer)
+        self.sender.finish(key, PrefillDone(*key, num_tokens(num_pages), 7), pages)
+        self._settle()
+
+    def do_pump(self, max_pages: int) -> None:
+        self.sender.pump(time.monotonic(), max_pages)
+        self._settle()
+
+    def do_abort(self, rid: str) -> None:
+        self.sender.abort((rid, 0), "aborted")
+        self._settle()
+
+    def do_peer_lost(self, peer: str) -> None:
+        self.sender.peer_lost(peer)
+        self._settle()
+
+    def do_is_granted(self, rid: str) -> bool:
+        return self.sender.is_granted((rid, 0))
+
+    def do_books(self) -> dict[str, Any]:
+        self.sender.check()
+        self.books.check()
+        return {"free": self.books.num_free, "aside": 0, "ends": self.released}
+
+
+class ReceiverEnd(TransferEnd):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.transport = open_reader(self.store, settings)
+        self.receiver = Receiver(self.transport, self.books, name="decode-0", digest="model")
+        self.ends: dict[str, str] = {}
+        self.kept: dict[str, tuple[int, ...]] = {}
+        self.is_clean = [False] * NUM_PAGES
+        self._settle()
+
+    def turn(self) -> None:
+        self.receiver.poll(time.monotonic())
+        self._settle()
+
+    def _settle(self) -> None:
+        messages, events = self.receiver.take()
+        self.say(messages)
+        for event in events:
+            if isinstance(event, PairLost):
+                self.receiver.peer_lost(event.peer)
+                continue
+            rid = event.key[0]
+            assert rid not in self.ends, "ended twice"
+            self.ends[rid] = type(event).__name__
+            if isinstance(event, Completed):
+                self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
+                self.kept[rid] = event.pages
+                self._look_at(rid)
+        messages, events = self.receiver.take()
+        assert not events
+        self.say(messages)
+        for page in self.books._stack:
+            if not self.is_clean[page]:
+                self.store.fill(page, JUNK)
+                self.is_clean[page] = True
+
+    def _look_at(self, rid: str) -> None:
+        for index, page in enumerate(self.kept[rid]):
+            assert self.store.read(page) == content((rid, 0), index), f"page {index} of {rid} has other bytes"
+
+    def do_connect(self, peer: str) -> None:
+        self.say([(peer, self.receiver.connect(peer))])
+
+    def do_begin(self, rid: str, peer: str, num_pages: int) -> None:
+        pages = self.books.alloc(num_pages, Owner.GRANT)
+        assert pages is not None
+        for page in pages:
+            self.is_clean[page] = False
+        self.receiver.begin((rid, 0), peer, first=0, pages=pages, num_tokens=num_tokens(num_pages))
+        self._settle()
+
+    def do_hear(self, peer: str, message: str) -> None:
+        self.receiver.on_message(peer, msgspec.json.decode(message, type=FromPrefill), time.monotonic())
+        self._settle()
+
+    def do_cancel(self, rid: str) -> None:
+        self.receiver.cancel((rid, 0))
+        self._settle()
+
+    def do_peer_lost(self, peer: str) -> None:
+        self.receiver.peer_lost(peer)
+        self._settle()
+
+    def do_give_back(self, rid: str) -> None:
+        """The answer is over; nobody has touched its pages meanwhile."""
+        self._look_at(rid)
+        self.books.free(self.kept.pop(rid), Owner.REQUEST)
+        self._settle()
+
+    def do_books(self) -> dict[str, Any]:
+        self.receiver.check()
+        self.books.check()
+        junk = bytes([JUNK]) * GEOMETRY.page_bytes
+        for page in self.books._stack:
+            assert self.store.read(page) == junk, f"page {page} is free, and was written"
+        return {"free": self.books.num_free, "aside": self.receiver.num_quarantined, "ends": self.ends}

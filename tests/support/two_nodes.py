@@ -1,0 +1,379 @@
+"""A prefill and a decode node, the wire and the control connections between them, as one world for ``explore``.
+
+Sender, Receiver, PageBooks and the in-process wire are the production's own. What is played here is what surrounds
+them: roles (after ``prefill_node.role`` and ``decode_node.role``), control connections, deaths, time. Pages arrive in
+any order, and a message whenever its turn has come; faults, of which a run has ``Scope.num_faults``, break that order
+too. When nothing else can happen the deadlines of requests run out, then leases do; so a run ends when nobody holds
+anything, or it has found a leak.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+
+from support.explore import Action
+from support.two_nodes_actions import actions_of
+from support.two_nodes_parts import FAULTS, GEOMETRY, JUNK, Decode, Link, Prefill, Scope, Store, WatchedWriter
+from support.two_nodes_state import Freezer, state_of
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.wire.messages import Message, PrefillDone
+from kv_transfer.events import Completed, Event, PairLost
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.send.session import Key
+from kv_transfer.send.table import EARLY_LEASE_S
+from kv_transfer.send.tombstones import LEASE_S
+from kv_transfer.transports.base import ReaderTransport, WriterTransport
+from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from scripts.simulator.inprocess_transport import InProcessReader, Wire
+
+
+class TwoNodes:
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.now = 0.0
+        self.num_faults = 0
+        self.num_breaks = 0  # of data connections alone, which are mended
+        self.is_late = False  # a deadline ran out, since each node had given all of its pages to another request
+        self.num_starts = 0
+        self.wire = Wire(latency=1, can_recall=scope.can_recall)  # its time stands still: pages arrive by hand
+        self.links: list[Link] = []
+        self.keys: list[Key] = [(chr(ord("a") + n), 0) for n in range(len(scope.sizes))]
+        self.sizes = dict(zip(self.keys, scope.sizes, strict=True))
+        self.routes: dict[Key, tuple[str, str]] = {}  # the starts of both nodes that a request is given to
+        self.prefill = self._start_prefill()
+        self.decode = self._start_decode()
+
+    def _start_prefill(self) -> Prefill:
+        self.num_starts += 1
+        name, store = f"p{self.num_starts}", Store(self.scope.num_pages)
+        writer = WatchedWriter(self.wire, store, name)
+        writer.world = self
+        transport: WriterTransport = writer if self.scope.can_recall else ChoosingWriter([writer])
+        return Prefill(name, store, PageAllocator(self.scope.num_pages), writer, transport, Sender(transport))
+
+    def _start_decode(self) -> Decode:
+        self.num_starts += 1
+        name, store, books = f"d{self.num_starts}", Store(self.scope.num_pages), PageAllocator(self.scope.num_pages)
+        reader = InProcessReader(self.wire, store, name)
+        transport: ReaderTransport = reader if self.scope.can_recall else ChoosingReader([reader])
+        return Decode(
+            name, store, books, reader, transport, Receiver(transport, books, wants_checksums=self.scope.has_checksums)
+        )
+
+    def content(self, key: Key, index: int) -> int:
+        return 16 * (self.keys.index(key) + 1) + index
+
+    # ---- what happens -------------------------------------------------------------------------------------------
+
+    def actions(self) -> Iterator[Action]:
+        return actions_of(self)
+
+    def do(self, action: Action) -> None:
+        name, *words = action
+        if name in (*FAULTS, "corrupt"):
+            self.num_faults += 1
+            self.num_breaks += name == "drop"
+        self.is_late = self.is_late or name.startswith("deadline")
+        step: Callable[..., None] = getattr(self, f"_{name.replace(' ', '_')}")
+        step(*words)
+        self._settle()
+
+    # ---- the prefill node ---------------------------------------------------------------------------------------
+
+    def _route(self, key: Key) -> tuple[str, str]:
+        return self.routes.setdefault(key, (self.prefill.name, self.decode.name))
+
+    def _open(self, key: Key) -> None:
+        node = self.prefill
+        pages = node.books.alloc(self.sizes[key], Owner.REQUEST)
+        assert pages is not None
+        node.pages[key], node.num_computed[key] = pages, 0
+        node.sender.open(key, self._route(key)[1])
+
+    def _compute(self, key: Key) -> None:
+        """One more page of the prompt; with the last one it is computed."""
+        node, size = self.prefill, self.sizes[key]
+        index = node.num_computed[key]
+        node.num_computed[key] += 1
+        node.store.fill(node.pages[key][index], self.content(key, index))
+        if index + 1 < size:
+            node.sender.computed(key, node.pages[key][: index + 1])
+        else:
+            node.finished[key] = None
+            node.sender.finish(key, PrefillDone(*key, size * GEOMETRY.page_size, 7), node.pages[key])
+
+    def _pump(self) -> None:
+        self.prefill.sender.pump(self.now, 1)
+
+    def _abort(self, key: Key) -> None:
+        self.prefill.sender.abort(key, "aborted")
+
+    _deadline_at_prefill = _abort
+
+    def _finish_early(self, key: Key) -> None:
+        """The request ends with its first token."""
+        self.prefill.sender.abort(key, "finished")
+
+    def _retract(self, key: Key) -> None:
+        node = self.prefill
+        node.sender.retract(key)
+        for page in node.pages[key]:
+            node.store.fill(page, JUNK)
+        node.num_computed[key] = 0
+        node.finished.pop(key, None)
+
+    def _lease(self) -> None:
+        self.now += EARLY_LEASE_S
+        self.prefill.sender.pump(self.now, 0)
+
+    _last_lease = _lease
+
+    def _tombs(self) -> None:
+        self.now += LEASE_S
+        self.prefill.sender.pump(self.now, 0)
+
+    # ---- the decode node ----------------------------------------------------------------------------------------
+
+    def _begin(self, key: Key, count: int) -> None:
+        node = self.decode
+        peer = self._route(key)[0]
+        if peer not in node.dialled:
+            node.dialled[peer] = None
+            link = Link(peer, node.name)
+            if peer != self.prefill.name:  # nobody is there any more
+                link.is_open_at_prefill, link.is_torn = False, True
+            self.links.append(link)
+            self._send_from_decode(peer, node.receiver.connect(peer))
+        node.begun[key] = self.scope.first + count
+        pages = self._reserve(count)
+        node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
+
+    def _extend(self, key: Key, count: int) -> None:
+        self.decode.begun[key] += count
+        self.decode.receiver.extend(key, self._reserve(count))
+
+    def _reserve(self, count: int) -> list[int]:
+        pages = self.decode.books.alloc(count, Owner.GRANT)
+        assert pages is not None
+        for page in pages:
+            self.decode.store.fill(page, JUNK)
+        return pages
+
+    def _cancel(self, key: Key) -> None:
+        self.decode.ended[key] = "cancelled"
+        self.decode.receiver.cancel(key)
+
+    _deadline_at_decode = _cancel
+
+    def _poll(self) -> None:
+        self.decode.receiver.poll(self.now)
+
+    def _retry(self) -> None:
+        """It is time to connect anew after a break."""
+        receiver = self.decode.receiver
+        self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._links.by_peer.values()))
+        receiver.poll(self.now)
+
+    def _lose_peer(self, peer: str) -> None:
+        """What the role does when a connection is gone, or a pair is."""
+        node = self.decode
+        if peer not in node.dialled:
+            return
+        del node.dialled[peer]
+        node.receiver.peer_lost(peer)
+        for link in self.links:
+            if link.prefill == peer and link.decode == node.name and link.is_open_at_decode:
+                link.is_open_at_decode, link.is_torn = False, True
+                link.to_decode.clear()
+
+    def _on_event(self, event: Event) -> None:
+        node = self.decode
+        if isinstance(event, PairLost):
+            self._lose_peer(event.peer)
+            return
+        assert event.key not in node.ended, f"{event.key} ended twice"
+        node.ended[event.key] = type(event).__name__
+        if isinstance(event, Completed):
+            assert len(event.pages) == self.sizes[event.key] - self.scope.first, "complete without all of its pages"
+            for index, page in enumerate(event.pages, self.scope.first):
+                assert set(node.store.read(page)) == {self.content(event.key, index)}, f"page {index} has other bytes"
+            node.books.free(event.pages, Owner.GRANT)  # an answer of no length: others want the pages at once
+
+    # ---- the control connections --------------------------------------------------------------------------------
+
+    def _prefill_hears(self, number: int, at: int) -> None:
+        link = self.links[number]
+        self.prefill.sender.on_message(link.decode, link.to_prefill.pop(at), self.now)
+
+    def _decode_hears(self, number: int, at: int) -> None:
+        link = self.links[number]
+        self.decode.receiver.on_message(link.prefill, link.to_decode.pop(at), self.now)
+
+    def _overtake(self, number: int, queue: str, at: int) -> None:
+        if queue == "to_prefill":
+            self._prefill_hears(number, at)
+        else:
+            self._decode_hears(number, at)
+
+    def _repeat(self, number: int, queue: str) -> None:
+        messages = getattr(self.links[number], queue)
+        messages.insert(0, messages[0])
+        self._overtake(number, queue, 0)
+
+    def _lose(self, number: int, queue: str, at: int) -> None:
+        """A connection that loses a message is torn, but what else is on its way may still come."""
+        del getattr(self.links[number], queue)[at]
+        self.links[number].is_torn = True
+
+    def _tear(self, number: int) -> None:
+        self.links[number].is_torn = True
+
+    def _prefill_notices(self, number: int) -> None:
+        link = self.links[number]
+        link.is_open_at_prefill = False
+        link.to_prefill.clear()
+        if link.decode in self.prefill.sender.peers():
+            self.prefill.sender.peer_lost(link.decode)
+
+    def _decode_notices(self, number: int) -> None:
+        link = self.links[number]
+        self._lose_peer(link.prefill)
+        link.is_open_at_decode = False
+        link.to_decode.clear()
+
+    def _send_from_prefill(self, peer: str, message: Message) -> None:
+        for link in reversed(self.links):
+            if (link.prefill, link.decode) == (self.prefill.name, peer) and link.is_open_at_prefill:
+                if not link.is_torn:
+                    link.to_decode.append(message)
+                return
+
+    def _send_from_decode(self, peer: str, message: Message) -> None:
+        for link in reversed(self.links):
+            if (link.prefill, link.decode) == (peer, self.decode.name) and link.is_open_at_decode:
+                if not link.is_torn:
+                    link.to_prefill.append(message)
+                return
+
+    # ---- pages on their way, and deaths -------------------------------------------------------------------------
+
+    def _arrive(self, number: int) -> None:
+        self.wire.arrive(number)
+
+    def _drop(self, number: int) -> None:
+        self.wire.befall(number, "drop")
+        self.wire.arrive(number)
+
+    def _corrupt(self, number: int) -> None:
+        self.wire.befall(number, "corrupt")
+        self.wire.arrive(number)
+
+    def _copy(self, number: int) -> None:
+        self.wire.befall(number, "duplicate")
+        self.wire.arrive(number)
+
+    def _refuse(self) -> None:
+        self.prefill.writer.is_refused = True
+
+    def _kill_prefill(self) -> None:
+        self.prefill.writer.die()
+        for link in self.links:
+            if link.prefill == self.prefill.name:
+                link.is_open_at_prefill, link.is_torn = False, True
+                link.to_prefill.clear()
+        self.prefill = self._start_prefill()
+
+    def _kill_decode(self) -> None:
+        self.decode.reader.die()
+        for link in self.links:
+            if link.decode == self.decode.name:
+                link.is_open_at_decode, link.is_torn = False, True
+                link.to_decode.clear()
+        self.decode = self._start_decode()
+
+    def watch(self, writer: WatchedWriter, peer: str, source: int, target: int) -> None:
+        """A page is about to be written: it must be a request's own at both ends. Where the writer has let go of the
+        peer, it may read what it likes, as long as nobody there believes that it has come, or ever will."""
+        assert writer is self.prefill.writer, "a dead node writes"
+        is_in_sight = writer._readers[peer] is self.decode.reader  # else into the memory of a dead process
+        if peer in writer._leaving:
+            assert not is_in_sight or self._is_awaited(target), f"page {target} is written late, and has another use"
+            return
+        found = [(key, pages.index(source)) for key, pages in self.prefill.pages.items() if source in pages]
+        assert found, f"source page {source} is read and was given away"
+        key, index = found[0]
+        assert set(self.prefill.store.read(source)) == {self.content(key, index)}, "a page leaves that is not computed"
+        if not is_in_sight:
+            return
+        session = self.decode.receiver._incoming.sessions.get(key)
+        assert session is not None, f"page {target} is written for {key}, which is over"
+        assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
+
+    def _is_awaited(self, page: int) -> bool:
+        """Is this page of the decode node set aside, in whatever state, for what has not come?"""
+        sessions = self.decode.receiver._incoming.sessions.values()
+        found = [(s, s.first + s.pages.index(page)) for s in sessions if page in s.pages]
+        return bool(found) and found[0][1] not in found[0][0]._arrived
+
+    # ---- after each ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Send and act on what came of it, until nothing does; then bring free pages into one order."""
+        prefill, decode = self.prefill, self.decode
+        messages, released = prefill.sender.take()
+        for peer, message in messages:
+            self._send_from_prefill(peer, message)
+        for release in released:
+            assert release.key not in prefill.released, f"{release.key} was released twice"
+            prefill.released[release.key] = release.ok
+            pages = prefill.pages.pop(release.key)
+            for page in pages:
+                prefill.store.fill(page, JUNK)
+            prefill.books.free(pages, Owner.REQUEST)
+        replies, events = decode.receiver.take()
+        for peer, message in replies:
+            self._send_from_decode(peer, message)
+        for event in events:
+            self._on_event(event)
+            assert not decode.receiver.take()[1], "news of news"
+        self.links = [link for link in self.links if link.is_open_at_prefill or link.is_open_at_decode]
+        for books in (prefill.books, decode.books):
+            books._stack.sort(reverse=True)
+        for page in decode.books._stack:
+            decode.store.fill(page, JUNK)
+
+    def check(self) -> None:
+        for node in (self.prefill, self.decode):
+            node.books.check()
+        self.prefill.sender.check()
+        self.decode.receiver.check()
+        held = sum(len(pages) for pages in self.prefill.pages.values())
+        assert self.prefill.books.count(Owner.REQUEST) == held, "source pages leak"
+        books = self.decode.books
+        known = sum(len(session.pages) for session in self.decode.receiver._incoming.sessions.values())
+        assert books.count(Owner.GRANT) + books.count(Owner.QUARANTINE) == known, "granted pages leak"
+
+    def check_end(self) -> None:
+        assert not self.wire.num_in_flight, "a page is on its way for ever"
+        assert not self.prefill.sender._outgoing.all(), "a transfer never ends at prefill"
+        assert not self.decode.receiver._incoming.sessions, "a transfer never ends at decode"
+        assert not self.prefill.pages and self.prefill.books.num_free == self.scope.num_pages, "source pages leak"
+        assert self.decode.books.num_free == self.scope.num_pages, "pages leak"
+        assert not any(link.to_prefill or link.to_decode for link in self.links)
+        assert all(key in self.decode.ended for key in self.decode.begun), "a request hangs at decode"
+        if self.num_faults == self.num_breaks and self.scope.can_recall and not self.is_late:
+            assert list(self.decode.ended.values()) == ["Completed"] * len(self.keys), (
+                "nothing was wrong, and it failed"
+            )
+            assert list(self.prefill.released.values()) == [True] * len(self.keys)
+
+    # ---- copies, and which states are one -----------------------------------------------------------------------
+
+    def freeze(self) -> bytes:
+        into = io.BytesIO()
+        Freezer(into, 5).dump(self)
+        return into.getvalue()
+
+    def state(self) -> object:
+        return state_of(self)

@@ -1,0 +1,140 @@
+"""What a world of two nodes is made of: its scope, its faults, what each start of a node has, and what joins them."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.cache.page_allocator import PageAllocator
+from common.cache.page_layout import PageLayout
+from common.wire.messages import Connect, Message
+from kv_transfer.page_slices import Piece
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.send.session import Key
+from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
+from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter
+
+GEOMETRY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float16")  # 4 bytes a page
+JUNK = 0xEE
+
+MESSAGE_FAULTS = ("lose", "repeat", "overtake")
+PAGE_FAULTS = ("drop", "copy", "corrupt")
+NODE_FAULTS = ("tear", "refuse", "kill prefill", "kill decode")
+ROLE_FAULTS = ("abort", "finish early", "cancel", "retract")
+TIME_FAULTS = ("lease", "tombs")
+CONNECTION_FAULTS = (*MESSAGE_FAULTS, "tear", "refuse")
+FAULTS = MESSAGE_FAULTS + PAGE_FAULTS[:2] + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much there is to explore.
+
+    Attributes:
+        sizes: pages of each request.
+        first: pages of each that the decode node holds already.
+        num_pages: of either pool.
+        faults, num_faults: kinds, and how many in one run.
+        can_recall: see ``Wire``.
+        has_checksums: pages that come with a changed byte (``corrupt``) are noticed; else nobody would.
+        is_piecemeal: pages are granted one at a time.
+    """
+
+    sizes: tuple[int, ...] = (2, 1)
+    first: int = 0
+    num_pages: int = 3
+    faults: tuple[str, ...] = FAULTS
+    num_faults: int = 1
+    can_recall: bool = True
+    has_checksums: bool = False
+    is_piecemeal: bool = False
+
+
+class Store:
+    """A pool without a model or a file."""
+
+    is_mapped = is_in_place = True
+    fd = -1
+
+    def __init__(self, num_pages: int) -> None:
+        self.geometry = GEOMETRY
+        self.num_pages = num_pages
+        self.memory = bytearray([JUNK] * GEOMETRY.pool_bytes(num_pages))
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        into[:] = self.read(page)
+
+    def landed(self, pages: object) -> None:
+        pass
+
+    def read(self, page: int) -> bytes:
+        size = GEOMETRY.page_bytes
+        return bytes(self.memory[page * size : (page + 1) * size])
+
+    def fill(self, page: int, value: int) -> None:
+        size = GEOMETRY.page_bytes
+        self.memory[page * size : (page + 1) * size] = bytes([value]) * size
+
+
+class Watching(Protocol):
+    def watch(self, writer: "WatchedWriter", peer: str, source: int, target: int) -> None: ...
+
+
+class WatchedWriter(InProcessWriter):
+    """Shows the world every single write before it happens."""
+
+    world: Watching
+    is_refused = False  # the next attachment will come to nothing
+
+    def attach(self, peer: str, connect: Connect) -> None:
+        super().attach(peer, connect)
+        if self.is_refused:
+            self.is_refused = False
+            self._news[-1] = Attached(peer, connect.epoch, "it was not to be")
+
+    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+        self.world.watch(self, peer, source, target)
+        return super().put(peer, source, target, piece)
+
+
+@dataclass(eq=False)
+class Prefill:
+    """One start of the prefill node. ``pages``: of requests that are open; ``released``: whether it went well."""
+
+    name: str
+    store: Store
+    books: PageAllocator
+    writer: WatchedWriter
+    transport: WriterTransport
+    sender: Sender
+    pages: dict[Key, list[int]] = field(default_factory=dict)
+    num_computed: dict[Key, int] = field(default_factory=dict)
+    finished: dict[Key, None] = field(default_factory=dict)
+    released: dict[Key, bool] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Decode:
+    """One start of the decode node. ``ended``: how; ``dialled``: prefill nodes."""
+
+    name: str
+    store: Store
+    books: PageAllocator
+    reader: InProcessReader
+    transport: ReaderTransport
+    receiver: Receiver
+    begun: dict[Key, int] = field(default_factory=dict)  # pages that are here or granted
+    ended: dict[Key, str] = field(default_factory=dict)
+    dialled: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Link:
+    """A control connection. Either end is open until it has noticed that the connection is torn."""
+
+    prefill: str
+    decode: str
+    to_prefill: list[Message] = field(default_factory=list)
+    to_decode: list[Message] = field(default_factory=list)
+    is_open_at_prefill: bool = True
+    is_open_at_decode: bool = True
+    is_torn: bool = False

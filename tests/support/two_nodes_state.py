@@ -1,0 +1,125 @@
+"""Copies of a world of two nodes, and which of its states are one: fast, since there are very many."""
+
+import pickle
+from collections import Counter
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from support.two_nodes_parts import GEOMETRY, Scope
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.page_layout import PageLayout
+from kv_transfer.page_mapping import Units
+from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+
+if TYPE_CHECKING:
+    from support.two_nodes import TwoNodes
+
+
+class Freezer(pickle.Pickler):
+    """Fast where much is copied often; counters, which nothing depends on, stay behind."""
+
+    dispatch_table = {  # noqa: RUF012
+        Counter: lambda counter: (_counter, ()),
+        PageLayout: lambda geometry: (_geometry, ()),
+        PageAllocator: lambda books: (_books, (books.num_pages, books._owner.tobytes(), bytes(books._stack))),
+        Scope: lambda scope: (_scope, (_number_of(scope),)),
+        Units: lambda units: (Units, (units.tokens, units.per_source, units.per_target)),
+    }
+
+
+_SCOPES: list[Scope] = []
+
+
+def _number_of(scope: Scope) -> int:
+    if scope not in _SCOPES:
+        _SCOPES.append(scope)
+    return _SCOPES.index(scope)
+
+
+def _scope(number: int) -> Scope:
+    return _SCOPES[number]
+
+
+def _geometry() -> PageLayout:
+    return GEOMETRY
+
+
+def _counter() -> Counter[str]:
+    return Counter.__new__(Counter)
+
+
+def _books(num_pages: int, owners: bytes, free: bytes) -> PageAllocator:
+    """Books without steps: transfers know of none, so what keeps them is one for all copies."""
+    books = PageAllocator.__new__(PageAllocator)
+    vars(books).update(vars(_fresh_books(num_pages)))
+    books._owner = np.frombuffer(bytearray(owners), np.int8)
+    books._stack = list(free)
+    books._counts = [owners.count(owner) for owner in range(len(Owner))]
+    return books
+
+
+@cache
+def _fresh_books(num_pages: int) -> PageAllocator:
+    return PageAllocator(num_pages)
+
+
+_NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
+_NOT_OF_WRITES = ("_transport", "_pairs", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
+_NOT_OF_RECEIVER = ("_transport", "_incoming", "_links", "_checksums", "_totals")
+
+
+def _of_books(books: PageAllocator) -> object:
+    return (books._owner.tobytes(), books._stack, books.num_lingering)
+
+
+def _of_choice(transport: object) -> object:
+    """A writer's tickets are as many as those of the one below it, and are numbered alike."""
+    if isinstance(transport, ChoosingWriter):
+        attempts = [
+            (peer, a.connect.epoch, a.offers, len(a.rest), a.is_attached, a.failures)
+            for peer, a in transport._attempts.items()
+        ]
+        return (attempts, list(transport._draining))
+    if isinstance(transport, ChoosingReader):
+        return (transport._offered, transport._chosen, transport._unasked, transport._news)
+    return None
+
+
+def state_of(world: "TwoNodes") -> object:
+    """Everything that what follows depends on, in plain values: equal ones are one state."""
+    prefill, decode = world.prefill, world.decode
+    writes = prefill.sender._writes
+    tickets = sorted(writes._tickets)
+    rank = {ticket: number for number, ticket in enumerate(tickets)}
+    sender = {name: value for name, value in vars(prefill.sender).items() if name not in _NOT_OF_SENDER}
+    receiver = {name: value for name, value in vars(decode.receiver).items() if name not in _NOT_OF_RECEIVER}
+    incoming, links = decode.receiver._incoming, decode.receiver._links
+    return (
+        world.now,
+        (world.num_faults, world.num_breaks, world.is_late),
+        world.num_starts,
+        sorted(world.routes.items()),
+        [tuple(vars(link).values()) for link in world.links],
+        [
+            (p.writer.incarnation, p.peer, rank.get(p.ticket, -1), p.source, p.target, p.fault)
+            for p in world.wire._pages.values()
+        ],
+        list(world.wire.offers),
+        (sender, prefill.sender._pairs.by_peer, {n: v for n, v in vars(writes).items() if n not in _NOT_OF_WRITES}),
+        (sorted(prefill.pages.items()), sorted(prefill.num_computed.items()), sorted(prefill.finished)),
+        (sorted(prefill.released.items()), prefill.store.memory, _of_books(prefill.books)),
+        [(session.key, units) for session, units, _ in (writes._tickets[ticket] for ticket in tickets)],
+        list(writes._due),
+        ([rank.get(t, -1) for t in prefill.writer.finished], prefill.writer._news),
+        [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],
+        (list(prefill.writer._leaving), prefill.writer.is_refused),
+        _of_choice(prefill.transport),
+        (receiver, incoming.sessions, incoming.handoffs, incoming.events, links.by_peer, links.epoch),
+        (sorted(decode.begun.items()), sorted(decode.ended.items()), list(decode.dialled)),
+        (decode.store.memory, _of_books(decode.books)),
+        [(w.incarnation, said) for w, said in decode.reader.writers.items()],
+        (decode.reader._offers, decode.reader._news),
+        _of_choice(decode.transport),
+    )

@@ -1,0 +1,46 @@
+"""The handoff benchmark without its runs: what is measured of a request, and what the table says of it."""
+
+import pytest
+from support.load_records import record
+
+from common.errors import BatonError
+from scripts.benchmarks.handoff import LOCAL, Sample, flags, parse, sample_of, table
+
+
+def sample(arrangement: str, *, ttft: float, first_gap: float, step: float, **stages: float) -> Sample:
+    return Sample(arrangement, 512, ttft, first_gap, step, stages)
+
+
+def test_the_cost_of_a_request_is_its_first_gap_less_a_step() -> None:
+    found = sample_of("shm", 512, record(1.0, 1.75, 2.0, 2.25, 2.625, timings={"transfer_s": 0.25}))
+    assert (found.first_gap_s, found.step_s, found.cost_s) == (0.75, 0.25, 0.5)
+    assert found.stages == {"transfer_s": 0.25}
+
+
+@pytest.mark.parametrize("stamps", [(1.0,), (1.0, 1.5, 2.0)])
+def test_without_steps_to_compare_with_there_is_no_cost(stamps: tuple[float, ...]) -> None:
+    with pytest.raises(BatonError, match="tokens came"):
+        sample_of("shm", 512, record(*stamps))
+
+
+def test_the_table_gives_the_median_cost_as_a_share_of_local_ttft_and_names_what_misses_the_mark() -> None:
+    options, _ = parse(["--transports=shm,tcp", "--lengths", "512"])
+    samples = [sample(LOCAL, ttft=1.0, first_gap=0.1, step=0.1)]
+    samples += [sample("shm", ttft=1.2, first_gap=0.1 + cost, step=0.1, transfer_s=0.02) for cost in (0.0, 0.03, 0.5)]
+    samples += [sample("tcp", ttft=1.2, first_gap=0.16, step=0.1)]
+    _, local, shm, tcp = table(samples, options)
+    assert local.split()[-4:] == ["1000.00", "100.00", "100.00", "0.00"]
+    assert shm.split()[3:] == ["1200.00", "130.00", "100.00", "30.00", "500.00", "20.00", "nan", "3.0%"]
+    assert tcp.endswith("6.0%  above the mark of 5%")
+
+
+def test_all_arrangements_have_one_thread_for_each_node() -> None:
+    assert all("--threads=1" in flags(name, "m", "float32") for name in (LOCAL, "shm", "tcp"))
+    assert "--prefill=0" in flags(LOCAL, "m", "float32")
+    assert "--transport=tcp" in flags("tcp", "m", "float32")
+
+
+@pytest.mark.parametrize("words", [["--transports=shm,pigeon"], ["--new-tokens=3"], ["--model=large"]])
+def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)

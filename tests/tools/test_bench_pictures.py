@@ -1,0 +1,53 @@
+"""The pictures' benchmark against the mock: same requests for every arrangement, and a page with what was measured."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from support.load_mock import MockServer, mock_server
+
+from scripts.benchmarks import pictures as bench_pictures
+
+
+def test_arrangements_get_the_same_requests_and_the_page_shows_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[tuple[list[str], MockServer]] = []
+
+    @contextmanager
+    def served(flags: list[str]) -> Iterator[str]:
+        folder = tmp_path / f"mock{len(servers)}"
+        folder.mkdir()
+        with mock_server(folder, "--ttft", "0.01") as server:
+            servers.append((flags, server))
+            yield server.url
+
+    monkeypatch.setattr(bench_pictures, "served", served)
+    trace = tmp_path / "t.jsonl"
+    rows = [{"timestamp": at, "input_length": 900, "output_length": 50, "hash_ids": [1, 2]} for at in range(0, 900, 90)]
+    trace.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    words = [
+        "--rates",
+        "20",
+        "--seconds",
+        "0.5",
+        "--trace",
+        str(trace),
+        "--trace-rate",
+        "20",
+        "--folder",
+        str(tmp_path / "d"),
+    ]
+    result = CliRunner().invoke(bench_pictures.main, words)
+    assert result.exit_code == 0, result.output
+    assert [flags[0] for flags, _ in servers] == ["--prefill=1", "--prefill=0", "--prefill=1"]
+    first, second = ([one["body"] for one in server.truth] for _, server in servers[:2])
+    assert first == second and len(first) > 30
+    page = (tmp_path / "d" / "measured.md").read_text()
+    assert page.count("| 1 prefill + 1 decode | 20 |") == page.count("| 2 colocated | 20 |") == 1
+    assert "format Mooncake" in page and "of 34" not in page
+    for name in ("time-to-first-token-by-rate", "gap-between-tokens-by-rate", "trace-time-to-first-token"):
+        assert f"({name}.svg)" in page and (tmp_path / "d" / f"{name}.svg").is_file()

@@ -1,0 +1,319 @@
+"""The example files under deploy/: every command in them is one that Baton takes, and their parts fit together.
+
+Where ``systemd-analyze`` and ``kubectl`` exist they judge too.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config.cli import CLASSES, OTHER_COMMANDS, parse
+from common.config.gateway import GatewayConfig
+from common.config.options import options_of
+from common.config.shared import OTHER_VARIABLES
+from common.errors import ConfigError
+from scripts.cli import ROLES
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+MANIFESTS = ("gateway.yaml", "nodes.yaml", "network-policy.yaml")
+CONTAINERFILE = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+
+Words = list[str]
+Document = dict[str, Any]
+
+
+def checked(words: Words, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The configuration that ``baton WORDS`` would run with; raises where Baton would refuse it."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command, *flags = words
+    return parse(CLASSES[command], flags, command=command)
+
+
+# ---- systemd --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(unit: Path) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in unit.read_text().splitlines():
+        name, is_setting, value = line.partition("=")
+        if is_setting and not line.startswith(("#", "[")):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_there_is_a_unit_for_every_role() -> None:
+    assert [unit.stem.removeprefix("baton-").removesuffix("@") for unit in UNITS] == ["decode", "gateway", "prefill"]
+    assert {"decode", "gateway", "prefill"} == set(ROLES)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_units_run_commands_that_exist_with_the_example_configuration(
+    unit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(unit)
+    program, *words = shlex.split(settings["ExecStart"][0].replace("%i", "0"))
+    assert Path(program).name == "baton"
+    variables = dict(pair.split("=", 1) for line in settings["Environment"] for pair in line.split())
+    assert variables["BATON_CONFIG"] == "/etc/baton/baton.toml"
+    variables["BATON_CONFIG"] = str(DEPLOY / "systemd" / "baton.toml")
+    config = checked(words, variables, monkeypatch)
+    if words[0] == "gateway":
+        assert (config.host, config.control_port) == ("127.0.0.1", 8001)
+    else:
+        assert (config.name, config.gateway) == (f"{words[0]}-0", "127.0.0.1:8001")
+
+
+def test_nodes_that_share_memory_run_as_one_user_in_the_namespaces_of_the_machine() -> None:
+    users = {settings_of(unit)["User"][0] for unit in UNITS}
+    assert users == {"baton"}
+    for unit in UNITS:
+        assert not {"PrivateNetwork", "PrivateUsers", "PrivatePIDs", "DynamicUser"} & set(settings_of(unit))
+        assert "AF_UNIX" in settings_of(unit)["RestrictAddressFamilies"][0]
+
+
+def test_a_refused_configuration_is_not_tried_again_and_again() -> None:
+    for unit in UNITS:
+        assert settings_of(unit)["RestartPreventExitStatus"] == ["2"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_finds_nothing_to_complain_of(tmp_path: Path) -> None:
+    for path in (DEPLOY / "systemd").glob("baton*"):
+        text = path.read_text().replace("/opt/baton/bin/baton", sys.executable)  # which must exist
+        (tmp_path / path.name.replace("@.", "@0.")).write_text(text)
+        (tmp_path / path.name).write_text(text)
+    names = sorted(str(path) for path in tmp_path.iterdir() if "@." not in path.name and path.suffix != ".toml")
+    assert len(names) == 4
+    ended = subprocess.run(["systemd-analyze", "verify", *names], capture_output=True, text=True, timeout=60)
+    # Of other units of this machine it complains too.
+    complaints = [line for line in ended.stderr.splitlines() if "baton" in line]
+    assert not complaints
+
+
+# ---- Kubernetes -----------------------------------------------------------------------------------------------------
+
+
+def documents(name: str = "") -> list[Document]:
+    names = [name] if name else MANIFESTS
+    return [document for each in names for document in yaml.safe_load_all((DEPLOY / "kubernetes" / each).read_text())]
+
+
+def deployments() -> dict[str, Document]:
+    return {each["metadata"]["name"]: each["spec"]["template"] for each in documents() if each["kind"] == "Deployment"}
+
+
+def containers() -> Iterator[tuple[Document, Document]]:
+    """Every container, with the Pod's specification."""
+    for template in deployments().values():
+        for container in template["spec"]["containers"]:
+            yield container, template["spec"]
+
+
+def labels(component: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": component}
+
+
+def with_downward(words: Words, container: Document) -> Words:
+    known = {"POD_IP": "10.1.2.3", "POD_NAME": "baton-nodes-0"}
+    given = {variable["name"] for variable in container["env"]}
+    used = set(re.findall(r"\$\((\w+)\)", " ".join(words)))
+    assert used <= given, f"{used - given} are in no env"
+    return [re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], word) for word in words]
+
+
+def variables_of(container: Document) -> dict[str, str]:
+    """Of the environment, with values that could be."""
+    found = {one["name"]: "4" if one["name"] == "BATON_THREADS" else "key" for one in container["env"]}
+    for generated in kustomization()["configMapGenerator"]:
+        found |= dict(literal.split("=", 1) for literal in generated["literals"])
+    return {name: value for name, value in found.items() if name.startswith("BATON_")}
+
+
+def kustomization() -> Document:
+    found: Document = yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ["gateway", "prefill", "decode"])
+def test_containers_run_commands_that_exist_with_an_environment_that_is_known(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (container,) = [each for each, _ in containers() if each["name"] == name]
+    words = with_downward(container["args"], container)
+    assert words[0] == name
+    config = checked(words, variables_of(container), monkeypatch)
+    if name != "gateway":
+        assert config.cluster_key == "key"
+        assert config.threads == 4
+
+
+def test_prefill_and_decode_share_network_processes_and_user() -> None:
+    spec = deployments()["baton-nodes"]["spec"]
+    assert [container["name"] for container in spec["containers"]] == ["prefill", "decode"]
+    assert spec["shareProcessNamespace"] is True
+    for container in spec["containers"]:
+        assert "runAsUser" not in container["securityContext"]  # the Pod's, the same for both
+
+
+def test_nobody_is_root_and_everybody_says_what_they_need() -> None:
+    uid = re.search(r"^USER (\d+)", CONTAINERFILE, re.MULTILINE)
+    assert uid
+    for container, spec in containers():
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == int(uid[1])
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        assert "memory" in container["resources"]["limits"]
+
+
+def test_kubernetes_adds_no_variables_that_would_be_refused() -> None:
+    for _, spec in containers():
+        assert spec["enableServiceLinks"] is False
+
+
+def test_a_variable_that_kubernetes_sets_for_services_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="BATON_CONTROL_SERVICE_HOST"):
+        checked(["gateway"], {"BATON_CONTROL_SERVICE_HOST": "10.0.0.1"}, monkeypatch)
+
+
+def test_selectors_select_what_is_there() -> None:
+    found = {name: template["metadata"]["labels"] for name, template in deployments().items()}
+    assert found == {"baton-gateway": labels("gateway"), "baton-nodes": labels("nodes")}
+    for each in documents():
+        spec = each["spec"]
+        if each["kind"] == "Deployment":
+            assert spec["selector"]["matchLabels"] == found[each["metadata"]["name"]]
+        elif each["kind"] == "Service":
+            assert spec["selector"] == labels("gateway")
+        else:
+            assert spec["podSelector"]["matchLabels"] in found.values()
+
+
+def test_nodes_find_the_gateway_before_it_is_ready() -> None:
+    services = {each["metadata"]["name"]: each["spec"] for each in documents() if each["kind"] == "Service"}
+    (address,) = {word for container, _ in containers() for word in container["args"] if word.startswith("--gateway")}
+    name, port = address.removeprefix("--gateway=").split(":")
+    assert services[name]["publishNotReadyAddresses"] is True
+    assert [str(each["port"]) for each in services[name]["ports"]] == [port]
+
+
+def test_ports_have_the_numbers_that_the_commands_listen_on() -> None:
+    for container, _ in containers():
+        numbers = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+        words = " ".join(container["args"])
+        if container["name"] == "gateway":
+            assert numbers["http"] == options_of(GatewayConfig)["port"].default
+            assert f"--control-port={numbers['control']}" in words
+        elif numbers:
+            assert f"--data-port={numbers['peers']}" in words
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container.get(probe, {}).get("httpGet", {"port": "http"})["port"] == "http"
+
+
+def test_probes_ask_what_the_gateway_answers() -> None:
+    (gateway,) = [container for container, _ in containers() if container["name"] == "gateway"]
+    asked = {probe: gateway[probe]["httpGet"]["path"] for probe in gateway if probe.endswith("Probe")}
+    assert asked == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
+    routes = (ROOT / "gateway" / "queries.py").read_text()
+    assert all(f'"{path}"' in routes for path in asked.values())
+
+
+def test_every_volume_secret_and_map_is_there() -> None:
+    maps = {generated["name"] for generated in kustomization()["configMapGenerator"]}
+    said = (DEPLOY / "kubernetes" / "kustomization.yaml").read_text()
+    for container, spec in containers():
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert {source["configMapRef"]["name"] for source in container["envFrom"]} <= maps
+        for variable in container["env"]:
+            if secret := variable["valueFrom"].get("secretKeyRef"):
+                assert f"generic {secret['name']} " in said
+                assert f"--from-literal={secret['key']}=" in said
+
+
+def test_the_kustomization_lists_every_manifest() -> None:
+    there = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(kustomization()["resources"]) == there == set(MANIFESTS)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_kubectl_can_build_it() -> None:
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    built = list(yaml.safe_load_all(ended.stdout))
+    assert sorted(each["kind"] for each in built) == [
+        "ConfigMap", "Deployment", "Deployment", "NetworkPolicy", "NetworkPolicy", "Service", "Service",
+    ]  # fmt: skip
+
+
+# ---- the image ------------------------------------------------------------------------------------------------------
+
+
+def instructions(name: str) -> list[str]:
+    return re.findall(rf"^{name} (.*)$", CONTAINERFILE, re.MULTILINE)
+
+
+def test_the_image_is_made_of_files_that_exist_and_of_all_packages() -> None:
+    copied = {
+        source for line in instructions("COPY") if "--from" not in line for source in line.split()[:-1]
+    }  # fmt: skip
+    assert all((ROOT / source).exists() for source in copied)
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert packages <= copied
+
+
+def test_the_image_runs_baton_and_its_default_command_wants_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [json.loads(line) for line in instructions("ENTRYPOINT")] == [["/opt/baton/bin/baton"]]
+    (words,) = [json.loads(line) for line in instructions("CMD")]
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0"):
+        checked(words, {}, monkeypatch)
+    assert checked(words, {"BATON_API_KEY": "key"}, monkeypatch).host == "0.0.0.0"
+
+
+def test_the_base_can_be_chosen_and_packages_come_in_the_versions_that_were_tested() -> None:
+    assert "ARG BASE=python:3.12-slim" in CONTAINERFILE
+    assert all(line.startswith("${BASE}") for line in instructions("FROM"))
+    assert "-c constraints.txt" in CONTAINERFILE
+
+
+# ---- all of it ------------------------------------------------------------------------------------------------------
+
+
+def files() -> list[Path]:
+    return sorted(path for path in DEPLOY.rglob("*") if path.is_file())
+
+
+def test_every_variable_that_is_named_anywhere_is_known() -> None:
+    known = {found.env for cls in CLASSES.values() for found in options_of(cls).values()} | set(OTHER_VARIABLES)
+    for path in files():
+        for name in re.findall(r"\bBATON_[A-Z_]+\b(?!\*)", path.read_text()):
+            is_foreign = name.startswith(tuple(OTHER_COMMANDS.values())) or name in ("BATON_GATEWAY_PORT", "BATON_PORT")
+            assert name in known or name == "BATON_" or is_foreign, f"{path.name}: {name}"
+
+
+def test_every_flag_that_is_named_anywhere_is_known() -> None:
+    known = {found.flag for cls in CLASSES.values() for found in options_of(cls).values()} | {"--help", "--config"}
+    for path in files():
+        for line in path.read_text().splitlines():
+            if re.search(r"\bbaton\S* (serve|gateway|prefill|decode) ", line):
+                flags = set(re.findall(r"(?<=\s)--[a-z-]+", line.split("baton", 1)[1]))
+                foreign = {"--now", "--rm"}
+                assert flags <= known | foreign, f"{path.name}: {line}"
+
+
+def test_no_file_names_a_host_of_the_outside() -> None:
+    for path in files():
+        assert not re.search(r"https?://(?!127\.|localhost|baton)", path.read_text()), path.name

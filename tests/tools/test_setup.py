@@ -1,0 +1,126 @@
+"""Every command sets itself up, quickly, from any folder; and what is declared is what is there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from scripts import cli
+from scripts.benchmarks import main as bench
+from scripts.requirements import missing, release, requirements, strays
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def command(*words: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """A command run in an empty folder, with this interpreter's environment active."""
+    environ = {**os.environ, "VIRTUAL_ENV": sys.prefix, "BATON_VENV": str(folder / "venv"), **variables}
+    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def test_an_active_environment_that_will_do_is_used_as_it_is_and_at_once(tmp_path):
+    before = os.times()
+    found = command("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"', folder=tmp_path)
+    after = os.times()  # of processor time: the machine may be busy with something else
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
+    assert found.stdout.strip() == f"{sys.prefix}/bin/python"
+    assert not (tmp_path / "venv").exists()
+
+
+def test_commands_work_from_any_folder_whatever_lies_there(tmp_path):
+    for name in ("common", "scripts", "decode_node", "click"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    for name, first in (("decode", "Usage: decode"), ("serve", "Usage: serve"), ("baton", "Usage: baton")):
+        shown = command(str(ROOT / "scripts" / name), "--help", folder=tmp_path)
+        assert shown.stdout.startswith(first), shown
+        assert shown.returncode == 0
+
+
+def test_without_a_new_enough_python_a_command_says_what_to_install(tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "cat", "cksum", "dirname", "flock", "readlink"):
+        found = subprocess.run(["bash", "-c", f"command -v {name}"], capture_output=True, text=True).stdout.strip()
+        (tools / name).symlink_to(found)
+    old = tools / "python3"
+    old.write_text("#!/bin/bash\nexit 1\n")
+    old.chmod(0o755)
+    ended = command(str(ROOT / "scripts" / "serve"), folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="")
+    assert ended.returncode == 1
+    assert "Python 3.11 or newer is needed" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_versions_are_compared_by_their_numbers():
+    assert release("2.13.0+cpu") == (2, 13, 0)
+    assert release("2.9") < release("2.10")
+
+
+def test_what_is_missing_or_too_old_is_found(tmp_path):
+    assert list(missing(["pytest>=1.0", "pytest>=9999", "no-such-package>=1"])) == [
+        "pytest>=9999",
+        "no-such-package>=1",
+    ]
+    pins = tmp_path / "pins.txt"
+    pins.write_text("# a remark\npytest==0.1\nno-such-package==1\n")
+    assert list(strays(str(pins))) == ["pytest==0.1"]
+
+
+def test_every_requirement_is_pinned_for_the_tests():
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in CONSTRAINTS.splitlines() if "==" in line}
+    needed = {line.split(">=")[0].lower().replace("_", "-") for line in requirements(f"{ROOT}/pyproject.toml", ["dev"])}
+    assert needed <= pinned
+    assert "torch==2.13.0\n" in CONSTRAINTS
+
+
+def test_the_tests_have_every_extra_that_works_without_a_gpu():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {*extras["nixl"], *extras["loadtest"]} <= set(extras["dev"]), "its tests would be skipped or fail"
+
+
+def test_every_package_is_installed_and_checked():
+    tops = {"common", "decode_node", "gateway", "kv_transfer", "prefill_node", "scripts"}
+    folders = [path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")]
+    patterns = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    for name in (".".join(folder.relative_to(ROOT).parts) for folder in folders):
+        assert any(fnmatch(name, pattern) for pattern in patterns), name
+    assert tops == set(PROJECT["tool"]["mypy"]["packages"]) == set(PROJECT["tool"]["importlinter"]["root_packages"])
+
+
+def test_benchmarks_are_found_by_name(capsys):
+    assert "scheduler" in bench.names()
+    assert bench.main(["nonsense"]) == 2
+    assert "scheduler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["nonsense"], 2)])
+def test_an_unknown_command_is_answered_with_those_there_are(monkeypatch, capsys, words, status):
+    monkeypatch.setattr(sys, "argv", ["baton", *words])
+    assert cli.main() == status
+    assert "baton COMMAND --help" in "".join(capsys.readouterr())
+
+
+def test_a_command_that_is_stopped_while_it_sets_up_does_not_go_on(tmp_path):
+    slow = tmp_path / "bin" / "python"
+    slow.parent.mkdir()
+    slow.write_text('#!/bin/bash\n: > "$(dirname "$0")/begun"\nsleep 0.5\nexit 1\n')
+    slow.chmod(0o755)
+    environ = {**os.environ, "VIRTUAL_ENV": str(tmp_path), "BATON_VENV": str(tmp_path / "venv")}
+    words = ["bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo went on']
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        (slow.parent / "begun").unlink(missing_ok=True)
+        with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            while not (slow.parent / "begun").exists():
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert process.communicate(timeout=30) == ("", None)
+            assert process.returncode == status

@@ -1,0 +1,123 @@
+"""Children are kept running, and none outlives its supervisor."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts.serving import supervisor as module
+from scripts.serving.supervisor import Child, ChildFailed, Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def child(code: str, name: str = "node", **options) -> Child:
+    return Child(name, [sys.executable, "-c", code], dict(os.environ), **options)
+
+
+async def until(condition, seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it took too long"
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.01)
+
+
+async def test_a_child_that_dies_is_started_again_and_the_others_are_left_alone():
+    first, second = child("import time; time.sleep(60)"), child("import time; time.sleep(60)")
+    supervisor = Supervisor([first, second])
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: first.process and second.process)
+    killed, kept = first.process, second.process
+    killed.kill()
+    await until(lambda: first.process is not killed)
+    assert second.process is kept
+    assert kept.returncode is None
+    await supervisor.stop()
+    await running
+    assert first.process.returncode == second.process.returncode == -signal.SIGTERM
+
+
+async def test_a_child_that_refuses_its_configuration_ends_everything():
+    supervisor = Supervisor([child("raise SystemExit(2)"), child("import time; time.sleep(60)")])
+    with pytest.raises(ExceptionGroup) as failed:
+        await supervisor.run()
+    await supervisor.stop()
+    assert isinstance(failed.value.exceptions[0], ChildFailed)
+    assert str(failed.value.exceptions[0]) == "node ended with status 2; what it says is above"
+
+
+async def test_a_child_that_keeps_dying_before_the_service_was_ready_ends_everything():
+    failing = child("raise SystemExit(1)")
+    with pytest.raises(ExceptionGroup):
+        await Supervisor([failing]).run()
+    assert failing.num_deaths == module.MAX_EARLY_DEATHS
+
+
+async def test_once_ready_a_child_that_keeps_dying_is_started_for_ever():
+    failing = child("raise SystemExit(2)")
+    supervisor = Supervisor([failing])
+    supervisor.has_been_ready = True
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: failing.num_deaths > module.MAX_EARLY_DEATHS)
+    assert not running.done()
+    await supervisor.stop()
+    running.cancel()
+
+
+async def test_a_child_that_does_not_heed_sigterm_is_killed(monkeypatch, capsys):
+    monkeypatch.setattr(module, "STOP_S", 0.2)
+    deaf = child("import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
+    supervisor = Supervisor([deaf])
+    running = asyncio.create_task(supervisor.run())
+    heard = []
+    monkeypatch.setattr(module, "say", heard.append)
+    await until(lambda: "node | deaf" in heard)
+    await supervisor.stop()
+    await running
+    assert deaf.process.returncode == -signal.SIGKILL
+
+
+async def test_output_appears_line_by_line_behind_the_name(monkeypatch):
+    heard = []
+    monkeypatch.setattr(module, "say", heard.append)
+    supervisor = Supervisor([child("print('one'); print('two', end=''); raise SystemExit(2)", name="decode-0")])
+    with pytest.raises(ExceptionGroup):
+        await supervisor.run()
+    assert heard == ["decode-0 | one", "decode-0 | two"]
+
+
+async def test_a_child_is_pinned_to_its_cpus(monkeypatch):
+    cpu = min(os.sched_getaffinity(0))
+    heard = []
+    monkeypatch.setattr(module, "say", heard.append)
+    pinned = child("import os; print(os.sched_getaffinity(0)); raise SystemExit(2)", cpus=(cpu,))
+    with pytest.raises(ExceptionGroup):
+        await Supervisor([pinned]).run()
+    assert heard == [f"node | {{{cpu}}}"]
+
+
+def test_no_child_outlives_a_supervisor_that_is_killed():
+    code = (
+        "import asyncio, os, sys\n"
+        "from scripts.serving.supervisor import Child, Supervisor\n"
+        "sleeper = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)']\n"
+        "asyncio.run(Supervisor([Child('node', sleeper, dict(os.environ))]).run())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        assert parent.stderr.readline() == "node | 1\n"
+        (sleeper,) = psutil.Process(parent.pid).children()
+        parent.kill()
+    sleeper.wait(20)
+    assert not sleeper.is_running()
