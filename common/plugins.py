@@ -154,7 +154,8 @@ def load_policy(spec: str) -> Policy | None:
     if missing:
         raise ConfigError(
             f"{flag} lacks {', '.join(missing)}: a policy is a class with order(waiting, now), arrived(request), "
-            "left(request) and served(request, num_input=, num_output=); from common.scheduling.policies.base.Policy it inherits what "
+            "left(request) and served(request, num_input=, num_output=); "
+            "from common.scheduling.policies.base.Policy it inherits what "
             "it does not need"
         )
     return OwnPolicy(policy, spec)

@@ -1,6 +1,7 @@
 """What a write moves when it is not whole pages: a piece of our page becomes a piece of the peer's. Pure arithmetic.
 
-A piece is named by a ``PageSlice`` of layers, heads and tokens on either side; the two hold the same numbers of each. Its
+A piece is named by a ``PageSlice`` of layers, heads and tokens on either side; the two hold the same numbers of
+each. Its
 bytes lie in runs: as many as the two pages have in common pieces of memory. What travels in one stream (TCP, Gloo) goes
 in the order of the runs, which is ``[layer][key or value][head][token][head_dim]`` of the box.
 """

@@ -1,6 +1,6 @@
-"""Which tests run: all but the deep ones; of those marked ``deep(sample=share)`` that share of the cases, by a seed.
+"""Selects the tests that run: without ``--all``, slow tests are skipped, except the sample that their marker names.
 
-Imports nothing but pytest at load time, so that a bare CUDA machine can run the engine's tests with it.
+Only pytest is imported when this file loads, so that a bare CUDA machine can run the engine's tests with it.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--deep", action="store_true", help="run every long test, not a sample of them")
-    parser.addoption("--deep-seed", type=int, default=0, help="which sample of the long tests runs without --deep")
+    parser.addoption("--all", action="store_true", help="run the slow tests too, not only a sample of them")
+    parser.addoption("--sample-seed", type=int, default=0, help="seed of the sample of slow tests")
 
 
 def pytest_configure() -> None:
-    """How long an example takes says how busy the machine is."""
+    """Turns hypothesis's time limits off: the duration of an example depends on how busy the machine is."""
     with contextlib.suppress(ImportError):
         from hypothesis import HealthCheck, settings
 
@@ -26,25 +26,25 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--deep"):
-        _skip_deep(items, config.getoption("--deep-seed"))
+    if not config.getoption("--all"):
+        _skip_slow(items, config.getoption("--sample-seed"))
     cuda_items = [item for item in items if item.get_closest_marker("cuda")]
     if cuda_items and not _has_cuda():
         for item in cuda_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _skip_deep(items: list[pytest.Item], seed: int) -> None:
+def _skip_slow(items: list[pytest.Item], seed: int) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("deep"):
+        if item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     for group in cases.values():
-        mark = group[0].get_closest_marker("deep")
+        mark = group[0].get_closest_marker("slow")
         assert mark is not None
         num_kept = math.ceil(mark.kwargs.get("sample", 0.0) * len(group))
         for item in _shuffled(group, seed)[num_kept:]:
-            item.add_marker(pytest.mark.skip(reason="deep: runs with --deep"))
+            item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
 
 
 def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:

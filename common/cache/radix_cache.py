@@ -8,8 +8,8 @@ different salts live under different roots, which exist only while something is 
   upper part is a new node; the lower part stays the object it was, so whoever has it locked still holds the whole path.
 - ``lock`` keeps a node and everything above it from eviction. A node nobody has locked has nothing locked below it, so
   what can be evicted is counted, not searched.
-- ``evict`` takes leaves that nobody needs, as ``common/cache/eviction.py`` orders them, cutting the last one so that no more
-  goes than was asked for.
+- ``evict`` takes leaves that nobody needs, as ``common/cache/eviction.py`` orders them, cutting the last one so that
+  no more goes than was asked for.
 - ``watch`` tells how much of a waiting request is cached, for as long as it waits (``common/cache/prefix_watch.py``).
 - *Pending* nodes stand for pages that a transfer is still writing: they are found by ``match`` (so that a second
   request can wait for them) but never used, locked, evicted or built upon until ``make_ready``.
@@ -27,7 +27,7 @@ from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.prefix_watch import Watch, Watching
 from common.cache.tree_node import TOKEN_BYTES, Inserted, Match, Pending, TokenKey, TreeNode, pack
 
-__all__ = ["TOKEN_BYTES", "Inserted", "Match", "TreeNode", "Pending", "RadixCache", "TokenKey", "pack"]
+__all__ = ["TOKEN_BYTES", "Inserted", "Match", "Pending", "RadixCache", "TokenKey", "TreeNode", "pack"]
 
 
 class RadixCache:

@@ -1,6 +1,7 @@
 """A few C functions, compiled once for this machine and kept: what torch would do in many passes, they do in one.
 
-``common/compile_native.py`` makes one shared library out of the C files here. It is linked *without* an OpenMP runtime, so that
+``common/compile_native.py`` makes one shared library out of the C files here. It is linked *without* an OpenMP
+runtime, so that
 its threads are those of the team that torch has loaded already: two teams on the same cores cost a factor of ten.
 Where anything is missing, ``load_kernels`` says so once in the log and returns None, and torch does the work.
 """

@@ -10,7 +10,8 @@ arrives ``(highest priority - own priority) / rate`` seconds after it, which bou
 lose a place that it has (docs/scheduling.md tells which bounds on waiting follow).
 
 With ``--priority-classes`` all that holds inside a class. The classes take turns by virtual token counters
-(``common/scheduling/policies/fair.py``), so that while several have requests waiting each is served in proportion to its weight.
+(``common/scheduling/policies/fair.py``), so that while several have requests waiting each is served in proportion to
+its weight.
 """
 
 import math

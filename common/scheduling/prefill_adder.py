@@ -4,7 +4,8 @@
 2. input: prompt tokens of one batch. The first request may exceed it, a later one that does not fit waits.
 3. chunk: prompt tokens of one step. A request longer than what is left is cut at a page boundary and goes on in later
    steps; behind its tail there is room for whole short requests and for the head of the next. With a cut by work
-   (``common/scheduling/chunked_prefill.py``) the step also holds no more work than one full chunk at the beginning of a prompt.
+   (``common/scheduling/chunked_prefill.py``) the step also holds no more work than one full chunk at the beginning
+   of a prompt.
 
 All three are spent in whole pages. Names and rules are those of SGLang's ``PrefillAdder``, with two differences. Every
 step is filled to the chunk budget instead of serving one cut request alone. And admission allocates pages for all of a

@@ -13,8 +13,8 @@ from msgspec import Meta
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 
-#: Rises with every change of what nodes say to each other; ``tests/common/test_messages.py`` notices one. ``Header`` and
-#: ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
+#: Rises with every change of what nodes say to each other; ``tests/common/test_messages.py`` notices one. ``Header``
+#: and ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
 PROTOCOL_VERSION = 7
 
 Count = Annotated[int, Meta(ge=0)]

@@ -59,9 +59,15 @@ class Dispatcher:
     """
 
     def __init__(
-        self, fleets: WorkerPools, post: NodeChannel, clock: Clock,
-        *, on_start: Callable[[OutputStream, Pair], None], on_end: Callable[[OutputStream], None], first_attempt: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        fleets: WorkerPools,
+        post: NodeChannel,
+        clock: Clock,
+        *,
+        on_start: Callable[[OutputStream, Pair], None],
+        on_end: Callable[[OutputStream], None],
+        first_attempt: int = 0,
+    ) -> None:
         self._fleets = fleets
         self._post = post
         self._clock = clock

@@ -182,7 +182,8 @@ class Receiver:
     # ---- what a prefill node says -------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
-        """``Connected``, ``Refused``, ``PagesWritten``, ``PrefillDone``, ``Closed``; what cannot be for us is counted."""
+        """``Connected``, ``Refused``, ``PagesWritten``, ``PrefillDone``, ``Closed``; what cannot be for us is
+        counted."""
         if isinstance(message, Connected):
             is_ours = self._on_connected(peer, message)
         elif isinstance(message, Refused):

@@ -4,7 +4,8 @@ The role says what is computed (``open``, ``computed``, ``finish``, ``abort``), 
 (``on_message``), ``pump`` lets the transport write, and ``take`` returns what to send and whose source pages may go.
 Source pages are the role's; it keeps them until it gets ``Released``, which comes exactly once for every opened key.
 
-A transfer ends for the peer with one ``Closed`` or with its own ``TransferAck``. ``Closed`` is the writer's fence: it is
+A transfer ends for the peer with one ``Closed`` or with its own ``TransferAck``. ``Closed`` is the writer's fence:
+it is
 sent when nothing is under way any more, and it leaves a tombstone, so that neither a late grant nor a late request
 revives the key. Whatever a peer sends is checked before it counts; what cannot be true is refused and counted.
 
@@ -195,7 +196,8 @@ class Sender:
     # ---- what a decode node says --------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float) -> None:
-        """A ``Grant``, ``Resend``, ``TransferAck``, ``AbortTransfer`` or ``Connect`` of this peer; anything else is counted."""
+        """A ``Grant``, ``Resend``, ``TransferAck``, ``AbortTransfer`` or ``Connect`` of this peer; anything else
+        is counted."""
         self._now = now
         if isinstance(message, Grant):
             self._on_grant(peer, message)

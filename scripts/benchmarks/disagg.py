@@ -3,7 +3,8 @@
 Every arrangement is a fresh ``serve`` on the same cores, and gets the very same requests at the same instants (one
 seed): prompts of 512 random token ids, nothing shared, 64 tokens out. They take turns at every rate, in the opposite
 order at every other, so that neither a slow hour of the machine nor its end falls on one of them alone. The load-test
-harness (``scripts/load``) is the only client. Rates are absolute for the shape of Qwen3-0.6B; for the small model they
+harness (``scripts/load_tester``) is the only client. Rates are absolute for the shape of Qwen3-0.6B; for the small
+model they
 are shares of its capacity: what the weaker of the first two arrangements completes with 32 requests always under way.
 
 Latency counts from the intended instant. Ratios are to the first arrangement, 1 prefill + 1 decode: above 1 it is the

@@ -28,7 +28,7 @@ from common.wire.mailbox import Mailbox
 from common.wire.messages import FromGateway, Generate, Geometry, Heartbeat, Register, Registered, Role, Tokens
 from common.wire.process_id import new_incarnation
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 OnGenerate = Callable[["BenchNode", Generate], None]
 

@@ -5,8 +5,8 @@ prompt of random token ids, nothing cached. Its first token comes from the prefi
 node, and between them lie the handoff and one decode step; every later gap is a decode step alone. So the cost of a
 request is its first gap less the median of its others, and it is given as a share of *local TTFT*: the median time to
 the first token where one node with the same one thread computes prompts and decodes. The arrangements take turns, round
-by round, in the opposite order at every other; the load-test harness (``scripts/load``) is the only client. The mark is
-5 % of local TTFT.
+by round, in the opposite order at every other; the load-test harness (``scripts/load_tester``) is the only client.
+The mark is 5 % of local TTFT.
 
 The stages are what the decode node says of each request: ``transfer``, from the handoff's arrival to the last page's,
 and ``join``, from then to the second token, which is a decode step and what it waited for. The defaults take a

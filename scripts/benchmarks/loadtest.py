@@ -22,7 +22,7 @@ from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.files import Report
 from scripts.load_tester.run import run_load
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("ttft", "itl", "e2e")
 AIPERF_NAMES = {"ttft": "time_to_first_token", "itl": "inter_chunk_latency", "e2e": "request_latency"}
 OURS = {"ttft": "ttft_sent", "itl": "itl", "e2e": "e2e_sent"}
@@ -34,7 +34,7 @@ class Mock:
 
     def __init__(self, folder: Path) -> None:
         self._truth = folder / "truth.jsonl"
-        script = str(ROOT / "tests" / "mock_openai.py")
+        script = str(ROOT / "tests" / "support" / "mock_openai.py")
         flags = ["--ttft", "0.1", "--itl", "0.01", "--truth", str(self._truth)]
         self._process = subprocess.Popen([sys.executable, script, *flags], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout

@@ -1,4 +1,4 @@
-"""``bench NAME``: one benchmark by name. Each is a file ``scripts/bench_NAME.py`` with its own options."""
+"""``bench NAME``: one benchmark by name. Each is a file ``scripts/benchmarks/NAME.py`` with its own options."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ from pathlib import Path
 def names() -> dict[str, str]:
     """What each benchmark measures, by name: the first line of its file."""
     found = {}
-    for path in sorted(Path(__file__).parent.glob("bench_*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         text = path.read_text()
-        if "__main__" in text:  # others are what several share
-            found[path.stem.removeprefix("bench_")] = text.split("\n", 1)[0].strip('"')
+        if "__main__" in text and path != Path(__file__):  # others are what several share
+            found[path.stem] = text.split("\n", 1)[0].strip('"')
     return found
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         lines = ["Usage: bench NAME [OPTIONS], where NAME is one of", *(f"  {name:12} {known[name]}" for name in known)]
         print("\n".join(lines), file=sys.stdout if is_question else sys.stderr)
         return 0 if is_question else 2
-    return os.execv(sys.executable, [sys.executable, "-m", f"scripts.bench_{argv[0]}", *argv[1:]])
+    return os.execv(sys.executable, [sys.executable, "-m", f"scripts.benchmarks.{argv[0]}", *argv[1:]])
 
 
 if __name__ == "__main__":

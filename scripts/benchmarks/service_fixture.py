@@ -15,7 +15,7 @@ from typing import IO
 
 from common.errors import BatonError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
 STOP_S = 20.0
 

@@ -46,7 +46,8 @@ def run_load(
     """Run a load test to its end.
 
     Args:
-        config: ``rate`` must be one that can be run; searches and sweeps are ``scripts/load_tester/analysis/goodput_search.py``.
+        config: ``rate`` must be one that can be run; searches and sweeps are
+        ``scripts/load_tester/analysis/goodput_search.py``.
         on_tick: called a few times a second with the state of each client process.
         server: what ``probe`` found, if that has been asked already.
         salt: runs with the same seed and another salt have the same schedule and lengths, and other tokens, so that no

@@ -1,8 +1,8 @@
 """``serve``: a gateway, prefill nodes and decode nodes on one machine, as one command.
 
 Everything runs as ordinary processes, ``python -m gateway``, ``python -m prefill_node``, ``python -m decode_node``;
-this one only divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and says when a request
-succeeds. Logs go to standard error; standard output carries the one line ``ready http://...``.
+this one only divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and says when a
+request succeeds. Logs go to standard error; standard output carries the one line ``ready http://...``.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from common.wire.address import in_url
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.supervisor import Child, Supervisor, say
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
 
 Without --model it serves the small model that comes with Baton. Prints "ready http://HOST:PORT" once a request has

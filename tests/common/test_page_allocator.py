@@ -184,5 +184,5 @@ class LongerBooksMachine(BooksMachine):
     """The same, for longer."""
 
 
-TestLongerBooksMachine = pytest.mark.deep(LongerBooksMachine.TestCase)
+TestLongerBooksMachine = pytest.mark.slow(LongerBooksMachine.TestCase)
 TestLongerBooksMachine.settings = settings(max_examples=2000, stateful_step_count=100, deadline=None)

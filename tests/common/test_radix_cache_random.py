@@ -218,5 +218,5 @@ class LongerRadixMachine(RadixMachine):
     """The same, for longer."""
 
 
-TestLongerRadixMachine = pytest.mark.deep(LongerRadixMachine.TestCase)
+TestLongerRadixMachine = pytest.mark.slow(LongerRadixMachine.TestCase)
 TestLongerRadixMachine.settings = settings(max_examples=2000, stateful_step_count=100, deadline=None)

@@ -4,12 +4,12 @@ start."""
 import asyncio
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.kv_fakes import DECODE, GEOMETRY, PREFILL, Couple, MemfdStore, content
-from test_unequal_transfer import SIZES, Nodes
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
@@ -26,6 +25,7 @@ from kv_transfer.send.sender import Sender
 from kv_transfer.send.session import MAX_RESENDS
 from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
 from scripts.simulator.inprocess_transport import Fault, Wire
+from tests.kv_transfer.test_unequal_transfer import SIZES, Nodes
 
 KEY = ("r", 0)
 ASKS = [(True, False), (False, True), (True, True)]

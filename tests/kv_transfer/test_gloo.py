@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from support.gloo_intruder import Intruder, attach, offer, reader, store, threads, writer
 from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
-from test_transports import End, digests, join, nursery, ship, start
 
 from common.errors import ConfigError
 from common.wire.messages import Connect
@@ -39,6 +38,7 @@ from kv_transfer.transports.torch_distributed.rendezvous import (
     WRITER,
     form,
 )
+from tests.kv_transfer.test_transports import End, digests, join, nursery, ship, start
 
 __all__ = ["_strangers_leave", "nursery", "reader", "start", "store", "writer"]
 

@@ -17,9 +17,6 @@ import pytest
 from hypothesis import example, given, settings
 from support.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.nursery import Nursery
-from test_frames import Change, changes, mangled
-from test_tcp import KEY
-from test_transports import End, digests, join, ship, until
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import from_message
@@ -28,6 +25,9 @@ from kv_transfer.transports.torch_distributed import rendezvous as group_form
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.reader import magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import HEADER, MADE_MAGIC, READER, WRITER, form
+from tests.kv_transfer.test_tcp import KEY
+from tests.kv_transfer.test_transports import End, digests, join, ship, until
+from tests.service.test_damaged_frames import Change, changes, mangled
 
 epochs = count(1)
 

@@ -53,7 +53,7 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
     walk(Scope(sizes=(2,), num_faults=1, can_recall=False), 1_900)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("scope", "num_states"),

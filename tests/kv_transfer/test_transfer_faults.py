@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from support.nursery import Nursery
 from support.transport_node import NUM_PAGES
-from test_transports import End, until
+
+from tests.kv_transfer.test_transports import End, until
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 SOME = NUM_PAGES // 2  # of a request's pages; two of them fill the pool to the last page
@@ -150,7 +151,7 @@ def make(nursery: Nursery) -> Iterator[Callable[[str], Cluster]]:
             end.close()
 
 
-@pytest.mark.deep(sample=0.2)
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize(("transport", "victim", "step"), list(itertools.product(TRANSPORTS, ("p0", "d0"), STEPS)))
 def test_either_node_is_killed_at_every_step(
     make: Callable[[str], Cluster], transport: str, victim: str, step: str
@@ -180,7 +181,7 @@ def _failed(victim: str) -> Any:
     return "TransferFailed" if victim.startswith("p") else False
 
 
-@pytest.mark.deep(sample=0.08)
+@pytest.mark.slow(sample=0.08)
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
@@ -216,7 +217,7 @@ def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
     cluster.serve("c", prefill if ending == signal.SIGCONT else other, decode, NUM_PAGES)
 
 
-@pytest.mark.deep(sample=0.08)
+@pytest.mark.slow(sample=0.08)
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )

@@ -315,7 +315,7 @@ def test_any_history_keeps_the_books(
     walk(history, latency, bytes_per_tick, faults)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
 def test_very_many_histories_keep_the_books(

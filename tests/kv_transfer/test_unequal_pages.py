@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.kv_fakes import DECODE, PREFILL
 from support.transport_node import GEOMETRY, page_content
-from test_transports import End, join, nursery, start, transport, until
+
+from tests.kv_transfer.test_transports import End, join, nursery, start, transport, until
 
 __all__ = ["nursery", "start", "transport"]
 

@@ -254,7 +254,7 @@ def test_caching_is_set_against_the_most_that_is_possible(tmp_path: Path) -> Non
     assert report.caching["achieved_tokens"] == report.caching["ideal_tokens"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_client_costs_little_and_loses_nothing_at_two_thousand_tokens_a_second(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.05", "--itl", "0.01") as server:
         report = load(server, rate="16", num_requests=200, output_len="128", input_len="64")

@@ -22,7 +22,6 @@ from support.shm_pair import attach as attach_shm
 from support.shm_pair import offer as offer_shm
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
 from support.tcp_stranger import offer as offer_tcp
-from test_transports import End
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
@@ -47,6 +46,7 @@ from kv_transfer.transports.shm.protocol import HELLO as SHM_HELLO
 from kv_transfer.transports.shm.protocol import MAGIC as SHM_MAGIC
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, PAGE_FRAME_BYTES, WELCOME, Terms
+from tests.kv_transfer.test_transports import End
 
 Change = tuple[str, int, int]
 

@@ -231,7 +231,7 @@ async def test_a_node_that_falls_silent_counts_as_lost_until_it_speaks_again(
             await client.generate(prompt_of(30, 2), 4)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_twenty_deaths_at_random_moments_leave_nothing_behind(pairs: Service) -> None:
     async with pairs.client() as client:

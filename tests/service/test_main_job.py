@@ -39,7 +39,7 @@ def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: 
     cluster.settle()
 
 
-@pytest.mark.deep(sample=0.4)
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("chunk_tokens", [16, 100, None])
 @pytest.mark.parametrize("together", [False, True])

@@ -14,7 +14,7 @@ async def received(client: Client) -> tuple[float, float]:
     return counters["partial_grants"], counters["pages_received"]
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_a_prompt_larger_than_what_is_free_arrives_before_there_is_room_for_all_of_it(
     tmp_path: Path, transport: str
 ) -> None:

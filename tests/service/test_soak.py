@@ -107,7 +107,7 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "one request's pool" else pytest.param(name, marks=pytest.mark.deep) for name in EXTREMES]
+    "name", [name if name == "one request's pool" else pytest.param(name, marks=pytest.mark.slow) for name in EXTREMES]
 )
 async def test_requests_end_well_and_exact_however_little_there_is_of_something(
     model: tuple[Path, list[Case]], tmp_path: Path, name: str
@@ -124,7 +124,7 @@ async def test_requests_end_well_and_exact_however_little_there_is_of_something(
     assert crowd.num_well > 40
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
 async def test_answers_stay_exact_while_nodes_die_as_well(
@@ -163,7 +163,7 @@ def figures(service: Service) -> dict[str, tuple[float, int]]:
     }
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_books_memory_and_descriptors_stay_as_they_were_over_an_hours_worth_of_requests(tmp_path: Path) -> None:
     """12,000 requests, as many as 3.3 a second make in an hour; of twenty, two leave and one is aborted."""

@@ -21,7 +21,7 @@ MAX_NEW = 8
 WARM_UP = 1
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: model, page size, chunk: each value of each at least once; the rest is deep.
+#: model, page size, chunk: each value of each at least once; the rest is slow.
 CHOSEN = [("qwen3", 16, 16), ("llama", 1, -1), ("qwen3", 64, 100)]
 #: How pages travel; the rest goes by what ``auto`` finds, which is shared memory.
 OVER = {("llama", 1, -1): "gloo", ("qwen3", 64, 100): "tcp"}
@@ -80,7 +80,7 @@ def num_pages(case: Case, page_size: int) -> int:
 
 @pytest.mark.parametrize(
     ("name", "page_size", "chunk"),
-    [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.deep) for case in EVERY if case not in CHOSEN)],
+    [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in CHOSEN)],
 )
 async def test_greedy_tokens_are_those_of_transformers_cold_cached_and_in_company(
     models: Any, tmp_path: Path, name: str, page_size: int, chunk: int
@@ -147,7 +147,7 @@ async def test_the_small_model_is_served_exactly_and_its_pages_leave_while_later
     assert totals["prefill-0"]["pages_overlapped"] > 2
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 async def test_a_tiny_pool_retracts_requests_and_changes_no_token(models: Any, tmp_path: Path, name: str) -> None:
     folder, _ = models(name)
     cases = draw_prompts(load_reference(folder), [4, 5, 6, 7, 8, 9], 40, seed=5)
@@ -163,7 +163,7 @@ async def test_a_tiny_pool_retracts_requests_and_changes_no_token(models: Any, t
 
 
 @pytest.mark.parametrize(
-    ("num_prefill", "num_decode"), [(2, 2), pytest.param(1, 3), pytest.param(3, 1, marks=pytest.mark.deep)]
+    ("num_prefill", "num_decode"), [(2, 2), pytest.param(1, 3), pytest.param(3, 1, marks=pytest.mark.slow)]
 )
 async def test_any_number_of_nodes_started_in_any_order_gives_the_same_tokens(
     models: Any, tmp_path: Path, num_prefill: int, num_decode: int

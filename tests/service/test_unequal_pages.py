@@ -51,10 +51,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     [
         (16, 32, "tcp"),
         (32, 16, "shm"),
-        pytest.param(64, 4, "tcp", marks=pytest.mark.deep),
-        pytest.param(4, 64, "shm", marks=pytest.mark.deep),
-        pytest.param(16, 32, "nixl", marks=pytest.mark.deep),
-        pytest.param(32, 16, "nixl", marks=pytest.mark.deep),
+        pytest.param(64, 4, "tcp", marks=pytest.mark.slow),
+        pytest.param(4, 64, "shm", marks=pytest.mark.slow),
+        pytest.param(16, 32, "nixl", marks=pytest.mark.slow),
+        pytest.param(32, 16, "nixl", marks=pytest.mark.slow),
     ],
 )
 async def test_greedy_tokens_do_not_depend_on_either_nodes_page_size(

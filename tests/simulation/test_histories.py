@@ -307,7 +307,7 @@ def test_whatever_happens_each_request_ends_in_its_tokens_or_an_error_and_every_
     live(seed)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(20))
 def test_many_more_histories(hundred: int) -> None:
     for seed in range(1_000 + 100 * hundred, 1_100 + 100 * hundred):

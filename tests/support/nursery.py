@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,7 +39,7 @@ class Nursery:
         environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "nursery.py"), str(theirs.fileno())],
+                [sys.executable, str(TESTS / "support" / "nursery.py"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
             )

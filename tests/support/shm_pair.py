@@ -19,7 +19,7 @@ from common.wire.messages import Connect
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 NUM_PAGES = 8
 KEY = ("r", 0)
 
@@ -29,7 +29,7 @@ class Child:
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        command = [sys.executable, str(TESTS / "shm_writer.py")]
+        command = [sys.executable, str(TESTS / "support" / "shm_writer.py")]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         )

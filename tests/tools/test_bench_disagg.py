@@ -142,7 +142,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     assert len(json.loads(Path(given.json).read_text())["runs"]) == 12
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_benchmark_runs_from_beginning_to_end(tmp_path: Path) -> None:
     words = ["--models=small", "--shares=0.3", "--small-seconds=3", "--capacity-seconds=3", "--arrangements=split,one"]
     ended = subprocess.run(

@@ -88,7 +88,7 @@ def test_marks_of_the_chat_are_single_tokens(tokenizer):
     assert tokenizer("".join(maker.SPECIALS))["input_ids"] == list(range(first, maker.VOCAB_SIZE))
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_maker_makes_the_same_model_twice(tmp_path):
     words = VERSE.split()
     rng = random.Random(0)

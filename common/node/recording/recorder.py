@@ -1,8 +1,8 @@
 """Records what a role is told and what it plans (``--record``), so that it can be replayed and looked into.
 
 The role and its transport are wrapped. What passes is handed to a thread as it is (all of it is immutable), which turns
-it into frames (``common.node.recording.format``) and writes them; if the disk cannot keep up, or fails, recording ends with a
-line in the log, and serving goes on.
+it into frames (``common.node.recording.format``) and writes them; if the disk cannot keep up, or fails, recording
+ends with a line in the log, and serving goes on.
 """
 
 import contextlib

@@ -39,7 +39,7 @@ from scripts.load_tester.client.ipc import (
 )
 from scripts.load_tester.workload.plan import Planned
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEAD_START_S = 0.02
 READY_TIMEOUT_S = 30.0
 MAX_FEED_BEFORE_START_S = 0.4

@@ -1,6 +1,7 @@
 """A client process: reads asks from standard input, sends them in time, writes what came back to standard output.
 
-``python -m scripts.load_tester.client.client_process [LIBRARY]`` is started by ``scripts/load_tester/client/client_pool.py``; with the library of ``courier.c``, it
+``python -m scripts.load_tester.client.client_process [LIBRARY]`` is started by
+``scripts/load_tester/client/client_pool.py``; with the library of ``courier.c``, it
 sends and receives in C. It imports next to nothing, so that the first request goes out soon, and collects no garbage
 while it runs, since a pause would look like the server's.
 """

@@ -2,7 +2,8 @@
 
 While a response streams in, each piece costs a clock reading, two appends and a look at one of its last bytes; with a
 ``Reader`` it waits in C until one has to be looked at. Only where the response could end there is its framing followed.
-Everything else (chunk framing, events, JSON) waits until the run no longer minds: ``scripts/load_tester/client/sse_parser.py``. Where
+Everything else (chunk framing, events, JSON) waits until the run no longer minds:
+``scripts/load_tester/client/sse_parser.py``. Where
 tokens are far apart every piece finds the processor's caches cold, so what counts is how little is touched, not how
 fast it is in a loop.
 """

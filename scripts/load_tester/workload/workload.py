@@ -1,7 +1,7 @@
 """Which requests a run consists of, and when: all of a plan, made before the clock starts, whatever its length.
 
-Requests come in *chains*: a session's turns in order, or a single request. They are drawn (``scripts/load_tester/workload/session_sampling.py``)
-or those of a trace (``scripts/load_tester/workload/traces.py``).
+Requests come in *chains*: a session's turns in order, or a single request. They are drawn
+(``scripts/load_tester/workload/session_sampling.py``) or those of a trace (``scripts/load_tester/workload/traces.py``).
 """
 
 import math

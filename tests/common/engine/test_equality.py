@@ -60,12 +60,12 @@ def load(folder: Path, device: str, page_size: int, attention: str = "auto", num
 
 
 def every_case() -> Iterator[Any]:
-    """All; those on a CPU that are not deep have every two of a model, a page size and a chunk size together."""
+    """All; those on a CPU that are not slow have every two of a model, a page size and a chunk size together."""
     for case in product(enumerate(MODELS), enumerate((1, 16, 64)), enumerate((0, 16, 100))):
         numbers, (name, page_size, chunk) = zip(*case, strict=True)
         for device in ("cpu", "cuda"):
-            is_deep = device == "cpu" and sum(numbers) % 3 != 0
-            marks = pytest.mark.cuda if device == "cuda" else pytest.mark.deep if is_deep else ()
+            is_slow = device == "cpu" and sum(numbers) % 3 != 0
+            marks = pytest.mark.cuda if device == "cuda" else pytest.mark.slow if is_slow else ()
             yield pytest.param(name, page_size, chunk, device, marks=marks)
 
 

@@ -1,0 +1,41 @@
+"""Configuration of a whole service on one machine."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.config.batching import Batching
+from common.config.gateway import HttpOptions, Routing, check_http
+from common.config.options import option
+from common.config.scheduling import SchedulingOptions
+from common.config.shared import EngineOptions, ModelOptions, check_engine
+from common.config.tenancy import TenantOptions
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Batching, EngineOptions, Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
+    """What ``serve`` runs with: a gateway and nodes on one machine."""
+
+    prefill: int = option(1, "Prefill nodes to start; 0 with --local-prefill always.", minimum=0, maximum=256)
+    decode: int = option(1, "Decode nodes to start.", minimum=1, maximum=256)
+    control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes any free one.", maximum=65535)
+    memory_fraction: float = option(
+        0.8,
+        "Share of the device's free memory that the KV pools of all nodes together take at most.",
+        minimum=0.001,
+        maximum=0.95,
+    )
+    ready_timeout: float = option(900.0, "Seconds that nodes may take to load before serve gives up.", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_engine(self)
+        check_http(self)
+        check_local_prefill(self)
+
+
+def check_local_prefill(config: Any) -> None:
+    """Raises ConfigError: nobody would compute prompts, or prefill nodes would have none to compute."""
+    if config.prefill == 0 and config.local_prefill != "always":
+        raise ConfigError("--prefill 0 leaves nobody to compute prompts: add --local-prefill always")
+    if config.prefill > 0 and config.local_prefill == "always":
+        raise ConfigError("--local-prefill always leaves prefill nodes without work: add --prefill 0")
