@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
+from common.request import RequestKey
 from common.wire.messages import PrefillDone
-from kv_transfer.send.session import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Completed:
     ``handed_at``: when the handoff came, in seconds of the ``now`` handed in.
     """
 
-    key: Key
+    key: RequestKey
     handoff: PrefillDone
     pages: tuple[int, ...]
     handed_at: float = field(default=0.0, compare=False)
@@ -24,14 +24,14 @@ class Completed:
 class Finished:
     """The request ended with its first token; nothing is shipped. Its granted pages are free."""
 
-    key: Key
+    key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
     """Nothing more will come. Its granted pages are free, or in quarantine."""
 
-    key: Key
+    key: RequestKey
     code: ErrorCode
     message: str
 
@@ -55,7 +55,7 @@ class Released:
         is_told: the decode node ended it, and tells the gateway why.
     """
 
-    key: Key
+    key: RequestKey
     ok: bool
     reason: str
     code: ErrorCode = ErrorCode.TRANSFER_FAILED

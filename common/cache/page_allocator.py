@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import invariant
+
 Indices = NDArray[np.intp]
 
 
@@ -139,14 +141,14 @@ class PageAllocator:
         return f"page {wrong} belongs to {Owner(int(self._owner[wrong])).name}, not to {owner.name}"
 
     def check(self) -> None:
-        """Recompute everything from the arrays; raises AssertionError with a sentence."""
+        """Recompute everything from the arrays; raises InvariantError with a sentence."""
         counts = np.bincount(self._owner, minlength=len(Owner)).tolist()
-        assert counts == self._counts, f"pages by owner are {counts}, the books say {self._counts}"
+        invariant(counts == self._counts, f"pages by owner are {counts}, the books say {self._counts}")
         stack = set(self._stack)
-        assert len(stack) == len(self._stack), "a page is on the free list twice"
+        invariant(len(stack) == len(self._stack), "a page is on the free list twice")
         nobodys: set[Any] = set(np.flatnonzero(self._owner == Owner.FREE).tolist())
-        assert stack <= nobodys, "a page on the free list has an owner"
+        invariant(stack <= nobodys, "a page on the free list has an owner")
         lingering = nobodys - stack
-        assert len(lingering) == self.num_lingering, f"{len(lingering)} pages linger, not {self.num_lingering}"
+        invariant(len(lingering) == self.num_lingering, f"{len(lingering)} pages linger, not {self.num_lingering}")
         in_steps = {page for _, pages in self._lingering for page in pages}
-        assert lingering == in_steps, f"pages {lingering ^ in_steps} linger for no step, or wait for one and do not"
+        invariant(lingering == in_steps, f"pages {lingering ^ in_steps} linger for no step, or wait for one and do not")

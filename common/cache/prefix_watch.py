@@ -9,6 +9,7 @@ SGLang builds anew over the waiting queue before each step.
 from collections.abc import Callable
 
 from common.cache.tree_node import TOKEN_BYTES, TokenKey, TreeNode
+from common.errors import invariant
 
 #: Watches by the page that their tokens go on with; empty bytes for those that end here.
 Watchers = dict[bytes, "dict[Watch, None]"]
@@ -103,12 +104,14 @@ class Watching:
 
     def check(self, node: TreeNode, path: TokenKey) -> None:
         """Every watch at this node, whose path has these tokens, stands where it belongs."""
-        assert not node.watchers or node.pending is None, "a watch stands at a pending node"
+        invariant(not node.watchers or node.pending is None, "a watch stands at a pending node")
         for page, group in node.watchers.items():
-            assert group, "an empty group of watches is kept"
+            invariant(group, "an empty group of watches is kept")
             child = node.children.get(page)
-            assert child is None or child.pending is not None, "a watch stands above where it belongs"
+            invariant(child is None or child.pending is not None, "a watch stands above where it belongs")
             for watch in group:
-                assert watch.node is node and watch.num_tokens * TOKEN_BYTES == len(path), "a watch does not know where"
-                assert watch.key.startswith(path), "a watch stands below other tokens than its own"
-                assert self._next_page(watch) == page, "a watch is filed under another page"
+                invariant(
+                    watch.node is node and watch.num_tokens * TOKEN_BYTES == len(path), "a watch does not know where"
+                )
+                invariant(watch.key.startswith(path), "a watch stands below other tokens than its own")
+                invariant(self._next_page(watch) == page, "a watch is filed under another page")

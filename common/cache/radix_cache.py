@@ -26,6 +26,7 @@ from common.cache.eviction import EvictionPolicy, EvictionQueue
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.prefix_watch import Watch, Watching
 from common.cache.tree_node import TOKEN_BYTES, Inserted, Match, Pending, TokenKey, TreeNode, pack
+from common.errors import invariant
 
 __all__ = ["TOKEN_BYTES", "Inserted", "Match", "Pending", "RadixCache", "TokenKey", "TreeNode", "pack"]
 
@@ -355,42 +356,42 @@ class RadixCache:
             waiting.extend(node.children.values())
 
     def check(self) -> None:
-        """Recompute everything by walking the tree; raises AssertionError with a sentence."""
+        """Recompute everything by walking the tree; raises InvariantError with a sentence."""
         num_pages = num_evictable = num_pending = 0
         seen: set[int] = set()
         for root in self._roots.values():
-            assert root.children or root.watchers, "a root with nothing below it is kept"
+            invariant(root.children or root.watchers, "a root with nothing below it is kept")
             self._watching.check(root, b"")
         for node in self.nodes():
             self._check_node(node)
-            assert seen.isdisjoint(node.pages), "a page is in the tree twice"
+            invariant(seen.isdisjoint(node.pages), "a page is in the tree twice")
             seen.update(node.pages)
             if node.is_pending:
                 num_pending += len(node.pages)
                 continue
             num_pages += len(node.pages)
             num_evictable += 0 if node.locks else len(node.pages)
-        assert num_pages == self.num_pages, f"{num_pages} pages are in the tree, not {self.num_pages}"
-        assert num_evictable == self.num_evictable_pages, f"{num_evictable} can go, not {self.num_evictable_pages}"
-        assert num_pages == self._books.count(Owner.RADIX), "the books and the tree differ about the tree's pages"
-        assert num_pending <= self._books.count(Owner.GRANT), "a pending page is not granted"
+        invariant(num_pages == self.num_pages, f"{num_pages} pages are in the tree, not {self.num_pages}")
+        invariant(num_evictable == self.num_evictable_pages, f"{num_evictable} can go, not {self.num_evictable_pages}")
+        invariant(num_pages == self._books.count(Owner.RADIX), "the books and the tree differ about the tree's pages")
+        invariant(num_pending <= self._books.count(Owner.GRANT), "a pending page is not granted")
         in_heap = list(self._leaves)
-        assert all(node.in_heap for node in in_heap), "a node in the eviction heap does not know it"
-        assert len(in_heap) == len({node.serial for node in in_heap}), "a node is in the eviction heap twice"
+        invariant(all(node.in_heap for node in in_heap), "a node in the eviction heap does not know it")
+        invariant(len(in_heap) == len({node.serial for node in in_heap}), "a node is in the eviction heap twice")
 
     def _check_node(self, node: TreeNode) -> None:
         parent = node.parent
         assert parent is not None
-        assert node.pages, "a node is empty"
-        assert len(node.key) == len(node.pages) * self._page_bytes, "a node's tokens and pages differ in length"
-        assert parent.children.get(node.key[: self._page_bytes]) is node, "a node is filed under another key"
-        assert node.locks >= sum(child.locks for child in node.children.values()), "a lock does not reach the root"
-        assert not node.pending or not node.locks, "a pending node is locked"
-        assert not parent.pending or parent.pending is node.pending, "something is built on a pending node"
-        assert parent.parent is None or parent.last_used >= node.last_used, "a node was used without its parent"
-        assert node.pending is None or not node.pending.is_over, "a finished transfer left a pending node"
+        invariant(node.pages, "a node is empty")
+        invariant(len(node.key) == len(node.pages) * self._page_bytes, "a node's tokens and pages differ in length")
+        invariant(parent.children.get(node.key[: self._page_bytes]) is node, "a node is filed under another key")
+        invariant(node.locks >= sum(child.locks for child in node.children.values()), "a lock does not reach the root")
+        invariant(not node.pending or not node.locks, "a pending node is locked")
+        invariant(not parent.pending or parent.pending is node.pending, "something is built on a pending node")
+        invariant(parent.parent is None or parent.last_used >= node.last_used, "a node was used without its parent")
+        invariant(node.pending is None or not node.pending.is_over, "a finished transfer left a pending node")
         if node.watchers:
             self._watching.check(node, b"".join(part.key for part in node.path()))
-        assert node.in_heap or not node.is_evictable_leaf, "a leaf that can go is not offered to eviction"
+        invariant(node.in_heap or not node.is_evictable_leaf, "a leaf that can go is not offered to eviction")
         if node.pending and not parent.pending and parent.parent is not None:
-            assert parent.locks > 0, "what a transfer builds on is not locked"
+            invariant(parent.locks > 0, "what a transfer builds on is not locked")

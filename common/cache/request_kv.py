@@ -57,7 +57,7 @@ def release(cache: RadixCache, books: PageAllocator, request: Request, *, keep: 
     request.pages = []
     request.own = []
     request.node = None
-    request.num_computed = 0
+    request.num_computed = request.num_scheduled = request.num_sampling = 0
 
 
 def _offer(cache: RadixCache, request: Request, num_pages: int) -> Inserted:

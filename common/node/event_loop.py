@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from common.clock import Clock
-from common.errors import ConfigError
+from common.errors import ConfigError, InvariantError
 from common.node.engine_thread import EngineThread
 from common.node.role import Role
 from common.wire.address import in_url
@@ -133,7 +133,7 @@ class Node:
             self._is_checked = True
             try:
                 self._role.check()
-            except AssertionError:
+            except InvariantError:
                 self._num_failed_checks += 1
                 log.exception("the books of this node do not balance; please report this")
 

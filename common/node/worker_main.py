@@ -31,9 +31,8 @@ from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
 from common.wire.address import in_url
 from common.wire.mailbox import Mailbox
-from common.wire.messages import Register
+from common.wire.messages import Geometry, Register
 from common.wire.process_id import new_incarnation
-from kv_transfer.transports.base import to_message
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
@@ -183,7 +182,7 @@ def start_recording(parts: Parts, transport: Any) -> Recorder:
             config=plain_config(config),
             environ=read_environ(parts.environ),
             capacity=parts.capacity,
-            geometry=to_message(parts.pool.geometry),
+            geometry=Geometry.of(parts.pool.geometry),
             digest=parts.digest,
             incarnation=parts.incarnation,
             vocab_size=parts.vocab_size,
@@ -274,7 +273,7 @@ def _register(
         context_length=min(model.context_length, config.context_length or model.context_length),
         eos_token_ids=model.eos_token_ids,
         generation=model.generation,
-        geometry=to_message(geometry),
+        geometry=Geometry.of(geometry),
         num_pages=capacity.num_pages,
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,

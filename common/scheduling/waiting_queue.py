@@ -6,13 +6,12 @@ from collections.abc import Iterator, MutableMapping, Sequence, ValuesView
 from common.cache.prefix_watch import Watch
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
-from common.request import LOWEST_PRIORITY, Request
+from common.errors import invariant
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 
-Key = tuple[str, int]
 
-
-class WaitingQueue(MutableMapping[Key, Request]):
+class WaitingQueue(MutableMapping[RequestKey, Request]):
     """Requests by key, in order of arrival; used like the dictionary that it is.
 
     Args:
@@ -23,7 +22,7 @@ class WaitingQueue(MutableMapping[Key, Request]):
     def __init__(self, order: RequestOrdering, cache: RadixCache | None = None) -> None:
         self._order = order
         self._cache = cache
-        self._requests: dict[Key, Request] = {}
+        self._requests: dict[RequestKey, Request] = {}
         self._watched: dict[Watch, Request] = {}
         self._num_by_priority: Counter[int] = Counter()
 
@@ -74,12 +73,15 @@ class WaitingQueue(MutableMapping[Key, Request]):
 
     def check(self) -> None:
         """Requests are counted under the priorities that they have."""
-        assert self._num_by_priority == Counter(request.priority for request in self._requests.values())
+        invariant(
+            self._num_by_priority == Counter(request.priority for request in self._requests.values()),
+            "waiting requests are miscounted by priority",
+        )
 
-    def __getitem__(self, key: Key) -> Request:
+    def __getitem__(self, key: RequestKey) -> Request:
         return self._requests[key]
 
-    def __setitem__(self, key: Key, request: Request) -> None:
+    def __setitem__(self, key: RequestKey, request: Request) -> None:
         assert key not in self._requests, f"{key} waits already"
         self._requests[key] = request
         if self._cache is not None:
@@ -88,7 +90,7 @@ class WaitingQueue(MutableMapping[Key, Request]):
         self._order.arrived(request)
         self._count(request, 1)
 
-    def __delitem__(self, key: Key) -> None:
+    def __delitem__(self, key: RequestKey) -> None:
         request = self._requests.pop(key)
         self._order.left(request)
         self._count(request, -1)
@@ -97,7 +99,7 @@ class WaitingQueue(MutableMapping[Key, Request]):
             self._cache.unwatch(request.watch)
             request.watch = None
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[RequestKey]:
         return iter(self._requests)
 
     def __len__(self) -> int:

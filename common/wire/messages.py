@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 
@@ -50,6 +51,21 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: Annotated[int, Meta(ge=1, le=65536)]
     page_size: Annotated[int, Meta(ge=1, le=65536)]
     dtype: Literal["float32", "bfloat16", "float16"]
+
+    @classmethod
+    def of(cls, geometry: PageLayout) -> "Geometry":
+        """The message that describes this page layout."""
+        return cls(
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            page_size=geometry.page_size,
+            dtype=geometry.dtype,  # type: ignore[arg-type]  # one of the three names that PageGeometry knows
+        )
+
+    def layout(self) -> PageLayout:
+        """The page layout that this message describes."""
+        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
 
 
 class Register(Message, frozen=True, tag="register"):

@@ -6,12 +6,10 @@ here, where a more urgent request can still pass it, and a node that goes takes 
 
 from collections.abc import Sequence
 
-from common.request import Request
+from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.adaptive import Adaptive
 from common.scheduling.waiting_queue import WaitingQueue
-
-Key = tuple[str, int]
 
 
 class RequestQueue:
@@ -26,8 +24,8 @@ class RequestQueue:
         self.order = order
         self._patience_s = patience_s
         self._waiting = WaitingQueue(order)
-        self._stranded: dict[Key, None] = {}  # those whom no pool that is there could hold
-        self._stranded_at: dict[Key, float] = {}  # when that was found first
+        self._stranded: dict[RequestKey, None] = {}  # those whom no pool that is there could hold
+        self._stranded_at: dict[RequestKey, float] = {}  # when that was found first
         self._unroutable_since: float | None = None
 
     def __len__(self) -> int:

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.cache.page_allocator import PageAllocator
-from common.errors import ErrorCode
+from common.errors import ErrorCode, invariant
+from common.request import RequestKey
 from common.wire.messages import (
     AbortTransfer,
     Closed,
@@ -34,7 +35,7 @@ from kv_transfer.events import Event, Finished, PairLost, TransferFailed
 from kv_transfer.page_mapping import parts_of
 from kv_transfer.receive.connections import Link, Links
 from kv_transfer.receive.table import Incoming
-from kv_transfer.send.session import MAX_RESENDS, Key, ReceiveSession
+from kv_transfer.send.session import MAX_RESENDS, ReceiveSession
 from kv_transfer.states import ReceiveEvent, Receiving
 from kv_transfer.transports.base import ReaderTransport
 
@@ -85,7 +86,7 @@ class Receiver:
         self._drop_link(peer, is_all=False)
         return self._links.offer(peer, name or peer[:8])
 
-    def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
+    def begin(self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
         """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
 
         ``pages`` are owned as ``GRANT``, and may be fewer than the prompt lacks: see ``extend``. They are granted as
@@ -105,7 +106,7 @@ class Receiver:
         elif link is not None and link.is_open:
             self._grant(session)
 
-    def extend(self, key: Key, pages: Sequence[int]) -> None:
+    def extend(self, key: RequestKey, pages: Sequence[int]) -> None:
         """More pages (``GRANT``) for the indices that follow. The key must be under way."""
         session = self._incoming.sessions[key]
         at = session.first + len(session.pages)
@@ -113,7 +114,7 @@ class Receiver:
         if session.state is not Receiving.RESERVED:
             self._grant(session, at)
 
-    def cancel(self, key: Key) -> None:
+    def cancel(self, key: RequestKey) -> None:
         """Not wanted any more, at any point; no event of this key comes after. Unknown and ended keys are ignored."""
         self._incoming.untell(key)
         session = self._incoming.sessions.get(key)
@@ -391,11 +392,11 @@ class Receiver:
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         self._incoming.check()
         for session in self._incoming.sessions.values():
             link = self._links.get(session.peer)
             if session.state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED):
-                assert link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair"
+                invariant(link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair")
             if session.state is Receiving.RESERVED:
-                assert link is None or not (link.is_open or link.refusal), "pages are reserved and never granted"
+                invariant(link is None or not (link.is_open or link.refusal), "pages are reserved and never granted")

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from common.cache.page_allocator import Owner, PageAllocator
+from common.errors import invariant
+from common.request import RequestKey
 from common.wire.messages import PrefillDone
 from kv_transfer.events import Completed, Event, PairLost, TransferFailed
-from kv_transfer.send.session import Key, ReceiveSession
+from kv_transfer.send.session import ReceiveSession
 from kv_transfer.states import ReceiveEvent, Receiving
 
 #: A writer in sight answers long before that; taking pages back may break other pairs.
@@ -31,10 +33,10 @@ class Incoming:
     def __init__(self, books: PageAllocator, forbid: Callable[[Sequence[int]], None]) -> None:
         self._books = books
         self._forbid = forbid
-        self.sessions: dict[Key, ReceiveSession] = {}
-        self.handoffs: dict[Key, tuple[PrefillDone, float]] = {}
+        self.sessions: dict[RequestKey, ReceiveSession] = {}
+        self.handoffs: dict[RequestKey, tuple[PrefillDone, float]] = {}
         self.events: list[Event] = []
-        self._aside_since: dict[Key, float | None] = {}  # when those in quarantine were seen there first
+        self._aside_since: dict[RequestKey, float | None] = {}  # when those in quarantine were seen there first
         self._totals: Counter[str] = Counter()
 
     def of(self, peer: str) -> list[ReceiveSession]:
@@ -79,7 +81,7 @@ class Incoming:
         late = [self.sessions[key] for key, at in since.items() if at <= now - RECLAIM_S]
         return [(session.peer, session.epoch) for session in late]
 
-    def untell(self, key: Key) -> None:
+    def untell(self, key: RequestKey) -> None:
         """The role wants to hear nothing more of this key: what it has not been told goes, pages and all."""
         for event in [event for event in self.events if not isinstance(event, PairLost) and event.key == key]:
             self.events.remove(event)
@@ -92,16 +94,23 @@ class Incoming:
         return {name: float(self._totals[name]) for name in names}
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         for session in self.sessions.values():
             session.check()
-            assert session.state not in (Receiving.COMPLETE, Receiving.FREED), "an ended transfer is still in the books"
-            assert (session.epoch > 0) == (session.state is not Receiving.RESERVED)
+            invariant(
+                session.state not in (Receiving.COMPLETE, Receiving.FREED), "an ended transfer is still in the books"
+            )
+            invariant(
+                (session.epoch > 0) == (session.state is not Receiving.RESERVED),
+                "a transfer is granted without an epoch, or reserved under one",
+            )
             if session.state is not Receiving.RESERVED:
-                assert (session.key in self.handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
+                invariant(
+                    (session.key in self.handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
+                )
         pages = [page for session in self.sessions.values() for page in session.pages]
-        assert len(pages) == len(set(pages)), "a page is in two transfers"
+        invariant(len(pages) == len(set(pages)), "a page is in two transfers")
         quarantined = self.num_quarantined
-        assert self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted"
-        assert self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner"
-        assert self.handoffs.keys() <= self.sessions.keys(), "a handoff is left of an ended transfer"
+        invariant(self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
+        invariant(self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
+        invariant(self.handoffs.keys() <= self.sessions.keys(), "a handoff is left of an ended transfer")

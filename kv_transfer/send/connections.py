@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.cache.page_layout import conflict
+from common.errors import invariant
 from common.wire.messages import Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.page_mapping import Fit
 from kv_transfer.send.session import SendSession
@@ -156,7 +157,7 @@ class Pairs:
         return self._transport.detach(peer)
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove what is granted against all transfers that are not over; raises ``AssertionError``."""
+        """Prove what is granted against all transfers that are not over; raises ``InvariantError``."""
         granted: dict[str, list[int]] = {}
         for session in sessions:
             if not session.is_granted:
@@ -166,8 +167,8 @@ class Pairs:
                 granted.setdefault(session.peer, []).extend(session.targets.values())
             else:
                 is_over = session.state is Sending.CLOSING
-                assert is_over or session.is_suspended, "a transfer outlived its pair"
+                invariant(is_over or session.is_suspended, "a transfer outlived its pair")
         for peer, pair in self.by_peer.items():
             pages = granted.get(peer, [])
-            assert len(pages) == len(set(pages)), "two transfers may write one page"
-            assert set(pages) == pair.granted, "granted pages are miscounted"
+            invariant(len(pages) == len(set(pages)), "two transfers may write one page")
+            invariant(set(pages) == pair.granted, "granted pages are miscounted")

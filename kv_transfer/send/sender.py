@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from common.clock import Clock, MonotonicClock
 from common.errors import ErrorCode
+from common.request import RequestKey
 from common.wire.messages import (
     AbortTransfer,
     Closed,
@@ -35,7 +36,7 @@ from common.wire.messages import (
 )
 from kv_transfer.events import Released
 from kv_transfer.send.connections import Pairs
-from kv_transfer.send.session import MAX_RESENDS, Key, SendSession
+from kv_transfer.send.session import MAX_RESENDS, SendSession
 from kv_transfer.send.table import Outgoing
 from kv_transfer.send.tombstones import End
 from kv_transfer.send.tombstones import Reason as Reason
@@ -73,7 +74,7 @@ class Sender:
         self._totals: Counter[str] = Counter()
         self._now = 0.0
 
-    def order_by(self, rank: Callable[[Key], float]) -> None:
+    def order_by(self, rank: Callable[[RequestKey], float]) -> None:
         """From now on, pages of the transfer with the lowest rank go first, not those that were due first."""
         self._writes.rank = rank
 
@@ -137,13 +138,13 @@ class Sender:
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
-    def open(self, key: Key, peer: str) -> None:
+    def open(self, key: RequestKey, peer: str) -> None:
         """The request is known now and will be computed for this decode node (by incarnation), connected or not."""
         opened = self._outgoing.open(key, peer, self._now)
         if isinstance(opened, End):
             self._release(key, opened, is_ok=False)
 
-    def reject(self, key: Key, peer: str, message: str, code: ErrorCode) -> None:
+    def reject(self, key: RequestKey, peer: str, message: str, code: ErrorCode) -> None:
         """The request will not be computed for this decode node, which is told; so is a grant that follows."""
         session = self._outgoing.of_peer(peer, key)
         if session is not None:
@@ -151,14 +152,14 @@ class Sender:
         else:
             self._bury_and_answer(peer, key, End("failed", message, code))
 
-    def computed(self, key: Key, pages: Sequence[int]) -> None:
+    def computed(self, key: RequestKey, pages: Sequence[int]) -> None:
         """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. Grows; a closed key is ignored."""
         session = self._outgoing.live(key)
         if session is not None:
             session.compute(pages)
             self._writes.note_due(session)
 
-    def finish(self, key: Key, handoff: PrefillDone, pages: Sequence[int]) -> None:
+    def finish(self, key: RequestKey, handoff: PrefillDone, pages: Sequence[int]) -> None:
         """The prompt is computed. ``pages``: all of its source pages, the partial last one included."""
         session = self._outgoing.live(key)
         if session is None:
@@ -175,19 +176,21 @@ class Sender:
             self._outgoing.handoffs[key] = handoff
         self._writes.note_due(session)
 
-    def is_granted(self, key: Key) -> bool:
+    def is_granted(self, key: RequestKey) -> bool:
         """Has the decode node set pages aside for this transfer?"""
         session = self._outgoing.sessions.get(key)
         return session is not None and session.is_granted
 
-    def retract(self, key: Key) -> None:
+    def retract(self, key: RequestKey) -> None:
         """The source pages of a transfer without grants go to another use; the request is computed again later."""
         session = self._outgoing.live(key)
         assert session is not None, f"{key} is over"
         session.retract()
         self._outgoing.handoffs.pop(key, None)
 
-    def abort(self, key: Key, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> None:
+    def abort(
+        self, key: RequestKey, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    ) -> None:
         """No page leaves any more. ``Closed`` and ``Released`` follow when nothing is under way; idempotent."""
         session = self._outgoing.live(key)
         if session is not None:
@@ -265,7 +268,7 @@ class Sender:
             why = f"the same page came damaged to the decode node {MAX_RESENDS + 1} times"
             self._end(session, End("failed", why))
 
-    def _on_received(self, peer: str, key: Key) -> None:
+    def _on_received(self, peer: str, key: RequestKey) -> None:
         session = self._outgoing.sessions.get(key)
         is_true = (
             session is not None
@@ -280,7 +283,7 @@ class Sender:
         session.apply(SendEvent.RECEIVED)
         self._forget(session, End("finished", ""), is_ok=True)
 
-    def _on_cancel(self, peer: str, key: Key) -> None:
+    def _on_cancel(self, peer: str, key: RequestKey) -> None:
         session = self._outgoing.of_peer(peer, key)
         if session is not None:
             self._end(session, End("cancelled", "the decode node does not want it any more"))
@@ -326,15 +329,15 @@ class Sender:
         if self._outgoing.forget(session, end, self._now):
             self._release(key, end, is_ok=is_ok)
 
-    def _release(self, key: Key, end: End, *, is_ok: bool) -> None:
+    def _release(self, key: RequestKey, end: End, *, is_ok: bool) -> None:
         reason = end.message or ("the decode node has it" if is_ok else f"the transfer was {end.reason}")
         self._released.append(Released(key, is_ok, reason, end.code, is_told=end.reason == "cancelled"))
 
-    def _bury_and_answer(self, peer: str, key: Key, end: End) -> None:
+    def _bury_and_answer(self, peer: str, key: RequestKey, end: End) -> None:
         self._outgoing.tombs.bury(peer, key, end, now=self._now)
         self._answer_closed(peer, key, end)
 
-    def _answer_closed(self, peer: str, key: Key, end: End) -> None:
+    def _answer_closed(self, peer: str, key: RequestKey, end: End) -> None:
         if not self._outgoing.is_lingering(peer, key):  # else it is told after the last write
             self._messages.append((peer, Closed(*key, end.reason, end.message, end.code)))
 
@@ -369,7 +372,7 @@ class Sender:
         self._messages, self._released = [], []
         return messages, released
 
-    def has_delivered(self, key: Key) -> bool:
+    def has_delivered(self, key: RequestKey) -> bool:
         """Has a page of this open transfer been written already?"""
         return key in self._writes.begun
 

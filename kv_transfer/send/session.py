@@ -9,11 +9,11 @@ pages are still missing. What can happen to either, and when, is in ``kv_transfe
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from common.errors import invariant
+from common.request import RequestKey
 from common.state_machine import advance
 from kv_transfer.page_mapping import Units
 from kv_transfer.states import RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, Receiving, SendEvent, Sending
-
-Key = tuple[str, int]
 
 #: How often the same part of a page may be sent again because it came with other bytes.
 MAX_RESENDS = 3
@@ -34,7 +34,7 @@ class SendSession:
         num_due: units that could be started now.
     """
 
-    def __init__(self, key: Key, peer: str, state: Sending = Sending.OPEN) -> None:
+    def __init__(self, key: RequestKey, peer: str, state: Sending = Sending.OPEN) -> None:
         self.key = key
         self.peer = peer
         self.state = state
@@ -208,17 +208,24 @@ class SendSession:
     def check(self) -> None:
         due = set(self._due)
         num_computed = len(self.sources) * self.units.per_source
-        assert len(due) == len(self._due), "a unit is due twice"
-        assert all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
-        assert all(unit < num_computed for unit in due), "a unit is due before it is computed"
-        assert not due & self._early.keys() and not due & self._in_flight.keys()
-        assert self.num_tokens is not None or all(unit >= num_computed for unit in self._early)
+        invariant(len(due) == len(self._due), "a unit is due twice")
+        invariant(
+            all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
+        )
+        invariant(all(unit < num_computed for unit in due), "a unit is due before it is computed")
+        invariant(not due & self._early.keys() and not due & self._in_flight.keys(), "a unit is in two queues")
+        invariant(
+            self.num_tokens is not None or all(unit >= num_computed for unit in self._early),
+            "a unit waits to be computed and is computed",
+        )
         num_granted = len(self.targets) * self.units.per_target
         num_in_flight = 0 if self.is_suspended else self.num_in_flight
-        assert len(due) + len(self._early) + num_in_flight <= num_granted, "more is on its way than granted"
-        assert self.state not in (Sending.CLOSING, Sending.CLOSED) or not due, "an ended transfer would still write"
-        assert self.state is not Sending.HANDED or not self._early, "a page is granted that the prompt does not have"
-        assert not self.is_suspended or not self.targets, "pages are granted of a connection that broke"
+        invariant(len(due) + len(self._early) + num_in_flight <= num_granted, "more is on its way than granted")
+        invariant(self.state not in (Sending.CLOSING, Sending.CLOSED) or not due, "an ended transfer would still write")
+        invariant(
+            self.state is not Sending.HANDED or not self._early, "a page is granted that the prompt does not have"
+        )
+        invariant(not self.is_suspended or not self.targets, "pages are granted of a connection that broke")
 
 
 class ReceiveSession:
@@ -236,7 +243,7 @@ class ReceiveSession:
     """
 
     def __init__(
-        self, key: Key, peer: str, *, first: int, num_tokens: int, page_size: int = 1, num_ranks: int = 1
+        self, key: RequestKey, peer: str, *, first: int, num_tokens: int, page_size: int = 1, num_ranks: int = 1
     ) -> None:
         self.num_tokens = num_tokens
         self.num_pages = -(-num_tokens // page_size)
@@ -346,8 +353,8 @@ class ReceiveSession:
 
     def check(self) -> None:
         whole = sum(len(parts) == self._num_parts(index) for index, parts in self._arrived.items())
-        assert whole == self._num_whole, "arrived pages are miscounted"
-        assert len(set(self.pages)) == len(self.pages), "a page is reserved twice"
+        invariant(whole == self._num_whole, "arrived pages are miscounted")
+        invariant(len(set(self.pages)) == len(self.pages), "a page is reserved twice")
         is_waiting = self.state in (Receiving.GRANTED, Receiving.HANDED)
-        assert not (is_waiting and self.is_landed), "every page is here and nobody noticed"
-        assert self.state is not Receiving.LANDED or self.is_landed
+        invariant(not (is_waiting and self.is_landed), "every page is here and nobody noticed")
+        invariant(self.state is not Receiving.LANDED or self.is_landed, "a landed transfer lacks pages")

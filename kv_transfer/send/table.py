@@ -6,9 +6,11 @@ nobody here has heard of yet is kept under a lease; so is, after its connection 
 A transfer may be over for the role before the last of its writes is: see ``Sender``. Until then it lingers.
 """
 
+from common.errors import invariant
+from common.request import RequestKey
 from common.wire.messages import PrefillDone
 from kv_transfer.receive.connections import RESUME_LEASE_S
-from kv_transfer.send.session import Key, SendSession
+from kv_transfer.send.session import SendSession
 from kv_transfer.send.tombstones import End, Tombs
 from kv_transfer.states import Sending
 
@@ -27,20 +29,20 @@ class Outgoing:
     """
 
     def __init__(self) -> None:
-        self.sessions: dict[Key, SendSession] = {}
-        self.early: dict[tuple[str, Key], tuple[SendSession, float]] = {}
-        self.ends: dict[Key, End] = {}
-        self.handoffs: dict[Key, PrefillDone] = {}
+        self.sessions: dict[RequestKey, SendSession] = {}
+        self.early: dict[tuple[str, RequestKey], tuple[SendSession, float]] = {}
+        self.ends: dict[RequestKey, End] = {}
+        self.handoffs: dict[RequestKey, PrefillDone] = {}
         self.lingering: list[tuple[SendSession, End]] = []
         self.tombs = Tombs()
-        self._suspended: dict[Key, tuple[float, str]] = {}  # end of the lease, and why
+        self._suspended: dict[RequestKey, tuple[float, str]] = {}  # end of the lease, and why
 
-    def live(self, key: Key) -> SendSession | None:
+    def live(self, key: RequestKey) -> SendSession | None:
         """The role's transfer, unless it is over or ending."""
         session = self.sessions.get(key)
         return None if session is None or session.state is Sending.CLOSING else session
 
-    def open(self, key: Key, peer: str, now: float) -> SendSession | End:
+    def open(self, key: RequestKey, peer: str, now: float) -> SendSession | End:
         """The role knows the request from now on. An ``End``: the transfer was over before that."""
         assert key not in self.sessions, f"{key} is open already"
         tomb = self.tombs.get(peer, key)
@@ -56,7 +58,7 @@ class Outgoing:
         self.sessions[key] = session
         return session
 
-    def granted(self, peer: str, key: Key, now: float) -> SendSession | End:
+    def granted(self, peer: str, key: RequestKey, now: float) -> SendSession | End:
         """Whose grant this is: a known request's, or that of one which we may yet hear of. An ``End``: refused."""
         session = self.sessions.get(key)
         if session is not None and session.peer != peer:
@@ -69,7 +71,7 @@ class Outgoing:
             self.early[peer, key] = (SendSession(key, peer, Sending.EARLY), now + EARLY_LEASE_S)
         return self.early[peer, key][0]
 
-    def of_peer(self, peer: str, key: Key) -> SendSession | None:
+    def of_peer(self, peer: str, key: RequestKey) -> SendSession | None:
         """This peer's transfer by that key, opened or not."""
         session = self.sessions.get(key)
         if session is not None and session.peer == peer:
@@ -127,7 +129,7 @@ class Outgoing:
         del self.sessions[key]
         return True
 
-    def is_lingering(self, peer: str, key: Key) -> bool:
+    def is_lingering(self, peer: str, key: RequestKey) -> bool:
         """Is a transfer by that key over but for writes to this peer?"""
         return any((session.peer, session.key) == (peer, key) for session, _ in self.lingering)
 
@@ -146,14 +148,21 @@ class Outgoing:
         return [*self.sessions.values(), *(session for session, _ in (*early, *lingering))]
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         for session in self.all():
             session.check()
-            assert session.state is not Sending.CLOSED, "a closed transfer is still in the books"
+            invariant(session.state is not Sending.CLOSED, "a closed transfer is still in the books")
             is_ending = session.key in self.ends or self.is_lingering(session.peer, session.key)
-            assert (session.state is Sending.CLOSING) == is_ending
+            invariant(
+                (session.state is Sending.CLOSING) == is_ending,
+                "a closing transfer has no recorded end, or an end belongs to an open one",
+            )
             has_lease = session.state is Sending.EARLY or session.key in self._suspended
-            assert has_lease or not session.is_suspended or session.state is Sending.CLOSING, "it would wait for ever"
-            assert session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
-        assert all(key in self.sessions for key in (*self.handoffs, *self.ends)), "something is left of a transfer"
-        assert len(self.early) <= MAX_EARLY
+            invariant(
+                has_lease or not session.is_suspended or session.state is Sending.CLOSING, "it would wait for ever"
+            )
+            invariant(
+                session.state is not Sending.CLOSING or session.num_in_flight, "a transfer could close and did not"
+            )
+        invariant(all(key in self.sessions for key in (*self.handoffs, *self.ends)), "something is left of a transfer")
+        invariant(len(self.early) <= MAX_EARLY, "too many early grants are kept")

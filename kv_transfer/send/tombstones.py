@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.errors import ErrorCode
-from kv_transfer.send.session import Key
+from common.request import RequestKey
 
 Reason = Literal["finished", "cancelled", "aborted", "failed", "unknown"]
 
@@ -29,16 +29,16 @@ class Tombs:
     """Ends of transfers, by peer and key; the oldest make room."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[str, Key], tuple[End, float]] = {}
+        self._ends: dict[tuple[str, RequestKey], tuple[End, float]] = {}
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def get(self, peer: str, key: Key) -> End | None:
+    def get(self, peer: str, key: RequestKey) -> End | None:
         tomb = self._ends.get((peer, key))
         return None if tomb is None else tomb[0]
 
-    def bury(self, peer: str, key: Key, end: End, *, now: float) -> None:
+    def bury(self, peer: str, key: RequestKey, end: End, *, now: float) -> None:
         self._ends.pop((peer, key), None)
         self._ends[peer, key] = (end, now + LEASE_S)
         if len(self._ends) > MAX_TOMBS:

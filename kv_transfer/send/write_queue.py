@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from common.clock import Clock
+from common.errors import invariant
+from common.request import RequestKey
 from common.wire.messages import PagesWritten
 from kv_transfer.checksums import Checksums
 from kv_transfer.page_slices import Piece
 from kv_transfer.send.connections import Pairs
-from kv_transfer.send.session import Key, SendSession
+from kv_transfer.send.session import SendSession
 from kv_transfer.states import Sending
 from kv_transfer.transports.base import WriterTransport
 
@@ -28,12 +30,12 @@ class Writes:
 
     def __init__(self, transport: WriterTransport, clock: Clock, pairs: Pairs) -> None:
         self.clock = clock
-        self.rank: Callable[[Key], float] | None = None  # the lowest goes first; None: first come, first served
-        self.begun: dict[Key, None] = {}  # transfers that are not over, with a page that is written
+        self.rank: Callable[[RequestKey], float] | None = None  # the lowest goes first; None: first come, first served
+        self.begun: dict[RequestKey, None] = {}  # transfers that are not over, with a page that is written
         self._transport = transport
         self._pairs = pairs
         self._checksums = Checksums(transport.store)
-        self._due: dict[Key, SendSession] = {}  # with pages to write, as they came
+        self._due: dict[RequestKey, SendSession] = {}  # with pages to write, as they came
         self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
         self._totals: Counter[str] = Counter()
         self._seconds = 0.0
@@ -81,7 +83,7 @@ class Writes:
 
     def settle(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
-        delivered: dict[Key, tuple[SendSession, list[int], Sums]] = {}
+        delivered: dict[RequestKey, tuple[SendSession, list[int], Sums]] = {}
         for ticket in self._transport.done():
             if ticket not in self._tickets:
                 continue  # over before its pair was, and nobody asked
@@ -121,19 +123,19 @@ class Writes:
         return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._seconds}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the books against all sessions that are not over; raises ``AssertionError``."""
+        """Prove the books against all sessions that are not over; raises ``InvariantError``."""
         in_flight: Counter[int] = Counter()
         for session, units, _ in self._tickets.values():
             in_flight[id(session)] += len(units)
         keys = []
         for session in sessions:
             keys.append(session.key)
-            assert session.num_in_flight == in_flight.pop(id(session), 0), "a write is under way and not counted"
+            invariant(session.num_in_flight == in_flight.pop(id(session), 0), "a write is under way and not counted")
             is_due = bool(session.num_due) and session.state is not Sending.EARLY
-            assert is_due == (self._due.get(session.key) is session), "pages are due and nobody knows"
-        assert not in_flight, "a write is under way for nobody"
+            invariant(is_due == (self._due.get(session.key) is session), "pages are due and nobody knows")
+        invariant(not in_flight, "a write is under way for nobody")
         left = [key for table in (self._due, self.begun) for key in table if key not in keys]
-        assert not left, f"something is left of ended transfers: {left}"
+        invariant(not left, f"something is left of ended transfers: {left}")
 
 
 def delivered(session: SendSession, units: Sequence[int], sums: Sums) -> list[PagesWritten]:

@@ -215,24 +215,12 @@ class ReaderTransport(Transport, Protocol):
 
 def to_message(geometry: PageLayout) -> Geometry:
     """A page's shape as it travels."""
-    return Geometry(
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        page_size=geometry.page_size,
-        dtype=geometry.dtype,  # type: ignore[arg-type]  # one of the three names that PageGeometry knows
-    )
+    return Geometry.of(geometry)
 
 
 def from_message(geometry: Geometry) -> PageLayout:
     """A page's shape as it has come."""
-    return PageLayout(
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        page_size=geometry.page_size,
-        dtype=geometry.dtype,
-    )
+    return geometry.layout()
 
 
 def stage(store: PageStore, pages: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from common.config.node import NodeConfig
 from common.config.shared import IN_PROCESS
 from common.errors import ConfigError
 from common.wire.address import is_loopback
@@ -51,6 +52,12 @@ class Settings:
     host: str = "127.0.0.1"
     cluster_key: bytes = field(default=b"", repr=False)
     gpu_direct: bool = False
+
+    @classmethod
+    def of(cls, config: NodeConfig, incarnation: str) -> "Settings":
+        """Settings of the node that has this configuration."""
+        key = (config.cluster_key or "").encode()
+        return cls(config.transport, incarnation, config.data_host, key, config.gpu_direct)
 
 
 def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":

@@ -117,7 +117,7 @@ class Node:
             committed = timed(partial(self.scheduler.commit, result))
             for key, request in list(self.scheduler.requests.items()):
                 if request.output:
-                    self.scheduler.close(key)
+                    self.scheduler.abort(key)
                     self.scheduler.release(key)
             self.submit(self.requests(self._num_waiting - len(self.scheduler.waiting)))
             yield planned, committed
@@ -128,7 +128,7 @@ class Node:
     def close(self) -> None:
         """Everything back."""
         for key in list(self.scheduler.requests):
-            self.scheduler.close(key)
+            self.scheduler.abort(key)
             self.scheduler.release(key)
         self.scheduler.check()
         self._tree.cache.check()

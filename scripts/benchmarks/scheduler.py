@@ -97,22 +97,31 @@ def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
     limits = Limits(max_running=NUM_ROWS)
     cache = RadixCache(books, PAGE_SIZE)
     scheduler = DecodeScheduler(
-        cache, books, limits=limits, order=RequestOrdering(make_policy(policy, cache)), ratio=ratio, eos_token_ids=(2,)
+        cache,
+        books,
+        limits=limits,
+        order=RequestOrdering(make_policy(policy, cache)),
+        ratio=ratio,
+        eos_token_ids=(2,),
+        is_connected=lambda source: False,
     )
     for number in range(NUM_ROWS):
         length = 1_000 + number % PAGE_SIZE
         prompt = tuple(range(number * 2_000, number * 2_000 + length))
         scheduler.submit(
-            Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8), tenant=f"t{number % 9}")
+            Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8), tenant=f"t{number % 9}"),
+            source="prefill",
         )
-    for granted in scheduler.line.admit(0.0):
-        scheduler.received(granted.request.key, token=7)
+    scheduler.grant(0.0)
+    scheduler.take_effects()
+    for key in list(scheduler.requests):
+        scheduler.received(key, token=7)
     times = []
     for number in range(num_steps):
         result = StepResult(number + 1, (7,) * NUM_ROWS)
         times.append(timed(partial(plan_and_commit, scheduler, number * 0.01, result)))
-    assert all(len(request.output) == num_steps + 1 for request in scheduler.places.running.values())
-    assert len(scheduler.places.running) == NUM_ROWS
+    assert len(scheduler.requests) == NUM_ROWS
+    assert all(len(request.output) == num_steps + 1 for request in scheduler.requests.values())
     scheduler.check()
     return figure(f"plan + commit, 256 decode rows, {policy}", times[1:], mark=PLAN_MARK_US)
 

@@ -60,7 +60,7 @@ class Cluster:
         return [node for node in self.nodes.values() if node.kind == role and node.is_alive]
 
     def check(self) -> None:
-        """Prove the books of every node; raises ``AssertionError``."""
+        """Prove the books of every node; raises ``InvariantError``."""
         for node in self.nodes.values():
             if node.is_alive:
                 node.role.check()

@@ -6,18 +6,18 @@ from support.kv_fakes import DECODE, PREFILL, Couple
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
+from common.request import RequestKey
 from common.wire.messages import Closed, Connected, Grant
 from kv_transfer.events import Completed
 from kv_transfer.receive.connections import BACKOFF_S
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key
 from kv_transfer.send.tombstones import End
 from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
 from scripts.simulator.inprocess_transport import Wire
 
 
-def in_flight(*others: Key) -> Couple:
+def in_flight(*others: RequestKey) -> Couple:
     """A transfer of two pages with one on its way that cannot be called back, and others of which nothing is."""
     couple = Couple(Wire(latency=3, can_recall=False))
     couple.connect()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, Couple
 
 from common.cache.page_allocator import Owner
+from common.request import RequestKey
 from common.wire.messages import Message
 from kv_transfer.events import Completed
-from kv_transfer.send.session import Key
 from kv_transfer.send.tombstones import Reason
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -34,10 +34,10 @@ class Nodes:
     def __init__(self, latency: int, bytes_per_tick: int | None, faults: Faults) -> None:
         wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
         self.couple = Couple(wire, num_pages=12, wants_checksums=(bool(faults), False))
-        self.sizes: dict[Key, int] = {}
-        self.reserved: dict[Key, int] = {}  # pages that are here or granted, of keys that have begun
-        self.finished: dict[Key, None] = {}
-        self.called_off: dict[Key, None] = {}  # ended on purpose by either side
+        self.sizes: dict[RequestKey, int] = {}
+        self.reserved: dict[RequestKey, int] = {}  # pages that are here or granted, of keys that have begun
+        self.finished: dict[RequestKey, None] = {}
+        self.called_off: dict[RequestKey, None] = {}  # ended on purpose by either side
         self.is_alive = True
         self.sender_must_notice = self.receiver_must_notice = False
         self.has_dialled = False
@@ -54,7 +54,7 @@ class Nodes:
         for key in pick((k for k, n in self.sizes.items() if k not in self.couple.source_pages and n <= free), number):
             self.couple.open(key, self.sizes[key])
 
-    def opened(self) -> list[Key]:
+    def opened(self) -> list[RequestKey]:
         keys = self.couple.source_pages if self.is_alive else ()
         return [k for k in keys if k not in self.couple.released and k not in self.finished]
 
@@ -94,7 +94,7 @@ class Nodes:
             self.reserved[key] = first + count
             self.couple.begin(key, self.sizes[key], first=first, reserve=count)
 
-    def extendable(self) -> list[Key]:
+    def extendable(self) -> list[RequestKey]:
         ended = self.called_off.keys() | self.couple.events.keys()
         keys = self.reserved.items() if self.couple.books.num_free else ()
         return [k for k, n in keys if n < self.sizes[k] and k not in ended]
@@ -110,7 +110,7 @@ class Nodes:
             self.couple.cancel(key)
             self.settle()
 
-    def completed(self) -> list[Key]:
+    def completed(self) -> list[RequestKey]:
         return [e.key for e in self.couple.events.values() if isinstance(e, Completed) and self.couple.grants[e.key]]
 
     def give_back(self, number: int) -> None:
@@ -276,7 +276,7 @@ class Nodes:
         couple.close()
 
 
-def pick(keys: Iterable[Key], number: int) -> list[Key]:
+def pick(keys: Iterable[RequestKey], number: int) -> list[RequestKey]:
     """One of them, or none if there are none."""
     choices = list(keys)
     return [choices[number % len(choices)]] if choices else []

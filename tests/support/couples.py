@@ -3,8 +3,8 @@
 import pytest
 from support.kv_fakes import DECODE, Couple
 
+from common.request import RequestKey
 from kv_transfer.events import TransferFailed
-from kv_transfer.send.session import Key
 from scripts.simulator.inprocess_transport import Wire
 
 KEY = ("r", 0)
@@ -24,7 +24,7 @@ def slow() -> Couple:
     return couple
 
 
-def failure(couple: Couple, key: Key = KEY) -> TransferFailed:
+def failure(couple: Couple, key: RequestKey = KEY) -> TransferFailed:
     event = couple.events[key]
     assert isinstance(event, TransferFailed)
     return event

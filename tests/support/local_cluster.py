@@ -178,6 +178,9 @@ class LocalCluster:
         executor, eos = self._load(num_pages, page_size)
         books = PageAllocator(num_pages)
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
+        transport = InProcessReader(self.wire, executor.pool)
+        chosen = transport if self.wire.can_recall else ChoosingReader([transport])
+        receiver = Receiver(chosen, books, name=name, digest="model")
         scheduler = decode.DecodeScheduler(
             cache,
             books,
@@ -193,10 +196,8 @@ class LocalCluster:
             order=self._order(cache),
             ratio=NewTokenRatio(constants_from({}), self._conservativeness),
             eos_token_ids=eos,
+            is_connected=receiver.is_connected,
         )
-        transport = InProcessReader(self.wire, executor.pool)
-        chosen = transport if self.wire.can_recall else ChoosingReader([transport])
-        receiver = Receiver(chosen, books, name=name, digest="model")
         role = DecodeRole(
             scheduler, receiver, cache=cache, books=books, vocab_size=VOCAB_SIZE, stream_interval=self._stream_interval
         )

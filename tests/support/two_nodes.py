@@ -16,11 +16,11 @@ from support.two_nodes_parts import FAULTS, GEOMETRY, JUNK, Decode, Link, Prefil
 from support.two_nodes_state import Freezer, state_of
 
 from common.cache.page_allocator import Owner, PageAllocator
+from common.request import RequestKey
 from common.wire.messages import Message, PrefillDone
 from kv_transfer.events import Completed, Event, PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key
 from kv_transfer.send.table import EARLY_LEASE_S
 from kv_transfer.send.tombstones import LEASE_S
 from kv_transfer.transports.base import ReaderTransport, WriterTransport
@@ -38,9 +38,9 @@ class TwoNodes:
         self.num_starts = 0
         self.wire = Wire(latency=1, can_recall=scope.can_recall)  # its time stands still: pages arrive by hand
         self.links: list[Link] = []
-        self.keys: list[Key] = [(chr(ord("a") + n), 0) for n in range(len(scope.sizes))]
+        self.keys: list[RequestKey] = [(chr(ord("a") + n), 0) for n in range(len(scope.sizes))]
         self.sizes = dict(zip(self.keys, scope.sizes, strict=True))
-        self.routes: dict[Key, tuple[str, str]] = {}  # the starts of both nodes that a request is given to
+        self.routes: dict[RequestKey, tuple[str, str]] = {}  # the starts of both nodes that a request is given to
         self.prefill = self._start_prefill()
         self.decode = self._start_decode()
 
@@ -61,7 +61,7 @@ class TwoNodes:
             name, store, books, reader, transport, Receiver(transport, books, wants_checksums=self.scope.has_checksums)
         )
 
-    def content(self, key: Key, index: int) -> int:
+    def content(self, key: RequestKey, index: int) -> int:
         return 16 * (self.keys.index(key) + 1) + index
 
     # ---- what happens -------------------------------------------------------------------------------------------
@@ -81,17 +81,17 @@ class TwoNodes:
 
     # ---- the prefill node ---------------------------------------------------------------------------------------
 
-    def _route(self, key: Key) -> tuple[str, str]:
+    def _route(self, key: RequestKey) -> tuple[str, str]:
         return self.routes.setdefault(key, (self.prefill.name, self.decode.name))
 
-    def _open(self, key: Key) -> None:
+    def _open(self, key: RequestKey) -> None:
         node = self.prefill
         pages = node.books.alloc(self.sizes[key], Owner.REQUEST)
         assert pages is not None
         node.pages[key], node.num_computed[key] = pages, 0
         node.sender.open(key, self._route(key)[1])
 
-    def _compute(self, key: Key) -> None:
+    def _compute(self, key: RequestKey) -> None:
         """One more page of the prompt; with the last one it is computed."""
         node, size = self.prefill, self.sizes[key]
         index = node.num_computed[key]
@@ -106,16 +106,16 @@ class TwoNodes:
     def _pump(self) -> None:
         self.prefill.sender.pump(self.now, 1)
 
-    def _abort(self, key: Key) -> None:
+    def _abort(self, key: RequestKey) -> None:
         self.prefill.sender.abort(key, "aborted")
 
     _deadline_at_prefill = _abort
 
-    def _finish_early(self, key: Key) -> None:
+    def _finish_early(self, key: RequestKey) -> None:
         """The request ends with its first token."""
         self.prefill.sender.abort(key, "finished")
 
-    def _retract(self, key: Key) -> None:
+    def _retract(self, key: RequestKey) -> None:
         node = self.prefill
         node.sender.retract(key)
         for page in node.pages[key]:
@@ -135,7 +135,7 @@ class TwoNodes:
 
     # ---- the decode node ----------------------------------------------------------------------------------------
 
-    def _begin(self, key: Key, count: int) -> None:
+    def _begin(self, key: RequestKey, count: int) -> None:
         node = self.decode
         peer = self._route(key)[0]
         if peer not in node.dialled:
@@ -149,7 +149,7 @@ class TwoNodes:
         pages = self._reserve(count)
         node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
 
-    def _extend(self, key: Key, count: int) -> None:
+    def _extend(self, key: RequestKey, count: int) -> None:
         self.decode.begun[key] += count
         self.decode.receiver.extend(key, self._reserve(count))
 
@@ -160,7 +160,7 @@ class TwoNodes:
             self.decode.store.fill(page, JUNK)
         return pages
 
-    def _cancel(self, key: Key) -> None:
+    def _cancel(self, key: RequestKey) -> None:
         self.decode.ended[key] = "cancelled"
         self.decode.receiver.cancel(key)
 

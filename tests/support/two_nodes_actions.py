@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from support.explore import Action
 from support.two_nodes_parts import PAGE_FAULTS
 
-from kv_transfer.send.session import Key
+from common.request import RequestKey
 
 if TYPE_CHECKING:
     from support.two_nodes import TwoNodes
@@ -99,7 +99,7 @@ def _faults(world: "TwoNodes") -> Iterator[Action]:
         yield ("tombs",)  # a tombstone stands for longer than any message is on its way
 
 
-def _expected(world: "TwoNodes") -> list[Key]:
+def _expected(world: "TwoNodes") -> list[RequestKey]:
     return [key for key in world.decode.begun if key not in world.decode.ended]
 
 
