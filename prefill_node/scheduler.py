@@ -23,7 +23,7 @@ from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import (
     AddResult,
@@ -66,7 +66,7 @@ class Limits:
     chunk_tokens: int | None = None
     cut: ChunkAlignment = field(default_factory=ChunkAlignment)
     max_requests: int | None = None
-    sharing: SharingLimits = field(default_factory=SharingLimits)
+    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
 
 
@@ -199,7 +199,7 @@ class PrefillScheduler:
     def rank(self, key: RequestKey) -> float:
         """The order in which pages of different requests leave, lowest first."""
         request = self.requests.get(key)
-        return math.inf if request is None else -self._order.standing(request)
+        return math.inf if request is None else -self._order.effective_priority(request)
 
     def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
         """Change the priority of a request, and its class unless that is None. Unknown keys are ignored."""
@@ -207,7 +207,7 @@ class PrefillScheduler:
         if request is not None:
             before = (request.priority, request.priority_class)
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
-            self.waiting.change(request, priority, priority_class)
+            self.waiting.reprioritize(request, priority, priority_class)
 
     def totals(self) -> dict[str, float]:
         """Monotonic totals of what was scheduled and preempted."""
@@ -237,7 +237,7 @@ class PrefillScheduler:
         urgent = self._preempt(granted, now)
         adder = self._adder()
         admitted = self._fill(adder, urgent, granted, now)
-        self._order.explain(self.decisions, now)
+        self._order.note_policy_change(self.decisions, now)
         if not adder.chunks:
             return None
         self._totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
@@ -255,7 +255,7 @@ class PrefillScheduler:
             total_tokens=num_available * self._cache.page_size + 1,
             input_tokens=self._limits.max_prefill_tokens,
             chunk_tokens=self._limits.chunk_tokens,
-            cut=self._limits.cut,
+            alignment=self._limits.cut,
         )
         return PrefillAdder(
             self._cache, self._books, budgets, max_requests=self._limits.max_requests, reserve_output=False
@@ -294,10 +294,10 @@ class PrefillScheduler:
                 may_pass.discard(request.key)
                 if not num_begun and not may_pass:
                     break
-                if self.has_priorities and (holder := sharing.waits_for(request, self._cache)):
-                    self._order.lend(request, holder, lent)
-            elif holder := sharing.waits_for(request, self._cache):
-                self._order.lend(request, holder, lent)
+                if self.has_priorities and (holder := sharing.holder_of(request, self._cache)):
+                    self._order.inherit_priority(request, holder, lent)
+            elif holder := sharing.holder_of(request, self._cache):
+                self._order.inherit_priority(request, holder, lent)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -325,8 +325,8 @@ class PrefillScheduler:
         num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
         self.decisions.note(now, request.rid, "admit", reason, num_tokens - request.num_cached, num_tokens)
 
-    def _sharing(self) -> Sharing:
-        return Sharing(self._cache.page_size, self._limits.sharing, self.extending.values())
+    def _sharing(self) -> InBatchPrefixes:
+        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self.extending.values())
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
         """The chunks behind the rows of the plan that was made last."""
@@ -341,17 +341,17 @@ class PrefillScheduler:
         must not wait for prompts that wait for decode nodes: two nodes of each kind could wait in a circle. Such a
         prompt is returned if it fits only by taking pages from others; it is admitted first.
         """
-        urgent = max(granted, key=self._order.standing, default=None)
+        urgent = max(granted, key=self._order.effective_priority, default=None)
         if urgent is not None and not self._fits(urgent):
             self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
             return urgent
         if not self._order.rules.is_enabled or not self.waiting:
             return None
         ungranted = self._ungranted()
-        if self._order.may_beat(max(map(self._order.priority, self.waiting.values())), ungranted):
-            first = self._order.most_urgent(self.waiting.values())
-            weaker = [victim for victim in ungranted if self._order.beats(first, victim)]
-            if weaker and self._sharing().waits_for(first, self._cache) is None:
+        if self._order.may_preempt_any(max(map(self._order.priority, self.waiting.values())), ungranted):
+            first = max(self.waiting.values(), key=self._order.effective_priority)
+            weaker = [victim for victim in ungranted if self._order.may_preempt(first, victim)]
+            if weaker and self._sharing().holder_of(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)
         return None
 
@@ -359,7 +359,7 @@ class PrefillScheduler:
         """Requests that may be retracted, least urgent first."""
         states = (State.EXTENDING, State.SENDING)
         holders = [r for key, r in self.requests.items() if self.states[key] in states and not self._is_granted(key)]
-        return self._order.least_first(holders)
+        return self._order.in_preemption_order(holders)
 
     def _preempt_for_first(self, first: Request, weaker: list[Request], now: float) -> None:
         """Take a slot, pages, or both from less urgent requests for the first in the queue, if it lacks them."""

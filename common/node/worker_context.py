@@ -11,10 +11,10 @@ from common.clock import Clock
 from common.config.node import NodeConfig
 from common.node.memory_plan import Capacity
 from common.plugins import load_policy
-from common.scheduling.in_batch_prefix_caching import SharingLimits, sharing_limits_from
-from common.scheduling.new_token_ratio import RatioConstants, constants_from
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefix_limits_from_environ
+from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class Parts:
     @property
     def constants(self) -> RatioConstants:
         """Raises ConfigError: a variable is no such number."""
-        return constants_from(self.environ)
+        return ratio_constants_from_environ(self.environ)
 
     @property
-    def sharing(self) -> SharingLimits:
+    def sharing(self) -> InBatchPrefixLimits:
         """Raises ConfigError: a variable is no such number."""
-        return sharing_limits_from(self.environ)
+        return prefix_limits_from_environ(self.environ)
 
     def order(self) -> RequestOrdering:
         """The order of the role's queue. Raises ConfigError: a policy of the user's own cannot be made."""
         own_policy = load_policy(self.config.schedule_policy)
-        return make_order(
+        return make_ordering(
             self.config, self.cache, own_policy=own_policy, sharing=self.sharing, constants=self.constants
         )
 

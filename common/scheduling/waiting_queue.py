@@ -1,9 +1,8 @@
-"""A queue of waiting requests: its order is told of all who enter and leave, and the cache of all who wait. Pure."""
+"""The queue of waiting requests of a node or of the gateway. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, MutableMapping, Sequence, ValuesView
 
-from common.cache.prefix_watch import Watch
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
 from common.errors import invariant
@@ -12,57 +11,51 @@ from common.scheduling.ordering import RequestOrdering
 
 
 class WaitingQueue(MutableMapping[RequestKey, Request]):
-    """Requests by key, in order of arrival; used like the dictionary that it is.
+    """Waiting requests by key, in order of arrival.
+
+    The ordering is told of every request that enters or leaves, and the radix cache keeps the cached length of every
+    waiting request up to date (``Request.watch``).
 
     Args:
-        order: in which they are served.
-        cache: of this node; each request is watched there while it waits. None in the gateway.
+        order: the order in which requests are served.
+        cache: of this node; None in the gateway.
     """
 
     def __init__(self, order: RequestOrdering, cache: RadixCache | None = None) -> None:
         self._order = order
         self._cache = cache
         self._requests: dict[RequestKey, Request] = {}
-        self._watched: dict[Watch, Request] = {}
         self._num_by_priority: Counter[int] = Counter()
 
-    def in_order(self, now: float) -> Sequence[Request]:
-        """First in line first."""
+    def sorted(self, now: float) -> Sequence[Request]:
+        """The requests in the order in which they are served."""
         return self._order.sort(list(self._requests.values()), now)
 
     @property
     def highest_priority(self) -> int:
-        """Of those that wait."""
+        """The highest priority of a waiting request, inherited ones not counted; LOWEST_PRIORITY if none waits."""
         return max(self._num_by_priority, default=LOWEST_PRIORITY)
 
-    def num_above(self, priority: int) -> int:
-        """How many are of a higher one."""
-        return sum(count for other, count in self._num_by_priority.items() if other > priority)
-
-    def watched_by(self, watch: Watch) -> Request:
-        """Whose watch this is."""
-        return self._watched[watch]
-
     def put_first(self, request: Request) -> None:
-        """Back to the front: it has waited before."""
+        """Add a retracted request at the front."""
         self[request.key] = request
         self._requests = {request.key: request, **self._requests}
 
-    def change(self, request: Request, priority: int, priority_class: str | None) -> None:
-        """A request counts otherwise from now on. One that waits keeps its place among those that are equal then.
+    def reprioritize(self, request: Request, priority: int, priority_class: str | None) -> None:
+        """Change a request's priority. A waiting request keeps its place among its new equals.
 
         Args:
-            request: in this queue, or past it.
-            priority_class: None for the one it has.
+            request: in this queue or past it.
+            priority_class: None keeps the request's class.
         """
-        is_here = self._requests.get(request.key) is request
-        if is_here:
+        is_waiting = self._requests.get(request.key) is request
+        if is_waiting:
             self._order.left(request)
             self._count(request, -1)
         request.priority = priority
         if priority_class is not None:
             request.priority_class = priority_class
-        if is_here:
+        if is_waiting:
             self._order.arrived(request)
             self._count(request, 1)
 
@@ -72,7 +65,7 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
             del self._num_by_priority[request.priority]
 
     def check(self) -> None:
-        """Requests are counted under the priorities that they have."""
+        """Raises InvariantError if requests are not counted under the priorities that they have."""
         invariant(
             self._num_by_priority == Counter(request.priority for request in self._requests.values()),
             "waiting requests are miscounted by priority",
@@ -82,11 +75,10 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         return self._requests[key]
 
     def __setitem__(self, key: RequestKey, request: Request) -> None:
-        assert key not in self._requests, f"{key} waits already"
+        assert key not in self._requests, f"{key} is already in the queue"
         self._requests[key] = request
         if self._cache is not None:
             request.watch = self._cache.watch(packed_tokens(request, request.num_cacheable), request.salt)
-            self._watched[request.watch] = request
         self._order.arrived(request)
         self._count(request, 1)
 
@@ -95,7 +87,6 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._order.left(request)
         self._count(request, -1)
         if self._cache is not None and request.watch is not None:
-            del self._watched[request.watch]
             self._cache.unwatch(request.watch)
             request.watch = None
 

@@ -60,11 +60,11 @@ class RequestQueue:
 
     def change(self, request: Request, priority: int, priority_class: str) -> None:
         """It counts otherwise from now on; if it waits, it keeps its place among those that are equal then."""
-        self._waiting.change(request, priority, priority_class)
+        self._waiting.reprioritize(request, priority, priority_class)
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The ``count`` who are next, first in line first. They stay until they are removed."""
-        line = self._waiting.in_order(now)
+        line = self._waiting.sorted(now)
         if self._stranded:
             line = [request for request in line if request.key not in self._stranded]
         return line[:count]
@@ -86,7 +86,7 @@ class RequestQueue:
 
     def _lower(self, request: Request, others: Sequence[Request]) -> list[Request]:
         """Requests of the same class with a lower standing, lowest first, the newest first among equals."""
-        standing = self.order.standing
+        standing = self.order.effective_priority
         bound = standing(request)
         lower = [o for o in reversed(others) if o.priority_class == request.priority_class and standing(o) < bound]
         return sorted(lower, key=standing)

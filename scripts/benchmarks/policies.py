@@ -19,7 +19,7 @@ from common.config.scheduling import POLICIES, SchedulingOptions
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.factory import make_order, make_policy
+from common.scheduling.policies.factory import make_ordering, make_policy
 from common.scheduling.waiting_queue import WaitingQueue
 from common.step_plan import StepPlan, StepResult
 from prefill_node.scheduler import Limits, PrefillScheduler
@@ -73,7 +73,7 @@ class Node:
             tree.cache,
             tree.books,
             limits=Limits(max_running=256, chunk_tokens=CHUNK_TOKENS),
-            order=make_order(options, tree.cache),
+            order=make_ordering(options, tree.cache),
             eos_token_ids=(),
             is_granted=lambda key: False,
         )
@@ -171,12 +171,12 @@ def bench_lpm(num_repeats: int) -> list[Figure]:
         def arrive(queue: WaitingQueue = queue, requests: list[Request] = requests) -> None:
             for request in requests:
                 queue[request.key] = request
-            queue.in_order(0.0)
+            queue.sorted(0.0)
 
         cold, warm = [], []
         for _ in range(max(3, num_repeats // 20)):
             cold.append(timed(arrive))
-            warm += [timed(partial(queue.in_order, 0.0)) for _ in range(5)]
+            warm += [timed(partial(queue.sorted, 0.0)) for _ in range(5)]
             queue.clear()
         figures.append(figure(f"lpm over {count:,} of 1,024 tokens", warm, python=published_us))
         figures.append(figure(f"lpm over {count:,}, all watched anew", cold, python=published_us))

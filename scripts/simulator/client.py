@@ -11,7 +11,7 @@ import numpy as np
 
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
-from common.scheduling.output_length_predictor import Predictor
+from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.requests.output_processor import GenerateRequest
 from gateway.requests.priority import PriorityResolver
 from scripts.load_tester.workload.plan import ANSWER, Piece, Planned, key
@@ -125,7 +125,7 @@ class Client:
         self._claims = claims
         self._classes = classes
         self._context_length = context_length
-        self._predictor = Predictor()
+        self._predictor = OutputLengthPredictor()
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
         self._concurrency = concurrency

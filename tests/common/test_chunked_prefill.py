@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.node.memory_plan import plan_capacity
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.chunked_prefill import ChunkAlignment, most_tokens, work
+from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
 from common.scheduling.prefill_adder import AddResult, Budgets, PrefillAdder
 
 PAGE = 4
@@ -51,14 +51,17 @@ class Pool:
 
 def test_work_is_what_each_token_costs_and_attends_to() -> None:
     # Three tokens behind ten others: each costs 100, and attends to 10; among themselves 3 * 3 / 2.
-    assert work(100.0, 10, 3) == 3 * 100 + 3 * 10 + 4.5
+    assert prefill_work(100.0, 10, 3) == 3 * 100 + 3 * 10 + 4.5
 
 
 @settings(deadline=None)
 @given(crossover=st.floats(0.0, 1e5), start=st.integers(0, 200_000), num_tokens=st.integers(1, 20_000))
 def test_most_tokens_is_the_inverse_of_work(crossover: float, start: int, num_tokens: int) -> None:
-    assert most_tokens(crossover, start, work(crossover, start, num_tokens) + 0.1) in (num_tokens, num_tokens + 1)
-    assert most_tokens(crossover, start, work(crossover, start, num_tokens) * 0.999999 - 1) <= num_tokens
+    assert tokens_within(crossover, start, prefill_work(crossover, start, num_tokens) + 0.1) in (
+        num_tokens,
+        num_tokens + 1,
+    )
+    assert tokens_within(crossover, start, prefill_work(crossover, start, num_tokens) * 0.999999 - 1) <= num_tokens
 
 
 def test_without_work_to_count_chunks_have_one_size() -> None:
@@ -66,8 +69,8 @@ def test_without_work_to_count_chunks_have_one_size() -> None:
 
 
 def test_chunks_shrink_as_the_prefix_grows() -> None:
-    # A step may hold work(64, 0, 64) = 64 * 64 + 2048 = 6,144. Behind 64: sqrt(128^2 + 12,288) - 128 = 41.3, so 40;
-    # behind 104: sqrt(168^2 + 12,288) - 168 = 33.3, so 32; behind 136: sqrt(200^2 + 12,288) - 200 = 28.7, so 28.
+    # A step may hold prefill_work(64, 0, 64) = 64 * 64 + 2048 = 6,144. Behind 64: sqrt(128^2 + 12,288) - 128 = 41.3, so
+    # 40; behind 104: sqrt(168^2 + 12,288) - 168 = 33.3, so 32; behind 136: sqrt(200^2 + 12,288) - 200 = 28.7, so 28.
     assert Pool(64, ChunkAlignment(1, 64.0)).chunks_of(200) == [
         (0, 64),
         (64, 40),
@@ -90,14 +93,14 @@ def test_every_step_but_the_last_is_as_full_as_a_cut_allows(
 ) -> None:
     cut = ChunkAlignment(align, crossover)
     unit = cut.unit(PAGE)
-    budget = work(crossover, 0, max(chunk, unit))
+    budget = prefill_work(crossover, 0, max(chunk, unit))
     chunks = Pool(chunk, cut).chunks_of(length)
     assert [start for start, _ in chunks] == [sum(count for _, count in chunks[:n]) for n in range(len(chunks))]
     assert sum(count for _, count in chunks) == length
     for start, count in chunks[:-1]:
         assert (start + count) % unit == 0
-        assert count == unit or work(crossover, start, count) <= budget
-        assert work(crossover, start, count + unit + 1) > budget or count + unit > max(chunk, unit)
+        assert count == unit or prefill_work(crossover, start, count) <= budget
+        assert prefill_work(crossover, start, count + unit + 1) > budget or count + unit > max(chunk, unit)
 
 
 def test_short_prompts_behind_a_long_tail_are_bounded_by_tokens_and_by_work() -> None:

@@ -14,7 +14,7 @@ from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.scheduling.policies.fair import Fair, TokenCounters
 from common.scheduling.waiting_queue import WaitingQueue
 
@@ -33,7 +33,7 @@ def queue_of(order: RequestOrdering, *requests: Request) -> WaitingQueue:
 
 
 def rids(queue: WaitingQueue) -> list[str]:
-    return [each.rid for each in queue.in_order(0.0)]
+    return [each.rid for each in queue.sorted(0.0)]
 
 
 def test_tenants_take_turns_by_what_their_prompts_cost() -> None:
@@ -128,7 +128,7 @@ def test_names_of_idle_tenants_are_not_kept_for_ever() -> None:
 
 
 def test_whoever_leaves_must_have_come() -> None:
-    with pytest.raises(AssertionError, match="never came"):
+    with pytest.raises(AssertionError, match="has no waiting request"):
         TokenCounters({}).left("a")
 
 
@@ -159,8 +159,8 @@ def test_inside_a_class_priorities_order_and_between_classes_they_do_not() -> No
         request("other", klass="y", priority=-50),
     )
     assert rids(queue_of(order, mild, strong, other)) == ["strong", "other", "mild"]
-    assert order.beats(strong, mild)
-    assert not order.beats(strong, other)
+    assert order.may_preempt(strong, mild)
+    assert not order.may_preempt(strong, other)
 
 
 def test_what_a_class_was_served_is_charged_to_it_under_every_policy() -> None:
@@ -186,12 +186,12 @@ def test_a_step_is_charged_like_each_of_its_tokens() -> None:
         one_by_one.served(row, num_output=1)
     assert at_once.counters.value("a") == one_by_one.counters.value("a") == 3.0
     assert at_once.counters.value("b") == one_by_one.counters.value("b") == 2.0
-    assert order.claim_to_stay(rows[0])[0] == -4.0 / CLASSES.class_weights["high"]
-    assert order.claim_to_stay(rows[1])[0] == -4.0 / CLASSES.class_weights["low"]
+    assert order.retraction_rank(rows[0])[0] == -4.0 / CLASSES.class_weights["high"]
+    assert order.retraction_rank(rows[1])[0] == -4.0 / CLASSES.class_weights["low"]
 
 
 def test_without_fair_or_classes_nobody_counts() -> None:
-    order = make_order(SchedulingOptions())
+    order = make_ordering(SchedulingOptions())
     assert not order.is_charging
     order.decoded([None])  # type: ignore[list-item]  # not even looked at
 
@@ -219,7 +219,7 @@ def test_tenants_with_work_waiting_stay_within_the_bound_of_the_method(
     running: deque[Request] = deque()
     while queue or running:
         while queue and len(running) < num_rows:
-            first = queue.in_order(0.0)[0]
+            first = queue.sorted(0.0)[0]
             del queue[first.key]
             order.admitted(first, num_input=len(first.prompt))
             running.append(first)

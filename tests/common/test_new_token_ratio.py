@@ -5,7 +5,12 @@ import pytest
 from common.errors import ConfigError
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants, constants_from, expected_tokens
+from common.scheduling.new_token_ratio import (
+    NewTokenRatio,
+    RatioConstants,
+    expected_tokens,
+    ratio_constants_from_environ,
+)
 
 
 def running(max_new: int, num_output: int, *, ignore_eos: bool = False) -> Request:
@@ -54,7 +59,7 @@ def test_expected_tokens_are_clipped_scaled_and_whole_under_ignore_eos() -> None
 
 
 def test_constants_come_from_the_environment() -> None:
-    assert constants_from({}) == RatioConstants(0.7, 0.14, 600, 20, 4096)
+    assert ratio_constants_from_environ({}) == RatioConstants(0.7, 0.14, 600, 20, 4096)
     environ = {
         "BATON_INIT_NEW_TOKEN_RATIO": "0.5",
         "BATON_MIN_NEW_TOKEN_RATIO_FACTOR": "0.2",
@@ -62,7 +67,7 @@ def test_constants_come_from_the_environment() -> None:
         "BATON_RETRACT_DECODE_STEPS": "0",
         "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512",
     }
-    assert constants_from(environ) == RatioConstants(0.5, 0.2, 100, 0, 512)
+    assert ratio_constants_from_environ(environ) == RatioConstants(0.5, 0.2, 100, 0, 512)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +83,4 @@ def test_constants_come_from_the_environment() -> None:
 )
 def test_a_constant_that_cannot_be_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        constants_from({name: value})
+        ratio_constants_from_environ({name: value})

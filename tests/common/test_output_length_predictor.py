@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.scheduling.output_length_predictor import Predictor
+from common.scheduling.output_length_predictor import OutputLengthPredictor
 
 CODE, CHAT = [1] * 32, [2] * 32
 
 
 def taught(*lengths, tenant="t", prompt=CODE, is_cut=False, predictor=None):
-    predictor = predictor or Predictor()
+    predictor = predictor or OutputLengthPredictor()
     for length in lengths:
         predictor.learn(tenant, prompt, length, is_cut=is_cut)
     return predictor
 
 
 def test_without_history_nothing_is_expected_and_three_outputs_are_none():
-    assert Predictor().expected("t", CODE) == 0
+    assert OutputLengthPredictor().expected("t", CODE) == 0
     assert taught(10, 10, 10).expected("t", CODE) == 0
     assert taught(10, 10, 10, 10).expected("t", CODE) == 10
 
@@ -57,7 +57,7 @@ def test_what_changes_is_followed():
 
 
 def test_what_is_remembered_is_bounded_and_everybody_is_never_forgotten():
-    predictor = Predictor(max_groups=10)
+    predictor = OutputLengthPredictor(max_groups=10)
     for i in range(100):
         predictor.learn(f"t{i}", [i], 8, is_cut=False)
     assert len(predictor) == 10
@@ -66,7 +66,7 @@ def test_what_is_remembered_is_bounded_and_everybody_is_never_forgotten():
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(1, 500), st.booleans()), max_size=60))
 def test_what_is_expected_lies_between_what_was_seen(history):
-    predictor = Predictor()
+    predictor = OutputLengthPredictor()
     for tenant, first, length, is_cut in history:
         predictor.learn(tenant, [first], length, is_cut=is_cut)
     for tenant in "ab":

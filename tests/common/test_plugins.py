@@ -11,11 +11,11 @@ from common.errors import ConfigError
 from common.plugins import RequestFacts, load_policy, load_priority_function
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.scheduling.waiting_queue import WaitingQueue
 
 MODULE = '''
-from common.policies import Policy
+from common.scheduling.policies.base import Policy
 
 class Backwards(Policy):
     """Last come, first served, with what it inherits."""
@@ -71,7 +71,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def queue_of(spec: str) -> WaitingQueue:
-    order = make_order(SchedulingOptions(schedule_policy=spec), own_policy=load_policy(spec))
+    order = make_ordering(SchedulingOptions(schedule_policy=spec), own_policy=load_policy(spec))
     queue = WaitingQueue(order)
     for rid in ("b", "c", "a"):
         queue[(rid, 0)] = Request(rid, 0, (1, 2), SamplingParams())
@@ -81,7 +81,7 @@ def queue_of(spec: str) -> WaitingQueue:
 
 
 def rids(queue: WaitingQueue) -> list[str]:
-    return [request.rid for request in queue.in_order(0.0)]
+    return [request.rid for request in queue.sorted(0.0)]
 
 
 def test_ours_are_not_loaded() -> None:

@@ -17,12 +17,12 @@ from common.errors import ConfigError
 from common.request import Request
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
-from common.scheduling.policies.factory import _POLICIES, NEED_CACHE, make_order, make_policy
+from common.scheduling.policies.factory import _POLICIES, NEED_CACHE, make_ordering, make_policy
 from common.scheduling.waiting_queue import WaitingQueue
 
 
 def queue_of(name: str, cache: RadixCache | None, *requests: Request, **options: Any) -> WaitingQueue:
-    queue = WaitingQueue(make_order(SchedulingOptions(schedule_policy=name, **options), cache), cache)
+    queue = WaitingQueue(make_ordering(SchedulingOptions(schedule_policy=name, **options), cache), cache)
     for number, each in enumerate(requests):
         each.rid, each.key = f"{number}", (f"{number}", 0)
         queue[each.key] = each
@@ -31,7 +31,7 @@ def queue_of(name: str, cache: RadixCache | None, *requests: Request, **options:
 
 def places(queue: WaitingQueue, now: float = 0.0) -> list[int]:
     """By order of service, each request's number in order of arrival."""
-    return [int(each.rid) for each in queue.in_order(now)]
+    return [int(each.rid) for each in queue.sorted(now)]
 
 
 def test_every_configured_policy_exists_and_no_other() -> None:
@@ -180,7 +180,7 @@ def test_the_earliest_deadline_comes_first_and_who_is_lost_last() -> None:
 def test_the_earliest_deadline_overtakes_what_has_begun_and_other_policies_do_not() -> None:
     begun, waiting = request(1, deadline_at=9.0), request(2, deadline_at=3.0)
     for name in POLICIES:
-        order = make_order(SchedulingOptions(schedule_policy=name))
+        order = make_ordering(SchedulingOptions(schedule_policy=name))
         expected = [waiting, begun] if name == "edf" else [begun, waiting]
         assert list(order.merge([begun], [waiting], 0.0)) == expected, name
 
@@ -200,7 +200,7 @@ def test_with_priorities_on_the_highest_standing_comes_first(rate: float, who: l
     rules = PriorityRules(is_enabled=True, aging_per_s=rate)
     order = RequestOrdering(FirstComeFirstServed(), rules)
     requests = [request(1, priority=own, inherited_priority=lent, arrived_at=float(at)) for own, lent, at in who]
-    assert list(order.sort(requests, 30.0)) == sorted(requests, key=order.standing, reverse=True)
+    assert list(order.sort(requests, 30.0)) == sorted(requests, key=order.effective_priority, reverse=True)
 
 
 @pytest.mark.parametrize("name", ["best", "my_policies", "a.b:", ":C", "a b:C", "a:C:D"])

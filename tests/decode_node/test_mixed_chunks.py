@@ -9,7 +9,7 @@ from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.prealloc_queue import Limits
 from decode_node.scheduler import DecodeScheduler, Sampled
@@ -25,7 +25,7 @@ class Node:
             cache,
             books,
             limits=Limits(8, chunk_tokens=8, is_mixed=is_mixed, cut=cut or ChunkAlignment()),
-            order=make_order(SchedulingOptions(), cache),
+            order=make_ordering(SchedulingOptions(), cache),
             ratio=NewTokenRatio(RatioConstants()),
             eos_token_ids=(),
             is_connected=lambda source: False,

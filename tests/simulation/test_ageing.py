@@ -30,19 +30,21 @@ def test_a_place_is_taken_by_who_is_more_urgent_by_more_than_the_threshold_and_s
 ) -> None:
     order = RequestOrdering(FirstComeFirstServed(), AGING)
     running, waiting = request("running", 0, 100.0), request("waiting", difference, 100.0 + seconds_later)
-    assert order.beats(waiting, running) == is_taken
-    assert not (is_taken and order.beats(running, waiting)), "or they would change places for ever"
+    assert order.may_preempt(waiting, running) == is_taken
+    assert not (is_taken and order.may_preempt(running, waiting)), "or they would change places for ever"
 
 
 @pytest.mark.parametrize(("seconds_later", "loan"), [(0.0, 10), (-3.0, 10), (0.5, 9), (1.2, 7), (5.0, 0), (9.0, -8)])
 def test_what_is_lent_lets_nobody_stand_before_the_lender(seconds_later: float, loan: int) -> None:
     order = RequestOrdering(FirstComeFirstServed(), AGING)
     holder, lender = request("holder", -20, 100.0), request("lender", 10, 100.0 + seconds_later)
-    holder.inherited_priority = order.loan(lender, holder)
+    holder.inherited_priority = order.inheritable_priority(lender, holder)
     assert holder.inherited_priority == loan
-    assert order.standing(holder) <= order.standing(lender) or seconds_later <= 0
+    assert order.effective_priority(holder) <= order.effective_priority(lender) or seconds_later <= 0
     for place in (request("a place", 3, 99.0), request("another", 9, 95.0), request("a third", -9, 104.0)):
-        assert order.beats(lender, place) or not order.beats(holder, place), "it took what the lender could not"
+        assert order.may_preempt(lender, place) or not order.may_preempt(holder, place), (
+            "it took what the lender could not"
+        )
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])

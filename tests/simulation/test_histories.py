@@ -16,7 +16,7 @@ from support.rough_cluster import RoughCluster, end_by_client
 from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.in_batch_prefix_caching import SharingLimits
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -107,7 +107,7 @@ class History:
                 ]
             ),
             "max_requests": random.choice([None, None, 1]),
-            "sharing": random.choice([SharingLimits(), SharingLimits(4, 4), SharingLimits(0, 1)]),
+            "sharing": random.choice([InBatchPrefixLimits(), InBatchPrefixLimits(4, 4), InBatchPrefixLimits(0, 1)]),
             "max_skip_ahead": random.choice([8, 8, 0, 1]),
             "is_mixed": random.random() < 0.7,
             "reserved_tokens": random.choice([None, None, 0, 8]),

@@ -18,8 +18,8 @@ from common.errors import ConfigError
 from common.node.memory_plan import Capacity
 from common.node.recording import format as frames
 from common.node.recording.recorder import RecordedTransport, Recorder, config_from, plain_config
-from common.scheduling.in_batch_prefix_caching import sharing_limits_from
-from common.scheduling.new_token_ratio import constants_from
+from common.scheduling.in_batch_prefix_caching import prefix_limits_from_environ
+from common.scheduling.new_token_ratio import ratio_constants_from_environ
 from common.step_plan import PageDelta, Row, StepPlan
 from common.wire.messages import Abort, Geometry
 from scripts.simulator.main import main
@@ -60,8 +60,8 @@ def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
             return default
 
     environ = Environ()
-    constants_from(environ)
-    sharing_limits_from(environ)
+    ratio_constants_from_environ(environ)
+    prefix_limits_from_environ(environ)
     assert environ.asked == set(SCHEDULING_VARIABLES)
 
 
