@@ -45,7 +45,7 @@ class Request:
         num_cached: prompt tokens that were found in this node's cache when it was admitted first.
         prompt_logprobs: of prompt tokens from ``sampling.prompt_logprobs_from`` on, as far as they are computed.
         slot: row of the executor's request table; -1 while it has none.
-        admission: number of its stay in that slot; 0 while it has none. See ``common/slots.py``.
+        admission: number of its stay in that slot; 0 while it has none. See ``common/scheduling/slots.py``.
         packed: its first tokens in the radix cache's packed form, kept by ``request_pages.packed_tokens``. Tokens are
             only ever appended, so it stays true.
     """

@@ -4,8 +4,8 @@ from collections.abc import Iterable, MutableMapping
 
 from common.errors import invariant
 from common.request import Request, RequestKey
+from common.scheduling.slots import SlotPool
 from common.scheduling.waiting_queue import WaitingQueue
-from common.slots import SlotPool
 from common.state_machine import advance
 from decode_node.request_state import TABLE, Event, State
 

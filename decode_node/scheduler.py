@@ -27,8 +27,8 @@ from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
 from common.scheduling.skip_ahead import PASSING, SkipAhead
+from common.scheduling.slots import OutstandingSteps
 from common.scheduling.waiting_queue import WaitingQueue
-from common.slots import OutstandingSteps
 from common.step_plan import PageDelta, Row, StepPlan, StepResult
 from decode_node.page_reservation import PageReservations
 from decode_node.prealloc_queue import Limits as Limits

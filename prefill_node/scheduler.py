@@ -35,9 +35,9 @@ from common.scheduling.prefill_adder import (
     chunk_results,
 )
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
+from common.scheduling.slots import OutstandingSteps, SlotPool
 from common.scheduling.victim_selection import has_room, victims_for
 from common.scheduling.waiting_queue import WaitingQueue
-from common.slots import OutstandingSteps, SlotPool
 from common.state_machine import advance
 from common.step_plan import PageDelta, StepPlan, StepResult
 from prefill_node.request_state import TABLE, Event, State
@@ -144,6 +144,7 @@ class PrefillScheduler:
         self._slots = SlotPool(limits.max_running)
         self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(books)
         self._effects: list[Effect] = []
+        self._made_room_for: RequestKey = ("", 0)  # the request that pages were last taken for
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
@@ -317,6 +318,8 @@ class PrefillScheduler:
     def _admit(self, request: Request, now: float, passing: str) -> None:
         del self.waiting[request.key]
         self.extending[request.key] = request
+        if request.key == self._made_room_for:
+            self._made_room_for = ("", 0)
         self._slots.take(request)
         request.admitted_at = now
         self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
@@ -339,12 +342,16 @@ class PrefillScheduler:
 
         A decode node keeps the pages that it has granted until the transfer is over. So a prompt with granted pages
         must not wait for prompts that wait for decode nodes: two nodes of each kind could wait in a circle. Such a
-        prompt is returned if it fits only by taking pages from others; it is admitted first.
+        prompt is returned if it fits only by taking pages from others, now or in an earlier plan after which they
+        lingered; it is admitted first.
         """
         urgent = max(granted, key=self._order.effective_priority, default=None)
         if urgent is not None and not self._fits(urgent):
             self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
+            self._made_room_for = urgent.key
             return urgent
+        if (kept := self.waiting.get(self._made_room_for)) is not None:
+            return kept
         if not self._order.rules.is_enabled or not self.waiting:
             return None
         ungranted = self._ungranted()

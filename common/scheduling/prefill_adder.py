@@ -60,7 +60,7 @@ class Chunk:
     Attributes:
         targets: prompt tokens whose log-probabilities are wanted.
         first_target: token of the chunk that the first target follows.
-        admission: stay in a slot that the chunk was planned for; see ``common/slots.py``.
+        admission: stay in a slot that the chunk was planned for; see ``common/scheduling/slots.py``.
     """
 
     request: Request

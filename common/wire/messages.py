@@ -16,7 +16,7 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 
 #: Rises with every change of what nodes say to each other; ``tests/common/test_messages.py`` notices one. ``Header``
 #: and ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -365,5 +365,5 @@ class Closed(Message, frozen=True, tag="closed"):
 
 FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
-FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Reprioritize | Ping
+FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
 FromPrefill = Connected | Refused | PagesWritten | PrefillDone | Closed | Ping

@@ -89,8 +89,7 @@ class Receiver:
     def begin(self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
         """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
 
-        ``pages`` are owned as ``GRANT``, and may be fewer than the prompt lacks: see ``extend``. They are granted as
-        soon as the pair is connected.
+        ``pages`` are owned as ``GRANT``, and granted to the peer as soon as the pair is connected.
         """
         assert key not in self._incoming.sessions, f"{key} has begun already"
         page_size = self._transport.store.geometry.page_size
@@ -98,6 +97,7 @@ class Receiver:
             key, peer, first=first, num_tokens=num_tokens, page_size=page_size, num_ranks=self._num_ranks
         )
         session.reserve(pages)
+        assert session.first + len(pages) == session.num_pages, f"{key} lacks pages"
         self._incoming.sessions[key] = session
         link = self._links.get(peer)
         if link is not None and link.refusal:
@@ -105,14 +105,6 @@ class Receiver:
             self._incoming.give_up(session, ReceiveEvent.CLOSE, failure)
         elif link is not None and link.is_open:
             self._grant(session)
-
-    def extend(self, key: RequestKey, pages: Sequence[int]) -> None:
-        """More pages (``GRANT``) for the indices that follow. The key must be under way."""
-        session = self._incoming.sessions[key]
-        at = session.first + len(session.pages)
-        session.reserve(pages)
-        if session.state is not Receiving.RESERVED:
-            self._grant(session, at)
 
     def cancel(self, key: RequestKey) -> None:
         """Not wanted any more, at any point; no event of this key comes after. Unknown and ended keys are ignored."""
@@ -310,12 +302,11 @@ class Receiver:
 
     # ---- what follows -------------------------------------------------------------------------------------------
 
-    def _grant(self, session: ReceiveSession, at: int | None = None) -> None:
-        """Tell the writer of the pages from index ``at`` on, or of all, but for those that are here from before."""
+    def _grant(self, session: ReceiveSession) -> None:
+        """Tell the writer of every page that has not arrived; some may have, before a break."""
         link = self._links.by_peer[session.peer]
-        at = session.first if at is None else at
         session.grant(link.epoch, len(link.parts))
-        for first, pages in session.lacking(at) or [(at, [])]:
+        for first, pages in session.lacking() or [(session.first, [])]:
             self._transport.allow(session.peer, link.epoch, pages)
             self._messages.append((session.peer, Grant(*session.key, link.epoch, first, tuple(pages))))
         if session.key in self._incoming.handoffs and session.accepts(ReceiveEvent.HANDOFF):  # it came before a break

@@ -294,10 +294,10 @@ class ReceiveSession:
         whole = {index for index, parts in self._arrived.items() if len(parts) == self._num_parts(index)}
         self._arrived = {index: parts for index, parts in self._arrived.items() if index in whole}
 
-    def lacking(self, at: int) -> list[tuple[int, list[int]]]:
-        """(first index, pages) of those from index ``at`` on that have been reserved and have not arrived, in rows."""
+    def lacking(self) -> list[tuple[int, list[int]]]:
+        """The pages that have not arrived, as consecutive ones together: (index of the first, pages)."""
         rows: list[tuple[int, list[int]]] = []
-        for index in range(at, self.first + len(self.pages)):
+        for index in range(self.first, self.first + len(self.pages)):
             if index in self._arrived:
                 continue
             if rows and sum((rows[-1][0], len(rows[-1][1]))) == index:

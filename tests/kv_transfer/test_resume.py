@@ -170,12 +170,9 @@ def test_an_early_grant_is_granted_anew(couple: Couple) -> None:
 def test_requests_that_begin_amid_a_break_are_granted_when_it_is_mended(couple: Couple) -> None:
     snap(couple)
     couple.open(KEY, 3)
-    couple.begin(KEY, 3, reserve=1)
-    couple.extend(KEY, 1)
+    couple.begin(KEY, 3)
     couple.finish(KEY)
     assert not any(isinstance(message, Grant) for message in couple.to_prefill)
-    couple.run()
-    couple.extend(KEY, 1)
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
 

@@ -35,7 +35,7 @@ class Nodes:
         wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
         self.couple = Couple(wire, num_pages=12, wants_checksums=(bool(faults), False))
         self.sizes: dict[RequestKey, int] = {}
-        self.reserved: dict[RequestKey, int] = {}  # pages that are here or granted, of keys that have begun
+        self.reserved: dict[RequestKey, None] = {}  # keys that have begun
         self.finished: dict[RequestKey, None] = {}
         self.called_off: dict[RequestKey, None] = {}  # ended on purpose by either side
         self.is_alive = True
@@ -90,19 +90,8 @@ class Nodes:
         free = self.couple.books.num_free
         for key in pick((k for k, n in self.sizes.items() if k not in self.reserved and n <= free), number):
             first = min(number // 7 % 2, self.sizes[key])
-            count = (self.sizes[key] - first) // (2 if number % 5 == 0 else 1)
-            self.reserved[key] = first + count
-            self.couple.begin(key, self.sizes[key], first=first, reserve=count)
-
-    def extendable(self) -> list[RequestKey]:
-        ended = self.called_off.keys() | self.couple.events.keys()
-        keys = self.reserved.items() if self.couple.books.num_free else ()
-        return [k for k, n in keys if n < self.sizes[k] and k not in ended]
-
-    def extend(self, number: int) -> None:
-        for key in pick(self.extendable(), number):
-            self.reserved[key] += 1
-            self.couple.extend(key, 1)
+            self.reserved[key] = None
+            self.couple.begin(key, self.sizes[key], first=first)
 
     def cancel(self, number: int) -> None:
         for key in pick(self.reserved, number):
@@ -248,11 +237,8 @@ class Nodes:
         while self.opened():
             self.finish(0)
         self.run()
-        while self.extendable():
-            self.extend(0)
-        self.run()
-        for key, num_reserved in self.reserved.items():
-            is_wanted = num_reserved == self.sizes[key] and key in couple.source_pages and key not in self.called_off
+        for key in self.reserved:
+            is_wanted = key in couple.source_pages and key not in self.called_off
             assert not is_wanted or key in couple.events, f"{key} hangs"
 
     def end_everything(self) -> None:
@@ -285,7 +271,7 @@ def pick(keys: Iterable[RequestKey], number: int) -> list[RequestKey]:
 WEIGHTS = {
     **dict.fromkeys(("arrive", "open", "begin", "compute"), 5),
     **dict.fromkeys(("go_on", "hear_prefill", "hear_decode", "pump", "tick", "finish", "give_back"), 3),
-    **dict.fromkeys(("extend", "poll", "cancel", "abort", "retract"), 2),
+    **dict.fromkeys(("poll", "cancel", "abort", "retract"), 2),
     **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die", "snap"), 1),
     **dict.fromkeys(("repeat", "overtake"), 1),
 }

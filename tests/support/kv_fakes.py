@@ -161,9 +161,9 @@ class Couple:
 
     # ---- the decode node ----------------------------------------------------------------------------------------
 
-    def begin(self, key: RequestKey, num_pages: int, first: int = 0, reserve: int | None = None) -> list[int]:
+    def begin(self, key: RequestKey, num_pages: int, first: int = 0) -> list[int]:
         """Expect a prompt of that many pages, of which the first ``first`` are here; returns the reserved pages."""
-        pages = self.books.alloc(num_pages - first if reserve is None else reserve, Owner.GRANT)
+        pages = self.books.alloc(num_pages - first, Owner.GRANT)
         assert pages is not None
         for page in pages:
             self.target.fill(page, JUNK)
@@ -172,13 +172,6 @@ class Couple:
         self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=num_tokens)
         self.settle()
         return pages
-
-    def extend(self, key: RequestKey, count: int) -> None:
-        pages = self.books.alloc(count, Owner.GRANT)
-        assert pages is not None
-        self.grants[key] += pages
-        self.receiver.extend(key, pages)
-        self.settle()
 
     def cancel(self, key: RequestKey) -> None:
         self.receiver.cancel(key)

@@ -41,8 +41,9 @@ class Member:
     role: Any
     executor: Any
     transport: Any
-    plan: Any = None
+    plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
     is_alive: bool = True
+    is_planned_out: bool = False  # there was nothing to plan at the last attempt
 
     @property
     def peer(self) -> Peer:
@@ -85,6 +86,8 @@ class LocalCluster:
     options: what policies are made with.
     wants_checksums: of every page that travels.
     wire: instead of one with this latency.
+    num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is committed, which
+        is the latest that an engine could.
     """
 
     def __init__(
@@ -113,8 +116,10 @@ class LocalCluster:
         options: SchedulingOptions | None = None,
         wants_checksums: bool = False,
         wire: Wire | None = None,
+        num_outstanding: int = 1,
     ) -> None:
         self.clock = ManualClock()
+        self.num_outstanding = num_outstanding
         self.wire = wire or Wire(latency=latency)
         self.answers: dict[str, Answer] = {}
         self.num_starts = 0
@@ -254,7 +259,7 @@ class LocalCluster:
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
         """As kill -9. The others notice, and its requests fail, as the gateway would see to."""
         member.is_alive = False
-        member.plan = None
+        member.plans.clear()
         if member in self.prefill:
             member.transport.die()
         for rid, answer in self.answers.items():
@@ -294,19 +299,32 @@ class LocalCluster:
     def step(self) -> None:
         self.clock.advance(0.001)
         for member in self.members:
-            member.plan = member.role.plan(self.clock.now())
+            self.plan(member)
         self._deliver()
         for member in self.members:
             member.role.tick(self.clock.now())
         self._deliver()
         self.wire.tick()
         for member in self.members:
-            if member.plan is not None:
-                member.role.commit(member.executor.run(member.plan), self.clock.now())
-                member.plan = None
+            if member.plans and self.is_due(member):
+                self.commit(member)
             member.role.tick(self.clock.now())
         self._deliver()
         self.check()
+
+    def plan(self, member: Member) -> None:
+        """Plan one step more, if the node has something to compute."""
+        member.is_planned_out = (plan := member.role.plan(self.clock.now())) is None
+        if plan is not None:
+            member.plans.append(plan)
+
+    def is_due(self, member: Member) -> bool:
+        """Whether the oldest step is to be committed before another is planned."""
+        return len(member.plans) >= self.num_outstanding or member.is_planned_out
+
+    def commit(self, member: Member) -> None:
+        """Run the oldest step, and commit its result."""
+        member.role.commit(member.executor.run(member.plans.pop(0)), self.clock.now())
 
     def check(self) -> None:
         for member in self.members:

@@ -145,13 +145,9 @@ class TwoNodes:
                 link.is_open_at_prefill, link.is_torn = False, True
             self.links.append(link)
             self._send_from_decode(peer, node.receiver.connect(peer))
-        node.begun[key] = self.scope.first + count
+        node.begun[key] = None
         pages = self._reserve(count)
         node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
-
-    def _extend(self, key: RequestKey, count: int) -> None:
-        self.decode.begun[key] += count
-        self.decode.receiver.extend(key, self._reserve(count))
 
     def _reserve(self, count: int) -> list[int]:
         pages = self.decode.books.alloc(count, Owner.GRANT)

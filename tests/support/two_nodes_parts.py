@@ -36,7 +36,6 @@ class Scope:
         faults, num_faults: kinds, and how many in one run.
         can_recall: see ``Wire``.
         has_checksums: pages that come with a changed byte (``corrupt``) are noticed; else nobody would.
-        is_piecemeal: pages are granted one at a time.
     """
 
     sizes: tuple[int, ...] = (2, 1)
@@ -46,7 +45,6 @@ class Scope:
     num_faults: int = 1
     can_recall: bool = True
     has_checksums: bool = False
-    is_piecemeal: bool = False
 
 
 class Store:
@@ -122,7 +120,7 @@ class Decode:
     reader: InProcessReader
     transport: ReaderTransport
     receiver: Receiver
-    begun: dict[RequestKey, int] = field(default_factory=dict)  # pages that are here or granted
+    begun: dict[RequestKey, None] = field(default_factory=dict)
     ended: dict[RequestKey, str] = field(default_factory=dict)
     dialled: dict[str, None] = field(default_factory=dict)
 
