@@ -1,6 +1,6 @@
-"""Ageing bounds every wait for pages of a decode node, retractions and shared prefixes included; in virtual time.
+"""Ageing bounds the wait for pages of a decode node, with retractions and shared prefixes, in virtual time.
 
-Which formula, and why: ``tests/support/ageing.py``, and docs/scheduling.md.
+``tests/support/ageing.py`` and ``docs/scheduling.md`` derive the formulas.
 """
 
 from collections import Counter
@@ -35,17 +35,17 @@ from support.simulated import Limits, Service
 from scripts.simulator.costs import Costs
 
 NUM_PAGES = 24
-#: Steps cost the same however many rows they have, so that only pages are short.
+#: A step costs the same whatever its number of rows, so that only pages are short.
 COSTS = Costs(STEP_S, 0.0, 0.0, 0.0, MESSAGE_S, 0.0, 1e12)
-#: A request of so many pages, prompt and output, has so many output tokens.
+#: Of a request: pages of prompt and output, output tokens, priority, group, shared tokens.
 KINDS = st.tuples(st.integers(2, 10), st.integers(2, 36), PRIORITIES, GROUPS, st.sampled_from([4, 8, 16, 24]))
 Kind = tuple[int, int, int, int | None, int]
 
 
 def held_s(max_new: int, num_retracted: int = 0) -> float:
-    """For at most so long a request holds pages: until its prompt is here, and its steps, with one to join.
+    """The longest time that a request holds pages: until its prompt arrives, then its steps and one to join.
 
-    Each retraction costs it the token under way, a step in which what it had is computed again, and one to join.
+    Each retraction adds three steps: the lost token, the recomputation, and one to join.
     """
     return READY_S + (max_new + 1 + 3 * num_retracted) * STEP_S
 
@@ -57,13 +57,12 @@ def num_pages(sent: Sent) -> int:
 def pages_bound_s(
     number: int, rate: float, requests: Sequence[Sent], skip_ahead: int, retracted: Counter[str]
 ) -> float:
-    """The latest end of an output: ``D + B + H (P + k (r + 1) s) / (P - s)`` and its own steps.
+    """The latest end of an output: ``D + B + H (P + k (r + 1) s) / (P - s)`` plus its own steps.
 
-    A request of s pages is refused only if fewer than s are left of the pool's P; so whenever somebody waits, at least
-    P - s are in use, for the largest s. A request takes its pages, and at most one more for what its last page has
-    room for, for as long as it holds them, at most H, in all its stays together: what is computed again is load, too.
-    What is in use when somebody has to wait first is at most P; and each time that this one waits, which is once more
-    than the r times that it was retracted, k smaller ones may pass.
+    A request of s pages waits only if fewer than s of the pool's P pages are left. So while requests wait, at least P -
+    s pages are in use, where s is the largest request. A request uses its pages, and at most one more, for at most H in
+    all its stays together, recomputation included. At most P pages are in use when requests begin to wait. This request
+    waits once more than the r times that it is retracted, and each time k smaller requests may pass it.
     """
     largest = 1 + max(map(num_pages, requests))
     capacity = NUM_PAGES - largest
@@ -79,7 +78,7 @@ def in_pages(
     requests: Sequence[Sent], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
     reserved: int | None = None, lookahead: int = 1_000,
 ) -> Service:  # fmt: skip
-    """Outputs that have rows enough and few pages."""
+    """A service with enough rows and few pages."""
     return served(
         requests,
         Limits(4_000, num_pages, page_size=PAGE, chunk_tokens=4_000, max_running=num_pages, prefill_running=400),
@@ -93,7 +92,7 @@ def in_pages(
 
 
 def retractions(service: Service) -> Counter[str]:
-    """How often each lost its pages, to a more urgent one or to what was running."""
+    """How often each request was retracted."""
     retracted: Counter[str] = Counter()
     num_retractions = 0
     for node in service.cluster.nodes.values():
@@ -116,12 +115,11 @@ def retractions(service: Service) -> Counter[str]:
     reserved=st.sampled_from([None, 1]),
     lookahead=st.sampled_from([0, 4, 1_000]),
 )
-def test_no_output_ends_later_than_ageing_lets_it_where_pages_are_short(
+def test_no_output_ends_after_the_ageing_bound_when_pages_are_short(
     kinds: list[Kind], load: float, head: int, burst_s: float, rate: float, skip_ahead: int, threshold: int,
     reserved: int | None, lookahead: int,
 ) -> None:  # fmt: skip
-    """Whether pages are taken from one another or not, and where too little is reserved, so that the batch outgrows
-    the pool."""
+    """With and without preemption, and with a reserve so small that the batch outgrows the pool."""
     sizes = [kinds[number % len(kinds)] for number in range(60)]
     sizes = [(size, min(max_new, size * PAGE - 1), *rest) for size, max_new, *rest in sizes]
     capacity = NUM_PAGES - 1 - max(size for size, *_ in sizes)
@@ -141,8 +139,8 @@ def test_no_output_ends_later_than_ageing_lets_it_where_pages_are_short(
     assert places_lost(service, rate) <= retracted
 
 
-def test_the_least_urgent_output_keeps_its_pages_in_the_end_while_urgent_ones_keep_coming() -> None:
-    """Three of them fit at a time, 0.09 s each: it has its pages first, loses them, and then never more."""
+def test_the_least_urgent_output_finally_keeps_its_pages() -> None:
+    """Three requests of 0.09 s fit at a time. The old one has its pages first, loses them, and then keeps them."""
     each_s = 0.09 / 3
     requests = [Sent(0.0, 4, 28, 0), *(Sent(at + 0.15, 24, 8, HIGHEST) for at in stream(each_s, 12.0))]
     service = in_pages(requests, 4.0, threshold=2, skip_ahead=0, num_pages=27)

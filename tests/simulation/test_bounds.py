@@ -1,7 +1,7 @@
-"""Bounds on waiting that scheduling promises, proved on whole services in virtual time, over loads drawn by hypothesis.
+"""Bounds that policies guarantee, checked on whole services in virtual time.
 
-- ``fair``: backlogged tenants are served alike within the bound of the VTC paper.
-- ``edf``: deadlines that can be met are met.
+- ``fair``: the service of backlogged tenants differs by at most the bound of the VTC paper.
+- ``edf``: all deadlines that can be met are met.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_to
 
 
 def unlike(number: int, length: int) -> tuple[int, ...]:
-    """A prompt that begins like no other."""
+    """A prompt that shares no prefix with any other."""
     return (1_000 + number, *range(1, length))
 
 
@@ -33,7 +33,8 @@ def unlike(number: int, length: int) -> tuple[int, ...]:
 
 
 class Metered(FakeExecutor):
-    """Notes what each tenant is served: a prompt when it begins, a token when it is said."""
+    """An executor that counts the tokens served to each tenant: a prompt when it begins, an output token when
+    sampled."""
 
     def __init__(self, capacity: Capacity, tenants: list[str]) -> None:
         super().__init__(capacity.num_pages, PAGE, capacity.num_slots)
@@ -58,7 +59,7 @@ class Metered(FakeExecutor):
 
 
 NUM_EACH = 60
-#: What a tenant's requests look like, in turn: tokens of the prompt and of the output.
+#: A tenant's requests in turn: tokens of the prompt and of the output.
 KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 
 
@@ -80,16 +81,18 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
     lookahead: int,
     late_s: float,
 ) -> None:
-    """Sheng et al. (OSDI'24, theorem 4.4): in any stretch of time in which two clients both have requests waiting, what
-    they are served differs by at most 2 * max(w_p * L_input, w_q * M): L_input is the longest prompt, M the tokens
-    that fit into a batch. With weights, what is compared is divided by them. One of them may come when the other has
-    long been served: it begins where that one is. What the gateway sends ahead is promised as what is in a batch is,
-    and counts with it; but where it sends all ahead, the node chooses among all, and the batch alone counts.
+    """Sheng et al. (OSDI'24, theorem 4.4): while two tenants both have waiting requests, the service that they receive
+    differs by at most 2 * max(w_p * L_input, w_q * M), where L_input is the longest prompt and M the tokens of a batch.
+
+    With weights, service is divided by them. A tenant that arrives late starts at the counter of the other one.
+    Requests
+    that the gateway dispatches ahead count as part of the batch, unless it dispatches all of them: then the node
+        chooses among all, and only the batch counts.
     """
     tenants = ["heavy"] * NUM_EACH + ["light"] * NUM_EACH
     requests = [kinds[number % len(kinds)] for kinds in (heavy, light) for number in range(NUM_EACH)]
     meters: list[Metered] = []
-    has_come: list[int] = []  # steps that were made before both of them had come
+    has_come: list[int] = []  # steps before both tenants had arrived
 
     def engine(capacity: Capacity) -> Metered:
         meters.append(Metered(capacity, tenants))
@@ -123,7 +126,7 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
 
 
 def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
-    """Forty prompts of one tenant stand before ten of another; without ``fair`` they would all come first."""
+    """Forty prompts of one tenant are queued before ten of another; without ``fair`` all forty would come first."""
     tenants = ["heavy"] * 40 + ["light"] * 10
     meters: list[Metered] = []
 
@@ -144,7 +147,7 @@ def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
         service.ask(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
     service.run(is_checked=False)
     begun = [begun for _, begun in meters[0].history if begun["light"] < 10]
-    # Two go out before anybody else has come; then one after the other.
+    # Two are dispatched before any other arrives; then the tenants take turns.
     assert max(abs(each["heavy"] - each["light"]) for each in begun) <= 4
 
 
@@ -154,7 +157,7 @@ CHUNK_S = STEP_S + TOKEN_S * PAGE
 
 
 def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
-    """When each of these (released, chunks) ends in one schedule of many: by a random order, overtaking at chunks."""
+    """The end of each job (release, chunks) in a schedule by random ranks, with preemption between chunks."""
     ranks = Random(seed).sample(range(len(jobs)), len(jobs))
     left = [chunks for _, chunks in jobs]
     ends = [0.0] * len(jobs)
@@ -177,11 +180,11 @@ def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
     seed=st.integers(0, 1_000_000),
 )
 def test_edf_meets_every_deadline_that_can_be_met(jobs: list[tuple[float, int]], seed: int) -> None:
-    """One node, one prompt in a step, known times: whatever deadlines *some* schedule meets, ``edf`` meets.
+    """With one node and one prompt in a step, ``edf`` meets all deadlines that *some* schedule meets.
 
-    The deadlines are the ends in a schedule made by lot. Earliest deadline first is optimal where work can be
-    interrupted at any time (Horn, 1974); chunks cannot, so each deadline has one chunk to spare, for the one that is
-    under way when a prompt comes, and what two messages take.
+    The deadlines are the ends in a random schedule. Earliest deadline first is optimal for jobs that can be interrupted
+    at any time (Horn, 1974). Chunks cannot, so each deadline is extended by one chunk, for the chunk that runs when a
+    prompt arrives, and by two messages.
     """
     ends = some_schedule(jobs, seed)
     service = Service(

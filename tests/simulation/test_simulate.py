@@ -1,4 +1,4 @@
-"""The command: loads in, figures out, the same every time; and what it refuses."""
+"""The ``simulate`` command: reproducible figures, and options that are refused."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def run(*words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_lone_request_costs_what_its_parts_cost() -> None:
+def test_the_latency_of_a_lone_request_is_the_sum_of_its_costs() -> None:
     found = run(
         *["--num-requests=1", "--input-len=100", "--output-len=11", "--step-cost=10ms", "--prompt-token-cost=1ms"],
         *["--row-cost=2ms", "--context-token-cost=0.1ms", "--message-cost=1ms", "--wire-latency=5ms"],
@@ -51,7 +51,7 @@ def test_a_lone_request_costs_what_its_parts_cost() -> None:
     assert found["requests"] == {"sent": 1, "measured": 1, "answered": 1, "errors": {}}
 
 
-def test_the_same_options_give_the_same_figures_and_another_seed_gives_others() -> None:
+def test_figures_follow_from_options_and_seed() -> None:
     words = ["--rate=20", "--num-requests=60", "--input-len=lognormal:200:1", "--output-len=uniform:2:40", "--decode=2"]
     first, again, other = run(*words), run(*words), run(*words, "--seed=1")
     for found in (first, again, other):
@@ -60,7 +60,7 @@ def test_the_same_options_give_the_same_figures_and_another_seed_gives_others() 
     assert first["latency_s"] != other["latency_s"]
 
 
-def test_a_shared_beginning_is_found_in_the_cache() -> None:
+def test_a_shared_prefix_is_found_in_the_cache() -> None:
     words = ["--rate=5", "--num-requests=40", "--input-len=32", "--output-len=4", "--prefix-len=320"]
     assert run(*words)["cached_share"] == pytest.approx(39 * 320 / (40 * 352), abs=1e-6)
     assert run(*words, "--disable-radix-cache")["cached_share"] == 0.0
@@ -74,14 +74,14 @@ def test_a_session_finds_its_own_answers_in_the_cache() -> None:
     assert found["nodes"]["decode"]["totals"]["pages_cached"] == 12 + 24
 
 
-def test_requests_that_allow_themselves_more_end_where_they_would() -> None:
+def test_outputs_end_at_their_planned_length_with_a_larger_max_new_tokens() -> None:
     exact = run("--num-requests=10", "--rate=5", "--output-len=20")
     loose = run("--num-requests=10", "--rate=5", "--output-len=20", "--max-new-tokens=500")
     assert loose["row_steps"] == exact["row_steps"] + 10  # the end token itself
     assert loose["requests"]["answered"] == 10
 
 
-def test_a_closed_loop_keeps_so_many_under_way() -> None:
+def test_a_closed_loop_keeps_its_concurrency() -> None:
     simulation = Simulation(given := config("--concurrency=4", "--num-requests=30"), make_plan(given))
     most = 0
 
@@ -96,7 +96,7 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
     assert found["virtual_s"] > 30 / 4 * 31 * 0.005
 
 
-def test_what_is_turned_away_and_what_is_late_is_counted() -> None:
+def test_refused_and_late_requests_are_counted() -> None:
     found = run("--rate=200", "--num-requests=80", "--max-running-requests=2", "--max-queued-requests=4")
     assert set(found["requests"]["errors"]) == {"queue_full"}
     assert found["requests"]["answered"] + found["requests"]["errors"]["queue_full"] == 80
@@ -104,19 +104,19 @@ def test_what_is_turned_away_and_what_is_late_is_counted() -> None:
     assert late["requests"]["errors"] == {"deadline_exceeded": 4}
 
 
-def test_wishes_are_held_against_what_came() -> None:
+def test_good_requests_are_counted_by_the_slos() -> None:
     words = ["--num-requests=20", "--rate=5", "--input-len=100", "--output-len=11", "--starvation-bound=0.001"]
     assert run(*words, "--slo-ttft=1s", "--slo-itl=50ms")["service"] == {
         "good": 20, "share": 1.0, "is_attained": True, "starved": 20,
     }  # fmt: skip
     for flag in ("--slo-ttft=1ms", "--slo-itl=1ms", "--slo-tpot=1ms", "--slo-e2e=20ms"):
         assert run(*words, flag)["service"]["good"] == 0
-    # The context holds 100 + 11 tokens and no more.
+    # A context of 111 tokens holds 100 + 11 tokens; one of 110 does not.
     assert run(*words, "--context-length=111")["requests"]["answered"] == 20
     assert run(*words, "--context-length=110")["requests"]["errors"] == {"context_length_exceeded": 20}
 
 
-def test_traces_are_read_as_the_load_test_reads_them(tmp_path: Path) -> None:
+def test_a_trace_is_replayed_with_its_shared_prefixes(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 500 * i, "input_length": 600, "output_length": 5, "hash_ids": [1, 2 + i % 2]} for i in range(6)
     ]
@@ -129,7 +129,7 @@ def test_traces_are_read_as_the_load_test_reads_them(tmp_path: Path) -> None:
     assert found["cached_share"] == pytest.approx((512 + 4 * 592) / (6 * 600))
 
 
-def test_the_table_says_what_the_figures_say() -> None:
+def test_the_table_shows_all_figures() -> None:
     found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64")
     lines = "\n".join(table(found))
     for word in ("row-steps", "20 sent, 20 answered", "time to first token", "end to end", "chat", "batch", "prefill"):
@@ -148,7 +148,7 @@ def test_the_table_says_what_the_figures_say() -> None:
         (["--replay=x", "--decode=2"], "leave out --decode"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(words: list[str], sentence: str) -> None:
+def test_an_invalid_option_is_refused_by_name(words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         config(*words)
 
@@ -162,18 +162,18 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsy
     assert "--json /nowhere/report.json: there is no such folder" in capsys.readouterr().err
 
 
-def test_figures_are_shown_even_if_they_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_printed_even_if_the_report_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-requests=5", "--rate=50", "--json=/dev/full"]) == 1
     said = capsys.readouterr()
     assert "5 sent, 5 answered" in said.out
     assert said.err == "simulate: --json /dev/full cannot be written: No space left on device\n"
 
 
-def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:
+def test_ctrl_c_ends_a_run_with_the_figures_so_far() -> None:
     words = [sys.executable, "-m", "scripts.cli", "simulate", "--num-requests=100000", "--rate=10"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(words, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not is_caught(signal.SIGTERM, process.pid):  # which is so from the run's beginning on
+    while not is_caught(signal.SIGTERM, process.pid):  # from the beginning of the run
         time.sleep(0.02)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -184,7 +184,7 @@ def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:
 
 
 def is_caught(number: signal.Signals, pid: int) -> bool:
-    """Has the process a handler of its own for this signal?"""
+    """Whether the process has its own handler for this signal."""
     (mask,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> number - 1 & 1)
 
@@ -195,7 +195,7 @@ def short_ones_first(facts):
 """
 
 
-def test_a_function_of_ones_own_sets_priorities_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_priority_function_applies_in_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_simulated.py").write_text(OWN_FUNCTION)
     monkeypatch.syspath_prepend(tmp_path)
     words = [

@@ -1,4 +1,4 @@
-"""Prompts that wait for a prefix that is just being computed, so that it is computed and shipped once."""
+"""Prompts wait for a prefix that another request computes, so that it is computed and shipped once."""
 
 from itertools import takewhile
 
@@ -22,7 +22,7 @@ def sharing(*computing: Request) -> InBatchPrefixes:
     return InBatchPrefixes(PAGE_SIZE, InBatchPrefixLimits(max_cached=4, min_shared=8), computing)
 
 
-def test_a_prompt_is_held_back_if_what_it_shares_beyond_its_cached_part_is_worth_it() -> None:
+def test_a_prompt_is_deferred_if_it_shares_enough_beyond_its_cached_part() -> None:
     busy = sharing(request(*range(20)))
     nothing, one_page, two_pages = (
         RadixCache(PageAllocator(9), PAGE_SIZE),
@@ -36,7 +36,7 @@ def test_a_prompt_is_held_back_if_what_it_shares_beyond_its_cached_part_is_worth
     assert not busy.holder_of(request(*range(16), 70, 71), two_pages)  # enough is cached already
 
 
-def test_a_prompt_shares_nothing_across_salts_nor_with_nobody_nor_without_a_cache() -> None:
+def test_nothing_is_shared_across_salts_or_without_a_cache() -> None:
     cache = RadixCache(PageAllocator(9), PAGE_SIZE)
     assert not sharing(request(*range(20), salt="red")).holder_of(request(*range(20), salt="blue"), cache)
     assert not sharing().holder_of(request(*range(20)), cache)
@@ -52,10 +52,10 @@ def test_a_prompt_shares_nothing_across_salts_nor_with_nobody_nor_without_a_cach
     computing=st.lists(TOKENS, max_size=4),
     mine=TOKENS,
 )
-def test_who_waits_for_whom_is_as_if_every_pair_were_compared(
+def test_the_holder_is_found_as_if_every_pair_were_compared(
     page_size: int, limits: InBatchPrefixLimits, num_cached: int, computing: list[list[int]], mine: list[int]
 ) -> None:
-    """By comparing token for token: whole pages that both begin with, less those cached."""
+    """The reference compares token by token: whole shared pages minus the cached ones."""
     books = PageAllocator(100)
     cache = RadixCache(books, page_size)
     if pages := books.alloc(min(num_cached, len(mine) // page_size), Owner.REQUEST):
@@ -75,7 +75,7 @@ def test_who_waits_for_whom_is_as_if_every_pair_were_compared(
     assert busy.holder_of(asking, cache) is expected
 
 
-def test_the_limits_of_sharing_can_be_set() -> None:
+def test_limits_come_from_the_environment() -> None:
     assert prefix_limits_from_environ({}) == InBatchPrefixLimits(32, 32)
     name = "BATON_IN_BATCH_PREFIX_CACHING_{}_THRESHOLD"
     assert prefix_limits_from_environ(
@@ -100,7 +100,7 @@ def test_samples_of_one_prompt_compute_and_ship_it_once(policy: str) -> None:
     assert cluster.counters(cluster.prefill[0])["pages_sent"] == 13 + 3
 
 
-def test_samples_of_one_prompt_that_a_decode_node_computes_by_itself_compute_it_once() -> None:
+def test_samples_of_one_local_prompt_compute_it_once() -> None:
     cluster = LocalCluster(chunk_tokens=64)
     prompt = tuple(range(500, 700))
     for number in range(4):
