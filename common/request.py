@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from common.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from common.cache.prefix_watch import Watch
+    from common.cache.prefix_watch import PrefixWatch
     from common.cache.radix_cache import TreeNode
 
 #: The request id and the number of the attempt: one request on one pair of nodes.
@@ -65,7 +65,7 @@ class Request:
     waited_s: float = 0.0
     inherited_priority: int = LOWEST_PRIORITY
     num_passed: int = 0
-    watch: "Watch | None" = None
+    watch: "PrefixWatch | None" = None
     is_charged: bool = False
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)

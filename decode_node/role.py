@@ -311,11 +311,7 @@ class DecodeRole:
         return self._receiver.transports()
 
     def pairs(self) -> Sequence[PairState]:
-        return [
-            PairState(self._peers[peer].name, peer, transport, why)
-            for peer, transport, why in self._receiver.pairs()
-            if peer in self._peers
-        ]
+        return self._receiver.pairs()
 
     def peers(self) -> Sequence[str]:
         return list(self._peers)

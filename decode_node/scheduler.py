@@ -364,7 +364,7 @@ class DecodeScheduler:
                     break
                 self._waits_for_prefix(request, sharing, lent, now)
             elif not self._queue.is_computed_here(request):
-                if request.key in self._queue.short and table.has_holders:
+                if request.key in self._queue.short and (table.has_holders or self._books.num_lingering):
                     skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
             elif self._waits_for_prefix(request, sharing, lent, now):
                 pass

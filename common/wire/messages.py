@@ -14,8 +14,8 @@ from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 
-#: Rises with every change of what nodes say to each other; ``tests/common/test_messages.py`` notices one. ``Header``
-#: and ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
+#: Rises with every change of what nodes say to each other; ``tests/common/wire/test_messages.py`` notices one.
+#: ``Header`` and ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
 PROTOCOL_VERSION = 8
 
 Count = Annotated[int, Meta(ge=0)]
@@ -74,7 +74,8 @@ class Register(Message, frozen=True, tag="register"):
     role: Role
     name: Id
     model: Id
-    digest: Id  # of configuration and weights' index: nodes that differ cannot share KV
+    digest: Id  # of configuration, and of names, types and shapes of the tensors
+    weight_version: Id  # fingerprint of the weight files, or --weight-version: nodes that differ cannot share KV
     vocab_size: Annotated[int, Meta(ge=1)]
     context_length: Annotated[int, Meta(ge=1)]
     eos_token_ids: tuple[int, ...]
@@ -129,10 +130,12 @@ class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: Incarnation
     transport: Id
     why: Sentence
+    problem: Sentence = ""  # why no page can travel now; empty: pages can
 
 
 class Pairs(Message, frozen=True, tag="pairs"):
-    """node -> gateway: the pairs in which pages travel, all of them; whenever they have changed."""
+    """node -> gateway: the pairs in which pages can travel, and those in which they should and cannot; all of them,
+    whenever one has changed."""
 
     pairs: Annotated[tuple[PairState, ...], Meta(max_length=1_024)]
 
@@ -214,11 +217,7 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Reprioritize(Message, frozen=True, tag="reprioritize"):
-    """gateway -> both nodes: another priority, or class, from now on.
-
-    decode -> prefill: so urgent is who waits for this transfer; ``LOWEST_PRIORITY``: nobody does any more who is more
-    urgent than the request itself.
-    """
+    """gateway -> both nodes: change the priority, or the class, of a request."""
 
     rid: Id
     attempt: Count
@@ -257,7 +256,7 @@ class Connect(Message, frozen=True, tag="connect"):
     """decode -> prefill: my pool, and how to reach it. Opens a new epoch between the two."""
 
     name: Id
-    digest: Id
+    digest: Id  # of the model, weights included
     epoch: Count
     geometry: Geometry
     num_pages: Annotated[int, Meta(ge=1)]
@@ -274,6 +273,13 @@ class Connected(Message, frozen=True, tag="connected"):
     transport: Id
     num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # into which your pages are cut, since mine are shorter
     why: Sentence = ""  # this transport
+
+
+class AttachFailed(Message, frozen=True, tag="attach_failed"):
+    """prefill -> decode: your pool could not be attached under this epoch. The cause may pass: offer it again."""
+
+    epoch: Count
+    reason: Text
 
 
 # ---- a transfer -----------------------------------------------------------------------------------------------------
@@ -366,4 +372,4 @@ class Closed(Message, frozen=True, tag="closed"):
 FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
 FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
-FromPrefill = Connected | Refused | PagesWritten | PrefillDone | Closed | Ping
+FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

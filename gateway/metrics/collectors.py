@@ -247,12 +247,14 @@ class _NodeCollector:
             yield gauge
         pairs = GaugeMetricFamily(
             "baton_node_pair",
-            "1 for each pair in which pages travel.",
+            "1 for each pair in which pages can travel, 0 for each in which they should and cannot.",
             labels=[*self.LABELS, "peer", "transport", "why"],
         )
         for node in nodes:
             for pair in node.pairs:
-                pairs.add_metric([*_labels(node), pair.peer, pair.transport, pair.why], 1)
+                pairs.add_metric(
+                    [*_labels(node), pair.peer, pair.transport, pair.problem or pair.why], not pair.problem
+                )
         yield pairs
         yield from self._totals(nodes)
         dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])

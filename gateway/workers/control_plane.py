@@ -182,8 +182,14 @@ class Control:
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
         fleet = self.fleets.of(sender)
-        if fleet is not None:
-            fleet.registry.nodes[sender].pairs = message.pairs
+        if fleet is None:
+            return
+        node = fleet.registry.nodes[sender]
+        for pair in message.pairs:
+            if pair.problem and pair.incarnation not in node.failed_peers:
+                log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
+        if fleet.registry.set_pairs(sender, message.pairs):
+            self.requests.nodes_came(fleet)
 
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.fleets.namesake(message)

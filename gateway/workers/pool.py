@@ -16,7 +16,7 @@ from gateway.requests.admission import Admission
 from gateway.requests.output_processor import GenerateRequest
 from gateway.requests.request_queue import RequestQueue
 from gateway.workers.registry import Limits, Node, Registry
-from gateway.workers.router import Pair, Router
+from gateway.workers.router import Pair, Router, can_pair
 
 MAX_QUEUED_REQUESTS = 512
 
@@ -43,13 +43,14 @@ class WorkerPool:
     def choose(self, ask: GenerateRequest, *, siblings: Pair | None) -> Pair | None:
         """The nodes for one output: those of its siblings, other samples of the same prompt, if it has any.
 
-        None if no pool that is there is large enough.
+        None if no pair that can exchange pages has pools that are large enough.
         """
         num_new, num_expected = ask.sampling.max_new_tokens, ask.expected_output
         prefills, decodes = self.registry.able("prefill"), self.registry.able("decode")
         if siblings is not None:
-            able = {node.incarnation for node in (*prefills, *decodes)}
-            if able.issuperset(siblings.nodes):
+            able = {node.incarnation: node for node in (*prefills, *decodes)}
+            nodes = [able[incarnation] for incarnation in siblings.nodes if incarnation in able]
+            if len(nodes) == len(siblings.nodes) and (len(nodes) == 1 or can_pair(nodes[0], nodes[1])):
                 return self.router.again(siblings, num_new=num_new, num_expected=num_expected)
         return self.router.choose(
             prefills, decodes, ask.prompt, num_new=num_new, num_expected=num_expected, salt=ask.salt

@@ -9,18 +9,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.cache.page_layout import conflict
+from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
+from gateway.workers.router import can_pair
 
 #: What all nodes of a deployment must have in common, and how to say it.
 AGREE = {
     "model": "served model",
     "digest": "configuration digest",
+    "weight_version": "weight version",
     "vocab_size": "vocabulary size",
     "context_length": "context length",
     "eos_token_ids": "end tokens",
     "generation": "generation defaults",
 }
+#: Two checkpoints of one configuration, such as two fine-tunes, differ in nothing else.
+WEIGHT_HINT = (
+    ": their weights differ. Give both nodes the same --model and --revision, or, if their files hold the same weights"
+    " in another form, the same --weight-version"
+)
 MAX_STARTS_REMEMBERED = 64
 
 
@@ -34,6 +41,7 @@ class Node:
     seen_at: float
     heartbeat: Heartbeat | None = None
     pairs: tuple[PairState, ...] = ()
+    failed_peers: frozenset[str] = frozenset()  # incarnations of nodes with which it cannot exchange pages at present
     is_leaving: bool = False
     capacity_tokens: int = 0  # that its whole pool holds
 
@@ -147,6 +155,20 @@ class Registry:
             node.heartbeat = heartbeat
         return True
 
+    def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
+        """Record which pairs a registered node has, and which of them cannot carry pages.
+
+        Returns:
+            Whether a pair that could not carry pages may be able to now.
+        """
+        node = self.nodes[incarnation]
+        failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.failed_peers
+        node.pairs = pairs
+        if failed != before:
+            node.failed_peers = failed
+            self._changed()
+        return bool(before - failed)
+
     def leave(self, incarnation: str) -> None:
         """A node stops on purpose: no new requests for it."""
         if incarnation in self.nodes:
@@ -163,11 +185,20 @@ class Registry:
         return [node.incarnation for node in self.nodes.values() if now - node.seen_at > self._lost_after_s]
 
     def able(self, role: str) -> list[Node]:
-        """Nodes of a role that take new requests, in order of arrival."""
+        """Nodes of a role that take new requests, in order of arrival.
+
+        A node that is leaving takes none, nor does a node that can exchange pages with no node of the other role.
+        """
         if role not in self._able:
-            nodes = self.nodes.values()
-            self._able[role] = [node for node in nodes if node.register.role == role and not node.is_leaving]
+            own, others = self._staying(role), self._staying("prefill" if role == "decode" else "decode")
+            if others and self._needs_prefill:
+                prefills_first = role == "prefill"
+                own = [a for a in own if any(can_pair(a, b) if prefills_first else can_pair(b, a) for b in others)]
+            self._able[role] = own
         return self._able[role]
+
+    def _staying(self, role: str) -> list[Node]:
+        return [node for node in self.nodes.values() if node.register.role == role and not node.is_leaving]
 
     def _changed(self) -> None:
         self._able.clear()
@@ -180,7 +211,10 @@ class Registry:
     @property
     def lacking(self) -> str:
         """What it takes before a request can be served, in words."""
-        return "pair of a prefill and a decode node" if self._needs_prefill else "decode node"
+        if not self._needs_prefill:
+            return "decode node"
+        problem = next((pair.problem for node in self.nodes.values() for pair in node.pairs if pair.problem), "")
+        return "pair of a prefill and a decode node" + (problem and f" that can exchange pages ({problem})")
 
     def limits(self) -> Limits | None:
         """What one request may ask for; None while no nodes can serve one."""
@@ -208,11 +242,14 @@ def _conflict(new: Register, other: Register) -> str:
     for field, words in AGREE.items():
         ours, theirs = getattr(new, field), getattr(other, field)
         if ours != theirs:
-            return f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal"
+            hint = WEIGHT_HINT if field == "weight_version" else ""
+            return (
+                f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
+            )
     theirs = other.geometry
     if new.role == other.role:  # no page goes from one to the other, so their sizes do not matter
         theirs = msgspec.structs.replace(theirs, page_size=new.geometry.page_size)
-    problem = conflict(new.geometry, theirs)
+    problem = layout_conflict(new.geometry, theirs)
     if problem:
         return f"page geometry of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):

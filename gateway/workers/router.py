@@ -32,6 +32,15 @@ class Candidate(Protocol):
     def capacity_tokens(self) -> int: ...
     @property
     def max_running(self) -> int: ...
+    @property
+    def failed_peers(self) -> frozenset[str]:
+        """Incarnations of nodes with which it cannot exchange pages at present."""
+        ...
+
+
+def can_pair(prefill: Candidate, decode: Candidate) -> bool:
+    """Whether pages can go from one to the other, as far as both have reported."""
+    return prefill.incarnation not in decode.failed_peers and decode.incarnation not in prefill.failed_peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,8 @@ class Router:
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
         *, num_new: int, num_expected: int = 0, salt: str = "",
     ) -> Pair | None:  # fmt: skip
-        """The pair for one request, counted as given to them; None if no pool is large enough.
+        """The pair for one request, counted as given to them; None if no pair that can exchange pages has pools that
+        are large enough.
 
         Args:
             num_new: output tokens at most; a pool must hold them.
@@ -95,7 +105,9 @@ class Router:
         is_always = self._local_prefill == "always"
         prefills = [] if is_always else [node for node in prefills if node.capacity_tokens >= num_prompt]
         decodes = [node for node in decodes if node.capacity_tokens >= num_most]
-        if not decodes or not (prefills or is_always):
+        if not is_always:
+            decodes = [node for node in decodes if any(can_pair(prefill, node) for prefill in prefills)]
+        if not decodes:
             return None
         is_choice = len(prefills) > 1 or len(decodes) > 1 or self._local_prefill == "auto"
         pieces = self._pieces(prompt, salt) if is_choice else []
@@ -110,11 +122,12 @@ class Router:
             hold = self.load(node.incarnation) + num_hold - cached.get(node.incarnation, 0)
             return is_full, hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
 
-        decode = min(decodes, key=decode_cost).incarnation
+        chosen = min(decodes, key=decode_cost)
+        decode = chosen.incarnation
         if is_always or self._is_short(num_prompt - cached.get(decode, 0)):
             pair = Pair(None, decode, 0, num_hold)
         else:
-            prefill = min(prefills, key=prefill_cost).incarnation
+            prefill = min((node for node in prefills if can_pair(node, chosen)), key=prefill_cost).incarnation
             pair = Pair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
         self._give(pair)
         self._remember(pieces, pair)

@@ -11,10 +11,12 @@ from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import ReaderTransport, to_message
 
-#: Tries without a page in between, the pause before the first (which doubles), and how long an answer may take: to the
-#: first offer longer, since several transports may be tried, and since it may wait for what is left of an earlier one.
+#: Tries without a page in between for which transfers wait, the pause before the first (which doubles up to a limit),
+#: and how long an answer may take: to the first offer longer, since several transports may be tried, and since it may
+#: wait for what is left of an earlier one.
 MAX_TRIES = 4
 BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
 ANSWER_S = 10.0
 FIRST_ANSWER_S = 30.0
 
@@ -29,8 +31,10 @@ class Link:
     is_connected: it has attached under ``epoch``.
     parts: in which each of our pages comes.
     transport, why: by which, and why by that one.
-    refusal: why it will never be connected.
-    num_tries: to connect anew since the last page came.
+    refusal: why transfers do not wait for a connection.
+    problem: why no page can come now; empty: pages can, or that is not known yet.
+    has_connected: it has attached at least once.
+    num_tries: to connect again since the last page came.
     retry_at: when to try next.
     until: how long the answer to a try may take, or the proof that nothing is written any more.
     broken: the prefill node's word for why it has let go; it cannot vouch for the writes that were under way.
@@ -43,6 +47,8 @@ class Link:
     transport: str = ""
     why: str = ""
     refusal: str = ""
+    problem: str = ""
+    has_connected: bool = False
     num_tries: int = 0
     retry_at: float | None = None
     until: float | None = None
@@ -61,32 +67,31 @@ class Link:
     @property
     def is_resuming(self) -> bool:
         """Does it come back after a break?"""
-        return self.num_tries > 0 and not self.is_connected
+        return self.has_connected and not self.is_connected
 
-    def broke(self, now: float) -> bool:
-        """Nothing comes by it any more. False: it has been tried again often enough."""
-        self.is_connected, self.until, self.broken = False, None, ""
+    def broke(self, why: str, now: float) -> bool:
+        """Nothing comes by it any more, until it is tried again. False: transfers need not wait for that."""
+        self.is_connected, self.until, self.broken, self.problem = False, None, "", why
+        self.retry_at = now + min(BACKOFF_S * 2 ** min(self.num_tries, 30), MAX_BACKOFF_S)
         if self.num_tries >= MAX_TRIES:
             return False
-        self.retry_at = now + BACKOFF_S * 2**self.num_tries
         self.num_tries += 1
         return True
 
     def let_go(self, why: str, now: float) -> None:
         """The prefill node uses it no more, but for writes that cannot be called back."""
-        self.until, self.broken = now + ANSWER_S, why
+        self.until, self.broken, self.problem = now + ANSWER_S, why, why
 
     def refused(self, why: str) -> None:
-        self.refusal, self.until = why, None
+        self.refusal, self.problem, self.until = why, why, None
 
     def try_again(self, epoch: int, now: float) -> None:
         """The pool is offered anew under this epoch."""
         self.epoch, self.retry_at, self.until = epoch, None, now + ANSWER_S
-        self.refusal = ""
 
     def connected(self, parts: tuple[PageSlice, ...], transport: str, why: str) -> None:
         self.is_connected, self.parts, self.transport, self.why = True, parts, transport, why
-        self.refusal, self.until = "", None
+        self.refusal, self.problem, self.until, self.has_connected = "", "", None, True
 
 
 class Links:

@@ -19,12 +19,14 @@ from common.errors import ErrorCode, invariant
 from common.request import RequestKey
 from common.wire.messages import (
     AbortTransfer,
+    AttachFailed,
     Closed,
     Connect,
     Connected,
     Grant,
     Message,
     PagesWritten,
+    PairState,
     PrefillDone,
     Refused,
     Resend,
@@ -41,6 +43,7 @@ from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
 
+MAX_PROBLEM = 512  # characters of a problem that travel
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
 
 
@@ -157,8 +160,12 @@ class Receiver:
             if session.accepts(ReceiveEvent.SUSPEND):
                 session.suspend()
                 self._transport.forbid(session.pages)
-        if link.broke(now):
+        if link.broke(reason, now):
             log.warning("pages of prefill node %s cannot come now and are soon tried again: %s", link.name, reason)
+            return
+        if not link.has_connected:
+            why = f"prefill node {link.name} could not attach the pool of decode node {self._name}"
+            self._refuse(peer, link, f"{why} in {link.num_tries} tries: {reason}")
             return
         why = f"{link.transport or self._transport.name} from prefill node {link.name} to decode node {self._name}"
         why += f" broke and could not be mended in {link.num_tries} tries: {reason}"
@@ -175,10 +182,11 @@ class Receiver:
     # ---- what a prefill node says -------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
-        """``Connected``, ``Refused``, ``PagesWritten``, ``PrefillDone``, ``Closed``; what cannot be for us is
-        counted."""
+        """Handle a message of a prefill node; one that cannot be meant for this node is only counted."""
         if isinstance(message, Connected):
             is_ours = self._on_connected(peer, message)
+        elif isinstance(message, AttachFailed):
+            is_ours = self._on_attach_failed(peer, message, now)
         elif isinstance(message, Refused):
             is_ours = self._on_refused(peer, message, now)
         elif isinstance(message, PagesWritten | PrefillDone | Closed):
@@ -209,6 +217,12 @@ class Receiver:
                 self._grant(session)
         return True
 
+    def _on_attach_failed(self, peer: str, message: AttachFailed, now: float) -> bool:
+        link = self._links.awaited(peer, message.epoch)
+        if link is not None:
+            self._on_broken(peer, link, message.reason, now)
+        return link is not None
+
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
         link = self._links.awaited(peer, message.epoch)
         if link is None:
@@ -228,6 +242,7 @@ class Receiver:
         return True
 
     def _refuse(self, peer: str, link: Link, why: str) -> None:
+        log.warning("no pages of prefill node %s can come: %s", link.name, why)
         link.refused(why)
         for session in self._incoming.of(peer):
             if session.state is Receiving.RESERVED:
@@ -368,9 +383,13 @@ class Receiver:
         """File descriptors whose input should wake the loop for ``poll``."""
         return self._transport.files()
 
-    def pairs(self) -> list[tuple[str, str, str]]:
-        """Prefill nodes that pages can come from: (incarnation, transport, why by that one)."""
-        return [(peer, link.transport, link.why) for peer, link in self._links.by_peer.items() if link.is_open]
+    def pairs(self) -> list[PairState]:
+        """Prefill nodes from which pages can come, or should and cannot; the latter have a problem."""
+        return [
+            PairState(link.name, peer, link.transport or self._transport.name, link.why, link.problem[:MAX_PROBLEM])
+            for peer, link in self._links.by_peer.items()
+            if link.is_open or link.problem
+        ]
 
     def peers(self) -> Sequence[str]:
         """Prefill nodes that this node has offered its pool to."""

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.cache.page_layout import conflict
+from common.cache.page_layout import layout_conflict
 from common.errors import invariant
-from common.wire.messages import Connect, Connected, Grant, Message, PairState, Refused
+from common.wire.messages import AttachFailed, Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.page_mapping import Fit
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import Sending
@@ -82,16 +82,18 @@ class Pairs:
         pair = self.by_peer.get(peer)
         return pair if pair is not None and pair.is_attached and pair.epoch == epoch else None
 
-    def offer(self, peer: str, connect: Connect) -> Refused | None:
+    def offer(self, peer: str, connect: Connect) -> Refused | AttachFailed | None:
         """Begin to attach to a peer that was dropped before; ``settle`` tells how it ended, if not this does."""
         problem = self._mismatch(connect)
-        if not problem:
-            try:
-                self._transport.attach(peer, connect)
-            except AttachError as error:
-                problem = str(error)
         if problem:
+            log.warning("no pages go to decode node %s: %s", connect.name, problem)
             return Refused(problem, connect.epoch)
+        try:
+            if len(self.by_peer) >= MAX_PEERS:
+                raise AttachError(f"this prefill node already writes to {MAX_PEERS} decode nodes")
+            self._transport.attach(peer, connect)
+        except AttachError as error:
+            return self._failed(connect.name, connect.epoch, str(error))
         fit = Fit(self._transport.store.geometry, from_message(connect.geometry))
         has_checksums = self._wants_checksums or connect.wants_checksums
         self.by_peer[peer] = Pair(connect.name, connect.epoch, connect.num_pages, fit, has_checksums)
@@ -105,12 +107,14 @@ class Pairs:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
         if self._digest and connect.digest != self._digest:
             return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
-        problem = conflict(theirs, ours)
+        problem = layout_conflict(theirs, ours)
         if problem:
             return f"{connect.name} and this prefill node cannot share pages: {problem}"
-        if len(self.by_peer) >= MAX_PEERS:
-            return f"this prefill node already writes to {MAX_PEERS} decode nodes"
         return ""
+
+    def _failed(self, name: str, epoch: int, problem: str) -> AttachFailed:
+        log.warning("the pool of decode node %s cannot be attached now: %s", name, problem)
+        return AttachFailed(epoch, problem)
 
     def settle(self) -> tuple[list[tuple[str, Message]], list[tuple[str, str]]]:
         """News of attachments.
@@ -129,7 +133,7 @@ class Pairs:
                 broken.append((news.peer, news.problem))
             elif news.problem:
                 self.drop(news.peer)
-                answers.append((news.peer, Refused(news.problem, pair.epoch)))
+                answers.append((news.peer, self._failed(pair.name, pair.epoch, news.problem)))
             else:
                 self._attached(pair, news)
                 num_units = pair.fit.units.per_target

@@ -84,7 +84,8 @@ class Sender:
         """A decode node offers its pool, under a new epoch; what the last epoch granted ends, or, where the decode node
         says that it will grant it anew, waits for that.
 
-        ``Connected`` or ``Refused`` (with a sentence) comes out of ``take``, as soon as attaching has worked or failed.
+        ``Connected``, ``Refused`` or ``AttachFailed`` (the latter two with a sentence) comes out of ``take`` as soon as
+        attaching has worked or failed.
         ``Connected`` also says that no write of an earlier epoch is under way.
         """
         if self._pairs.is_stale(peer, connect):

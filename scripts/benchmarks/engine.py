@@ -19,12 +19,10 @@ import torch
 
 from common.cache.page_layout import ITEM_BYTES
 from common.engine.attention import make_attention
-from common.engine.decoder import Decoder, lay_out
-from common.engine.dtypes import TORCH_DTYPES
 from common.engine.executor import TorchExecutor
-from common.engine.kv_pool import KVPool
-from common.engine.model_config import ModelConfig
-from common.engine.rope_config import RopeConfig
+from common.engine.kv_pool import TORCH_DTYPES, KVPool
+from common.engine.model import Decoder, allocate_weights
+from common.engine.model_config import ModelConfig, RopeConfig
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
@@ -147,7 +145,7 @@ def model_shape(num_layers: int) -> ModelConfig:
 def build(config: ModelConfig, options: Options) -> tuple[TorchExecutor, Any]:
     """Both engines over one set of random tensors; transformers keeps them as they are, we repack ours."""
     device = torch.device(options.device)
-    weights, places = lay_out(config, TORCH_DTYPES[options.dtype], device)
+    weights, places = allocate_weights(config, TORCH_DTYPES[options.dtype], device)
     for name, tensor in places.items():
         tensor.fill_(1.0) if "norm" in name else tensor.normal_(0, 0.02)
     theirs = transformers_model(config, places) if options.with_transformers else None

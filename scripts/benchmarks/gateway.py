@@ -46,9 +46,10 @@ class BenchNode:
         self._loop.add_reader(self._fd, self._drain)
         self._mailbox.send(
             Register(
-                role=role, name=role, model=SMALL_MODEL_NAME, digest="bench", vocab_size=4096, context_length=1 << 20,
-                eos_token_ids=(), generation={}, geometry=Geometry(1, 1, 8, 16, "float32"), num_pages=1 << 20,
-                max_running=4096, max_queued=4096, transports=("shm",), address="127.0.0.1:9", pid=0, device="none",
+                role=role, name=role, model=SMALL_MODEL_NAME, digest="bench", weight_version="bench", vocab_size=4096,
+                context_length=1 << 20, eos_token_ids=(), generation={}, geometry=Geometry(1, 1, 8, 16, "float32"),
+                num_pages=1 << 20, max_running=4096, max_queued=4096, transports=("shm",),
+                address="127.0.0.1:9", pid=0, device="none",
             )
         )  # fmt: skip
         self._beat()

@@ -121,6 +121,7 @@ class Node:
             name=self.incarnation,
             model=MODEL,
             digest=DIGEST,
+            weight_version=DIGEST,
             vocab_size=self._make.vocab_size,
             context_length=self._make.context_length,
             eos_token_ids=self._make.eos_token_ids,

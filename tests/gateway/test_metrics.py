@@ -256,6 +256,24 @@ async def test_the_transport_of_each_pair_is_shown_with_the_reason_until_the_pai
         await asyncio.sleep(0.01)
 
 
+async def test_a_pair_that_cannot_exchange_pages_is_shown_and_is_not_ready(stack):
+    prefill, decode = stack.nodes
+    failed = PairState("prefill", prefill.incarnation, "nixl", "", "no way there")
+    decode.send(Pairs((failed,)))
+    while (await stack.get("/ready"))[0] == 200:
+        await asyncio.sleep(0.01)
+    status, body = await stack.get("/ready")
+    assert status == 503
+    assert "that can exchange pages (no way there)" in body["error"]["message"]
+    labels = 'model="tiny",node="decode",peer="prefill",role="decode",transport="nixl",why="no way there"'
+    assert (await scrape(stack))[f"baton_node_pair{{{labels}}}"] == 0
+    rows = {worker["name"]: worker["pairs"] for worker in (await stack.get("/v1/workers"))[1]["workers"]}
+    assert rows["decode"] == [msgspec.to_builtins(failed)]
+    decode.send(Pairs(()))
+    while (await stack.get("/ready"))[0] != 200:
+        await asyncio.sleep(0.01)
+
+
 async def test_a_node_cannot_tell_of_more_pairs_than_there_may_be(stack):
     state = PairState("decode", stack.nodes[1].incarnation, "tcp", "")
     stack.nodes[0].send(Pairs((state,) * 1_025))

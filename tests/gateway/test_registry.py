@@ -3,7 +3,7 @@
 import pytest
 from support.fake_nodes import make_register
 
-from common.wire.messages import Geometry, Heartbeat, Refused, Registered
+from common.wire.messages import Geometry, Heartbeat, PairState, Refused, Registered
 from gateway.workers.registry import Registry
 
 A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
@@ -45,6 +45,7 @@ def test_limits_are_those_of_the_largest_pools():
     ("changes", "words"),
     [
         ({"digest": "other"}, "configuration digest"),
+        ({"weight_version": "w2"}, "weight version of node d2 is w2, that of node p is w1; they must be equal: "),
         ({"vocab_size": 600}, "vocabulary size"),
         ({"context_length": 100}, "context length"),
         ({"eos_token_ids": (1,)}, "end tokens"),
@@ -141,3 +142,24 @@ def test_where_decode_nodes_compute_prompts_they_are_enough():
     assert (limits.prompt_tokens, limits.total_tokens) == (32 * 16, 32 * 16)
     nodes.leave(B)
     assert not nodes.is_ready
+
+
+def test_a_registry_without_a_usable_pair_is_not_ready():
+    nodes = pair()
+    failed = PairState("p", A, "nixl", "", "other bytes came back")
+    assert not nodes.set_pairs(B, (failed,))
+    assert not nodes.is_ready
+    assert nodes.lacking == "pair of a prefill and a decode node that can exchange pages (other bytes came back)"
+    nodes.register(C, make_register("decode", "d2"), 0.0)
+    assert nodes.is_ready
+    assert [node.name for node in nodes.able("decode")] == ["d2"]
+    assert nodes.set_pairs(B, (PairState("p", A, "nixl", "it was asked for"),)), "it may be used again"
+    assert [node.name for node in nodes.able("decode")] == ["d", "d2"]
+
+
+def test_decode_nodes_that_compute_prompts_themselves_need_no_usable_pair():
+    nodes = Registry(model="tiny", num_token_ids=320, needs_prefill=False)
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    nodes.register(B, make_register("decode", "d"), 0.0)
+    nodes.set_pairs(B, (PairState("p", A, "nixl", "", "other bytes came back"),))
+    assert nodes.is_ready

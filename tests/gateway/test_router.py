@@ -13,6 +13,7 @@ class Candidate:
     incarnation: str
     capacity_tokens: int
     max_running: int = 100
+    failed_peers: frozenset[str] = frozenset()
 
 
 P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)
@@ -203,3 +204,32 @@ def test_whoever_computes_the_prompts_no_load_is_left_in_the_end(mode, requests)
         chosen.prefill_done(pair)
         chosen.decode_done(pair)
     assert [chosen.load(node) for node in ("p1", "p2", "d1", "d2")] == [0, 0, 0, 0]
+
+
+def test_a_pair_that_cannot_exchange_pages_is_not_chosen():
+    """Whichever of its nodes reports that."""
+    for p1, d1 in (
+        (P1, Candidate("d1", 10_000, failed_peers=frozenset({"p1"}))),
+        (Candidate("p1", 10_000, failed_peers=frozenset({"d1"})), D1),
+    ):
+        chosen = router()
+        pairs = [chosen.choose([p1, P2], [d1, D2], [i] * 3, num_new=5) for i in range(40)]
+        found = {(pair.prefill, pair.decode) for pair in pairs}
+        assert ("p1", "d1") not in found
+        assert {decode for _, decode in found} == {"d1", "d2"}
+
+
+def test_an_idle_decode_node_without_a_usable_prefill_node_is_passed_over():
+    dead = Candidate("d1", 10_000, failed_peers=frozenset({"p1"}))
+    chosen = router()
+    pairs = [chosen.choose([P1], [dead, D2], [i] * 3, num_new=5) for i in range(20)]
+    assert {pair.decode for pair in pairs} == {"d2"}
+    assert chosen.load("d2") > 0
+    assert chosen.choose([P1], [D1, D2], [1] * 3, num_new=5).decode == "d1", "it has recovered"
+
+
+def test_no_pair_is_chosen_when_none_can_exchange_pages():
+    dead = Candidate("d1", 10_000, failed_peers=frozenset({"p1"}))
+    assert router().choose([P1], [dead], [1] * 3, num_new=5) is None
+    alone = Router(piece_tokens=4, local_prefill="always")
+    assert alone.choose([], [dead], [1] * 3, num_new=5).prefill is None

@@ -131,7 +131,7 @@ def test_memory_that_nixl_does_not_take_for_a_gpus_is_refused_by_the_name_of_the
 
 @pytest.mark.parametrize("words", [{"transport": "auto"}, {"transport": "nixl", "device": "cpu"}], ids=str)
 def test_the_flag_is_refused_where_it_would_do_nothing(words: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="--gpu-direct is NIXL's, between CUDA devices"):
+    with pytest.raises(ConfigError, match="--gpu-direct needs --transport nixl and CUDA"):
         NodeConfig(gpu_direct=True, **words)  # type: ignore[arg-type]
     assert NodeConfig(gpu_direct=True, transport="nixl").gpu_direct is True
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.cache.page_layout import PageLayout
 from kv_transfer.page_mapping import Fit, units_of
 from kv_transfer.page_slices import PageSlice, Piece, copy, whole
-from kv_transfer.transports.tcp.receive_thread import Room
+from kv_transfer.transports.tcp.receive_thread import Destination
 
 GEOMETRY = PageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=4, dtype="float32")  # 8 bytes a token
 SIZES = (1, 2, 3, 4, 6, 8, 12)
@@ -142,7 +142,7 @@ def test_any_box_goes_into_any_other_of_its_shape_as_a_slice_would(data: st.Data
 def test_bytes_that_come_in_dribs_fill_the_runs_in_order() -> None:
     memory = bytearray(20)
     with memoryview(memory) as view:
-        room = Room(view, 4, [(0, 4), (8, 3), (12, 4)])
+        room = Destination(view, 4, [(0, 4), (8, 3), (12, 4)])
         for data in (b"ab", b"cde", b"f", b"ghij", b"k"):
             at = 0
             for place in room.buffers():

@@ -7,7 +7,15 @@ from support.kv_fakes import DECODE, PREFILL, Couple
 from common.cache.page_allocator import Owner
 from common.wire.messages import Connect, Grant, PrefillDone, Refused, TransferAck
 from kv_transfer.events import Completed
-from kv_transfer.receive.connections import ANSWER_S, BACKOFF_S, FIRST_ANSWER_S, MAX_TRIES, RESUME_LEASE_S, Link
+from kv_transfer.receive.connections import (
+    ANSWER_S,
+    BACKOFF_S,
+    FIRST_ANSWER_S,
+    MAX_BACKOFF_S,
+    MAX_TRIES,
+    RESUME_LEASE_S,
+    Link,
+)
 from kv_transfer.transports.base import Fenced
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -20,16 +28,19 @@ def couple() -> Couple:
 # ---- how often, and when --------------------------------------------------------------------------------------------
 
 
-def test_pauses_double_and_end() -> None:
-    link = Link(1, "p")
+def test_pauses_double_up_to_a_limit() -> None:
+    link = Link(1, "p", has_connected=True)
     pauses = []
-    while link.broke(10.0):
+    while link.broke("", 10.0):
         assert link.retry_at is not None
         pauses.append(link.retry_at - 10.0)
         link.try_again(2, 10.0)
         assert (link.retry_at, link.until, link.is_resuming) == (None, 10.0 + ANSWER_S, True)
     assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (1, 2, 4, 8)]
     assert len(pauses) == MAX_TRIES
+    link = Link(1, "p", num_tries=1_000)
+    link.broke("", 10.0)
+    assert link.retry_at == 10.0 + MAX_BACKOFF_S
 
 
 def test_the_prefill_node_waits_for_longer_than_all_tries_take() -> None:

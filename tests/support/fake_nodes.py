@@ -108,6 +108,7 @@ def make_register(role: str, name: str, **changes: Any) -> Register:
         "name": name,
         "model": MODEL,
         "digest": "d1",
+        "weight_version": "w1",
         "vocab_size": PADDED_VOCAB,
         "context_length": 512,
         "eos_token_ids": (322,),

@@ -86,8 +86,8 @@ class LocalCluster:
     options: what policies are made with.
     wants_checksums: of every page that travels.
     wire: instead of one with this latency.
-    num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is committed, which
-        is the latest that an engine could.
+    num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is committed, the
+        latest that an engine could.
     """
 
     def __init__(

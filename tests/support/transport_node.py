@@ -139,7 +139,7 @@ def _set_place() -> None:
     incoming.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", incoming.RECLAIM_S))
     if os.environ.get("TEST_FAR"):
         nixl_reader.host_id = lambda: "elsewhere"
-        nixl_reader.ShmReader.offer = lambda *_: "no door"  # type: ignore[method-assign]
+        nixl_reader.ShmReader.offer = lambda *_: "no watch_socket"  # type: ignore[method-assign]
 
 
 def _end(role: str, settings: Settings) -> Any:
@@ -152,7 +152,7 @@ def _end(role: str, settings: Settings) -> Any:
     return transfer_node.SenderEnd(settings) if role == "sender" else transfer_node.ReceiverEnd(settings)
 
 
-def _say(answers: TextIO, answer: Any) -> None:
+def _wake_loop(answers: TextIO, answer: Any) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
@@ -166,7 +166,7 @@ def main() -> None:
     _set_patience()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX and others say what they have to say on the standard output
-    _say(answers, os.getpid())
+    _wake_loop(answers, os.getpid())
     pending = b""
     while True:
         ready, _, _ = select.select([0, *end.transport.files()], [], [], 0.02)
@@ -190,11 +190,11 @@ def main() -> None:
             elif what == "close":
                 end.transport.close()
                 end.store.close()
-                _say(answers, "closed")
+                _wake_loop(answers, "closed")
                 return
             else:
                 answer = getattr(end, f"do_{what}")(**command)
-            _say(answers, answer)
+            _wake_loop(answers, answer)
 
 
 if __name__ == "__main__":

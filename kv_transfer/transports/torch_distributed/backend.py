@@ -64,7 +64,7 @@ class Pages:
         self.rows = rows.view(store.num_pages, store.geometry.page_bytes)
 
     def staging(self) -> torch.Tensor:
-        """Room for one page of ours, where our pages are."""
+        """Destination for one page of ours, where our pages are."""
         return torch.empty_like(self.rows[0])
 
     def read(self, part: torch.Tensor) -> memoryview:

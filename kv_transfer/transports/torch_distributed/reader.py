@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import InPlace, PageStore
-from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES, Body, Line
+from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES, AuthenticatedConnection, PayloadMac
 from kv_transfer.transports.tcp.reader import TcpReader
-from kv_transfer.transports.tcp.receive_thread import Inlet, Leave
+from kv_transfer.transports.tcp.receive_thread import ReceiveThread, WritePermissions
 from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
 from kv_transfer.transports.torch_distributed.rendezvous import READER, form
 
@@ -38,11 +38,11 @@ class GroupReader(TcpReader):
         if backend == "nccl":
             self.store = InPlace(store)
 
-    def _inlet(self, line: Line, owner: tuple[str, int]) -> Inlet:
+    def _make_receive_thread(self, authenticated: AuthenticatedConnection, owner: tuple[str, int]) -> ReceiveThread:
         def join() -> Group:
-            return form(line, self.name, READER, self._pages)
+            return form(authenticated, self.name, READER, self._pages)
 
-        return GroupInlet(line, owner, self.store, self._leave, self._on_end, join=join)
+        return GroupReceiveThread(authenticated, owner, self.store, self._permissions, self._on_end, join=join)
 
 
 class _Coming(NamedTuple):
@@ -59,12 +59,12 @@ class _Coming(NamedTuple):
     number: int
     room: Any
     work: Any
-    body: Body | None
+    body: PayloadMac | None
     mac: bytes
 
 
-class GroupInlet(Inlet):
-    """Receives into memory of its own, and copies from there under its lock, which those who take leave wait for.
+class GroupReceiveThread(ReceiveThread):
+    """Receives into memory of its own, and copies from there under its lock, which those who take permissions wait for.
 
     Args:
         join: forms the group; blocks.
@@ -72,15 +72,15 @@ class GroupInlet(Inlet):
 
     def __init__(
         self,
-        line: Line,
+        authenticated: AuthenticatedConnection,
         owner: tuple[str, int],
         store: PageStore,
-        leave: Leave,
-        on_end: Callable[[Inlet], None],
+        permissions: WritePermissions,
+        on_end: Callable[[ReceiveThread], None],
         *,
         join: Callable[[], Group],
     ) -> None:
-        super().__init__(line, owner, store, leave, on_end)
+        super().__init__(authenticated, owner, store, permissions, on_end)
         self._join = join
         self._group: Group | None = None
 
@@ -101,7 +101,7 @@ class GroupInlet(Inlet):
             group.close()
 
     def _receive_pages(self, group: Group) -> None:
-        """As ``Inlet._serve``; up to ``DEPTH`` pages are on their way at once."""
+        """As ``ReceiveThread._serve``; up to ``DEPTH`` pages are on their way at once."""
         header = bytearray(PAGE_FRAME_BYTES)
         coming: deque[_Coming] = deque()
         spare = [group.pages.staging() for _ in range(DEPTH)]
@@ -131,17 +131,17 @@ class GroupInlet(Inlet):
         if came.body is not None:
             came.body.add(pages.read(came.room[:num_bytes]))
             if not hmac.compare_digest(came.body.mac(), came.mac):
-                raise ConnectionError("the bytes of a page came changed")
-        grant = self._leave.claim(self._owner, came.page, came.box)
+                raise ConnectionError("the bytes of a page were changed on the way")
+        grant = self._permissions.claim(self._owner, came.page, came.box)
         self._page = came.page
         with self._lock:
             if not self._is_open:
                 raise ConnectionError("it was closed on our side")
-            is_allowed = self._leave.holds(grant, came.page)
+            is_allowed = self._permissions.holds(grant, came.page)
             if is_allowed:
                 pages.scatter(came.page, self._runs_of(came.box), came.room)
         self._page = -1
-        self._leave.count(num_bytes if is_allowed else 0)
+        self._permissions.count(num_bytes if is_allowed else 0)
         return is_allowed
 
 

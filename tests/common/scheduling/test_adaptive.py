@@ -6,7 +6,7 @@ import pytest
 from support.local_cluster import LocalCluster
 from support.simulated import Limits, Service
 
-from common.cache.prefix_watch import Watch
+from common.cache.prefix_watch import PrefixWatch
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.policies.adaptive import CHOICES, MIN_STAY_S, Adaptive
@@ -23,7 +23,7 @@ def requests(count: int, *, deadline_at: float = 1e9, cached: int = 0) -> list[R
     made = []
     for _ in range(count):
         request = Request(f"{next(NUMBERS)}", 0, tuple(range(100)), SamplingParams(), deadline_at=deadline_at)
-        request.watch = Watch(b"")
+        request.watch = PrefixWatch(b"")
         request.watch.num_tokens = cached
         made.append(request)
     return made

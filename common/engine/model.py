@@ -1,8 +1,7 @@
-"""The decoder: embed, a stack of attention and gated feed-forward layers, normalise, project to the vocabulary.
+"""The decoder: embedding, layers of attention and gated feed-forward, norm, projection to the vocabulary.
 
-One model serves every known family; what a family lacks is a None in its weights. The weights' homes are laid out here
-(q, k, v in one matrix, gate and up in another), under the names that checkpoints give their parts;
-``weights`` fills them.
+One class serves every supported family; a part that a family lacks is None. ``allocate_weights`` allocates the weights,
+with q, k, v merged into one matrix and gate and up into another; ``common.engine.weights`` fills them.
 """
 
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.engine.attention.protocol import StepAttention
-from common.engine.layers import Linear, inverse_frequencies, rotations
+from common.engine.layers import Linear, Operations, inverse_frequencies, make_operations, rotations
 from common.engine.model_config import ModelConfig
-from common.engine.operations import Operations, make_operations
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. ``qkv`` holds queries, keys, values in that order; ``gate_up`` gate before up."""
+    """Weights of one layer. The rows of ``qkv`` are queries, keys, values; the rows of ``gate_up`` are gate, up."""
 
     input_norm: Tensor
     qkv: Linear
@@ -33,7 +31,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All weights. ``head`` shares the embedding's storage when the model ties them."""
+    """Weights of a model. ``head`` shares the embedding's storage if the model ties the two."""
 
     embedding: Tensor
     layers: list[LayerWeights]
@@ -41,32 +39,34 @@ class DecoderWeights:
     head: Linear
 
     def pack(self) -> None:
-        """Repack every matrix for this machine, one at a time, so that memory peaks at one matrix more than needed."""
+        """Repack every matrix for this machine, one at a time, so that peak memory is one extra matrix."""
         for layer in self.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 linear.pack()
         self.head.pack(keep_weight=self.head.weight is self.embedding)
 
 
-def lay_out(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[DecoderWeights, dict[str, Tensor]]:
-    """Empty weights, and the part of them that each checkpoint tensor fills, by the checkpoint's name for it."""
-    places: dict[str, Tensor] = {}
+def allocate_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[DecoderWeights, dict[str, Tensor]]:
+    """Return uninitialised weights, and for each tensor of a checkpoint, by name, the part of them that it fills."""
+    parts: dict[str, Tensor] = {}
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def plain(name: str, *shape: int) -> Tensor:
-        places[name] = tensor = empty(*shape)
+        parts[name] = tensor = empty(*shape)
         return tensor
 
-    def merged(prefix: str, parts: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
-        weight = empty(sum(parts.values()), num_inputs)
-        bias = empty(sum(parts.values())) if has_bias else None
-        sizes = list(parts.values())
-        for name, rows in zip(parts, torch.split(weight, sizes), strict=True):
-            places[f"{prefix}{name}.weight"] = rows
-        for name, rows in zip(parts, torch.split(bias, sizes), strict=True) if bias is not None else ():
-            places[f"{prefix}{name}.bias"] = rows
+    def merged(prefix: str, num_rows: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+        sizes = list(num_rows.values())
+        weight = empty(sum(sizes), num_inputs)
+        bias = empty(sum(sizes)) if has_bias else None
+        for name, rows in zip(num_rows, torch.split(weight, sizes), strict=True):
+            parts[f"{prefix}{name}.weight"] = rows
+        for name, rows in zip(num_rows, torch.split(bias, sizes), strict=True) if bias is not None else ():
+            parts[f"{prefix}{name}.bias"] = rows
         return Linear(weight, bias)
 
     def layer(index: int) -> LayerWeights:
@@ -92,55 +92,55 @@ def lay_out(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tu
         norm=plain("model.norm.weight", config.hidden_size),
         head=Linear(embedding if config.is_tied else plain("lm_head.weight", config.vocab_size, config.hidden_size)),
     )
-    return weights, places
+    return weights, parts
 
 
 class Decoder:
-    """A model ready to run: weights, and the arithmetic that joins them."""
+    """Computes hidden states and logits from tokens, positions and paged KV."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         device = weights.embedding.device
         self.config = config
         self.weights = weights
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
-        self._do: Operations = make_operations(config, device)
+        self._ops: Operations = make_operations(config, device)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor) -> Tensor:
-        """Extend by ``tokens`` ``[N]`` at ``positions`` ``[N]``, and give what is wanted of the outcome.
+        """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 
         Args:
-            attention: writes the new KV into the pool and reads the old from it.
-            keep: ``[K]`` int64, which of the N to give; the last layer stops short for the others.
+            attention: writes new KV into the pool and reads cached KV from it.
+            keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others.
         Returns:
             ``[K, hidden]``, before the last norm.
         """
         x = F.embedding(tokens, self.weights.embedding)
-        turn = rotations(positions, self._frequencies, self.config.rope.attention_factor)
+        rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, self._do.add_rms_norm(x, delta, layer.input_norm, self._eps), turn)
+            q, k, v = self._qkv(layer, self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps), rotary)
             attended = attention.extend(index, q, k, v).flatten(1)
             if index + 1 == len(self.weights.layers):
                 x, attended = x[keep], attended[keep]
                 if len(keep) == 0:
                     return x
-            normed = self._do.add_rms_norm(x, layer.o(attended), layer.post_norm, self._eps)
-            delta = layer.down(self._do.silu_and_multiply(layer.gate_up(normed)))
+            normed = self._ops.add_rms_norm(x, layer.o(attended), layer.post_norm, self._eps)
+            delta = layer.down(self._ops.silu_and_multiply(layer.gate_up(normed)))
         assert delta is not None
         return x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` of the positions to sample, to float32 ``[rows, vocab]``."""
-        return self.weights.head(self._do.add_rms_norm(hidden, None, self.weights.norm, self._eps)).float()
+        """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``."""
+        return self.weights.head(self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)).float()
 
     @property
     def _eps(self) -> float:
         return self.config.rms_norm_eps
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Queries ``[N, heads, head_dim]``, keys and values ``[N, kv_heads, head_dim]``, turned to their positions."""
+    def _qkv(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Return rotated queries ``[N, heads, head_dim]``, and rotated keys and values ``[N, kv_heads, head_dim]``."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = layer.qkv(x).view(len(x), -1, self.config.head_dim)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        qkv = self._do.norm_and_rotate(qkv, heads, norms, turn, self._eps)
+        qkv = self._ops.norm_and_rotate(qkv, heads, norms, rotary, self._eps)
         return tuple(torch.split(qkv, [heads, kv_heads, kv_heads], dim=1))

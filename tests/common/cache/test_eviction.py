@@ -1,4 +1,4 @@
-"""Which cached prefix goes first, by each policy of ``--radix-eviction-policy``."""
+"""The order of eviction by each policy of ``--radix-eviction-policy``."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ PAGE = 2
 
 
 class Cache:
-    """A cache of prompts named by numbers, each of one page unless they share their first."""
+    """A cache of prompts; a number stands for a page of equal tokens."""
 
     def __init__(self, eviction: EvictionPolicy) -> None:
-        self.books = PageAllocator(64)
-        self.tree = RadixCache(self.books, PAGE, eviction=eviction)
+        self.allocator = PageAllocator(64)
+        self.tree = RadixCache(self.allocator, PAGE, eviction=eviction)
 
     def insert(self, *pages: int, priority: int = 0) -> None:
-        taken = self.books.alloc(len(pages), Owner.REQUEST)
+        taken = self.allocator.alloc(len(pages), Owner.REQUEST)
         assert taken is not None
         first = self.tree.insert(self.tokens(*pages), taken, priority=priority).first_adopted
-        self.books.free(taken[:first], Owner.REQUEST)
+        self.allocator.free(taken[:first], Owner.REQUEST)
 
     def use(self, *pages: int) -> None:
         self.tree.match(self.tokens(*pages))
@@ -35,7 +35,7 @@ class Cache:
         return [page for page in pages for _ in range(PAGE)]
 
     def evicted(self, count: int) -> list[int]:
-        """The first pages of what goes, one after the other."""
+        """Evict ``count`` pages one by one and return the first pages of the nodes that disappear."""
         gone = []
         for _ in range(count):
             before = self.left()
@@ -48,7 +48,7 @@ class Cache:
         return [node.key[0] for node in self.tree.nodes()]
 
 
-def test_lru_lets_the_least_recently_used_go() -> None:
+def test_lru_evicts_the_least_recently_used() -> None:
     cache = Cache("lru")
     for name in (1, 2, 3):
         cache.insert(name)
@@ -56,7 +56,7 @@ def test_lru_lets_the_least_recently_used_go() -> None:
     assert cache.evicted(3) == [2, 3, 1]
 
 
-def test_lfu_lets_the_least_often_used_go_and_of_equals_the_least_recently_used() -> None:
+def test_lfu_evicts_the_least_often_used_then_the_least_recently_used() -> None:
     cache = Cache("lfu")
     for name in (1, 2, 3):
         cache.insert(name)
@@ -65,7 +65,7 @@ def test_lfu_lets_the_least_often_used_go_and_of_equals_the_least_recently_used(
     assert cache.evicted(3) == [1, 2, 3]
 
 
-def test_fifo_lets_the_oldest_go_however_it_was_used() -> None:
+def test_fifo_evicts_the_oldest_regardless_of_use() -> None:
     cache = Cache("fifo")
     for name in (1, 2, 3):
         cache.insert(name)
@@ -73,15 +73,15 @@ def test_fifo_lets_the_oldest_go_however_it_was_used() -> None:
     assert cache.evicted(3) == [1, 2, 3]
 
 
-def test_fifo_knows_the_age_of_a_part_that_was_cut_off() -> None:
+def test_fifo_keeps_the_age_of_a_node_that_was_split() -> None:
     cache = Cache("fifo")
     cache.insert(1, 4)
     cache.insert(2)
-    cache.use(1, 5)  # cuts the first in two; the upper part is as old as the lower
+    cache.use(1, 5)  # splits the first in two; both parts have the same age
     assert cache.evicted(3) == [4, 1, 2]
 
 
-def test_priority_lets_the_least_urgent_go_and_of_equals_the_least_recently_used() -> None:
+def test_priority_evicts_the_least_urgent_then_the_least_recently_used() -> None:
     cache = Cache("priority")
     for name, priority in ((1, 5), (2, -5), (3, 5), (4, 0)):
         cache.insert(name, priority=priority)
@@ -89,19 +89,19 @@ def test_priority_lets_the_least_urgent_go_and_of_equals_the_least_recently_used
     assert cache.evicted(4) == [2, 4, 3, 1]
 
 
-def test_a_prefix_is_as_urgent_as_the_most_urgent_request_that_put_it_there() -> None:
+def test_a_prefix_has_the_highest_priority_of_its_inserts() -> None:
     cache = Cache("priority")
     cache.insert(1, priority=0)
     cache.insert(2, priority=1)
     cache.insert(1, priority=2)
     assert cache.evicted(2) == [2, 1]
     cache.insert(1, priority=0)
-    cache.insert(1, 3, priority=9)  # what is above matters as much
+    cache.insert(1, 3, priority=9)  # ancestors get the same priority
     cache.insert(2, priority=5)
     assert cache.evicted(3) == [2, 3, 1]
 
 
-def test_all_that_is_above_is_as_urgent_as_what_was_put_below_it() -> None:
+def test_all_ancestors_get_the_priority_of_an_insert() -> None:
     cache = Cache("priority")
     for depth in (1, 2, 3):
         cache.insert(*range(1, depth + 1), priority=9 if depth == 3 else 0)
@@ -110,7 +110,7 @@ def test_all_that_is_above_is_as_urgent_as_what_was_put_below_it() -> None:
     assert cache.evicted(2) == [7, 1]
 
 
-def test_a_part_that_was_cut_off_is_as_urgent_as_the_whole_was() -> None:
+def test_both_parts_of_a_split_node_keep_its_priority() -> None:
     cache = Cache("priority")
     cache.insert(1, 4, priority=9)
     cache.use(1, 5)
@@ -126,10 +126,10 @@ def test_a_part_that_was_cut_off_is_as_urgent_as_the_whole_was() -> None:
         st.tuples(st.sampled_from(["insert", "use", "evict"]), st.integers(0, 7), st.integers(-2, 2)), max_size=40
     ),
 )
-def test_whatever_happens_the_lowest_rank_goes_first(
+def test_the_lowest_rank_is_evicted_first_in_any_history(
     policy: EvictionPolicy, events: list[tuple[str, int, int]]
 ) -> None:
-    """Beside a list of prompts, each of one page, with what is known about them."""
+    """The model is a dictionary of prompts of one page each."""
     cache = Cache(policy)
     known: dict[int, dict[str, int]] = {}
     for time, (event, name, priority) in enumerate(events):
@@ -160,6 +160,6 @@ def test_whatever_happens_the_lowest_rank_goes_first(
         ({"radix_eviction_policy": "priority"}, "priority needs --enable-priority-scheduling"),
     ],
 )
-def test_an_eviction_policy_that_would_decide_nothing_is_refused(options: dict[str, Any], complaint: str) -> None:
+def test_an_eviction_policy_without_effect_is_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"--radix-eviction-policy {complaint}"):
         NodeConfig(**options)

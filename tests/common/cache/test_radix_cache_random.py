@@ -1,4 +1,4 @@
-"""The prefix cache under random events, beside a model that is one dictionary: prefix of whole pages -> page."""
+"""Random histories of the prefix cache, compared with a dictionary from prefixes of whole pages to pages."""
 
 import pytest
 from hypothesis import settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.prefix_watch import Watch
+from common.cache.prefix_watch import PrefixWatch
 from common.cache.radix_cache import Match, Pending, RadixCache, TreeNode, pack
 
 PAGE = 2
@@ -17,18 +17,18 @@ Key = tuple[str, tuple[tuple[int, int], ...]]
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """Random events on the tree, beside a dictionary from each cached prefix to its last page."""
+    """Random events, compared with a dictionary from each cached prefix to its last page."""
 
     @initialize(num_pages=st.integers(4, 40))
     def start(self, num_pages: int) -> None:
-        self.books = PageAllocator(num_pages)
-        self.cache = RadixCache(self.books, PAGE)
+        self.allocator = PageAllocator(num_pages)
+        self.cache = RadixCache(self.allocator, PAGE)
         self.ready: dict[Key, int] = {}
         self.used_at: dict[Key, int] = {}
         self.time = 0
         self.locks: list[tuple[TreeNode, Key]] = []
         self.pending: list[tuple[Pending, list[Key], list[int]]] = []
-        self.watches: list[tuple[Watch, list[Key]]] = []
+        self.watches: list[tuple[PrefixWatch, list[Key]]] = []
 
     # ---- the model ----
 
@@ -36,7 +36,7 @@ class RadixMachine(RuleBasedStateMachine):
         return [(salt, tuple(prefix[: n + 1])) for n in range(len(prefix))]
 
     def find(self, keys: list[Key]) -> tuple[int, Pending | None]:
-        """Ready pages at the start, touched; and the handle under which the next is pending."""
+        """Mark ready pages at the start as used; return their number and the pending handle that follows."""
         self.time += 1
         count = 0
         while count < len(keys) and keys[count] in self.ready:
@@ -48,11 +48,11 @@ class RadixMachine(RuleBasedStateMachine):
         return count, None
 
     def kept(self) -> set[Key]:
-        """Prefixes that locks or transfers keep."""
+        """Prefixes that locks or transfers protect."""
         ends = [key for _, key in self.locks] + [keys[0] for _, keys, _ in self.pending]
         return {(salt, prefix[:n]) for salt, prefix in ends for n in range(1, len(prefix) + 1)}
 
-    def can_go(self) -> int:
+    def num_evictable(self) -> int:
         return len(set(self.ready) - self.kept())
 
     def tokens(self, key: Key) -> list[int]:
@@ -79,7 +79,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(salt=SALTS, prefix=PREFIXES, is_locked=st.booleans())
     def insert(self, salt: str, prefix: list[tuple[int, int]], is_locked: bool) -> None:
-        pages = self.books.alloc(len(prefix), Owner.REQUEST)
+        pages = self.allocator.alloc(len(prefix), Owner.REQUEST)
         if pages is None:
             return
         keys = self.keys(salt, prefix)
@@ -90,7 +90,7 @@ class RadixMachine(RuleBasedStateMachine):
         for key, page in zip(keys[first:], pages[first:], strict=True):
             self.ready[key] = page
             self.used_at[key] = self.time
-        self.books.free(pages[:first], Owner.REQUEST)
+        self.allocator.free(pages[:first], Owner.REQUEST)
         deepest = count if handle else len(keys)
         if is_locked and deepest:
             self.cache.lock(inserted.node)
@@ -105,7 +105,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:
-        expected = min(count, self.can_go())
+        expected = min(count, self.num_evictable())
         kept = self.kept()
         assert self.cache.evict(count) == expected
         there = {page for node in self.cache.nodes() for page in node.pages}
@@ -117,7 +117,7 @@ class RadixMachine(RuleBasedStateMachine):
             del self.ready[key]
         inner = {(salt, prefix[:-1]) for salt, prefix in self.ready}
         for key in set(self.ready) - kept - inner:
-            assert self.used_at[key] >= latest, "a leaf stayed although it was used before one that went"
+            assert self.used_at[key] >= latest, "a leaf was kept although an evicted one was used later"
 
     @rule(salt=SALTS, prefix=PREFIXES)
     def announce(self, salt: str, prefix: list[tuple[int, int]]) -> None:
@@ -126,23 +126,11 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache.match(self.tokens(keys[-1]), salt)
         if handle is not None or count == len(keys):
             return
-        pages = self.books.alloc(len(keys) - count, Owner.GRANT)
+        pages = self.allocator.alloc(len(keys) - count, Owner.GRANT)
         if pages is not None:
             self.find(keys)
             handle = self.cache.insert_pending(self.tokens(keys[-1]), pages, salt)
             self.pending.append((handle, keys[count:], pages))
-
-    @precondition(lambda self: self.pending)
-    @rule(data=st.data(), more=st.lists(PAGES, min_size=1, max_size=2))
-    def announce_more(self, data: st.DataObject, more: list[tuple[int, int]]) -> None:
-        at = data.draw(st.integers(0, len(self.pending) - 1))
-        handle, keys, pages = self.pending[at]
-        found = self.books.alloc(len(more), Owner.GRANT)
-        if found is not None:
-            salt, prefix = keys[-1]
-            longer = self.keys(salt, [*prefix, *more])
-            self.cache.extend_pending(handle, self.tokens(longer[-1]), found)
-            self.pending[at] = (handle, [*keys, *longer[len(prefix) :]], [*pages, *found])
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), is_locked=st.booleans())
@@ -161,7 +149,7 @@ class RadixMachine(RuleBasedStateMachine):
     def drop_pending(self, data: st.DataObject) -> None:
         handle, _, pages = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
         assert self.cache.drop_pending(handle) == pages
-        self.books.free(pages, Owner.GRANT)
+        self.allocator.free(pages, Owner.GRANT)
 
     @rule(salt=SALTS, prefix=PREFIXES, tail=st.integers(0, PAGE - 1))
     def watch(self, salt: str, prefix: list[tuple[int, int]], tail: int) -> None:
@@ -176,7 +164,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        expected, kept = self.can_go(), self.kept()
+        expected, kept = self.num_evictable(), self.kept()
         assert self.cache.clear() == expected
         self.ready = {key: page for key, page in self.ready.items() if key in kept}
 
@@ -185,10 +173,10 @@ class RadixMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check()
-        self.books.check()
-        assert self.cache.num_pages == len(self.ready) == self.books.count(Owner.RADIX)
-        assert self.cache.num_evictable_pages == self.can_go()
-        assert self.books.count(Owner.GRANT) == sum(len(pages) for _, _, pages in self.pending)
+        self.allocator.check()
+        assert self.cache.num_pages == len(self.ready) == self.allocator.count(Owner.RADIX)
+        assert self.cache.num_evictable_pages == self.num_evictable()
+        assert self.allocator.count(Owner.GRANT) == sum(len(pages) for _, _, pages in self.pending)
         for watch, keys in self.watches:
             cached = [key in self.ready for key in keys]
             assert watch.num_tokens == PAGE * (cached.index(False) if False in cached else len(keys))
@@ -200,14 +188,14 @@ class RadixMachine(RuleBasedStateMachine):
             self.cache.unlock(node)
         for handle, _, pages in self.pending:
             self.cache.drop_pending(handle)
-            self.books.free(pages, Owner.GRANT)
+            self.allocator.free(pages, Owner.GRANT)
         self.cache.clear()
         assert all(watch.num_tokens == 0 for watch, _ in self.watches)
         for watch, _ in self.watches:
             self.cache.unwatch(watch)
         self.cache.check()
         assert not self.cache._roots
-        assert self.books.num_free == self.books.num_pages
+        assert self.allocator.num_free == self.allocator.num_pages
 
 
 TestRadixMachine = RadixMachine.TestCase
@@ -215,7 +203,7 @@ TestRadixMachine.settings = settings(max_examples=100, stateful_step_count=50, d
 
 
 class LongerRadixMachine(RadixMachine):
-    """The same, for longer."""
+    """The same with more and longer histories."""
 
 
 TestLongerRadixMachine = pytest.mark.slow(LongerRadixMachine.TestCase)

@@ -1,4 +1,4 @@
-"""What a request holds of the pool and the cache after its chunks, and what it gives back."""
+"""A request's pages in the cache after its chunks, and their release."""
 
 from support.adder_pool import CONTINUE, Pool, compute, request, taken
 
@@ -25,7 +25,7 @@ def test_computed_pages_are_shared_while_their_request_still_runs() -> None:
     pool.check()
 
 
-def test_a_duplicate_stays_with_its_request_and_what_follows_it_is_cached_at_the_end() -> None:
+def test_a_duplicate_stays_with_its_request_and_later_pages_are_cached_at_the_end() -> None:
     pool = Pool(100)
     twins = [request(8, start=0), request(16, start=0)]
     adder = pool.adder()
@@ -33,7 +33,9 @@ def test_a_duplicate_stays_with_its_request_and_what_follows_it_is_cached_at_the
         assert adder.add_one_req(twin) is CONTINUE
     compute(pool, adder)
     assert twins[0].own == []
-    assert twins[1].own == twins[1].pages  # the first was faster; it is not held beside the duplicate
+    assert (
+        twins[1].own == twins[1].pages
+    )  # the first was inserted before; its prefix is not locked beside the duplicate
     first, second = twins[0].pages, twins[1].pages
     release(pool.cache, pool.books, twins[0], keep=True)
     assert pool.cache.num_evictable_pages == 2
@@ -43,7 +45,7 @@ def test_a_duplicate_stays_with_its_request_and_what_follows_it_is_cached_at_the
     pool.check()
 
 
-def test_a_released_request_has_nothing_and_may_be_released_again() -> None:
+def test_release_takes_all_pages_and_is_idempotent() -> None:
     pool = Pool(10)
     mine = request(10)
     pool.adder().add_one_req(mine)
@@ -53,7 +55,7 @@ def test_a_released_request_has_nothing_and_may_be_released_again() -> None:
     assert pool.books.num_free == 10
 
 
-def test_each_token_is_packed_once_however_often_and_far_it_is_asked_for() -> None:
+def test_each_token_is_packed_only_once() -> None:
     mine = request(5, start=0)
     assert packed_tokens(mine, 3) == pack((0, 1, 2))
     mine.output += [9, 8]
@@ -77,7 +79,7 @@ def test_a_paused_request_finds_its_chunks_again() -> None:
     pool.check()
 
 
-def test_with_the_cache_off_every_page_is_the_requests_own() -> None:
+def test_with_a_disabled_cache_every_page_is_the_requests_own() -> None:
     pool = Pool(20, is_enabled=False)
     mine = request(10)
     adder = pool.adder()

@@ -1,4 +1,4 @@
-"""Options come from command line, environment and file, in that order of precedence, and what cannot be is refused."""
+"""Options from flags, environment and file, in this order of precedence, and the refusal of invalid ones."""
 
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_one_file_serves_several_commands_by_their_tables(file):
         ("port = ", "is not valid TOML"),
     ],
 )
-def test_a_file_with_a_mistake_is_refused_with_the_key_named(file, content, sentence):
+def test_a_mistake_in_a_file_is_refused_by_key(file, content, sentence):
     file.write_text(content)
     with pytest.raises(ConfigError, match=sentence):
         gateway("--config", str(file))
@@ -80,7 +80,7 @@ def test_a_missing_file_is_refused():
         gateway("--config", "/nowhere")
 
 
-def test_a_misspelt_variable_is_refused_and_one_of_another_command_is_not(monkeypatch):
+def test_a_misspelt_variable_is_refused_but_not_one_of_another_command(monkeypatch):
     monkeypatch.setenv("BATON_PREFILL", "2")
     gateway()
     monkeypatch.setenv("BATON_PROT", "2")
@@ -106,7 +106,7 @@ def test_a_misspelt_variable_is_refused_and_one_of_another_command_is_not(monkey
         (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached.* set --api-key, or .*--insecure"),
     ],
 )
-def test_a_gateway_that_cannot_be_is_refused_with_the_flag_named(words, sentence):
+def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
         gateway(*words)
 
@@ -118,7 +118,7 @@ def test_a_gateway_that_cannot_be_is_refused_with_the_flag_named(words, sentence
         (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
         (["--schedule-policy", "best"], "--schedule-policy best is unknown"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0 would compute nothing"),
-        (["--chunked-prefill-size", "8"], r"--chunked-prefill-size 8 is less than a page \(--page-size 16\)"),
+        (["--chunked-prefill-size", "8"], "--chunked-prefill-size 8 is less than a page; give at least --page-size 16"),
         (["--max-total-tokens", "15"], "--max-total-tokens 15 is less than a page"),
         (["--gateway", "here"], "--gateway must be HOST:PORT, not 'here'"),
         (["--advertise-host", "10.0.0.1"], "--advertise-host 10.0.0.1 can be reached.*--insecure"),
@@ -126,35 +126,35 @@ def test_a_gateway_that_cannot_be_is_refused_with_the_flag_named(words, sentence
             ["--transport", "smoke"],
             "--transport must be one of auto, shm, tcp, nixl, gloo, nccl, inprocess, not 'smoke'",
         ),
-        (["--transport", "inprocess"], "--transport inprocess joins nodes of one process"),
+        (["--transport", "inprocess"], "--transport inprocess connects nodes of one process"),
         (["--data-interface", "10.0.0.1"], "--data-interface is for decode nodes"),
         (["--revision", "main", "--model", "/"], "--revision is for hub models"),
     ],
 )
-def test_a_node_that_cannot_be_is_refused_with_the_flag_named(words, sentence):
+def test_an_impossible_node_is_refused_by_flag(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
         node(*words)
 
 
-def test_addresses_beyond_loopback_are_accepted_when_asked_for():
+def test_reachable_addresses_need_insecure_or_a_key():
     assert gateway("--control-host", "0.0.0.0", "--host", "0.0.0.0", "--insecure").insecure
     assert gateway("--host", "0.0.0.0", "--api-key", "k").host == "0.0.0.0"
     assert node("--advertise-host", "10.0.0.1", "--insecure").advertise_host == "10.0.0.1"
 
 
-def test_a_decode_node_has_no_port_of_its_own():
+def test_data_port_is_refused_for_decode_nodes():
     assert node("--data-port", "9").data_port == 9
     with pytest.raises(ConfigError, match="--data-port is for prefill nodes"):
         node("--data-port", "9", role="decode")
 
 
 @pytest.mark.parametrize("flag", NOT_YET)
-def test_an_option_that_does_not_work_yet_is_refused_by_name(flag):
+def test_an_unsupported_option_is_refused_by_name(flag):
     with pytest.raises(ConfigError, match=f"{flag} is not available yet"):
         parse(ServeConfig, [f"{flag}=1"], command="serve")
 
 
-def test_what_is_refused_as_not_available_is_no_option():
+def test_an_unsupported_flag_is_not_an_option():
     known = {found.flag for cls in CLASSES.values() for found in options_of(cls).values()}
     assert not known & set(NOT_YET)
 
@@ -165,13 +165,13 @@ def test_switches_can_be_turned_off_again(monkeypatch):
     assert not node("--no-disable-radix-cache").disable_radix_cache
 
 
-def test_none_takes_a_limit_away(monkeypatch):
+def test_the_value_none_removes_a_limit(monkeypatch):
     monkeypatch.setenv("BATON_MAX_QUEUED_REQUESTS", "5")
     assert node().max_queued_requests == 5
     assert node("--max-queued-requests", "none").max_queued_requests is None
 
 
-def test_a_configuration_is_never_written():
+def test_a_configuration_is_frozen():
     with pytest.raises(FrozenInstanceError):
         gateway().port = 1  # type: ignore[misc]
 
@@ -182,7 +182,7 @@ def test_secrets_are_neither_printed_nor_put_on_a_command_line():
     assert to_flags(GatewayConfig, {"api_key": "hush"}) == []
 
 
-def test_flags_made_for_a_child_process_give_it_the_same_configuration():
+def test_a_child_process_gets_the_same_configuration_from_flags():
     values = {
         "page_size": 64,
         "max_total_tokens": 4096,
@@ -194,7 +194,7 @@ def test_flags_made_for_a_child_process_give_it_the_same_configuration():
     assert child == NodeConfig(role="prefill", **values)
 
 
-def test_every_option_of_every_command_says_what_it_does():
+def test_every_option_has_a_help_text():
     for cls in CLASSES.values():
         assert all(len(found.help) > 15 and found.help.endswith(".") for found in options_of(cls).values())
         assert {field.name for field in fields(cls)} - set(options_of(cls)) <= {"role"}
@@ -205,7 +205,7 @@ def test_help_shows_defaults_and_variables(capsys):
         resolve(NodeConfig, ["--help"], command="decode", help="A decode node.")
     shown = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    assert "Tokens per KV page, the unit of caching and shipping. [default: 16; env: BATON_PAGE_SIZE]" in shown
+    assert "Tokens per KV page, the unit of caching and transfer. [default: 16; env: BATON_PAGE_SIZE]" in shown
 
 
 KNOWN_DEFAULTS = {
@@ -235,12 +235,12 @@ KNOWN_DEFAULTS = {
 }
 
 
-def test_defaults_of_scheduling_are_those_that_users_know():
+def test_defaults_of_scheduling_equal_those_of_sglang():
     config = NodeConfig()
     assert {name: getattr(config, name) for name in KNOWN_DEFAULTS} == KNOWN_DEFAULTS
 
 
-def test_a_mistake_ends_the_process_with_a_sentence_and_status_2(capsys):
+def test_a_mistake_ends_the_process_with_one_line_and_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
         resolve(GatewayConfig, ["--port", "x"], command="gateway")
     assert ended.value.code == 2
@@ -253,11 +253,11 @@ def test_loopback_is_recognised(host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
-def test_everything_else_counts_as_reachable(host):
+def test_other_addresses_count_as_reachable(host):
     assert not is_loopback(host)
 
 
-def test_addresses_are_taken_apart():
+def test_addresses_are_split_into_host_and_port():
     assert host_and_port("a.b:80", "--gateway") == ("a.b", 80)
     assert host_and_port("[::1]:80", "--gateway") == ("::1", 80)
 
@@ -265,7 +265,7 @@ def test_addresses_are_taken_apart():
 # ---- several models, local prefill ----------------------------------------------------------------------------------
 
 
-def test_further_models_come_from_repeated_flags_commas_the_environment_or_a_list(file, monkeypatch):
+def test_further_models_come_from_flags_commas_the_environment_or_a_list(file, monkeypatch):
     assert gateway().also_serve == ()
     assert gateway("--also-serve", "a=x", "--also-serve=b=org/y@main, c=z").also_serve == (
         "a=x", "b=org/y@main", "c=z",
@@ -276,7 +276,7 @@ def test_further_models_come_from_repeated_flags_commas_the_environment_or_a_lis
     assert gateway("--config", str(file)).also_serve == ("d=w",)
 
 
-def test_further_models_survive_being_passed_to_a_child_process():
+def test_further_models_are_passed_to_child_processes():
     values = {"also_serve": ("a=x", "b=y"), "local_prefill": "always"}
     words = to_flags(GatewayConfig, values)
     assert words == ["--also-serve=a=x", "--also-serve=b=y", "--local-prefill=always"]
@@ -288,19 +288,19 @@ def test_further_models_survive_being_passed_to_a_child_process():
     [
         (["--also-serve", "a"], "--also-serve must be NAME=DIR_OR_ID, not 'a'"),
         (["--also-serve", "=x"], "--also-serve must be NAME=DIR_OR_ID"),
-        (["--also-serve", "a=x,a=y"], "a model named a is served already"),
-        (["--also-serve", "baton-small=x"], "a model named baton-small is served already"),
+        (["--also-serve", "a=x,a=y"], "another model has the name a"),
+        (["--also-serve", "baton-small=x"], "another model has the name baton-small"),
         (["--local-prefill", "sometimes"], "--local-prefill must be one of never, auto, always"),
         (["--local-prefill-threshold", "0"], "--local-prefill-threshold must be at least 1"),
         (["--revision", "main"], "--revision is for hub models"),
     ],
 )
-def test_what_a_gateway_cannot_serve_is_refused(words, sentence):
+def test_impossible_models_and_local_prefill_are_refused(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
         gateway(*words)
 
 
-def test_prefill_nodes_and_local_prefill_belong_together():
+def test_prefill_nodes_and_local_prefill_must_fit_together():
     assert parse(ServeConfig, ["--prefill", "0", "--local-prefill", "always"], command="serve").prefill == 0
     for words in (["--prefill", "0"], ["--local-prefill", "always"]):
         with pytest.raises(ConfigError, match="--prefill 0"):
