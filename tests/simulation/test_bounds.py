@@ -1,7 +1,7 @@
-"""Bounds that policies guarantee, checked on whole services in virtual time.
+"""Bounds that policies guarantee, checked on whole services in virtual time under random loads.
 
-- ``fair``: the service of backlogged tenants differs by at most the bound of the VTC paper.
-- ``edf``: all deadlines that can be met are met.
+- ``fair``: backlogged tenants get equal service within the bound of the VTC paper.
+- ``edf``: feasible deadlines are met.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_to
 
 
 def unlike(number: int, length: int) -> tuple[int, ...]:
-    """A prompt that shares no prefix with any other."""
+    """A prompt that shares no prefix with others."""
     return (1_000 + number, *range(1, length))
 
 
@@ -33,8 +33,7 @@ def unlike(number: int, length: int) -> tuple[int, ...]:
 
 
 class Metered(FakeExecutor):
-    """An executor that counts the tokens served to each tenant: a prompt when it begins, an output token when
-    sampled."""
+    """Records the service of each tenant: a prompt when it starts, a token when it is generated."""
 
     def __init__(self, capacity: Capacity, tenants: list[str]) -> None:
         super().__init__(capacity.num_pages, PAGE, capacity.num_slots)
@@ -59,7 +58,7 @@ class Metered(FakeExecutor):
 
 
 NUM_EACH = 60
-#: A tenant's requests in turn: tokens of the prompt and of the output.
+#: What a tenant's requests look like, in turn: tokens of the prompt and of the output.
 KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 
 
@@ -73,7 +72,7 @@ KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, 
     late_s=st.sampled_from([0.0, 0.3, 1.0]),
 )
 @example(heavy=[(1, 2)], light=[(1, 2)], max_running=1, weight=1, lookahead=1, late_s=0.0)
-def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
+def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     heavy: list[tuple[int, int]],
     light: list[tuple[int, int]],
     max_running: int,
@@ -81,18 +80,16 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
     lookahead: int,
     late_s: float,
 ) -> None:
-    """Sheng et al. (OSDI'24, theorem 4.4): while two tenants both have waiting requests, the service that they receive
-    differs by at most 2 * max(w_p * L_input, w_q * M), where L_input is the longest prompt and M the tokens of a batch.
+    """The bound of Sheng et al. (OSDI'24, theorem 4.4): while two clients both have waiting requests, their service
+    differs by at most 2 * max(w_p * L_input, w_q * M), where L_input is the longest prompt and M the tokens that fit into a batch.
 
-    With weights, service is divided by them. A tenant that arrives late starts at the counter of the other one.
-    Requests
-    that the gateway dispatches ahead count as part of the batch, unless it dispatches all of them: then the node
-        chooses among all, and only the batch counts.
+    Service is divided by the tenant's weight. A tenant that arrives later starts at the counter of the other. Requests
+    that the gateway dispatches ahead count as part of the batch, unless it dispatches all: then the node chooses.
     """
     tenants = ["heavy"] * NUM_EACH + ["light"] * NUM_EACH
     requests = [kinds[number % len(kinds)] for kinds in (heavy, light) for number in range(NUM_EACH)]
     meters: list[Metered] = []
-    has_come: list[int] = []  # steps before both tenants had arrived
+    has_come: list[int] = []  # number of steps before both had arrived
 
     def engine(capacity: Capacity) -> Metered:
         meters.append(Metered(capacity, tenants))
@@ -114,7 +111,7 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
         tenant = tenants[number]
         at = late_s if tenant == "light" else 0.0
         service.ask(f"r{number}", unlike(number, length), max_new, at=at, tenant=tenant, seed=number)
-    service.agenda.at(late_s, lambda: has_come.append(len(meters[0].history)))
+    service.events.at(late_s, lambda: has_come.append(len(meters[0].history)))
     service.run(is_checked=False)
     longest = max(length for length, _ in requests)
     num_promised = max_running + (lookahead if lookahead < NUM_EACH else 0)
@@ -125,8 +122,8 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
     assert max(ahead, default=0) - min(ahead, default=0) <= bound
 
 
-def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
-    """Forty prompts of one tenant are queued before ten of another; without ``fair`` all forty would come first."""
+def test_a_tenant_with_ten_times_the_load_gets_no_more_service() -> None:
+    """Forty prompts of one tenant arrive before ten of another; without ``fair`` all of them would be served first."""
     tenants = ["heavy"] * 40 + ["light"] * 10
     meters: list[Metered] = []
 
@@ -147,7 +144,7 @@ def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
         service.ask(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
     service.run(is_checked=False)
     begun = [begun for _, begun in meters[0].history if begun["light"] < 10]
-    # Two are dispatched before any other arrives; then the tenants take turns.
+    # Two are sent before the other tenant's requests arrive; then they alternate.
     assert max(abs(each["heavy"] - each["light"]) for each in begun) <= 4
 
 
@@ -157,7 +154,7 @@ CHUNK_S = STEP_S + TOKEN_S * PAGE
 
 
 def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
-    """The end of each job (release, chunks) in a schedule by random ranks, with preemption between chunks."""
+    """When each job (release, chunks) ends in a random schedule with preemption between chunks."""
     ranks = Random(seed).sample(range(len(jobs)), len(jobs))
     left = [chunks for _, chunks in jobs]
     ends = [0.0] * len(jobs)
@@ -179,12 +176,12 @@ def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
     jobs=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 8)), min_size=1, max_size=20),
     seed=st.integers(0, 1_000_000),
 )
-def test_edf_meets_every_deadline_that_can_be_met(jobs: list[tuple[float, int]], seed: int) -> None:
-    """With one node and one prompt in a step, ``edf`` meets all deadlines that *some* schedule meets.
+def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]], seed: int) -> None:
+    """With one node, one prompt per step and known times, ``edf`` meets all deadlines that some schedule meets.
 
-    The deadlines are the ends in a random schedule. Earliest deadline first is optimal for jobs that can be interrupted
-    at any time (Horn, 1974). Chunks cannot, so each deadline is extended by one chunk, for the chunk that runs when a
-    prompt arrives, and by two messages.
+    The deadlines are the ends of a random schedule. Earliest deadline first is optimal for work that can be preempted
+    at any time (Horn, 1974). Chunks cannot, so each deadline allows for one more chunk, which runs when a prompt
+    arrives, and for two messages.
     """
     ends = some_schedule(jobs, seed)
     service = Service(
