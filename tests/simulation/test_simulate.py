@@ -145,7 +145,7 @@ def test_the_table_shows_the_figures() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--prefill=0"], "--prefill 0 leaves nobody"),
+        (["--prefill=0"], "--prefill 0 leaves no node to compute prompts"),
         (["--kv-bytes-per-token=300"], "--kv-bytes-per-token must be a multiple of 256"),
         (["--step-cost=fast"], "--step-cost must be seconds"),
         (["--schedule-policy=best"], "--schedule-policy best is unknown"),
