@@ -11,14 +11,14 @@ from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
-from kv_transfer.transports.negotiation import Settings, open_reader
+from kv_transfer.transports.negotiation import TransportSettings, open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
 def open_transport(parts: Parts) -> ReaderTransport:
     """The transport that the configuration names, over the process's pool."""
-    return open_reader(parts.pool, Settings.of(parts.config, parts.incarnation))
+    return open_reader(parts.pool, TransportSettings.of(parts.config, parts.incarnation))
 
 
 def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:

@@ -166,8 +166,8 @@ class PreallocQueue:
         ahead = [*self._table.receiving.values(), *self._table.ready.values()]
         if len(ahead) < self._limits.max_running or not self._order.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
-        standing = self._order.effective_priority(request)
-        return sum(self._order.effective_priority(other) >= standing for other in ahead) >= self._limits.max_running
+        priority = self._order.effective_priority(request)
+        return sum(self._order.effective_priority(other) >= priority for other in ahead) >= self._limits.max_running
 
     def _grant_in_order(self, now: float) -> list[PageGrant]:
         granted: list[PageGrant] = []

@@ -266,16 +266,16 @@ class DecodeRole:
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.requests[key]
-        if event.handoff.num_tokens == request.num_decodable:
-            self._scheduler.received(key, token=event.handoff.token)
-            self._output.received(key, handed_at=event.handed_at, received_at=now)
+        if event.prefill_done.num_tokens == request.num_decodable:
+            self._scheduler.received(key, token=event.prefill_done.token)
+            self._output.received(key, prefill_done_at=event.prefill_done_at, received_at=now)
             self._totals["transfers"] += 1
             return
         if request.output:
             self._scheduler.not_received(key, now)
         else:
             self._forget(key)
-            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the handoff is of another prompt")
+            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the prefill node computed another prompt")
         self._books.free(event.pages, Owner.GRANT)
 
     # ---- ends -------------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ class TokenOutput:
         self._unsent: dict[RequestKey, list[Sampled]] = {}  # tokens that wait to fill a message
         self._received_at: dict[RequestKey, tuple[float, float]] = {}  # the handoff, and the last of the pages
 
-    def received(self, key: RequestKey, *, handed_at: float, received_at: float) -> None:
+    def received(self, key: RequestKey, *, prefill_done_at: float, received_at: float) -> None:
         """Remember when a prompt arrived, for the timings that go with the request's next token."""
-        self._received_at[key] = (handed_at, received_at)
+        self._received_at[key] = (prefill_done_at, received_at)
 
     def add(self, sampled: Sampled, now: float) -> None:
         """Send one more token: at once if it is the first or the last, else when a message is full."""
@@ -80,11 +80,11 @@ class TokenOutput:
 
         ``transfer_s`` counts from when the prefill node had computed the prompt and there was room for it here.
         """
-        handed_at, received_at = self._received_at.pop(request.key)
-        handed_at = max(handed_at, request.admitted_at)
+        prefill_done_at, received_at = self._received_at.pop(request.key)
+        prefill_done_at = max(prefill_done_at, request.admitted_at)
         return {
             "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
-            "prompt_wait_s": handed_at - request.admitted_at,
-            "transfer_s": received_at - handed_at,
+            "prompt_wait_s": prefill_done_at - request.admitted_at,
+            "transfer_s": received_at - prefill_done_at,
             "join_s": now - received_at,
         }

@@ -73,8 +73,7 @@ class PrefillRole:
         self._vocab_size = vocab_size
         self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        if scheduler.has_priorities:
-            sender.order_by(scheduler.rank)
+        self._rank = scheduler.rank if scheduler.has_priorities else None
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +128,7 @@ class PrefillRole:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
             tell_if_missed(self._scheduler.policy, request, now)
-        more = self._sender.pump(now)
+        more = self._sender.pump(now, rank=self._rank)
         self._settle()
         return more
 
@@ -188,8 +187,8 @@ class PrefillRole:
         if first.finish:
             self._sender.abort(request.key, "finished")
         else:
-            handoff = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
-            self._sender.finish(request.key, handoff, request.pages)
+            prefill_done = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
+            self._sender.finish(request.key, prefill_done, request.pages)
 
     def _answer_first(self, request: Request, first: FirstToken, now: float) -> None:
         self._totals["output_tokens"] += 1

@@ -31,7 +31,7 @@ from common.wire.mailbox import Mailbox
 from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, PagesWritten
 from common.wire.process_id import new_incarnation
 from kv_transfer.transports.base import to_message
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
 from scripts.benchmarks import gloo_baseline as bare_gloo
@@ -54,7 +54,7 @@ class Reader:
     def __init__(self, geometry: PageLayout, num_pages: int, transport: str, key: str) -> None:
         self.pool = KVPool(geometry, num_pages)
         _touch(self.pool)
-        self.transport = open_reader(self.pool, Settings(transport, READER, cluster_key=key.encode()))
+        self.transport = open_reader(self.pool, TransportSettings(transport, READER, cluster_key=key.encode()))
         self.num_pages = num_pages
         self.context: zmq.Context[Any] = zmq.Context()
 
@@ -158,7 +158,7 @@ class Subject:
     def __init__(self, child: Child, pool: KVPool, transport: str, key: str) -> None:
         self.child = child
         self.pool = pool
-        self.writer = open_writer(pool, Settings(transport, WRITER, cluster_key=key.encode()))
+        self.writer = open_writer(pool, TransportSettings(transport, WRITER, cluster_key=key.encode()))
         self.writer.attach(READER, msgspec.json.decode(child.ask("offer"), type=Connect))
         until = time.monotonic() + 20
         while not (news := self.writer.poll()):

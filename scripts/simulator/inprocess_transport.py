@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece, copy
+from kv_transfer.page_slices import PageSlice, SlicePair, copy
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
 
 FaultKind = Literal["drop", "duplicate", "reorder", "delay", "corrupt", "partition", "restart"]
@@ -46,7 +46,7 @@ class _Page:
     ticket: int
     source: int
     target: int
-    piece: Piece | None
+    slices: SlicePair | None
     due_at: int = 0
     fault: FaultKind | None = None
     fault_ticks: int = 0
@@ -127,9 +127,9 @@ class Wire:
         elif kind == "partition":
             self.partition(page.writer, page.peer, page.fault_ticks)
         else:
-            num_bytes = page.writer.put(page.peer, page.source, page.target, page.piece)
+            num_bytes = page.writer.put(page.peer, page.source, page.target, page.slices)
             if kind == "corrupt":
-                page.writer.spoil(page.peer, page.target, page.piece)
+                page.writer.spoil(page.peer, page.target, page.slices)
             if kind == "duplicate":
                 page.due_at = self.num_ticks + page.fault_ticks
             else:
@@ -203,7 +203,7 @@ class InProcessWriter:
         news, self._news = self._news, []
         return news
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         assert peer in self._readers, "not attached"
         self._num_tickets += 1
         ticket = self._num_tickets
@@ -211,28 +211,28 @@ class InProcessWriter:
         if not pages:
             self._finish(ticket)
         for source, target in pages:
-            self._wire.begin(_Page(self, peer, ticket, source, target, piece))
+            self._wire.begin(_Page(self, peer, ticket, source, target, slices))
         if self._wire.is_instant:
             self._wire.deliver()
         return ticket
 
-    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
-        """Copy one page or a piece of it now; returns the bytes copied."""
+    def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
+        """Copy one page or a slice of it now; returns the bytes copied."""
         reader = self._readers[peer]
         num_bytes = reader.store.geometry.page_bytes
         with memoryview(reader.store.memory) as memory, memory[target * num_bytes : (target + 1) * num_bytes] as into:
-            if piece is None:
+            if slices is None:
                 self.store.export_page(source, into)
                 return num_bytes
             page = bytearray(self.store.geometry.page_bytes)
             self.store.export_page(source, memoryview(page))
-            copy(piece, memoryview(page), into)
-            return piece.num_bytes
+            copy(slices, memoryview(page), into)
+            return slices.num_bytes
 
-    def spoil(self, peer: str, target: int, piece: Piece | None = None) -> None:
-        """Change one byte of the peer's page, or of a piece of it."""
+    def spoil(self, peer: str, target: int, slices: SlicePair | None = None) -> None:
+        """Change one byte of the peer's page, or of a slice of it."""
         store = self._readers[peer].store
-        at = 0 if piece is None else piece.runs[0][1]
+        at = 0 if slices is None else slices.runs[0][1]
         with memoryview(store.memory) as memory:
             memory[target * store.geometry.page_bytes + at] ^= 0xFF
 

@@ -22,7 +22,7 @@ from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leav
 
 from common.errors import ConfigError
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, to_message
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
@@ -74,7 +74,7 @@ def test_pieces_of_a_page_are_gathered_and_scattered(
     assert isinstance(writer.store, MemfdStore)
     writer.store.memory[SIZE : 2 * SIZE] = bytes(range(SIZE))
     front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
-    ticket = writer.write(DECODE, [(1, 5)], Piece(GEOMETRY, front, GEOMETRY, back))
+    ticket = writer.write(DECODE, [(1, 5)], SlicePair(GEOMETRY, front, GEOMETRY, back))
     assert until(writer.done) == [ticket]
     assert store.read(5) == bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
     assert writer.counters()["bytes_by_gloo"] == SIZE // 2
@@ -353,8 +353,8 @@ def test_an_address_that_is_not_ours_is_refused_with_the_flag_named(store: Memfd
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
         "import sys; sys.path.insert(0, 'tests'); from kv_fakes import MemfdStore;"
-        "from kv_transfer.transports.negotiation import Settings, open_reader, open_writer;"
-        "open_reader(MemfdStore(1), Settings('auto')), open_writer(MemfdStore(1), Settings('tcp'));"
+        "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
+        "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60).returncode == 0

@@ -13,9 +13,9 @@ from kv_transfer.receive.connections import (
     FIRST_ANSWER_S,
     MAX_BACKOFF_S,
     MAX_TRIES,
-    RESUME_LEASE_S,
-    Link,
+    Connection,
 )
+from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Fenced
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -29,18 +29,18 @@ def couple() -> Couple:
 
 
 def test_pauses_double_up_to_a_limit() -> None:
-    link = Link(1, "p", has_connected=True)
+    connection = Connection(1, "p", was_attached=True)
     pauses = []
-    while link.broke("", 10.0):
-        assert link.retry_at is not None
-        pauses.append(link.retry_at - 10.0)
-        link.try_again(2, 10.0)
-        assert (link.retry_at, link.until, link.is_resuming) == (None, 10.0 + ANSWER_S, True)
+    while connection.broke("", 10.0):
+        assert connection.retry_at is not None
+        pauses.append(connection.retry_at - 10.0)
+        connection.offered_again(2, 10.0)
+        assert (connection.retry_at, connection.answer_by, connection.is_reconnecting) == (None, 10.0 + ANSWER_S, True)
     assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (1, 2, 4, 8)]
     assert len(pauses) == MAX_TRIES
-    link = Link(1, "p", num_tries=1_000)
-    link.broke("", 10.0)
-    assert link.retry_at == 10.0 + MAX_BACKOFF_S
+    connection = Connection(1, "p", num_tries=1_000)
+    connection.broke("", 10.0)
+    assert connection.retry_at == 10.0 + MAX_BACKOFF_S
 
 
 def test_the_prefill_node_waits_for_longer_than_all_tries_take() -> None:
@@ -112,7 +112,7 @@ def test_a_page_that_is_lost_with_the_connection_is_shipped_by_the_next() -> Non
     assert couple.pairs_lost == 0
 
 
-@pytest.mark.parametrize("is_before", [True, False], ids=["handoff before", "handoff amid"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["prefill_done before", "prefill_done amid"])
 def test_the_handoff_is_said_once_whenever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
     halfway(couple)
     if is_before:

@@ -26,7 +26,7 @@ from support.tcp_stranger import (
     writer,
 )
 
-from kv_transfer.page_mapping import Fit
+from kv_transfer.page_mapping import PageMapping
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
@@ -127,10 +127,10 @@ def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger,
         {"page": 2, "size": 0},
         {"page": 2, "number": 1},
         {"page": 2, "magic": b"done"},
-        {"page": 2, "box": PageSlice(0, 1, 0, 1, 1, 4)},
-        {"page": 2, "box": PageSlice(0, 2, 0, 1, 0, 4), "size": 2 * SIZE},
-        {"page": 2, "box": PageSlice(0, 1, 0, 1, 0, 0), "size": 0},
-        {"page": 2, "box": PageSlice(0, 1, 0, 1, 0, 2)},
+        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 1, 4)},
+        {"page": 2, "page_slice": PageSlice(0, 2, 0, 1, 0, 4), "size": 2 * SIZE},
+        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 0, 0), "size": 0},
+        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 0, 2)},
     ],
 )
 def test_a_frame_that_cannot_be_meant_ends_the_connection(
@@ -235,8 +235,8 @@ def test_pieces_travel_under_a_cluster_key(reader: TcpReader, store: MemfdStore)
         reader.allow(PREFILL, 1, [3, 4])
         half = SIZE // 2
         source.memory[: 2 * SIZE] = b"a" * half + b"b" * half + b"c" * half + b"d" * half  # keys, then values
-        for target, piece in zip((3, 4), Fit(ours, GEOMETRY).pieces, strict=True):
-            writer.write(DECODE, [(0, target)], piece)
+        for target, slices in zip((3, 4), PageMapping(ours, GEOMETRY).slice_pairs, strict=True):
+            writer.write(DECODE, [(0, target)], slices)
         done: list[int] = []
         until(lambda: done.extend(writer.done()) or len(done) == 2)
         assert store.read(3) == b"a" * half + b"c" * half
@@ -251,7 +251,7 @@ def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -
     stranger.part(2, 7, first)
     assert stranger.answer() == (1, 2)
     size = second.num_bytes(GEOMETRY)
-    frame, other = (stranger.frame(2, value, size=size, box=second) for value in (8, 9))
+    frame, other = (stranger.frame(2, value, size=size, page_slice=second) for value in (8, 9))
     stranger.connection.sendall(frame[:-MAC_BYTES] + other[-MAC_BYTES:])
     assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason
 

@@ -23,7 +23,7 @@ def couple() -> Couple:
 
 def fail(couple: Couple) -> None:
     """The attachment of the last offer fails."""
-    epoch = couple.receiver._links.epoch
+    epoch = couple.receiver._connections.epoch
     couple.receiver.on_message(PREFILL, AttachFailed(epoch, NO_WAY), couple.now)
     couple.settle()
 

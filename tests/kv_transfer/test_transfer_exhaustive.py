@@ -40,7 +40,7 @@ def test_a_request_of_three_pages_with_any_single_fault() -> None:
 
 
 def test_pages_that_come_damaged_with_any_other_fault() -> None:
-    walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 3_500)
+    walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 5_600)
 
 
 def test_a_page_that_comes_damaged_as_often_as_it_likes() -> None:

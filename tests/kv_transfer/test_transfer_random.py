@@ -35,7 +35,7 @@ class Nodes:
         wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
         self.couple = Couple(wire, num_pages=12, wants_checksums=(bool(faults), False))
         self.sizes: dict[RequestKey, int] = {}
-        self.reserved: dict[RequestKey, None] = {}  # keys that have begun
+        self.begun: dict[RequestKey, None] = {}
         self.finished: dict[RequestKey, None] = {}
         self.called_off: dict[RequestKey, None] = {}  # ended on purpose by either side
         self.is_alive = True
@@ -60,7 +60,7 @@ class Nodes:
 
     def compute(self, number: int) -> None:
         for key in pick(self.opened(), number):
-            num_known = len(self.couple.sender._outgoing.sessions[key].sources)
+            num_known = len(self.couple.sender._table.sessions[key].sources)
             self.couple.compute(key, max(num_known, min(number % 4, self.sizes[key] - 1)))
 
     def finish(self, number: int) -> None:
@@ -88,13 +88,13 @@ class Nodes:
 
     def begin(self, number: int) -> None:
         free = self.couple.books.num_free
-        for key in pick((k for k, n in self.sizes.items() if k not in self.reserved and n <= free), number):
+        for key in pick((k for k, n in self.sizes.items() if k not in self.begun and n <= free), number):
             first = min(number // 7 % 2, self.sizes[key])
-            self.reserved[key] = None
+            self.begun[key] = None
             self.couple.begin(key, self.sizes[key], first=first)
 
     def cancel(self, number: int) -> None:
-        for key in pick(self.reserved, number):
+        for key in pick(self.begun, number):
             self.called_off[key] = None
             self.couple.cancel(key)
             self.settle()
@@ -237,14 +237,14 @@ class Nodes:
         while self.opened():
             self.finish(0)
         self.run()
-        for key in self.reserved:
+        for key in self.begun:
             is_wanted = key in couple.source_pages and key not in self.called_off
             assert not is_wanted or key in couple.events, f"{key} hangs"
 
     def end_everything(self) -> None:
         """Called off and, with the writer alive or proven dead, every page is back where it came from."""
         couple = self.couple
-        for key in self.reserved:
+        for key in self.begun:
             couple.cancel(key)
         if self.is_alive:
             for key in self.sizes:

@@ -18,8 +18,9 @@ from common.wire.messages import Connected, Grant, Message, PagesWritten, Prefil
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.page_mapping import Units
 from kv_transfer.receive.receiver import Receiver
+from kv_transfer.receive.session import PageDelivery, ReceiveSession
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import ReceiveSession, SendSession
+from kv_transfer.send.session import SendSession
 from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 GEOMETRY = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
@@ -270,13 +271,13 @@ def test_room_behind_the_prompts_end_is_never_due() -> None:
     session.finish([0, 1, 2, 3, 4], 9)
     assert not session.has_ungrantable()
     assert session.start(9) == [0, 1, 2, 3, 4]
-    assert session.way_of(4) == (4, 5)
+    assert session.pages_of(4) == (4, 5)
     session.check()
 
 
 def test_parts_of_a_page_behind_the_prompts_end_are_not_expected() -> None:
-    session = ReceiveSession(("r", 0), "peer", first=0, num_tokens=9, page_size=6)
-    session.reserve([4, 5])
+    delivery = PageDelivery(page_size=6)
+    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, delivery=delivery)
     session.grant(1, 3)
     assert session.is_expected([0, 1], 1)
     assert session.is_expected([0], 2)

@@ -107,7 +107,7 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
         schedule_policy="fair",
         tenant_shares=(f"heavy:{weight}", "light:1"),
         tenant_header=True,
-        gateway_lookahead=lookahead,
+        max_dispatch_ahead=lookahead,
     )
     for number, (length, max_new) in enumerate(requests):
         tenant = tenants[number]
@@ -191,7 +191,7 @@ def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]]
         costs=COSTS,
         schedule_policy="edf",
         prefill_max_requests=1,
-        gateway_lookahead=1_000,
+        max_dispatch_ahead=1_000,
     )
     for number, ((released, chunks), end) in enumerate(zip(jobs, ends, strict=True)):
         timeout_s = end - released + CHUNK_S + 2 * MESSAGE_S + 1e-6

@@ -11,7 +11,7 @@ from common.cache.page_layout import PageLayout
 from common.request import RequestKey
 from common.wire.messages import Message, PrefillDone
 from kv_transfer.events import Completed, Event, PairLost, Released
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
@@ -83,13 +83,13 @@ class WatchedWriter(InProcessWriter):
         self._source_books = source_books
         self._target_books = target_books
 
-    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+    def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         if peer not in self._leaving:
             owner_of(self._source_books, source, Owner.REQUEST)
         owner = owner_of(self._target_books, target, Owner.GRANT, Owner.QUARANTINE)
         self.num_in_quarantine += owner is Owner.QUARANTINE
         self.written.append(target)
-        return super().put(peer, source, target, piece)
+        return super().put(peer, source, target, slices)
 
 
 @dataclass
@@ -225,12 +225,12 @@ class Couple:
         """Until nothing is left to do."""
         for _ in range(200):
             self.tick()
-            for link in self.receiver._links.by_peer.values():
+            for link in self.receiver._connections.by_peer.values():
                 self.now = max(self.now, link.retry_at or 0.0)
             self.poll()
             is_more = self.pump() or self.to_decode or self.to_prefill or self.wire.num_in_flight
             is_more = is_more or self.reader._news or self.writer._news
-            if not is_more and not any(link.retry_at for link in self.receiver._links.by_peer.values()):
+            if not is_more and not any(link.retry_at for link in self.receiver._connections.by_peer.values()):
                 return
             self.drain_to_decode()
             self.drain_to_prefill()
@@ -263,7 +263,7 @@ class Couple:
         if isinstance(event, Completed):
             assert list(event.pages) == self.grants[event.key]
             self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
-            first = GEOMETRY.num_pages(event.handoff.num_tokens) - len(event.pages)
+            first = GEOMETRY.num_pages(event.prefill_done.num_tokens) - len(event.pages)
             for index, page in enumerate(event.pages, first):
                 assert set(self.target.read(page)) == {content(event.key, index)}, f"page {index} has other bytes"
 

@@ -27,7 +27,7 @@ from decode_node import scheduler as decode
 from decode_node.role import DecodeRole
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from prefill_node import scheduler as prefill
 from prefill_node.role import PrefillRole
 from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
@@ -164,7 +164,7 @@ class LocalCluster:
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
         limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
-        chosen = transport if self.wire.can_recall else ChoosingWriter([transport])
+        chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
         sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
         scheduler = prefill.PrefillScheduler(
             cache,
@@ -184,7 +184,7 @@ class LocalCluster:
         books = PageAllocator(num_pages)
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
-        chosen = transport if self.wire.can_recall else ChoosingReader([transport])
+        chosen = transport if self.wire.can_recall else NegotiatingReader([transport])
         receiver = Receiver(chosen, books, name=name, digest="model")
         scheduler = decode.DecodeScheduler(
             cache,

@@ -19,7 +19,7 @@ from common.wire.messages import FromDecode, FromPrefill, PrefillDone
 from kv_transfer.events import Completed, PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 
 
 def num_tokens(num_pages: int) -> int:
@@ -52,7 +52,7 @@ class TransferEnd:
 
 
 class SenderEnd(TransferEnd):
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         super().__init__()
         self.transport = open_writer(self.store, settings)
         self.sender = Sender(self.transport, digest="model")
@@ -110,7 +110,7 @@ class SenderEnd(TransferEnd):
 
 
 class ReceiverEnd(TransferEnd):
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         super().__init__()
         self.transport = open_reader(self.store, settings)
         self.receiver = Receiver(self.transport, self.books, name="decode-0", digest="model")

@@ -24,7 +24,7 @@ from kv_transfer.send.sender import Sender
 from kv_transfer.send.table import EARLY_LEASE_S
 from kv_transfer.send.tombstones import LEASE_S
 from kv_transfer.transports.base import ReaderTransport, WriterTransport
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 
 
@@ -49,14 +49,14 @@ class TwoNodes:
         name, store = f"p{self.num_starts}", Store(self.scope.num_pages)
         writer = WatchedWriter(self.wire, store, name)
         writer.world = self
-        transport: WriterTransport = writer if self.scope.can_recall else ChoosingWriter([writer])
+        transport: WriterTransport = writer if self.scope.can_recall else NegotiatingWriter([writer])
         return Prefill(name, store, PageAllocator(self.scope.num_pages), writer, transport, Sender(transport))
 
     def _start_decode(self) -> Decode:
         self.num_starts += 1
         name, store, books = f"d{self.num_starts}", Store(self.scope.num_pages), PageAllocator(self.scope.num_pages)
         reader = InProcessReader(self.wire, store, name)
-        transport: ReaderTransport = reader if self.scope.can_recall else ChoosingReader([reader])
+        transport: ReaderTransport = reader if self.scope.can_recall else NegotiatingReader([reader])
         return Decode(
             name, store, books, reader, transport, Receiver(transport, books, wants_checksums=self.scope.has_checksums)
         )
@@ -129,7 +129,7 @@ class TwoNodes:
 
     _last_lease = _lease
 
-    def _tombs(self) -> None:
+    def _tombstones(self) -> None:
         self.now += LEASE_S
         self.prefill.sender.pump(self.now, 0)
 
@@ -168,7 +168,7 @@ class TwoNodes:
     def _retry(self) -> None:
         """It is time to connect anew after a break."""
         receiver = self.decode.receiver
-        self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._links.by_peer.values()))
+        self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._connections.by_peer.values()))
         receiver.poll(self.now)
 
     def _lose_peer(self, peer: str) -> None:
@@ -302,13 +302,13 @@ class TwoNodes:
         assert set(self.prefill.store.read(source)) == {self.content(key, index)}, "a page leaves that is not computed"
         if not is_in_sight:
             return
-        session = self.decode.receiver._incoming.sessions.get(key)
+        session = self.decode.receiver._table.sessions.get(key)
         assert session is not None, f"page {target} is written for {key}, which is over"
         assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
 
     def _is_awaited(self, page: int) -> bool:
         """Is this page of the decode node set aside, in whatever state, for what has not come?"""
-        sessions = self.decode.receiver._incoming.sessions.values()
+        sessions = self.decode.receiver._table.sessions.values()
         found = [(s, s.first + s.pages.index(page)) for s in sessions if page in s.pages]
         return bool(found) and found[0][1] not in found[0][0]._arrived
 
@@ -347,13 +347,13 @@ class TwoNodes:
         held = sum(len(pages) for pages in self.prefill.pages.values())
         assert self.prefill.books.count(Owner.REQUEST) == held, "source pages leak"
         books = self.decode.books
-        known = sum(len(session.pages) for session in self.decode.receiver._incoming.sessions.values())
+        known = sum(len(session.pages) for session in self.decode.receiver._table.sessions.values())
         assert books.count(Owner.GRANT) + books.count(Owner.QUARANTINE) == known, "granted pages leak"
 
     def check_end(self) -> None:
         assert not self.wire.num_in_flight, "a page is on its way for ever"
-        assert not self.prefill.sender._outgoing.all(), "a transfer never ends at prefill"
-        assert not self.decode.receiver._incoming.sessions, "a transfer never ends at decode"
+        assert not self.prefill.sender._table.all(), "a transfer never ends at prefill"
+        assert not self.decode.receiver._table.sessions, "a transfer never ends at decode"
         assert not self.prefill.pages and self.prefill.books.num_free == self.scope.num_pages, "source pages leak"
         assert self.decode.books.num_free == self.scope.num_pages, "pages leak"
         assert not any(link.to_prefill or link.to_decode for link in self.links)

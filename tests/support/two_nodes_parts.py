@@ -7,7 +7,7 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.page_layout import PageLayout
 from common.request import RequestKey
 from common.wire.messages import Connect, Message
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
@@ -20,7 +20,7 @@ MESSAGE_FAULTS = ("lose", "repeat", "overtake")
 PAGE_FAULTS = ("drop", "copy", "corrupt")
 NODE_FAULTS = ("tear", "refuse", "kill prefill", "kill decode")
 ROLE_FAULTS = ("abort", "finish early", "cancel", "retract")
-TIME_FAULTS = ("lease", "tombs")
+TIME_FAULTS = ("lease", "tombstones")
 CONNECTION_FAULTS = (*MESSAGE_FAULTS, "tear", "refuse")
 FAULTS = MESSAGE_FAULTS + PAGE_FAULTS[:2] + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
 
@@ -89,9 +89,9 @@ class WatchedWriter(InProcessWriter):
             self.is_refused = False
             self._news[-1] = Attached(peer, connect.epoch, "it was not to be")
 
-    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+    def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         self.world.watch(self, peer, source, target)
-        return super().put(peer, source, target, piece)
+        return super().put(peer, source, target, slices)
 
 
 @dataclass(eq=False)

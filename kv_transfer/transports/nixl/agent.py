@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ConfigError
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore, address_of
 from kv_transfer.transports.nixl.peer_state import Kind, MemoryRegion, PeerState
 
@@ -154,19 +154,19 @@ class Agent:
         """
         return self.nixl.prep_xfer_dlist(agent, [pool.run(i * size, size) for i in range(num_pages)], pool.kind)
 
-    def prepare(self, sources: Any, peer: PeerState, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
+    def prepare(self, sources: Any, peer: PeerState, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Any:
         """A write that has not begun: of whole pages, by index in the prepared lists (``sources`` are ours), or of
         slices, by a list of all their runs.
         """
-        if piece is None:
+        if slices is None:
             ours, theirs = [source for source, _ in pages], [target for _, target in pages]
             return self.nixl.make_prepped_xfer("WRITE", sources, ours, peer.pages, theirs)
         here, there = self.pool, peer.endpoint.pool
         local, remote = [], []
         for source, target in pages:
-            for at, to, length in piece.runs:
-                local.append(here.run(source * piece.ours.page_bytes + at, length))
-                remote.append(there.run(target * piece.theirs.page_bytes + to, length))
+            for at, to, length in slices.runs:
+                local.append(here.run(source * slices.ours.page_bytes + at, length))
+                remote.append(there.run(target * slices.theirs.page_bytes + to, length))
         lists = self.nixl.get_xfer_descs(local, here.kind), self.nixl.get_xfer_descs(remote, there.kind)
         return self.nixl.initialize_xfer("WRITE", *lists, peer.agent)
 

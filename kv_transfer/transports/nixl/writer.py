@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, stage
 from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
 from kv_transfer.transports.nixl.handshake import Handshake
@@ -40,7 +40,7 @@ MIN_MEASURED_BYTES = 1 << 20  # shorter writes say little about how long a large
 
 
 class NixlWriter:
-    """``WriterTransport`` of a prefill node, to be used within ``ChoosingWriter``, which waits where ``detach`` must.
+    """``WriterTransport`` of a prefill node, for use in ``NegotiatingWriter``, which waits where ``detach`` must.
 
     Args:
         key: the cluster's; offers that were not sealed with it are refused.
@@ -96,20 +96,20 @@ class NixlWriter:
         news = [self._news.popleft() for _ in range(len(self._news))]
         return [a for a in news if a.peer in self._peers and self._peers[a.peer].connect.epoch == a.epoch]
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         peer_state = self._peers[peer]
         if self._is_staged:
             stage(self.store, [source for source, _ in pages])
         self._num_tickets += 1
-        num_bytes = len(pages) * (self._page_bytes if piece is None else piece.num_bytes)
+        num_bytes = len(pages) * (self._page_bytes if slices is None else slices.num_bytes)
         write = Write(peer_state, self._num_tickets, None, num_bytes)
-        if not self._write_here(write, pages, piece):
+        if not self._write_here(write, pages, slices):
             with self._lock:
                 peer_state.num_open += 1
-            self._jobs.put(("write", write, pages, piece))
+            self._jobs.put(("write", write, pages, slices))
         return write.ticket
 
-    def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], piece: Piece | None) -> bool:
+    def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> bool:
         """Begin to write without waking the thread, which looks after the write unless it is over at once.
 
         A copy evicts everything that Python needs from the CPU's caches, so little work follows it.
@@ -122,7 +122,7 @@ class NixlWriter:
         if not pages or expected_s > self._hold_budget_s or not self._agent.lock.acquire(blocking=False):
             return False
         try:
-            write.handle = self._agent.prepare(self._sources, peer_state, pages, piece)
+            write.handle = self._agent.prepare(self._sources, peer_state, pages, slices)
         except Exception:  # nothing was begun; the thread will meet the same error
             return False
         else:
@@ -260,7 +260,7 @@ class NixlWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def _post(self, write: Write, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Write | None:
+    def _post(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Write | None:
         """Begin to write.
 
         Returns:
@@ -276,7 +276,7 @@ class NixlWriter:
             return None
         try:
             with self._agent.lock:
-                write.handle = self._agent.prepare(self._sources, peer_state, pages, piece)
+                write.handle = self._agent.prepare(self._sources, peer_state, pages, slices)
         except Exception as error:  # NIXL's own errors have no common root; nothing was begun
             self._fail(peer_state, str(error))
             self._count_over(write)

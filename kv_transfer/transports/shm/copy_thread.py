@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kv_transfer.page_slices import Piece, copy
+from kv_transfer.page_slices import SlicePair, copy
 from kv_transfer.transports.base import PageStore, address_of, stage
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class CopyThread:
         self._store = store
         self._wake = wake
         self._at = address_of(store.memory) if store.is_mapped else 0
-        self._jobs: queue.SimpleQueue[tuple[MappedPool, int, Sequence[tuple[int, int]], Piece | None] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[MappedPool, int, Sequence[tuple[int, int]], SlicePair | None] | None] = (
             queue.SimpleQueue()
         )
         self._done: deque[int] = deque()
@@ -56,10 +56,10 @@ class CopyThread:
 
     # ---- called by the loop -------------------------------------------------------------------------------------
 
-    def begin(self, pool: MappedPool, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None) -> None:
+    def begin(self, pool: MappedPool, ticket: int, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> None:
         """Copy pages (ours, theirs). The ticket is never reported if the pool is shut first or a copy fails."""
         assert all(0 <= s < self._store.num_pages and 0 <= t < pool.num_pages for s, t in pages), "no such page"
-        self._jobs.put((pool, ticket, pages, piece))
+        self._jobs.put((pool, ticket, pages, slices))
 
     def done(self) -> list[int]:
         """Tickets whose pages are all in place, each once."""
@@ -74,9 +74,9 @@ class CopyThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            pool, ticket, pages, piece = job
+            pool, ticket, pages, slices = job
             try:
-                is_whole = all(self._copy(pool, source, target, piece) for source, target in pages)
+                is_whole = all(self._copy(pool, source, target, slices) for source, target in pages)
             except Exception as error:  # for example the device's; the loop must learn of it
                 log.exception("a page could not be copied")
                 pool.problem = str(error) or type(error).__name__
@@ -85,28 +85,28 @@ class CopyThread:
                 self._done.append(ticket)
             os.eventfd_write(self._wake, 1)
 
-    def _copy(self, pool: MappedPool, source: int, target: int, piece: Piece | None) -> bool:
+    def _copy(self, pool: MappedPool, source: int, target: int, slices: SlicePair | None) -> bool:
         """Copy one page. False: the pool is shut, or an earlier copy into it failed."""
         with pool.lock:
             if not pool.is_open or pool.problem:
                 return False
-            if piece is None and self._at:
+            if slices is None and self._at:
                 num_bytes = pool.page_bytes
                 ctypes.memmove(pool.at + target * num_bytes, self._at + source * num_bytes, num_bytes)
             else:
-                num_bytes = self._copy_view(pool, source, target, piece)
+                num_bytes = self._copy_view(pool, source, target, slices)
             self.num_bytes += num_bytes
         return True
 
-    def _copy_view(self, pool: MappedPool, source: int, target: int, piece: Piece | None) -> int:
+    def _copy_view(self, pool: MappedPool, source: int, target: int, slices: SlicePair | None) -> int:
         """Copy from a device, or slice by slice; returns the number of bytes."""
         begin = target * pool.page_bytes
         with memoryview(pool.memory) as theirs, theirs[begin : begin + pool.page_bytes] as into:
-            if piece is None:
+            if slices is None:
                 self._store.export_page(source, into)
                 return pool.page_bytes
             stage(self._store, (source,))
             size = self._store.geometry.page_bytes
             with memoryview(self._store.memory) as ours, ours[source * size : (source + 1) * size] as page:
-                copy(piece, page, into)
-            return piece.num_bytes
+                copy(slices, page, into)
+            return slices.num_bytes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message
 from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool
 from kv_transfer.transports.shm.protocol import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
@@ -165,9 +165,9 @@ class ShmWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._num_tickets += 1
-        self._copy_thread.begin(self._mappings[peer].pool, self._num_tickets, pages, piece)
+        self._copy_thread.begin(self._mappings[peer].pool, self._num_tickets, pages, slices)
         return self._num_tickets
 
     def done(self) -> list[int]:

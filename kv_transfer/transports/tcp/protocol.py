@@ -106,7 +106,7 @@ class FrameAuthenticator:
 
 
 class PayloadMac:
-    """The mac of a header and the bytes after it, computed piece by piece. Releases the interpreter's lock."""
+    """The mac of a header and the bytes after it, computed as they go by. Releases the interpreter's lock."""
 
     __slots__ = ("_hmac",)
 

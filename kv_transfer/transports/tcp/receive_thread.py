@@ -57,13 +57,13 @@ class WritePermissions:
         for page in pages:
             self._by_page[page] = WritePermission((peer, epoch))
 
-    def give_again(self, owner: tuple[str, int], pages: Sequence[int], box: PageSlice) -> None:
+    def give_again(self, owner: tuple[str, int], pages: Sequence[int], page_slice: PageSlice) -> None:
         """Permit a slice that has come to be written once more."""
         for page in pages:
             grant = self._by_page.get(page)
             with self._lock:
-                if grant is not None and grant.owner == owner and box in grant.claimed:
-                    grant.claimed.remove(box)
+                if grant is not None and grant.owner == owner and page_slice in grant.claimed:
+                    grant.claimed.remove(page_slice)
 
     def take(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -74,13 +74,13 @@ class WritePermissions:
         for page in [page for page, grant in list(self._by_page.items()) if grant.owner[0] == peer]:
             self._by_page.pop(page, None)
 
-    def claim(self, owner: tuple[str, int], page: int, box: PageSlice) -> WritePermission | None:
+    def claim(self, owner: tuple[str, int], page: int, page_slice: PageSlice) -> WritePermission | None:
         """The permission under which this slice of the page may come; None if there is none. Each byte comes once."""
         grant = self._by_page.get(page)
         with self._lock:
-            if grant is None or grant.owner != owner or any(box.overlaps(other) for other in grant.claimed):
+            if grant is None or grant.owner != owner or any(page_slice.overlaps(other) for other in grant.claimed):
                 return None
-            grant.claimed.append(box)
+            grant.claimed.append(page_slice)
         return grant
 
     def holds(self, grant: WritePermission | None, page: int) -> bool:
@@ -225,8 +225,8 @@ class ReceiveThread:
         number = 0
         with memoryview(header) as view:
             while self._fill(view):
-                page, box = self._understood(bytes(header), number)
-                is_placed = self._place(memory, page, box, self._page_seal.body(bytes(header)))
+                page, page_slice = self._understood(bytes(header), number)
+                is_placed = self._place(memory, page, page_slice, self._page_seal.body(bytes(header)))
                 self._acknowledge(is_placed, page, number)
                 number += 1
 
@@ -257,12 +257,18 @@ class ReceiveThread:
             raise ConnectionError("a frame came that is not a page of this writer")
         if given != number:
             raise ConnectionError(f"frame {given} came where frame {number} was expected")
-        box, geometry = PageSlice(*numbers), self._store.geometry
-        if page >= self._store.num_pages or not box.is_within(geometry) or num_bytes != box.num_bytes(geometry):
-            raise ConnectionError(f"a page came that this pool does not have: page {page}, {num_bytes} bytes, {box}")
-        return page, box
+        page_slice, geometry = PageSlice(*numbers), self._store.geometry
+        if (
+            page >= self._store.num_pages
+            or not page_slice.is_within(geometry)
+            or num_bytes != page_slice.num_bytes(geometry)
+        ):
+            raise ConnectionError(
+                f"a page came that this pool does not have: page {page}, {num_bytes} bytes, {page_slice}"
+            )
+        return page, page_slice
 
-    def _place(self, memory: memoryview, page: int, box: PageSlice, body: PayloadMac | None) -> bool:
+    def _place(self, memory: memoryview, page: int, page_slice: PageSlice, body: PayloadMac | None) -> bool:
         """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise.
 
         Returns:
@@ -271,8 +277,8 @@ class ReceiveThread:
         Raises:
             ConnectionError: they were, and are not the bytes that the writer sent.
         """
-        room = Destination(memory, page * self._page_bytes, self._runs_of(box))
-        grant = self._permissions.claim(self._owner, page, box)
+        room = Destination(memory, page * self._page_bytes, self._runs_of(page_slice))
+        grant = self._permissions.claim(self._owner, page, page_slice)
         is_allowed = grant is not None
         self._page = page
         while room.num_missing:
@@ -312,10 +318,10 @@ class ReceiveThread:
                 raise ConnectionError("it was cut within a page")
         return bytes(mac)
 
-    def _runs_of(self, box: PageSlice) -> list[tuple[int, int]]:
+    def _runs_of(self, page_slice: PageSlice) -> list[tuple[int, int]]:
         """As ``PageSlice.runs``; cached, since the same slice comes many times in a row."""
-        if self._layout is None or self._layout[0] != box:
-            self._layout = (box, box.runs(self._store.geometry))
+        if self._layout is None or self._layout[0] != page_slice:
+            self._layout = (page_slice, page_slice.runs(self._store.geometry))
         return self._layout[1]
 
     def _discard(self, num_bytes: int) -> memoryview:

@@ -7,7 +7,7 @@ import socket
 import threading
 from typing import Any
 
-from kv_transfer.page_slices import Piece, whole
+from kv_transfer.page_slices import SlicePair, whole
 from kv_transfer.transports.base import PageStore
 from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, AuthenticatedConnection
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MAX_BUFFERS = 512  # in one call; Linux allows 1,024
 JOIN_S = 5.0  # a thread ends well within this time after it was stopped
 
-Job = tuple[int, int, Piece | None]  # our page, the peer's page, and which slices of them; None: whole pages
+Job = tuple[int, int, SlicePair | None]  # our page, the peer's page, and which slices of them; None: whole pages
 
 
 class SendThread:
@@ -75,30 +75,30 @@ class SendThread:
         """Send frame after frame, straight from the pool."""
         number = 0
         while (job := self._jobs.get()) is not None:
-            source, target, piece = job
-            header = self._header(target, piece, number)
+            source, target, slices = job
+            header = self._header(target, slices, number)
             with memory[source * self._page_bytes : (source + 1) * self._page_bytes] as page:
-                if piece is None:
+                if slices is None:
                     self._send(header, page)
                 else:
-                    self._gather(header, page, piece)
-                self._sign(header, page, piece)
+                    self._gather(header, page, slices)
+                self._sign(header, page, slices)
             number += 1
 
-    def _sign(self, header: bytes, page: memoryview, piece: Piece | None) -> None:
+    def _sign(self, header: bytes, page: memoryview, slices: SlicePair | None) -> None:
         """Send the mac of a page after its bytes, so that the bytes travel while the mac is computed."""
         body = self._seal.body(header)
         if body is None:
             return
-        for at, _, length in ((0, 0, len(page)),) if piece is None else piece.runs:
+        for at, _, length in ((0, 0, len(page)),) if slices is None else slices.runs:
             with page[at : at + length] as run:
                 body.add(run)
         self._connection.sendall(body.mac())
 
-    def _header(self, target: int, piece: Piece | None, number: int) -> bytes:
-        box = self._whole if piece is None else piece.target
-        num_bytes = self._page_bytes if piece is None else piece.num_bytes
-        header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *box)
+    def _header(self, target: int, slices: SlicePair | None, number: int) -> bytes:
+        page_slice = self._whole if slices is None else slices.target
+        num_bytes = self._page_bytes if slices is None else slices.num_bytes
+        header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *page_slice)
         return header + self._seal.mac(header)
 
     def _send(self, header: bytes, page: memoryview) -> None:
@@ -111,9 +111,9 @@ class SendThread:
             with page[at:] as rest:
                 at += self._connection.send(rest)
 
-    def _gather(self, header: bytes, page: memoryview, piece: Piece) -> None:
+    def _gather(self, header: bytes, page: memoryview, slices: SlicePair) -> None:
         """Send the runs of a slice, many to a call."""
-        buffers = [memoryview(header), *(page[at : at + length] for at, _, length in piece.runs)]
+        buffers = [memoryview(header), *(page[at : at + length] for at, _, length in slices.runs)]
         first = 0
         while first < len(buffers):
             num_sent = self._connection.sendmsg(buffers[first : first + MAX_BUFFERS])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
 from kv_transfer.transports.tcp.protocol import (
     DONE,
@@ -260,19 +260,19 @@ class TcpWriter:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         route = self._routes[peer]
         assert route.is_attached, "not attached"
         self._num_tickets += 1
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
-        num_bytes = self.store.geometry.page_bytes if piece is None else piece.num_bytes
+        num_bytes = self.store.geometry.page_bytes if slices is None else slices.num_bytes
         for source, target in pages:
             self._stage(source)
             connection = min(route.connections, key=lambda connection: len(connection.pending))
             assert connection.thread is not None
             connection.pending.append((ticket, target, num_bytes))
-            connection.thread.put((source, target, piece))
+            connection.thread.put((source, target, slices))
         if not pages:
             self._finish(ticket)
         return ticket

@@ -1,5 +1,7 @@
-"""The decode node's side of Gloo and NCCL: TCP's, but for the bytes, which come through a group and are copied into
-the pool here, one page at a time, where that is allowed at that moment. See ``group`` for the whole story.
+"""The decode node's side of Gloo and NCCL: as TCP's, but the bytes come through a group and are copied into the pool
+here.
+
+A page is copied at one moment, if it may be written then. The package's docstring describes the protocol.
 """
 
 import hmac
@@ -46,16 +48,16 @@ class GroupReader(TcpReader):
 
 
 class _Coming(NamedTuple):
-    """A page, or a part of one, that is being received.
+    """A page, or a slice of one, that is being received.
 
     Attributes:
-        room: where it goes first.
+        room: memory into which it is received.
         work: to wait for.
-        body, mac: what is to come of it, with a cluster key.
+        body, mac: the expected mac, with a cluster key.
     """
 
     page: int
-    box: PageSlice
+    page_slice: PageSlice
     number: int
     room: Any
     work: Any
@@ -64,7 +66,7 @@ class _Coming(NamedTuple):
 
 
 class GroupReceiveThread(ReceiveThread):
-    """Receives into memory of its own, and copies from there under its lock, which those who take permissions wait for.
+    """Receives into memory of its own, and copies from there under its lock, for which ``forbid`` waits.
 
     Args:
         join: forms the group; blocks.
@@ -101,7 +103,7 @@ class GroupReceiveThread(ReceiveThread):
             group.close()
 
     def _receive_pages(self, group: Group) -> None:
-        """As ``ReceiveThread._serve``; up to ``DEPTH`` pages are on their way at once."""
+        """As ``ReceiveThread._serve``, with up to ``DEPTH`` pages on their way at once."""
         header = bytearray(PAGE_FRAME_BYTES)
         coming: deque[_Coming] = deque()
         spare = [group.pages.staging() for _ in range(DEPTH)]
@@ -111,11 +113,11 @@ class GroupReceiveThread(ReceiveThread):
                 while spare and (not coming or self._readable.poll(0)):
                     if not self._fill(view):
                         return
-                    page, box = self._understood(bytes(header), number)
-                    room, num_bytes = spare.pop(), box.num_bytes(self._store.geometry)
+                    page, page_slice = self._understood(bytes(header), number)
+                    room, num_bytes = spare.pop(), page_slice.num_bytes(self._store.geometry)
                     work = group.receive(room[:num_bytes])
                     body = self._page_seal.body(bytes(header))
-                    coming.append(_Coming(page, box, number, room, work, body, self._mac_after(body)))
+                    coming.append(_Coming(page, page_slice, number, room, work, body, self._mac_after(body)))
                     number += 1
                 first = coming.popleft()
                 group.wait(first.work)
@@ -123,23 +125,27 @@ class GroupReceiveThread(ReceiveThread):
                 spare.append(first.room)
 
     def _put(self, pages: Pages, came: _Coming) -> bool:
-        """Copy what has come whole into the pool, if that is allowed. Was it?
+        """Copy what has come whole into the pool, if that is permitted.
 
-        Raises ConnectionError if it is not what the writer sent.
+        Returns:
+            Whether it was.
+
+        Raises:
+            ConnectionError: it is not what the writer sent.
         """
-        num_bytes = came.box.num_bytes(self._store.geometry)
+        num_bytes = came.page_slice.num_bytes(self._store.geometry)
         if came.body is not None:
             came.body.add(pages.read(came.room[:num_bytes]))
             if not hmac.compare_digest(came.body.mac(), came.mac):
                 raise ConnectionError("the bytes of a page were changed on the way")
-        grant = self._permissions.claim(self._owner, came.page, came.box)
+        grant = self._permissions.claim(self._owner, came.page, came.page_slice)
         self._page = came.page
         with self._lock:
             if not self._is_open:
                 raise ConnectionError("it was closed on our side")
             is_allowed = self._permissions.holds(grant, came.page)
             if is_allowed:
-                pages.scatter(came.page, self._runs_of(came.box), came.room)
+                pages.scatter(came.page, self._runs_of(came.page_slice), came.room)
         self._page = -1
         self._permissions.count(num_bytes if is_allowed else 0)
         return is_allowed

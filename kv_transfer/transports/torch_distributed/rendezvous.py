@@ -1,8 +1,8 @@
-"""How a group of two forms over a connection on which both ends have proven themselves.
+"""How a group of two forms over a connection on which both ends have authenticated themselves.
 
-Each end has a store of its own. What its backend sets there is sent to the other end, checked and set there too, so
-that the backends find each other without a store that anybody could reach. Then both prove over the group itself that
-no stranger took a place in it. Frames, both ways, until each end has said MADE:
+Each end has a store of its own. Entries that its backend sets there are sent to the other end, checked and set there
+too, so that the backends find each other without a store that strangers could reach. Then both ends prove over the
+group itself that no stranger took a place in it. Frames, both ways, until each end has sent MADE:
 
     ENTRY header + mac, key, value     at most ``MAX_ENTRIES``
     MADE header + mac                  the group works, seen from here
@@ -38,10 +38,10 @@ _ROLES = (b"writer", b"reader")
 
 
 def form(authenticated: AuthenticatedConnection, backend: str, rank: int, pages: Pages) -> Group:
-    """Blocks for ``FORM_S`` at most. The connection is left as it was, at the byte after the peer's MADE.
+    """Form the group; blocks for at most ``FORM_S``. The connection is left at the byte after the peer's MADE.
 
     Raises:
-        OSError: the peer left, did not answer in time, or said something that cannot be meant.
+        OSError: the peer left, did not answer in time, or sent something that cannot be meant.
     """
     store = HashStore()
     store.set_timeout(timedelta(seconds=FORM_S + GRACE_S))
@@ -59,7 +59,7 @@ def form(authenticated: AuthenticatedConnection, backend: str, rank: int, pages:
 
 
 class _Maker(threading.Thread):
-    """Lets the backend form the group, which blocks, and proves to the other end over it who we are."""
+    """Lets the backend form the group, which blocks, and proves our identity to the other end over it."""
 
     def __init__(
         self, store: HashStore, authenticated: AuthenticatedConnection, backend: str, rank: int, pages: Pages

@@ -1,4 +1,4 @@
-"""The prefill node's side of Gloo and NCCL: TCP's, but for the bytes, which go through a group. See ``group``."""
+"""The prefill node's side of Gloo and NCCL: as TCP's, but the bytes go through a group. See the package's docstring."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
 
 
 class GroupWriter(TcpWriter):
-    """``WriterTransport`` of a prefill node, to be used within ``ChoosingWriter``, which waits where ``detach`` must.
+    """``WriterTransport`` of a prefill node, for use in ``NegotiatingWriter``, which waits where ``detach`` must.
 
     Args:
         backend: "gloo", or "nccl" for a pool on a CUDA device.
@@ -52,13 +52,13 @@ class GroupWriter(TcpWriter):
         return GroupSendThread(authenticated, self.store, join=join, note_change=self._note_change)
 
     def _note_change(self, thread: "GroupSendThread") -> None:
-        """Called in the thread's thread."""
+        """Called in the thread of a connection."""
         self._changed.append(thread)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def _mark_ready(self, route: Route, connection: Connection) -> None:
-        """Not yet: until the group is formed, its thread alone reads from the connection."""
+        """Wait for the group: until it has formed, only the thread reads from the connection."""
         connection.stage = Stage.OPENING
         self._epoll.unregister(connection.sock)
 
@@ -88,9 +88,11 @@ class GroupWriter(TcpWriter):
 
 
 class GroupSendThread(SendThread):
-    """Args:
-    join: forms the group; blocks.
-    note_change: called in the thread when the group is formed, and when the thread needs no page any more.
+    """Forms a group, and sends pages through it.
+
+    Args:
+        join: forms the group; blocks.
+        note_change: called in the thread when the group has formed, and when the thread needs no page any more.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class GroupSendThread(SendThread):
             group.close()
 
     def _send_pages(self, group: Group) -> None:
-        """As ``SendThread._serve``; up to ``DEPTH`` pages are on their way at once."""
+        """As ``SendThread._serve``, with up to ``DEPTH`` pages on their way at once."""
         going: deque[tuple[Any, Any]] = deque()  # what to wait for, and the room that it occupies
         spare = [group.pages.staging() for _ in range(DEPTH)]
         number = 0
@@ -152,9 +154,9 @@ class GroupSendThread(SendThread):
             if job is None or not self._may_send():
                 return
             if job:
-                source, target, piece = job
+                source, target, slices = job
                 room = spare.pop()
-                header, part = self._header(target, piece, number), group.pages.gather(source, piece, room)
+                header, part = self._header(target, slices, number), group.pages.gather(source, slices, room)
                 self._connection.sendall(header)
                 going.append((group.send(part), room))
                 if (body := self._seal.body(header)) is not None:
@@ -168,7 +170,7 @@ class GroupSendThread(SendThread):
                 self._is_sending = bool(going)
 
     def _next(self, *, is_waiting: bool) -> Job | tuple[()] | None:
-        """The next job, () if there is none and nobody waits for one, or None for the end."""
+        """The next job, () if there is none and none is waited for, or None for the end."""
         try:
             return self._jobs.get(block=is_waiting)
         except queue.Empty:
