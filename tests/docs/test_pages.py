@@ -140,6 +140,21 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_of_a_link_is_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text_of(page))
+    missing = [
+        f"{name}#{anchor}" for name, anchor in links if anchor not in anchors(page.parent / name if name else page)
+    ]
+    assert not missing
+
+
 @pytest.mark.parametrize("name", sorted(MOST_LINES))
 def test_pages_keep_their_length(name: str) -> None:
     page = ROOT / name if name == "README.md" else DOCS / name
