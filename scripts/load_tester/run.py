@@ -107,7 +107,7 @@ class _Run:
     async def _fit(self, pool: ClientPool, headers: RequestHeaders) -> None:
         """Check the plan's tenants and fields, and start more processes if a trace needs them."""
         plan, is_trace = self._plan, self._config.trace is not None
-        requests = [one for chain in plan.sessions for one in chain] if is_trace else []
+        requests = [one for session in plan.sessions for one in session] if is_trace else []
         check_endpoint(self._config.endpoint, requests)
         headers.check({*(one.tenant for one in plan.classes.values()), *(one.tenant for one in requests)})
         if is_trace and plan.is_open and not self._config.clients:

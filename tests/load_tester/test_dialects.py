@@ -17,12 +17,10 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTr
 def read(*events: dict[str, Any], head: bytes = HEAD) -> ParsedResponse:
     """Each event in a chunk of its own, at instants 1, 2, 3, ..."""
     data = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [b"data: [DONE]\n\n"]
-    segments = [head + chunk(data[0]), *map(chunk, data[1:]), b"0\r\n\r\n"]
-    stamps = array("d", range(1, len(segments) + 1)).tobytes()
-    sizes = array("I", map(len, segments)).tobytes()
-    return parse_response(
-        RequestDone(0, 0.0, 0.0, 0.0, float(len(segments)), stamps, sizes, b"".join(segments), "", False)
-    )
+    pieces = [head + chunk(data[0]), *map(chunk, data[1:]), b"0\r\n\r\n"]
+    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
+    sizes = array("I", map(len, pieces)).tobytes()
+    return parse_response(RequestDone(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), "", False))
 
 
 def chunk(data: bytes) -> bytes:

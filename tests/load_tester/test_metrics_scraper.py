@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from common.errors import ConfigError
-from scripts.load_tester.client import metrics_scraper as scrape
+from scripts.load_tester.client import metrics_scraper
 from scripts.load_tester.client.metrics_scraper import MetricsScraper, parse_metrics
 from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
@@ -113,7 +113,7 @@ def test_a_silent_address_does_not_hold_up_the_end_of_a_run(
 
 
 def test_an_endless_page_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "MAX_PAGE", 1 << 20)
+    monkeypatch.setattr(metrics_scraper, "MAX_PAGE", 1 << 20)
     with server(flood) as (url, _):
         found = scrape_for(LoadtestConfig(url=url, scrape=url))
     assert found.since(0.0) == {} and "no metrics (HTTP 0)" in found.notes[0]
@@ -139,7 +139,7 @@ def test_the_key_goes_only_to_the_server_under_test() -> None:
 
 
 def test_a_long_run_keeps_an_even_selection_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "MAX_ROWS", 4)
+    monkeypatch.setattr(metrics_scraper, "MAX_ROWS", 4)
     scraper = MetricsScraper(LoadtestConfig(scrape_interval=1.0))
     for at in range(6):
         scraper._keep(float(at), {"a": 1.0 + at})
@@ -150,7 +150,7 @@ def test_a_long_run_keeps_an_even_selection_of_pages(monkeypatch: pytest.MonkeyP
 def test_prometheus_text_is_read_without_buckets_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nd 1.2.3\nprocess_x 1\n'
     assert parse_metrics(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}
-    monkeypatch.setattr(scrape, "MAX_NAMES", 1)
+    monkeypatch.setattr(metrics_scraper, "MAX_NAMES", 1)
     assert parse_metrics(text) == {"a_total": 3.0}
 
 

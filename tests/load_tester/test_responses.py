@@ -34,26 +34,26 @@ def chunk(data: bytes) -> bytes:
 WHOLE = HEAD + b"".join(map(chunk, [*EVENTS, USAGE, LAST])) + b"0\r\n\r\n"
 
 
-def done_of(segments: list[bytes], error: str = "") -> RequestDone:
-    stamps = array("d", range(1, len(segments) + 1)).tobytes()
-    sizes = array("I", map(len, segments)).tobytes()
-    return RequestDone(0, 0.0, 0.0, 0.0, float(len(segments)), stamps, sizes, b"".join(segments), error, False)
+def done_of(pieces: list[bytes], error: str = "") -> RequestDone:
+    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
+    sizes = array("I", map(len, pieces)).tobytes()
+    return RequestDone(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
 
 
 @given(cuts=st.sets(st.integers(1, len(WHOLE) - 1)))
 def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[int]) -> None:
     edges = [0, *sorted(cuts), len(WHOLE)]
-    segments = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
+    pieces = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
     line = FedConnection()
-    for piece in segments:
+    for piece in pieces:
         assert not line.ended
         line.receive(piece)
     assert line.ended == [line.exchange] and line.connection.is_reusable
     assert b"".join(line.exchange.parts) == WHOLE
-    assert line.exchange.sizes.tolist() == [len(piece) for piece in segments]
+    assert line.exchange.sizes.tolist() == [len(piece) for piece in pieces]
     stamps = line.exchange.stamps.tolist()
-    assert stamps == sorted(stamps) and len(stamps) == len(segments) and line.exchange.ended_at == stamps[-1]
-    answer = parse_response(done_of(segments))
+    assert stamps == sorted(stamps) and len(stamps) == len(pieces) and line.exchange.ended_at == stamps[-1]
+    answer = parse_response(done_of(pieces))
     assert (answer.text, answer.error, answer.usage_output) == ("0123", "", 4)
     # Each event has the instant of the piece with its last byte.
     at, expected = len(HEAD), []
@@ -87,8 +87,8 @@ def test_events_may_have_crlf_line_ends_and_comments(cuts: set[int]) -> None:
     body = b": ping\r\n\r\n" + b"".join(event.replace(b"\n", b"\r\n") for event in [*EVENTS, LAST])
     raw = HEAD + chunk(body) + b"0\r\n\r\n"
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    segments = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
-    answer = parse_response(done_of(segments))
+    pieces = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
+    answer = parse_response(done_of(pieces))
     assert (answer.text, answer.error, len(answer.stamps)) == ("0123", "", 4)
 
 

@@ -161,7 +161,7 @@ def test_a_users_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path
     path = write(tmp_path / "t", *lines)
     plan = make_plan(LoadtestConfig(trace=path, rate="2", arrival="constant"))
     sessions = list(plan.sessions)
-    assert [chain[0].at for chain in sessions] == [0, 0.5]
+    assert [session[0].at for session in sessions] == [0, 0.5]
     assert (sessions[0][0].num_input, sessions[0][0].num_output, sessions[0][0].priority) == (3, 4, 2)
     assert sessions[1][0].class_name == "x" and sessions[1][0].extra == {"messages": []}
     with pytest.raises(ConfigError, match="need a trace with timestamps"):
@@ -243,6 +243,6 @@ def test_requests_without_a_clock_are_all_timed_before_the_start(tmp_path: Path)
     path = write(tmp_path / "t", *[{"prompt": "a"}] * 10)
     plan = make_plan(LoadtestConfig(trace=path, rate="2", arrival="constant", duration="3"))
     assert isinstance(plan.sessions, list) and plan.num_sessions == 6
-    assert [chain[0].at for chain in plan.sessions] == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert [session[0].at for session in plan.sessions] == [0, 0.5, 1, 1.5, 2, 2.5]
     slow = make_plan(LoadtestConfig(trace=path, rate="0.00001", arrival="constant", num_requests=2))
     assert slow.seconds == pytest.approx(100_000)

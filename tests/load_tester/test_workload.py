@@ -15,7 +15,7 @@ from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.config import LoadtestConfig, parse_seconds
 from scripts.load_tester.run import read_tokenizer
-from scripts.load_tester.workload import session_sampling as draws
+from scripts.load_tester.workload import session_sampling
 from scripts.load_tester.workload.lengths import parse_lengths
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.planned_request import (
@@ -95,8 +95,8 @@ def test_a_longer_run_begins_like_a_shorter_one() -> None:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_sampling_in_several_calls_gives_the_same_sessions(counts: list[int]) -> None:
     config = LoadtestConfig(**MIXED)  # type: ignore[arg-type]
-    draws = SessionSampler(4, request_classes_of(config), 5)
-    parts = [draws.take(count) for count in counts]
+    sampler = SessionSampler(4, request_classes_of(config), 5)
+    parts = [sampler.take(count) for count in counts]
     whole = SessionSampler(4, request_classes_of(config), 5).take(sum(counts))
     for name in ("request_class", "group", "tenant", "num_input", "num_output", "think_s"):
         assert np.concatenate([getattr(part, name) for part in parts]).tolist() == getattr(whole, name).tolist()
@@ -120,26 +120,26 @@ def test_columns_of_sessions_are_uncorrelated() -> None:
 
 def test_sessions_have_their_own_numbers_turns_pauses_and_groups() -> None:
     drawn = sessions(400, **MIXED)
-    assert [one.index for chain in drawn for one in chain] == list(range(sum(map(len, drawn))))
-    for number, chain in enumerate(drawn):
-        kind = chain[0].class_name
-        assert {one.session for one in chain} == {number if len(chain) > 1 else -1}
-        assert [one.turn for one in chain] == list(range(len(chain)))
-        assert (chain[0].group in (0, 1, 2)) == (kind == "b") and len(chain) in {"b": (2,)}.get(kind, (1, 2, 3))
-        assert {one.think_s > 0 for one in chain[1:]} <= {kind == "a"}
-        assert chain[0].tenant == "own" or (chain[0].tenant[:7] == "tenant-" and kind != "c")
-    thinks = [one.think_s for chain in sessions(4000, turns="2", think="2s") for one in chain[1:]]
+    assert [one.index for session in drawn for one in session] == list(range(sum(map(len, drawn))))
+    for number, session in enumerate(drawn):
+        kind = session[0].class_name
+        assert {one.session for one in session} == {number if len(session) > 1 else -1}
+        assert [one.turn for one in session] == list(range(len(session)))
+        assert (session[0].group in (0, 1, 2)) == (kind == "b") and len(session) in {"b": (2,)}.get(kind, (1, 2, 3))
+        assert {one.think_s > 0 for one in session[1:]} <= {kind == "a"}
+        assert session[0].tenant == "own" or (session[0].tenant[:7] == "tenant-" and kind != "c")
+    thinks = [one.think_s for session in sessions(4000, turns="2", think="2s") for one in session[1:]]
     assert sum(thinks) / len(thinks) == pytest.approx(2, rel=0.1)
     assert len(set(thinks)) == 4000
-    prefixes = {chain[0].segments[0] for chain in drawn if chain[0].class_name == "b"}
+    prefixes = {session[0].segments[0] for session in drawn if session[0].class_name == "b"}
     assert len(prefixes) == 3 and {length for _, length in prefixes} == {7}
     both = sessions(300, mix="x:prefix=7,groups=3;y:prefix=7,groups=3")
-    assert len({chain[0].segments[0] for chain in both}) == 6, "no class shares another's groups"
+    assert len({session[0].segments[0] for session in both}) == 6, "no class shares another's groups"
 
 
 def test_a_mix_draws_classes_by_share_with_their_own_lengths_and_fields() -> None:
     mix = "chat:share=3,input=20,priority=2,deadline=1.5s,tenant=a,slo-ttft=80ms; batch:input=uniform:50:60,output=1"
-    drawn = [chain[0] for chain in sessions(2000, mix=mix, output_len="9")]
+    drawn = [session[0] for session in sessions(2000, mix=mix, output_len="9")]
     chat = [one for one in drawn if one.class_name == "chat"]
     batch = [one for one in drawn if one.class_name == "batch"]
     assert len(chat) == pytest.approx(1500, abs=100) and len(chat) + len(batch) == 2000
@@ -212,13 +212,13 @@ def test_tokens_of_a_segment_do_not_depend_on_earlier_segments(
 
 
 def test_the_prompt_of_a_turn_begins_with_the_whole_previous_turn() -> None:
-    (chain,) = sessions(1, turns="3", input_len="5", output_len="4", prefix_len=3)
+    (session,) = sessions(1, turns="3", input_len="5", output_len="4", prefix_len=3)
     made = prompts()
-    bodies = [json.loads(made.body(planned))["prompt"] for planned in chain]
+    bodies = [json.loads(made.body(planned))["prompt"] for planned in session]
     assert [len(body) for body in bodies] == [8, 17, 26]
     assert bodies[1][:8] == bodies[0] and bodies[2][:17] == bodies[1]
-    assert [planned.turns_left for planned in chain] == [2, 1, 0]
-    assert [planned.think_s for planned in chain] == [-1, 0, 0]
+    assert [planned.turns_left for planned in session] == [2, 1, 0]
+    assert [planned.think_s for planned in session] == [-1, 0, 0]
 
 
 def test_each_endpoint_has_its_own_body() -> None:
@@ -304,13 +304,13 @@ def test_iterating_a_plan_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     expected = sessions(30_000, **MIXED)
     monkeypatch.setattr(SessionSampler, "take", lambda *_: pytest.fail("drawn too late"))
     made = list(plan.sessions)
-    for chain in made:
-        assert chain[0].at >= 0
-    assert [chain[0].at for chain in made] == sorted(chain[0].at for chain in made)
+    for session in made:
+        assert session[0].at >= 0
+    assert [session[0].at for session in made] == sorted(session[0].at for session in made)
     assert made[-1][0].at == plan.seconds == pytest.approx(30, rel=0.05)
     assert list(itertools.islice(plan.sessions, 50)) == made[:50], "the same as often as it is asked for"
-    for chain in made:
-        chain[0].at = 0.0
+    for session in made:
+        session[0].at = 0.0
     assert made == expected
 
 
@@ -323,7 +323,7 @@ def test_a_million_sessions_can_be_planned() -> None:
 
 
 def test_an_endless_plan_continues_after_the_first_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "EARLY_SESSIONS", 40)
+    monkeypatch.setattr(session_sampling, "EARLY_SESSIONS", 40)
     plan = make_plan(LoadtestConfig(concurrency=3, duration="1s", **MIXED))  # type: ignore[arg-type]
     assert list(itertools.islice(plan.sessions, 100)) == sessions(100, **MIXED)
     assert list(itertools.islice(plan.sessions, 100)) == sessions(100, **MIXED), "again"
@@ -335,7 +335,7 @@ def test_an_endless_plan_continues_after_the_first_sessions(monkeypatch: pytest.
 
 def test_fewer_sessions_with_many_turns_are_drawn_ahead() -> None:
     (one,) = request_classes_of(LoadtestConfig(turns="1000")).values()
-    assert draws.early_sessions([one]) == 2000
+    assert session_sampling.early_sessions([one]) == 2000
 
 
 @pytest.mark.parametrize(

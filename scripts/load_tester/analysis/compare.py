@@ -244,8 +244,8 @@ def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures
         raise ConfigError("--compare: one file is a sweep or a search and the other a single run: name two of a kind")
     if "runs" not in before:
         return [("", before, after)]
-    rate_charts = [_by_rate(side["runs"]) for side in (before, after)]
-    pairs = [(title, run, rate_charts[1][title]) for title, run in rate_charts[0].items() if title in rate_charts[1]]
+    first, second = (_by_rate(side["runs"]) for side in (before, after))
+    pairs = [(title, run, second[title]) for title, run in first.items() if title in second]
     if not pairs:
         raise ConfigError("--compare: the two have no rate in common")
     return pairs
@@ -268,11 +268,10 @@ def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["Titl
     names = [name for name, _ in sides]
     if names[0] == names[1]:
         names = [f"{names[0]} before", f"{names[1]} after"]
-    whole = dict(zip(names, (side for _, side in sides), strict=True))
-    is_sweep = "runs" in sides[0][1]
-    return names, rate_charts({name: side["runs"] for name, side in whole.items()}) if is_sweep else comparison_charts(
-        whole
-    )
+    reports = dict(zip(names, (side for _, side in sides), strict=True))
+    if "runs" in sides[0][1]:
+        return names, rate_charts({name: report["runs"] for name, report in reports.items()})
+    return names, comparison_charts(reports)
 
 
 def _draw(names: Sequence[str], charts: Sequence["TitledChart"], lines: list[str], out: dict[str, str | None]) -> None:

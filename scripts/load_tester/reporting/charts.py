@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.load_tester.analysis import stage_timeline as stages
+from scripts.load_tester.analysis import stage_timeline
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.reporting.node_usage import node_charts
@@ -154,8 +154,8 @@ def distribution_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
 
 #: Colour of each stage in the Gantt chart.
 STAGE_COLOURS = {
-    stages.LATE: 3, stages.GATEWAY: 6, stages.UNTIMED: 6, "queue": 4, "prefill queue": 4, "prefill": 1,
-    stages.WAITING: 1, stages.FIRST_GAP: 2, stages.STEADY: 0,
+    stage_timeline.LATE: 3, stage_timeline.GATEWAY: 6, stage_timeline.UNTIMED: 6, "queue": 4, "prefill queue": 4,
+    "prefill": 1, stage_timeline.WAITING: 1, stage_timeline.FIRST_GAP: 2, stage_timeline.STEADY: 0,
 }  # fmt: skip
 FAILED, INVALID = 5, 6
 
@@ -200,10 +200,10 @@ def _bars(records: Sequence[RequestRecord], label: str) -> Chart:
     chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
     for row, record in enumerate(records):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
-        for span in stages.spans_of(record) if record.stamps_s else _lost(record):
+        for span in stage_timeline.spans_of(record) if record.stamps_s else _lost(record):
             if span.name in STAGE_COLOURS and span.length_s > 0:
                 chart.keys[span.name] = colour = STAGE_COLOURS[span.name]
-                end_s = record.stamps_s[-1] if span.name == stages.STEADY else record.intended_s + span.end_s
+                end_s = record.stamps_s[-1] if span.name == stage_timeline.STEADY else record.intended_s + span.end_s
                 begin_s = record.intended_s + span.begin_s
                 chart.bar(float(-row), begin_s, end_s, colour, f"{span.name}: {title}")
         if record.error:
@@ -212,16 +212,16 @@ def _bars(records: Sequence[RequestRecord], label: str) -> Chart:
     return chart
 
 
-def _lost(record: RequestRecord) -> list[stages.Span]:
+def _lost(record: RequestRecord) -> list[stage_timeline.Span]:
     """The only stage of a request without output: it waited until it failed."""
-    return [stages.Span(stages.WAITING, 0.0, record.ended_s - record.intended_s)]
+    return [stage_timeline.Span(stage_timeline.WAITING, 0.0, record.ended_s - record.intended_s)]
 
 
 def waterfall_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
     """The stages up to steady decoding, one below the other, each at its median begin and length."""
     if not any(record.timings for record in good):
         return []
-    spans = stages.median_spans(good)
+    spans = stage_timeline.median_spans(good)
     rows = {float(-row): f"{span.name}  {milliseconds(span.length_s)} ms" for row, span in enumerate(spans)}
     chart = Chart(
         "ms since the intended instant", "stages", height=60 + 24 * len(spans), width=WIDE, left=250, rows=rows
