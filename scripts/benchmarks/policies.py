@@ -16,7 +16,7 @@ import numpy as np
 from common.config.scheduling import POLICIES, SchedulingOptions
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepPlan, StepResult
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 from scripts.benchmarks.tree import PREFIX_TOKENS, Figure, Sample, Tree, figure, timed
@@ -66,7 +66,7 @@ class BusyNode:
             tree.cache,
             tree.books,
             limits=PrefillLimits(max_running=256, chunk_tokens=CHUNK_TOKENS),
-            ordering=make_order(options, tree.cache),
+            ordering=make_ordering(options, tree.cache),
             eos_token_ids=(),
             is_granted=lambda key: False,
         )

@@ -17,11 +17,11 @@ from functools import partial
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import TOKEN_BYTES, RadixCache, pack
 from common.errors import ConfigError
+from common.node.memory_plan import MAX_QUEUED
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
-from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.factory import make_policy
+from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from scripts.benchmarks.options import comma_separated
@@ -88,18 +88,22 @@ def bench_evict(tree: Tree, num_repeats: int) -> Figure:
     return figure("evict 100,000 tokens", times, python=724, rust=403)
 
 
-def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
-    """Measure ``plan`` and ``commit`` of 256 decode rows; each starts a new page every 16 steps, at different times."""
-    pages_each = (1_024 + num_steps) // PAGE_SIZE + 2
-    books = PageAllocator(NUM_ROWS * pages_each)
+def bench_step(num_steps: int, name: str = "fcfs", *, num_waiting: int = 0) -> Figure:
+    """Measure a step of 256 decode rows: ``plan``, ``commit`` and ``grant``.
+
+    Each row starts a new page every 16 steps, at different times. Waiting requests find no free pages.
+    """
+    max_new = num_steps + 8
+    books = PageAllocator(NUM_ROWS * ((1_016 + max_new) // PAGE_SIZE + 1))  # 256 rows fit to their ends, and no more
     ratio = NewTokenRatio(RatioConstants())
     limits = DecodeLimits(max_running=NUM_ROWS)
     cache = RadixCache(books, PAGE_SIZE)
+    sampling = SamplingParams(max_new_tokens=max_new, ignore_eos=True)
     scheduler = DecodeScheduler(
         cache,
         books,
         limits=limits,
-        ordering=RequestOrdering(make_policy(policy, cache)),
+        ordering=make_ordering(ROWS[name], cache),
         ratio=ratio,
         eos_token_ids=(2,),
         is_connected=lambda source: False,
@@ -107,27 +111,41 @@ def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
     for number in range(NUM_ROWS):
         length = 1_000 + number % PAGE_SIZE
         prompt = tuple(range(number * 2_000, number * 2_000 + length))
-        scheduler.submit(
-            Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8), tenant=f"t{number % 9}"),
-            source="prefill",
-        )
+        scheduler.submit(Request(f"r{number}", 0, prompt, sampling, tenant=f"t{number % 9}"), source="prefill")
     scheduler.grant(0.0)
     scheduler.take_effects()
     for key in list(scheduler.requests):
         scheduler.received(key, token=7)
+    for number in range(NUM_ROWS, NUM_ROWS + num_waiting):
+        scheduler.submit(_waiting(number), source="prefill")
     times = []
     for number in range(num_steps):
         result = StepResult(number + 1, (7,) * NUM_ROWS)
-        times.append(timed(partial(plan_and_commit, scheduler, number * 0.01, result)))
-    assert len(scheduler.requests) == NUM_ROWS
-    assert all(len(request.output) == num_steps + 1 for request in scheduler.requests.values())
+        times.append(timed(partial(run_step, scheduler, number * 0.01, result)))
+    assert len(scheduler.requests) == NUM_ROWS + num_waiting
+    assert sum(len(request.output) == num_steps + 1 for request in scheduler.requests.values()) == NUM_ROWS
     scheduler.check()
-    return figure(f"plan + commit, 256 decode rows, {policy}", times[1:], mark=PLAN_MARK_US)
+    waiting = f", {num_waiting:,} waiting" if num_waiting else ""
+    return figure(f"256 decode rows{waiting}, {name}", times[1:], mark=PLAN_MARK_US)
 
 
-def plan_and_commit(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
+def _waiting(number: int) -> Request:
+    """A request that waits for pages."""
+    return Request(
+        f"r{number}",
+        0,
+        tuple(range(number, number + 8_192)),
+        SamplingParams(max_new_tokens=600),
+        priority=-(number % 7),
+        priority_class=("high", "normal", "low")[number % 3],
+        arrived_at=number * 1e-6,
+    )
+
+
+def run_step(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
     scheduler.plan(now)
     scheduler.commit(result)
+    scheduler.grant(now)
 
 
 def measure(num_repeats: int) -> list[Figure]:
@@ -142,7 +160,9 @@ def measure(num_repeats: int) -> list[Figure]:
     figures.append(bench_evict(tree, num_repeats))
     tree.cache.check()
     tree.books.check()
-    figures += [bench_step(max(20, num_repeats), policy) for policy in ("fcfs", "fair")]
+    figures += [bench_step(max(20, num_repeats), name) for name in ("fcfs", "fair")]
+    for name in ("fcfs", "fcfs+priorities", "fcfs+classes"):
+        figures.append(bench_step(max(20, num_repeats // 4), name, num_waiting=MAX_QUEUED))
     gc.enable()
     return figures
 

@@ -222,11 +222,11 @@ def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
     caches, which matters more than any difference measured here.
     """
     writer: Any = subject.writer._transports[0]
-    agent, route = writer._agent, writer._routes[READER]
+    agent, peer = writer._agent, writer._peers[READER]
     thread = ThreadPoolExecutor(1)
 
     def run(count: int) -> float:
-        is_here = count * subject.pool.geometry.page_bytes * route.s_per_byte <= HOLD_S
+        is_here = count * subject.pool.geometry.page_bytes * peer.s_per_byte <= HOLD_S
         return write(count) if is_here else thread.submit(write, count).result()
 
     def write(count: int) -> float:
@@ -234,7 +234,7 @@ def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
         begun_at = time.perf_counter()
         with agent.lock:
             indices = list(range(count))
-            handle = agent.nixl.make_prepped_xfer("WRITE", writer._sources, indices, route.pages, indices)
+            handle = agent.nixl.make_prepped_xfer("WRITE", writer._sources, indices, peer.pages, indices)
             state = agent.nixl.transfer(handle)
             while state == "PROC":
                 state = agent.nixl.check_xfer_state(handle)

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
-from common.scheduling.output_length_predictor import Predictor
+from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.priority import PriorityResolver
 from scripts.load_tester.workload.plan import Plan
@@ -51,8 +51,12 @@ class PlannedTokens:
         self._lengths[planned.index] = planned.num_output
 
     def answer(self, index: int) -> Sequence[int]:
-        """The answer to a request, by its index in the plan."""
-        return self._tokens((segment_key(ANSWER, index), self._lengths[index]))
+        """The answer to a request, by its index in the plan; empty if the request has ended.
+
+        A prefill node that computes a retracted request again has no seed for it, so its engine asks for answer 0 and
+        throws the token away.
+        """
+        return self._tokens((segment_key(ANSWER, index), self._lengths.get(index, 0)))
 
     def forget(self, index: int) -> None:
         """Drop the answer to a request that has ended."""
@@ -128,7 +132,7 @@ class Client:
         self._claims = claims
         self._classes = classes
         self._context_length = context_length
-        self._predictor = Predictor()
+        self._predictor = OutputLengthPredictor()
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
         self._concurrency = concurrency
