@@ -51,7 +51,7 @@ class Receiver:
 
     Args:
         transport: offers our pool, and proves that writers can write no more.
-        books: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
+        allocator: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
         num_ranks: of the writer, each of which delivers its own part of every page.
         wants_checksums: one must come with every page. Checksums that come are always verified.
@@ -60,7 +60,7 @@ class Receiver:
     def __init__(
         self,
         transport: ReaderTransport,
-        books: PageAllocator,
+        allocator: PageAllocator,
         *,
         name: str = "decode",
         digest: str = "-",
@@ -68,7 +68,7 @@ class Receiver:
         wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
-        self._table = ReceiveTable(books, transport.forbid)
+        self._table = ReceiveTable(allocator, transport.forbid)
         self._name = name
         self._delivery = PageDelivery(transport.store.geometry.page_size, num_ranks)
         self._wants_checksums = wants_checksums

@@ -179,7 +179,7 @@ def test_both_ends_notice_a_cut_connection_and_the_pair_forms_again(
     reader: TcpReader, writer: TcpWriter, store: MemfdStore
 ) -> None:
     join(writer, reader)
-    next(iter(writer._routes.values())).connections[1].sock.shutdown(socket.SHUT_RDWR)
+    next(iter(writer._peers.values())).connections[1].sock.shutdown(socket.SHUT_RDWR)
     [broken] = until(writer.poll)
     assert broken.problem.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
     assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
