@@ -30,7 +30,7 @@ from common.errors import BatonError, ConfigError
 from scripts.benchmarks.cpu_contention import CpuContention
 from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report, write_json
+from scripts.load_tester.reporting.report import Report, write_json
 from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
 from scripts.serving.cpu_affinity import usable_cores

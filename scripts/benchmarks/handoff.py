@@ -24,7 +24,7 @@ from common.config.shared import SMALL_MODEL
 from common.errors import BatonError, ConfigError
 from scripts.benchmarks.cpu_contention import CpuContention
 from scripts.benchmarks.service_fixture import running_service
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
@@ -115,7 +115,7 @@ def samples_of(url: str, arrangement: str, length: int, options: Options, seed: 
     raise BatonError(f"{arrangement}: tokens arrived together in all but {len(found)} requests")
 
 
-def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Record]:
+def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[RequestRecord]:
     """One request after another; the first ones, which warm up, are left out.
 
     Raises:
@@ -142,7 +142,7 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
     return report.records[NUM_WARMUP:]
 
 
-def sample_of(arrangement: str, length: int, record: Record) -> Sample | None:
+def sample_of(arrangement: str, length: int, record: RequestRecord) -> Sample | None:
     """None if the first tokens arrived together, or there are too few to tell a step."""
     if len(record.stamps_s) < 4 or any(count != 1 for count in record.counts[:2]):
         return None

@@ -16,8 +16,15 @@ from scripts.benchmarks.cpu_contention import CpuContention
 from scripts.benchmarks.disagg import FLAGS
 from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.charts import by_rate, distributions, over_time, rated, waterfall, write_svgs
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.charts import (
+    distribution_charts,
+    rate_charts,
+    rate_figures,
+    timeline_charts,
+    waterfall_charts,
+    write_svgs,
+)
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.text_report import milliseconds, percent
 from scripts.load_tester.run import run_load
 
@@ -63,10 +70,10 @@ def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[s
     for arrangement, title in ARRANGEMENTS.items():
         print(title, flush=True)
         runs = measured(FLAGS[arrangement], configs)
-        reports[title] = rated([report for report, _ in runs])
+        reports[title] = rate_figures([report for report, _ in runs])
         found += [(title, rate, *one) for rate, one in zip(rates, runs, strict=True)]
     if folder:
-        write_svgs(by_rate(reports), str(folder))
+        write_svgs(rate_charts(reports), str(folder))
     return found
 
 
@@ -79,7 +86,7 @@ def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[s
     )  # fmt: skip
     ((report, others),) = measured(FLAGS["split"], [config])
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
-    pictures = [over_time(report.records)[0], distributions(good)[1], *waterfall(good)]
+    pictures = [timeline_charts(report.records)[0], distribution_charts(good)[1], *waterfall_charts(good)]
     if folder:
         write_svgs([(f"Trace, {title[0].lower()}{title[1:]}", chart) for title, chart in pictures], str(folder))
     caching = report.caching

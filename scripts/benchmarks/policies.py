@@ -22,7 +22,7 @@ from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_order, make_policy
 from common.scheduling.waiting_queue import WaitingQueue
 from common.step_plan import StepPlan, StepResult
-from prefill_node.scheduler import Limits, PrefillScheduler
+from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 from scripts.benchmarks.tree import PREFIX_TOKENS, Figure, Sample, Tree, figure, timed
 
 PROMPT_TOKENS = 1_024
@@ -71,8 +71,8 @@ class Node:
         self.scheduler = PrefillScheduler(
             tree.cache,
             tree.books,
-            limits=Limits(max_running=256, chunk_tokens=CHUNK_TOKENS),
-            order=make_order(options, tree.cache),
+            limits=PrefillLimits(max_running=256, chunk_tokens=CHUNK_TOKENS),
+            ordering=make_order(options, tree.cache),
             eos_token_ids=(),
             is_granted=lambda key: False,
         )
@@ -118,7 +118,7 @@ class Node:
                 if request.output:
                     self.scheduler.abort(key)
                     self.scheduler.release(key)
-            self.submit(self.requests(self._num_waiting - len(self.scheduler.waiting)))
+            self.submit(self.requests(self._num_waiting - self.scheduler.num_waiting))
             yield planned, committed
 
     def _plan(self, now: float) -> None:

@@ -23,7 +23,7 @@ from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.step_plan import StepResult
-from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from scripts.benchmarks.policies import ROWS, bench_lpm, bench_plan, measured_steps, print_plans, print_steps
 from scripts.benchmarks.tree import CHAIN_NODES, LEAF_TOKENS, PAGE_SIZE, PROBE_TOKENS, Figure, Tree, figure, timed
 
@@ -92,13 +92,13 @@ def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
     pages_each = (1_024 + num_steps) // PAGE_SIZE + 2
     books = PageAllocator(NUM_ROWS * pages_each)
     ratio = NewTokenRatio(RatioConstants())
-    limits = Limits(max_running=NUM_ROWS)
+    limits = DecodeLimits(max_running=NUM_ROWS)
     cache = RadixCache(books, PAGE_SIZE)
     scheduler = DecodeScheduler(
         cache,
         books,
         limits=limits,
-        order=RequestOrdering(make_policy(policy, cache)),
+        ordering=RequestOrdering(make_policy(policy, cache)),
         ratio=ratio,
         eos_token_ids=(2,),
         is_connected=lambda source: False,

@@ -14,9 +14,9 @@ from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import Predictor
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.priority import PriorityResolver
-from scripts.load_tester.workload.plan import ANSWER, Piece, Planned, key
-from scripts.load_tester.workload.session_sampling import Chain
-from scripts.load_tester.workload.workload import Plan
+from scripts.load_tester.workload.plan import Plan
+from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment, segment_key
+from scripts.load_tester.workload.session_sampling import Session
 from scripts.simulator.engine import END_TOKEN
 from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.gateway import Answer
@@ -40,25 +40,25 @@ class PlannedTokens:
         self._places = np.arange(1, 4096, dtype=np.uint64)
         self._lengths: dict[int, int] = {}
 
-    def prompt(self, planned: Planned) -> tuple[int, ...]:
+    def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
         tokens: list[int] = []
-        for piece in planned.pieces:
+        for piece in planned.segments:
             tokens += self._tokens(piece)
         return tuple(tokens)
 
-    def expect(self, planned: Planned) -> None:
+    def expect(self, planned: PlannedRequest) -> None:
         """Prepare the answer to a request that is about to be sent."""
         self._lengths[planned.index] = planned.num_output
 
     def answer(self, index: int) -> Sequence[int]:
         """The answer to a request, by its index in the plan."""
-        return self._tokens((key(ANSWER, index), self._lengths[index]))
+        return self._tokens((segment_key(ANSWER, index), self._lengths[index]))
 
     def forget(self, index: int) -> None:
         """Drop the answer to a request that has ended."""
         self._lengths.pop(index, None)
 
-    def _tokens(self, piece: Piece) -> list[int]:
+    def _tokens(self, piece: Segment) -> list[int]:
         number, length = piece
         if length > len(self._places):
             self._places = np.arange(1, 2 * length, dtype=np.uint64)
@@ -76,7 +76,7 @@ class PlannedTokens:
 class Outcome:
     """The outcome of one request; instants in virtual seconds."""
 
-    planned: Planned
+    planned: PlannedRequest
     due_at: float
     stamps_s: list[float] = field(default_factory=list)
     extra: dict[int, int] = field(default_factory=dict)  # as in ``Answer``
@@ -132,8 +132,8 @@ class Client:
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
         self._concurrency = concurrency
-        self._chains: Iterator[Chain] = iter(plan.chains)
-        self._in_flight: dict[str, tuple[Outcome, Chain, int]] = {}
+        self._chains: Iterator[Session] = iter(plan.sessions)
+        self._in_flight: dict[str, tuple[Outcome, Session, int]] = {}
         self.outcomes: list[Outcome] = []
         self.num_ended = 0
         self._num_expected = 0  # sessions that have not ended
@@ -159,12 +159,12 @@ class Client:
         self._num_expected += 1
         self._events.at(due_at, self._arrive, chain)
 
-    def _arrive(self, chain: Chain) -> None:
+    def _arrive(self, chain: Session) -> None:
         if self._plan.is_open:
             self._next_chain()
         self._send(chain, 0)
 
-    def _send(self, chain: Chain, turn: int) -> None:
+    def _send(self, chain: Session, turn: int) -> None:
         planned = chain[turn]
         outcome = Outcome(planned, self._events.now())
         self.outcomes.append(outcome)
@@ -177,7 +177,7 @@ class Client:
             outcome.error = error.code.value
             self._over(rid)
 
-    def _asked(self, rid: str, planned: Planned) -> GenerateRequest:
+    def _asked(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
         """The request as the gateway parses it. Raises RequestError if its priority is not allowed."""
         is_known = self._max_new_tokens is None
         prompt = self._script.prompt(planned)

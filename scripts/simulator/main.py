@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.node.recording.format import RecordingError
 from common.plugins import load_priority_function
 from gateway.requests.priority import PriorityResolver
-from scripts.load_tester.workload.workload import Plan, make_plan
+from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.simulator.client import Client, PlannedTokens
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
@@ -80,7 +80,7 @@ class Simulation:
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,
         )
-        self._goals = Objectives(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
+        self._goals = Objectives(config.slos, plan.classes, config.slo_attainment, config.starvation_bound)
         self.is_stopped = False
 
     def _on_end(self, answer: Answer) -> None:
@@ -114,8 +114,8 @@ class Simulation:
 class Progress:
     """Shows the progress on standard error."""
 
-    def __init__(self, num_chains: int | None) -> None:
-        self._num_chains = num_chains
+    def __init__(self, num_sessions: int | None) -> None:
+        self._num_chains = num_sessions
         self._told_at = time.monotonic()
         self._told_rows = 0
         self._is_shown = False
@@ -146,7 +146,7 @@ def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
     plan = make_plan(config)
     simulation = Simulation(config, plan)
     is_shown = config.progress and sys.stderr.isatty()
-    progress = Progress(plan.num_chains)
+    progress = Progress(plan.num_sessions)
 
     def stop(*_: object) -> None:
         if simulation.is_stopped:

@@ -60,7 +60,7 @@ CAUSES: dict[Callable[[LocalCluster], None], ErrorCode] = {
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
-def test_what_ends_a_request_has_one_name(cause: Callable[[LocalCluster], None], num_steps: int) -> None:
+def test_every_cause_of_an_end_has_one_error_code(cause: Callable[[LocalCluster], None], num_steps: int) -> None:
     cluster = SlowGateway()
     cluster.submit("a", prompt_of(64), sampling(1000), timeout_s=1.0)
     for _ in range(num_steps):
@@ -75,7 +75,7 @@ def test_what_ends_a_request_has_one_name(cause: Callable[[LocalCluster], None],
     assert_all_pages_are_back(cluster)
 
 
-def test_a_prompt_larger_than_the_prefill_pool_is_refused_as_that_by_whoever_speaks_first() -> None:
+def test_a_prompt_larger_than_the_prefill_pool_is_refused_with_one_code() -> None:
     cluster = SlowGateway(page_size=4, prefill_pages=10)
     cluster.submit("small", prompt_of(20), sampling(3))
     cluster.run()

@@ -234,7 +234,7 @@ def live(seed: int, num_outstanding: int = 1) -> History:
     return history
 
 
-def test_who_has_outgrown_the_pool_ends_at_once_and_takes_nobody_along() -> None:
+def test_a_request_that_outgrows_the_pool_ends_alone() -> None:
     """Retracted at that moment, it stood at the front of the line for ever, and others were ended in its stead."""
     cluster = LocalCluster(
         page_size=4, decode_pages=4, conservativeness=0, resume_tokens=0, limits={"max_skip_ahead": 0},
@@ -256,8 +256,8 @@ def test_who_has_outgrown_the_pool_ends_at_once_and_takes_nobody_along() -> None
     assert_all_pages_are_back(cluster)
 
 
-def test_who_gave_way_to_a_prompt_computed_here_does_not_get_its_pages_back_before_it() -> None:
-    """It was granted them anew at once, and gave way again, for ever."""
+def test_a_request_retracted_for_a_local_prompt_does_not_get_its_pages_back_first() -> None:
+    """It was granted them again at once, and retracted again, for ever."""
     cluster = LocalCluster(
         page_size=4, decode_pages=8, conservativeness=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
@@ -275,7 +275,7 @@ def test_who_gave_way_to_a_prompt_computed_here_does_not_get_its_pages_back_befo
     assert_all_pages_are_back(cluster)
 
 
-def test_what_is_granted_to_a_resume_that_is_refused_is_free_for_the_next() -> None:
+def test_pages_granted_to_a_refused_resume_can_be_granted_again() -> None:
     """The grant follows on its heels. It was kept for a request that might yet come, and when the pages were granted to
     another, that was refused in its stead."""
     cluster = LocalCluster(page_size=4)
@@ -289,8 +289,8 @@ def test_what_is_granted_to_a_resume_that_is_refused_is_free_for_the_next() -> N
     assert all(isinstance(message, Closed) and message.rid == "again" for message in answers) and answers
 
 
-def test_who_has_become_as_urgent_by_waiting_does_not_give_way() -> None:
-    """Retracted, it would come before the one that it made room for: granted anew, retracted again, for ever."""
+def test_a_request_that_is_as_urgent_by_ageing_is_not_retracted() -> None:
+    """Retracted, it would come before the request that it made room for, and be retracted again, for ever."""
     rules = PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1000.0)
     cluster = LocalCluster(page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0, rules=rules)
     old = cluster.submit("old", prompt_of(12), sampling(6))
@@ -306,7 +306,7 @@ def test_who_has_become_as_urgent_by_waiting_does_not_give_way() -> None:
 
 @pytest.mark.parametrize("num_outstanding", [1, 2])
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_each_request_ends_in_its_tokens_or_an_error_and_every_page_comes_back(
+def test_every_request_ends_in_its_tokens_or_an_error_and_every_page_comes_back(
     seed: int, num_outstanding: int
 ) -> None:
     live(seed, num_outstanding)

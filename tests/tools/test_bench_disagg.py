@@ -21,7 +21,7 @@ from scripts.benchmarks.disagg import (
     points,
     pooled,
 )
-from scripts.load_tester.reporting.files import write_json
+from scripts.load_tester.reporting.report import write_json
 from scripts.models.random_model import QWEN3_600M, random_model, shapes
 
 
