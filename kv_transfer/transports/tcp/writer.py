@@ -215,7 +215,7 @@ class TcpWriter:
             if (frame := self._frame(connection, PROOF_BYTES)) is None:
                 return
             assert connection.terms is not None
-            if not connection.terms.is_proof(self._key, b"let in", frame):
+            if not connection.terms.is_proof(self._key, b"accepted", frame):
                 raise ConnectionError("it accepted the connection without proof")
             self._open(peer_state, connection)
 
@@ -333,11 +333,11 @@ class TcpWriter:
         peer_state = self._peers.pop(peer, None)
         if peer_state is not None:
             self._news = [news for news in self._news if news.peer != peer]
-            self._hang_up(peer_state)
+            self._shut_down(peer_state)
             self._leaving[peer] = peer_state
-        return self._let_go(peer)
+        return self._release_if_unread(peer)
 
-    def _hang_up(self, peer_state: PeerState) -> None:
+    def _shut_down(self, peer_state: PeerState) -> None:
         for connection in peer_state.connections:
             self._by_descriptor.pop(connection.sock.fileno(), None)
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -351,7 +351,7 @@ class TcpWriter:
                 connection.thread.stop()
                 self._ending.append(connection.thread)
 
-    def _let_go(self, peer: str) -> bool:
+    def _release_if_unread(self, peer: str) -> bool:
         """Close the connections to a detached peer once none of our pages is being read for it.
 
         Tickets that were not over vanish, unless ``detach`` returned False: then they are over now.
@@ -379,7 +379,7 @@ class TcpWriter:
 
     def _reap(self) -> None:
         for peer in list(self._leaving):
-            self._let_go(peer)
+            self._release_if_unread(peer)
         self._ending = [thread for thread in self._ending if not thread.is_over]
 
     def counters(self) -> dict[str, float]:
