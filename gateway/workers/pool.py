@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode, RequestError
 from common.plugins import load_policy
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
 from gateway.requests.admission import Admission
 from gateway.requests.request_queue import RequestQueue
@@ -56,7 +56,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPo
         max_dispatch_ahead=config.max_dispatch_ahead,
     )
     max_queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
-    order = make_order(config, own_policy=load_policy(config.schedule_policy))
+    order = make_ordering(config, own_policy=load_policy(config.schedule_policy))
     return WorkerPool(
         model, registry, router, Admission(max_queued), RequestQueue(order, patience_s=config.heartbeat_timeout)
     )
@@ -74,13 +74,13 @@ class WorkerPools:
     def __getitem__(self, model: str) -> WorkerPool:
         return self._by_model[model]
 
-    def nodes(self) -> list[Worker]:
+    def workers(self) -> list[Worker]:
         """All registered workers."""
-        return [node for pool in self for node in pool.registry.nodes.values()]
+        return [node for pool in self for node in pool.registry.workers.values()]
 
     def of(self, incarnation: str) -> WorkerPool | None:
         """The pool of a registered worker."""
-        return next((pool for pool in self if incarnation in pool.registry.nodes), None)
+        return next((pool for pool in self if incarnation in pool.registry.workers), None)
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker to the pool of its model, or refuses it."""

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.plugins import RequestFacts, load_policy, load_priority_function
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.scheduling.waiting_queue import WaitingQueue
 
 MODULE = '''
@@ -71,7 +71,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def queue_of(spec: str) -> WaitingQueue:
-    order = make_order(SchedulingOptions(schedule_policy=spec), own_policy=load_policy(spec))
+    order = make_ordering(SchedulingOptions(schedule_policy=spec), own_policy=load_policy(spec))
     queue = WaitingQueue(order)
     for rid in ("b", "c", "a"):
         queue[(rid, 0)] = Request(rid, 0, (1, 2), SamplingParams())
@@ -81,7 +81,7 @@ def queue_of(spec: str) -> WaitingQueue:
 
 
 def rids(queue: WaitingQueue) -> list[str]:
-    return [request.rid for request in queue.in_order(0.0)]
+    return [request.rid for request in queue.sorted(0.0)]
 
 
 def test_a_built_in_policy_is_not_loaded() -> None:
@@ -142,7 +142,7 @@ def test_an_invalid_policy_is_refused_with_the_reason(spec: str, complaint: str)
 FACTS = RequestFacts("m", "t", "", None, num_prompt_tokens=12, max_new_tokens=3, expected_output=0, deadline_s=600.0)
 
 
-def test_a_function_sets_the_priority() -> None:
+def test_a_priority_function_sets_the_priority() -> None:
     function = load_priority_function("users_own:by_length")
     assert function is not None
     assert function(FACTS) == -12

@@ -84,7 +84,7 @@ def test_p99_of_few_independent_requests_is_not_judged() -> None:
 
 
 def test_correlated_good_requests_count_for_fewer() -> None:
-    """0.9 and 0.6 differ significantly for 100 independent ones, not for ten; ten suffice if nearly all are bad."""
+    """0.9 and 0.6 differ significantly for 100 independent requests, not for ten; ten bad ones suffice."""
 
     def good(share: float, num_free: float) -> Figures:
         found = report(ttft(1.0), good=round(100 * share))
