@@ -3,9 +3,7 @@
 import heapq
 from collections.abc import Mapping
 
-from common.request import Request
-
-Key = tuple[str, int]
+from common.request import Request, RequestKey
 
 
 class Deadlines:
@@ -13,9 +11,9 @@ class Deadlines:
     requests: those that are there, by key; whoever is not in it any more is passed over.
     """
 
-    def __init__(self, requests: Mapping[Key, Request]) -> None:
+    def __init__(self, requests: Mapping[RequestKey, Request]) -> None:
         self._requests = requests
-        self._heap: list[tuple[float, Key]] = []
+        self._heap: list[tuple[float, RequestKey]] = []
 
     def add(self, request: Request) -> None:
         """A request that is there from now on. One without a deadline costs nothing."""
@@ -28,13 +26,13 @@ class Deadlines:
 
     def passed(self, now: float) -> list[Request]:
         """Those whose deadline has passed, earliest first; each is told once."""
-        found: dict[Key, Request] = {}  # a key that came again has two entries
+        found: dict[RequestKey, Request] = {}  # a key that came again has two entries
         while self._heap and self._heap[0][0] <= now:
             entry = heapq.heappop(self._heap)
             if self._is_of(entry):
                 found[entry[1]] = self._requests[entry[1]]
         return list(found.values())
 
-    def _is_of(self, entry: tuple[float, Key]) -> bool:
+    def _is_of(self, entry: tuple[float, RequestKey]) -> bool:
         deadline_at, key = entry
         return key in self._requests and self._requests[key].deadline_at == deadline_at

@@ -84,3 +84,13 @@ class RequestError(BatonError):
     @property
     def status(self) -> int:
         return HTTP_STATUS[self.code]
+
+
+class InvariantError(AssertionError):
+    """The state of our own code contradicts itself; the message says where. Raised by every ``check``."""
+
+
+def invariant(holds: object, message: str) -> None:
+    """Raise ``InvariantError`` unless ``holds``. Unlike ``assert`` it also checks under ``python -O``."""
+    if not holds:
+        raise InvariantError(message)

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 from common.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from common.cache.prefix_watch import Watch
+    from common.cache.prefix_watch import PrefixWatch
     from common.cache.radix_cache import TreeNode
+
+#: The request id and the number of the attempt: one request on one pair of nodes.
+RequestKey = tuple[str, int]
 
 #: Below every priority that a user can name.
 LOWEST_PRIORITY = -(2**31)
@@ -29,7 +32,6 @@ class Request:
             counts: it arrived here so much earlier.
         waited_s: what it had waited before it came here.
         inherited_priority: the highest of those that wait for it.
-        lent_priority: of those among them that wait on another node, as that has said.
         num_passed: requests that were admitted before it since it did not fit.
         watch: while it waits on a node, how much of it is cached there.
         is_charged: its prompt is on its tenant's and class's account.
@@ -37,10 +39,13 @@ class Request:
         pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
         own: those of ``pages`` that belong to the request (``Owner.REQUEST``), not to the radix cache.
         node: the radix node whose path is locked for this request.
-        num_computed: tokens whose KV is in ``pages``.
+        num_computed: tokens whose KV is in ``pages``, as far as committed steps tell.
+        num_scheduled: the same once all planned steps have run; never less.
+        num_sampling: output tokens that planned steps sample and that are not in ``output`` yet.
         num_cached: prompt tokens that were found in this node's cache when it was admitted first.
         prompt_logprobs: of prompt tokens from ``sampling.prompt_logprobs_from`` on, as far as they are computed.
         slot: row of the executor's request table; -1 while it has none.
+        admission: number of its stay in that slot; 0 while it has none. See ``common/scheduling/slots.py``.
         packed: its first tokens in the radix cache's packed form, kept by ``request_pages.packed_tokens``. Tokens are
             only ever appended, so it stays true.
     """
@@ -59,20 +64,22 @@ class Request:
     deadline_at: float = float("inf")
     waited_s: float = 0.0
     inherited_priority: int = LOWEST_PRIORITY
-    lent_priority: int = LOWEST_PRIORITY
     num_passed: int = 0
-    watch: "Watch | None" = None
+    watch: "PrefixWatch | None" = None
     is_charged: bool = False
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     node: "TreeNode | None" = None
     num_computed: int = 0
+    num_scheduled: int = 0
+    num_sampling: int = 0
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int = -1
+    admission: int = 0
     packed: bytes = b""
-    key: tuple[str, int] = field(init=False)  # (rid, attempt)
+    key: RequestKey = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = (self.rid, self.attempt)

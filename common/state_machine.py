@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import TypeVar
 
+from common.errors import InvariantError
+
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 
 
-class IllegalTransitionError(AssertionError):
+class IllegalTransitionError(InvariantError):
     """An event reached a state in which it cannot happen."""
 
 

@@ -11,14 +11,14 @@ from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeScheduler, Limits
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
-from kv_transfer.transports.negotiation import open_reader
+from kv_transfer.transports.negotiation import TransportSettings, open_reader
 
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
 def open_transport(parts: Parts) -> ReaderTransport:
     """The transport that the configuration names, over the process's pool."""
-    return open_reader(parts.pool, parts.transport_settings())
+    return open_reader(parts.pool, TransportSettings.of(parts.config, parts.incarnation))
 
 
 def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
@@ -40,6 +40,13 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,
     )
+    receiver = Receiver(
+        transport,
+        parts.books,
+        name=config.node_name,
+        digest=parts.digest,
+        wants_checksums=config.kv_checksum,
+    )
     scheduler = DecodeScheduler(
         parts.cache,
         parts.books,
@@ -47,13 +54,7 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         order=parts.order(),
         ratio=NewTokenRatio(parts.constants, config.schedule_conservativeness),
         eos_token_ids=parts.eos_token_ids,
-    )
-    receiver = Receiver(
-        transport,
-        parts.books,
-        name=config.node_name,
-        digest=parts.digest,
-        wants_checksums=config.kv_checksum,
+        is_connected=receiver.is_connected,
     )
     return DecodeRole(
         scheduler,

@@ -1,16 +1,8 @@
-"""Which waiting requests get pages for their prompts. Pure.
+"""Page reservations for prompts that come from prefill nodes. Pure.
 
-A request gets every page that its prompt still lacks, or none; only one at a time, the first in line, may begin with
-part of them and get the others as pages come free. A request whose prefix is just being received for another waits
-until it is there, so that a prefix is shipped once; those behind it may pass. For a retracted request that a prefill
-node computes again, "prompt" is all that it takes to go on: the tokens before the one sampled last.
-
-Why no two wait for each other: the one that holds part of its pages waits for requests of this node alone, those whose
-pages are here and can be taken (``yielding``), never for another transfer, which may be waiting for the prefill node's
-memory that this one's prompt takes up there. So it begins only if what it lacks is free, evictable, or held by such
-requests, beside room for what transfers under way will say; and whoever is let in after it must leave that so. Nothing
-else makes it untrue: pages pass between those three, and what arrives becomes takable. And requests of this node never
-wait for other nodes while somebody holds part of its pages: where they cannot grow they lose theirs, even the last one.
+A request gets every page that its prompt lacks, or none. A request whose prefix is being received for another request
+waits until the prefix is there, so that a prefix is shipped once. For a retracted request that a prefill node computes
+again, "prompt" means every token before the one sampled last: all that it takes to decode the next token.
 """
 
 from collections.abc import Sequence
@@ -18,22 +10,22 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.prefix_watch import Watch
-from common.cache.radix_cache import TOKEN_BYTES, Match, Pending, RadixCache, TreeNode
+from common.cache.radix_cache import Match, Pending, RadixCache
 from common.cache.request_kv import packed_tokens
-from common.request import Request
+from common.errors import invariant
+from common.request import Request, RequestKey
 from common.scheduling.victim_selection import has_room
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Pages given to one transfer.
+    """Pages reserved for one transfer.
 
     Attributes:
-        first: index of the first prompt page that must be shipped; those before it are cached here.
-        pages: destination of page ``first`` and on, as far as there are any yet, owned as ``Owner.GRANT``.
+        first: index of the first prompt page that must be shipped; the pages before it are cached here.
+        pages: destinations of page ``first`` and the following ones, owned as ``Owner.GRANT``.
         num_pages: pages of the whole prompt.
-        pending: what became of the whole pages among them in the radix cache, until they have arrived.
+        pending: the whole pages among ``pages`` in the radix cache, pending until they have arrived.
     """
 
     first: int
@@ -41,40 +33,21 @@ class Reservation:
     num_pages: int
     pending: Pending | None = None
 
-    @property
-    def num_lacking(self) -> int:
-        """Pages that are still to be given to it."""
-        return self.num_pages - self.first - len(self.pages)
-
 
 class AllocationFailure(Enum):
     """Why a request gets no pages now."""
 
     SHORT_OF_PAGES = auto()
-    PREFIX_PENDING = auto()  # part of its prompt is just being received for another
+    PREFIX_PENDING = auto()  # part of the prompt is being received for another request
 
 
-@dataclass(frozen=True, slots=True)
-class Contention:
-    """Who holds pages beside a request.
-
-    Attributes:
-        yielding: those from whom they could be taken.
-        num_grown: pages that transfers under way, the request among them, may need beyond their prompts.
-    """
-
-    yielding: Sequence[Request] = ()
-    num_grown: int = 0
-
-
-class Admission:
-    """Reserves pages for prompts that come from prefill nodes, and settles what becomes of them."""
+class PageReservations:
+    """The reservations of one decode node, by request."""
 
     def __init__(self, cache: RadixCache, books: PageAllocator) -> None:
         self._cache = cache
         self._books = books
-        self.reservations: dict[tuple[str, int], Reservation] = {}
-        self.partial: Request | None = None  # it has part of its pages
+        self.by_key: dict[RequestKey, Reservation] = {}
 
     @property
     def page_size(self) -> int:
@@ -86,174 +59,75 @@ class Admission:
         return self._books.num_free + self._cache.num_evictable_pages
 
     def match(self, request: Request) -> Match:
-        """What is cached of all that it takes to decode its next token."""
+        """The cached part of the tokens that it takes to decode the request's next token."""
         return self._cache.match(packed_tokens(request, request.num_decodable), request.salt)
 
-    def lacks(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> bool:
-        """Whether there is no room for so many tokens, what is cached of the request's own and given to it included.
-
-        Args:
-            without: asked as if these requests held no pages.
-        """
-        match = self.match(request)
-        num_had = len(match.pages)
-        if request is self.partial:
-            num_had += len(self.reservations[request.key].pages)
-        num_pages = -(-num_tokens // self.page_size) - num_had
-        return not has_room(self._cache, self._books, num_pages=num_pages, keep=match.node, without=without)
-
-    def must_wait(self, request: Request, others: Contention) -> bool:
-        """Whether its pages, given now, would be missed by the one that has part of its own, whoever gave way."""
-        if self.partial is None:
-            return False
-        match = self.match(request)
-        self._cache.lock(match.node)
-        is_missed = not self._leaves_room(self.num_pages(request) - len(match.pages), others)
-        self._cache.unlock(match.node)
-        return is_missed
-
     def num_pages(self, request: Request) -> int:
-        """Of all that it takes to decode its next token."""
+        """Pages of all tokens that it takes to decode the request's next token."""
         return -(-request.num_decodable // self.page_size)
 
     def num_pending(self, request: Request) -> int:
-        """Those of them that are being received for another."""
+        """How many of those pages are being received for another request."""
         return self._cache.num_pending(packed_tokens(request, request.num_decodable), request.salt)
 
-    def _leaves_room(self, num_pages: int, others: Contention) -> bool:
-        """Whether so many can be given away, and the one that has part of its pages can still get the rest."""
-        if self.partial is None:
-            return True
-        num_pages += self.reservations[self.partial.key].num_lacking
-        assert self.partial.node is not None
-        return self._would_have(num_pages, self.partial.node, others)
+    def lacks(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> bool:
+        """Whether there is no room for ``num_tokens``, counting the cached prefix of the request as room.
 
-    def _would_have(self, num_pages: int, keep: TreeNode, others: Contention) -> bool:
-        """Whether there would be so many pages, and some to grow, if all who can did give way."""
-        num_pages += others.num_grown
-        return has_room(self._cache, self._books, num_pages=num_pages, keep=keep, without=others.yielding)
+        Pages that linger until an outstanding step is committed count as room, too.
 
-    def _has_spare(self, request: Request, num_pages: int, spare_tokens: int) -> bool:
-        """Whether with its last ``num_pages`` so many tokens remain: free, evictable, or in its last page."""
-        room_in_last = self.num_pages(request) * self.page_size - request.num_decodable
-        return (self.num_available - num_pages) * self.page_size + room_in_last >= spare_tokens
+        Args:
+            without: requests whose pages count as free.
+        """
+        match = self.match(request)
+        num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._books.num_lingering
+        return not has_room(self._cache, self._books, num_pages=num_pages, keep=match.node, without=without)
 
-    def reserve(
-        self, request: Request, *, spare_tokens: int, others: Contention = Contention()
-    ) -> Reservation | AllocationFailure:
-        """Give the request its prompt's pages if ``spare_tokens`` remain: free, evictable, or in its last page.
+    def reserve(self, request: Request, *, spare_tokens: int) -> Reservation | AllocationFailure:
+        """Reserve the pages that the prompt lacks, or change nothing.
 
-        Returns:
-            A ``AllocationFailure``, and then nothing has changed, if pages are short or the prefix is on its way.
+        Args:
+            spare_tokens: room that must remain: free, evictable, or in the prompt's last page.
         """
         match = self.match(request)
         if match.pending is not None:
             return AllocationFailure.PREFIX_PENDING
-        num_needed = self.num_pages(request) - len(match.pages)
+        num_pages = self.num_pages(request)
+        num_needed = num_pages - len(match.pages)
         self._cache.lock(match.node)
-        may_have = self._has_spare(request, num_needed, spare_tokens) and self._leaves_room(num_needed, others)
-        pages = self._take(num_needed) if may_have else None
+        room_in_last = num_pages * self.page_size - request.num_decodable
+        may_have = (self.num_available - num_needed) * self.page_size + room_in_last >= spare_tokens
+        pages = self._allocate(num_needed) if may_have else None
         if pages is None:
             self._cache.unlock(match.node)
             return AllocationFailure.SHORT_OF_PAGES
-        return self._begin(request, match, pages)
-
-    def reserve_part(self, request: Request, *, num_kept: int, others: Contention) -> Reservation | None:
-        """Give the request the first of its prompt's pages, all but one at most, so that ``num_kept`` pages remain.
-
-        Nobody else may have part of its pages. None, and then nothing has changed, if there is no page to give, or if
-        what it lacks might have to come from other transfers.
-        """
-        assert self.partial is None
-        match = self.match(request)
-        if match.pending is not None:
-            return None
-        num_needed = self.num_pages(request) - len(match.pages)
-        self._cache.lock(match.node)
-        may_begin = self._would_have(num_needed, match.node, others)
-        pages = self._take_some(min(num_needed - 1, self.num_available - num_kept)) if may_begin else []
-        if not pages:
-            self._cache.unlock(match.node)
-            return None
-        self.partial = request
-        return self._begin(request, match, pages)
-
-    def _take(self, count: int) -> list[int] | None:
-        """So many pages, or None: a step under way keeps what is evicted amid it from being given out."""
-        self._cache.evict(count - self._books.num_free)
-        return self._books.alloc(count, Owner.GRANT)
-
-    def _take_some(self, count: int) -> list[int]:
-        """As many of so many pages as can be given out now."""
-        self._cache.evict(count - self._books.num_free)
-        return self._books.alloc(max(0, min(count, self._books.num_free)), Owner.GRANT) or []
-
-    def _begin(self, request: Request, match: Match, pages: list[int]) -> Reservation:
-        reservation = Reservation(len(match.pages), [], self.num_pages(request))
-        self.reservations[request.key] = reservation
+        reservation = Reservation(len(match.pages), pages, num_pages)
+        self.by_key[request.key] = reservation
         request.node = match.node
         if not request.output:
             request.num_cached = match.num_tokens
-        request.pages = match.pages
-        self._add(request, reservation, pages)
+        request.pages = match.pages + pages
+        num_whole = request.num_decodable // self.page_size
+        if self._cache.is_enabled and num_whole > len(match.pages):
+            whole = packed_tokens(request, num_whole * self.page_size)
+            new = pages[: num_whole - len(match.pages)]
+            reservation.pending = self._cache.insert_pending(whole, new, request.salt)
         return reservation
 
-    def extend(self, request: Request, *, num_kept: int) -> list[int]:
-        """More pages for the one that has part of its own, so that ``num_kept`` remain; but for the last of them, which
-        it gets from ``complete``. Returns those pages."""
-        assert request is self.partial
-        reservation = self.reservations[request.key]
-        pages = self._take_some(min(reservation.num_lacking - 1, self.num_available - num_kept))
-        self._add(request, reservation, pages)
-        return pages
+    def _allocate(self, count: int) -> list[int] | None:
+        """``count`` pages. None while pages evicted for them linger, since an outstanding step may read them."""
+        self._cache.evict(count - self._books.num_free)
+        return self._books.alloc(count, Owner.GRANT)
 
-    def complete(self, request: Request, *, spare_tokens: int) -> list[int]:
-        """All pages that it lacks for the one that has part of its own, if ``spare_tokens`` remain, else none."""
-        assert request is self.partial
-        reservation = self.reservations[request.key]
-        may_have = self._has_spare(request, reservation.num_lacking, spare_tokens)
-        pages = self._take(reservation.num_lacking) if may_have else None
-        if pages is None:
-            return []
-        self.partial = None
-        self._add(request, reservation, pages)
-        return pages
-
-    def _add(self, request: Request, reservation: Reservation, pages: list[int]) -> None:
-        """The next pages of its prompt; whole ones are pending in the cache from now on."""
-        num_before = reservation.first + len(reservation.pages)
-        num_whole = min(request.num_decodable // self.page_size, num_before + len(pages))
-        reservation.pages += pages
-        request.pages += pages
-        if self._cache.is_enabled and num_whole > num_before:
-            whole = packed_tokens(request, num_whole * self.page_size)
-            new = pages[: num_whole - num_before]
-            if reservation.pending is None:
-                reservation.pending = self._cache.insert_pending(whole, new, request.salt)
-            else:
-                self._cache.extend_pending(reservation.pending, whole, new)
-
-    def awaited(self) -> dict[Watch, None]:
-        """Watches of those who may be waiting for a prefix that is being received for another."""
-        watches: dict[Watch, None] = {}
-        for reservation in self.reservations.values():
-            if reservation.pending is not None:
-                first = reservation.pending.nodes[0]
-                assert first.parent is not None
-                for page in (first.key[: self.page_size * TOKEN_BYTES], b""):  # b"": all of what is watched is cached
-                    watches.update(first.parent.watchers.get(page, {}))
-        return watches
-
-    def pending_for(self, request: Request) -> tuple[str, int] | None:
-        """Whose transfer brings the prefix that this request waits for."""
+    def awaited_from(self, request: Request) -> RequestKey | None:
+        """The request whose transfer brings the prefix that this request waits for."""
         pending = self.match(request).pending
         if pending is None:
             return None
-        return next((key for key, r in self.reservations.items() if r.pending is pending.pending), None)
+        return next((key for key, r in self.by_key.items() if r.pending is pending.pending), None)
 
     def settle(self, request: Request) -> None:
-        """Every page has arrived: cached pages join the cache, the rest becomes the request's own."""
-        reservation = self.reservations.pop(request.key)
+        """Every page has arrived: whole pages join the cache, the rest becomes the request's own."""
+        reservation = self.by_key.pop(request.key)
         own = reservation.pages
         if reservation.pending is not None:
             node = self._cache.make_ready(reservation.pending)
@@ -264,13 +138,11 @@ class Admission:
             own = own[request.num_decodable // self._cache.page_size - reservation.first :]
         self._books.move(own, Owner.GRANT, Owner.REQUEST)
         request.own = own
-        request.num_computed = request.num_decodable
+        request.num_computed = request.num_scheduled = request.num_decodable
 
     def withdraw(self, request: Request) -> None:
-        """The transfer will not happen. Its pages are the receiver's to free once no write can reach them."""
-        reservation = self.reservations.pop(request.key)
-        if request is self.partial:
-            self.partial = None
+        """The transfer will not happen. Its pages are the receiver's, which frees them once no write can reach them."""
+        reservation = self.by_key.pop(request.key)
         if reservation.pending is not None:
             self._cache.drop_pending(reservation.pending)
         assert request.node is not None
@@ -278,10 +150,11 @@ class Admission:
         request.node = None
         request.pages = []
 
-    def check(self, yielding: Sequence[Request]) -> None:
-        """One at most lacks pages, and could have them if all of ``yielding`` gave way."""
-        lacking = [key for key, reservation in self.reservations.items() if reservation.num_lacking]
-        assert lacking == ([] if self.partial is None else [self.partial.key]), f"{lacking} lack pages"
-        assert self._leaves_room(-self._books.num_lingering, Contention(yielding)), (
-            "what it lacks would have to come from transfers"
-        )
+    def check(self, receiving: Sequence[Request]) -> None:
+        """Prove that every transfer in progress has all of its pages; raises ``InvariantError``."""
+        keys = {request.key for request in receiving}
+        invariant(self.by_key.keys() == keys, "a reservation belongs to no transfer, or a transfer has none")
+        for request in receiving:
+            reservation = self.by_key[request.key]
+            is_whole = reservation.first + len(reservation.pages) == reservation.num_pages
+            invariant(is_whole, f"{request.key} lacks pages of its prompt")

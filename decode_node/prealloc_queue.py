@@ -1,60 +1,49 @@
-"""Who gets pages next on a decode node: one line of all that lack them, wherever their prompts are computed. Pure.
+"""The queue for pages of a decode node, and the grants to its requests. Pure.
 
-Retracted requests stand at its front, then the rest by policy, and with priorities on the more urgent before everybody.
-Nobody takes pages that somebody before it in the line is short of, but for the few that skip-ahead lets pass. Who waits
-for a prefix that is on its way is passed by as many; then only by those that leave it room.
-
-The first that is short of pages begins with part of them, so that they fill while it waits for the others: what is left
-when everybody has been tried and running requests have room for all they may still say (or will, as far as that is
-predicted), so that nobody has to give way for what lies idle. From then on it stands before its equals until it has
-all, and gets whatever else is left over, but what those before it in the line still wait for. Only when nothing is left
-on this node that could end does it get its pages before everybody: they are there then (see ``admission``), and nothing
-else would move. Those who can get theirs only after it lend it their urgency.
+One queue holds every request that lacks pages, wherever its prompt is computed: retracted requests first, then the
+waiting ones in the policy's order; with priorities, the more urgent before all. A request never takes pages that a
+request ahead of it needs, except up to ``max_skip_ahead`` requests. A request that waits for a prefix in transfer is
+overtaken by as many; after that, only by requests that leave it room.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from common.decision_log import Decisions
-from common.request import Request
+from common.request import Request, RequestKey
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits
-from common.scheduling.new_token_ratio import expected_left
+from common.scheduling.new_token_ratio import NewTokenRatio, expected_left, expected_tokens
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
-from decode_node.page_reservation import Admission, AllocationFailure, Contention, Reservation
-from decode_node.priority_inheritance import Loans
+from decode_node.page_reservation import AllocationFailure, PageReservations, Reservation
 from decode_node.request_state import Event, State
-from decode_node.request_table import Key, RequestTable
-
-#: So few of those that wait are sorted by themselves; among more, the ones that are wanted are near.
-MAX_SORTED = 64
+from decode_node.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a decode node. None means no bound.
+    """Bounds of a decode node; None means no bound.
 
     Attributes:
-        max_running: slots, that is rows of the largest batch.
+        max_running: slots, which is the number of rows of the largest batch.
         max_queued: requests waiting for pages; one more is refused.
-        context_length: of the model; prompt and output together may have so many tokens.
-        max_prefill_tokens: tokens computed again in one step.
-        chunk_tokens: tokens of one step after which a request that is computed again is cut.
-        cut: where prompts are cut.
-        max_requests: prompts of one step.
+        context_length: tokens of prompt and output together.
+        max_prefill_tokens: prompt tokens computed in one step.
+        chunk_tokens: prompt tokens of one step, after which a prompt is cut; None computes prompts whole.
+        cut: where a prompt may be cut.
+        max_requests: prompts in one step.
         is_mixed: chunks ride in the same steps as decode rows; otherwise both take turns.
-        sharing: which local prompts wait for a prefix that is just being computed.
-        clip_tokens: a request is expected to need at most so many further tokens.
-        max_skip_ahead: smaller requests that may pass one for which pages are short.
-        is_retracted_by_priority: when pages run short, the least urgent gives way; otherwise the one with the shortest
-            output, whose loss costs the least work.
-        resume_tokens: a retracted request that lacks more than so many tokens is computed again by its prefill node;
-            None: always here.
-        reserved_tokens: room kept for each request's further output; None: as much as it is expected to need.
+        sharing: when a local prompt waits for a prefix that another request is computing.
+        clip_tokens: the most further tokens that a request is expected to need.
+        max_skip_ahead: smaller requests that may overtake a request that lacks pages.
+        is_retracted_by_priority: when the batch outgrows the pool, the least urgent request is retracted; otherwise the
+            one with the shortest output, whose loss costs the least work.
+        resume_tokens: a retracted request that lacks more tokens than this is computed again by its prefill node; None
+            computes it here in any case.
+        reserved_tokens: room kept for each request's further output; None keeps as much as it is expected to need.
     """
 
     max_running: int
@@ -75,321 +64,204 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PageGrant:
-    """Pages were reserved for a request's prompt; the transfer can begin, or go on.
-
-    Attributes:
-        pages: those of ``reservation`` that are new.
-        is_begin: they are the first.
-    """
+    """Pages are reserved for a request's prompt: its transfer can begin."""
 
     request: Request
     reservation: Reservation
-    pages: tuple[int, ...]
-    is_begin: bool = True
 
 
 class PreallocQueue:
-    """Those that wait for pages, and the grants to them.
+    """Requests that wait for pages, and the reservations for them.
 
     Args:
-        expected: output tokens that all of some requests are still expected to need.
+        ratio: how much of its allowed output a request is expected to produce.
+        is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
 
     Attributes:
-        can_resume: whether the prefill node that a request came from can be asked to compute it again; the role says.
-        short: waiting requests for which pages were short when they were tried last.
-        loans: priorities that transfers have of those who wait for them.
+        short: waiting requests for which there were not enough pages at the last attempt.
     """
 
     def __init__(
         self,
-        admission: Admission,
-        places: RequestTable,
+        reservations: PageReservations,
+        table: RequestTable,
         order: RequestOrdering,
         *,
         limits: Limits,
-        expected: Callable[[Sequence[Request]], int],
+        ratio: NewTokenRatio,
+        is_connected: Callable[[str], bool],
     ) -> None:
-        self.admission = admission
         self.decisions = Decisions()
-        self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0, partial_grants=0)
-        self.short: dict[Key, Request] = {}
-        self.loans = Loans(admission, places, order)
-        self._places = places
+        self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0)
+        self.short: dict[RequestKey, Request] = {}
+        self._reservations = reservations
+        self._table = table
         self._order = order
         self._limits = limits
-        self._expected = expected
-        self.can_resume: Callable[[Key], bool] = lambda key: False
+        self._ratio = ratio
+        self._is_connected = is_connected
         self._last_try: tuple[int, ...] = ()
 
-    def sort(
-        self, now: float, begun: Sequence[Request] = (), among: Collection[Request] | None = None
-    ) -> Iterable[Request]:
-        """Who is next: ``begun``, retracted requests, the one with part of its pages, then the rest by policy; the more
-        urgent before all. Whoever is let in meanwhile has had its turn.
+    # ---- the order --------------------------------------------------------------------------------------------------
 
-        Args:
-            among: only these of the waiting are wanted; others may be there as well.
+    def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
+        """``begun``, retracted and waiting requests in the order in which they are served."""
+        retracted = sorted(self._table.retracted.values(), key=lambda request: request.arrived_at)
+        return self._order.merge([*begun, *retracted], list(self._table.waiting.values()), now)
+
+    def step_candidates(self, now: float) -> Iterator[Request]:
+        """Requests that the next step may compute a chunk of, in order, and requests that are short of pages.
+
+        All others wait for a prefill node and want nothing of a step.
         """
-        retracted = sorted(self._places.retracted.values(), key=lambda request: request.arrived_at)
-        partial = [] if self.partial is None else [self.partial]
-        return self._places.waiting.line([*begun, *retracted, *partial], now, among)
-
-    def wanting(self, now: float) -> Iterator[Request]:
-        """In line: who is computed here, who would be, and who was short of pages just now. Others that wait want
-        neither a row yet nor any of what a step computes."""
-        places, short = self._places, self.short
-        few = None
-        if places.num_waiting_here <= MAX_SORTED:
-            few = {key: places.waiting[key] for key in [*places.local, *short] if key in places.waiting}.values()
-        num_left = len(places.extending) + len(places.retracted) + (self.partial is not None)
-        num_left += places.num_waiting_here + sum(key in places.waiting for key in short)
-        for request in self.sort(now, list(places.extending.values()), few) if num_left else ():
+        table, short = self._table, self.short
+        begun = list(table.extending.values())
+        if not (begun or table.retracted or table.num_waiting_here or short):
+            return
+        for request in self.sort(now, begun):
             key = request.key
-            if places.states[key] is not State.WAITING or key in places.local or key in short:
-                num_left -= 1
+            if table.states[key] is not State.WAITING or key in table.local or key in short:
                 yield request
-            if not num_left:
-                return
-
-    @property
-    def partial(self) -> Request | None:
-        """The one that has part of its pages and waits for the others."""
-        return self.admission.partial
 
     def is_computed_here(self, request: Request) -> bool:
-        """Rather than received from a prefill node."""
-        if request.key in self._places.local:
+        """Whether the request's KV is computed by this node, and not received from a prefill node."""
+        if request.key in self._table.local:
             return True
-        if self._places.states[request.key] is not State.RETRACTED:
+        if self._table.states[request.key] is not State.RETRACTED:
             return False
         limit = self._limits.resume_tokens
-        if limit is None or not self.can_resume(request.key):
+        if limit is None or not self._is_connected(self._table.sources[request.key]):
             return True
-        return request.num_decodable - self.admission.match(request).num_tokens <= limit
+        return request.num_decodable - self._reservations.match(request).num_tokens <= limit
 
     def sharing(self) -> Sharing:
-        """Who computes here what others may wait for."""
-        return Sharing(self.admission.page_size, self._limits.sharing, self._places.extending.values())
+        """The prefixes that are being computed here and that other requests may wait for."""
+        return Sharing(self._reservations.page_size, self._limits.sharing, self._table.extending.values())
+
+    # ---- grants -----------------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Something that ``admit`` cannot see by itself: try again."""
+        """Note a change that ``grant`` does not notice by itself."""
         self._last_try = ()
 
-    def admit(self, now: float) -> list[PageGrant]:
-        """Reserve pages for those that a prefill node computes, as far as pages reach and nobody before them lacks any.
+    def grant(self, now: float) -> list[PageGrant]:
+        """Reserve pages for requests that a prefill node computes, in order, as far as there are pages.
 
-        Called after every event; while nothing has changed since the last time, it does nothing.
+        Called after every event. It does nothing while nothing has changed since the last call.
         """
-        places = self._places
-        num_awaiting = len(places.waiting) - places.num_waiting_here
-        is_idle = not num_awaiting and self.partial is None and not self.loans.are_any
-        if is_idle and all(self.is_computed_here(request) for request in places.retracted.values()):
+        table = self._table
+        num_awaiting = len(table.waiting) - table.num_waiting_here
+        if not num_awaiting and all(self.is_computed_here(request) for request in table.retracted.values()):
             return []
-        num_outputs = sum(len(request.output) for request in places.running.values())
-        state = (self.admission.num_available, places.num_moves, num_outputs)
+        num_outputs = sum(len(request.output) for request in table.running.values())
+        state = (self._reservations.num_available, table.num_moves, num_outputs)
         if state == self._last_try:
             return []
-        granted = self._admit(now)
+        granted = self._grant_in_order(now)
         self._last_try = () if granted else state
         return granted
 
     def is_full_for(self, request: Request) -> bool:
-        """As many transfers no less urgent than this are under way, or waiting for a row, as there are rows."""
-        ahead = [*self._places.receiving.values(), *self._places.ready.values()]
-        ahead = [other for other in ahead if other is not self.partial]  # it will be long until it wants a row
+        """Whether as many requests, no less urgent than this, are received or wait for a slot as there are slots."""
+        ahead = [*self._table.receiving.values(), *self._table.ready.values()]
         if len(ahead) < self._limits.max_running or not self._order.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
         standing = self._order.standing(request)
         return sum(self._order.standing(other) >= standing for other in ahead) >= self._limits.max_running
 
-    def _admit(self, now: float) -> list[PageGrant]:
+    def _grant_in_order(self, now: float) -> list[PageGrant]:
         granted: list[PageGrant] = []
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        ahead: list[Request] = []  # to be computed here, and before whom no later one may take the pages
-        prior: list[Request] = []  # whom the one with part of its pages leaves room
-        num_before = 0  # of ``ahead``, those before the first that is short
-        partial = self.partial
+        ahead: list[Request] = []  # computed here; no later request may take their pages
         self.short.clear()
-        line = iter(self.sort(now))
-        behind: Iterator[Request] = iter(())
-        tried: dict[Key, Request] = {}
-        for request in line:
-            if request is partial:
-                tried[request.key] = request
-                partial = None
-                if more := self._complete(request, [*prior, *self._patient(skip_ahead)], now):
-                    self.totals["skipped_ahead"] += skip_ahead.admit(request)
-                    granted.append(more)
-                else:
-                    skip_ahead.refuse(request)
-                continue
+        for request in self.sort(now):
             if skip_ahead.is_closed or self.is_full_for(request):
-                behind = chain([request], line)
                 break
-            tried[request.key] = request
             if self.is_computed_here(request):
                 ahead.append(request)
-                prior.append(request)
                 continue
             spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.patient])
-            reservation = self.admission.reserve(request, spare_tokens=spare_tokens, others=self._others(request))
-            if reservation is AllocationFailure.PREFIX_PENDING:
-                key = self.loans.lend(request)
-                self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", key and key[0])
+            found = self._reservations.reserve(request, spare_tokens=spare_tokens)
+            if found is AllocationFailure.PREFIX_PENDING:
+                other = self._reservations.awaited_from(request)
+                self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", other and other[0])
                 skip_ahead.wait(request)
-            elif reservation is AllocationFailure.SHORT_OF_PAGES:
-                num_before = num_before if self.short else len(ahead)
+            elif found is AllocationFailure.SHORT_OF_PAGES:
                 self.short[request.key] = request
                 skip_ahead.refuse(request)
-                self.decisions.note_wait(now, request.rid, "for {} pages", self.admission.num_pages(request))
-                if partial is not None:
-                    prior.append(request)
+                num_pages = self._reservations.num_pages(request)
+                self.decisions.note_wait(now, request.rid, "for {} pages", num_pages)
             else:
-                assert isinstance(reservation, Reservation)
-                granted.append(self._grant(request, reservation, now, PASSING if skip_ahead.admit(request) else ""))
-        patient = self._patient(skip_ahead)
-        granted += self._share_out([*prior, *patient], [*ahead[:num_before], *patient], now)
-        first_behind = self.loans.lend_behind(behind, tried, self.is_computed_here)
-        self.loans.lend_to_partial([*ahead, *patient, *self.short.values(), *first_behind], self._must_wait)
-        self.loans.settle()
+                assert isinstance(found, Reservation)
+                granted.append(self._grant(request, found, now, PASSING if skip_ahead.admit(request) else ""))
         return granted
 
-    def _patient(self, skip_ahead: SkipAhead) -> list[Request]:
-        """Those whose prefix is on its way and whom nobody passes for want of room; not if it is the partial one's."""
-        partial = self.partial
-        patient = skip_ahead.patient
-        return [other for other in patient if partial is None or self.admission.pending_for(other) != partial.key]
-
-    def _grant(self, request: Request, reservation: Reservation, now: float, passing: str = "") -> PageGrant:
+    def _grant(self, request: Request, reservation: Reservation, now: float, passing: str) -> PageGrant:
         if request.output:
             self.totals["resumed_remotely"] += 1
         else:
             request.admitted_at = now
             self._order.admitted(request, num_input=len(request.prompt) - request.num_cached)
-        self._places.move(request, Event.GRANT)
-        if reservation.num_lacking:
-            self.totals["partial_grants"] += 1
-            reason = "{} of {} pages, and {} more when there is room"
-        else:
-            reason = "{} of {} pages" + passing
+        self._table.move(request, Event.GRANT)
         self.totals["skipped_ahead"] += bool(passing)
-        num_pages = (len(reservation.pages), reservation.num_pages, reservation.num_lacking)
-        self.decisions.note(now, request.rid, "grant", reason, *num_pages)
-        return PageGrant(request, reservation, tuple(reservation.pages))
+        num_pages = (len(reservation.pages), reservation.num_pages)
+        self.decisions.note(now, request.rid, "grant", "{} of {} pages" + passing, *num_pages)
+        return PageGrant(request, reservation)
 
-    # ---- the one that has part of its pages ------------------------------------------------------------------------
+    # ---- room -------------------------------------------------------------------------------------------------------
 
-    def _complete(self, request: Request, prior: Sequence[Request], now: float) -> PageGrant | None:
-        """The rest of its pages, if there is room for what everybody is expected to need beside them."""
-        is_last = not self._places.yielding()  # nobody's end will bring it pages, and those that it lacks are here
-        spare_tokens = 0 if is_last else self._expected(self._places.holders()) + self._room_for(prior)
-        pages = self.admission.complete(request, spare_tokens=spare_tokens)
-        if not pages:
-            return None
-        if not request.output:
-            request.admitted_at = now
-        reservation = self.admission.reservations[request.key]
-        self.decisions.note(now, request.rid, "grant", "the last {} of {} pages", len(pages), reservation.num_pages)
-        return PageGrant(request, reservation, tuple(pages), is_begin=False)
+    def expectation(self) -> tuple[float, int]:
+        """The share of its remaining output that room is kept for, and the most tokens of one request."""
+        reserved = self._limits.reserved_tokens
+        return (self._ratio.value, self._limits.clip_tokens) if reserved is None else (1.0, reserved)
 
-    def _share_out(self, prior: Sequence[Request], before: Sequence[Request], now: float) -> list[PageGrant]:
-        """What is left over goes to the one that has part of its pages, or to the first that is short, as its first.
-
-        Args:
-            prior: those before it in the line, and those computed here that may pass it.
-            before: those computed here before the first that is short.
-        """
-        if self.partial is not None:
-            more = self._complete(self.partial, prior, now) or self._extend(self.partial, prior)
-            return [more] if more else []
-        request = next(iter(self.short.values()), None)
-        if request is None or self.is_full_for(request):
-            return []
-        prior = [other for other in prior if other is not request]
-        others = self._others(request)
-        if before:  # they must have room beside all of it, or they would take its pages back
-            room = self._room_for(before) + self._expected([request])
-            others = Contention(others.yielding, others.num_grown + -(-room // self.admission.page_size))
-        num_kept = self._num_kept(self._places.holders(), prior)
-        begun = self.admission.reserve_part(request, num_kept=num_kept, others=others)
-        return [] if begun is None else [self._grant(request, begun, now)]
-
-    def _extend(self, request: Request, prior: Sequence[Request]) -> PageGrant | None:
-        holders = [holder for holder in self._places.holders() if holder is not request]
-        pages = self.admission.extend(request, num_kept=self._num_kept(holders, prior))
-        reservation = self.admission.reservations[request.key]
-        return PageGrant(request, reservation, tuple(pages), is_begin=False) if pages else None
-
-    def _others(self, request: Request) -> Contention:
-        """Who holds pages beside this one, as admission needs to know it."""
-        receiving = self._places.receiving
-        grown = [*receiving.values(), request] if receiving else []
-        return Contention(self._places.yielding(), sum(map(self._num_to_grow, grown)))
-
-    def _must_wait(self, request: Request) -> bool:
-        """It can get its pages only after the one with part of its own has all, whoever else gave way."""
-        return self.admission.must_wait(request, self._others(request))
-
-    def _room_for(self, prior: Sequence[Request]) -> int:
-        """Tokens that others need who can have them before the one with part of its pages has its own."""
-        return sum(self._need_here(request) for request in prior if not self._must_wait(request))
-
-    def _num_kept(self, holders: Sequence[Request], prior: Sequence[Request]) -> int:
-        """Pages that are not left over: those that these may still grow by, and room for the others."""
-        return sum(map(self._num_to_grow, holders)) + -(-self._room_for(prior) // self.admission.page_size)
-
-    def _num_to_grow(self, request: Request) -> int:
-        """Pages that it may need beyond those that it has or lacks now; that it will, where its output is predicted."""
-        num_left = self._left_of(request)
-        num_had = max(len(request.pages), self.admission.num_pages(request))
-        # The last token of an output never gets KV.
-        return max(0, -(-(request.num_tokens + num_left - 1) // self.admission.page_size) - num_had)
-
-    # ---- room --------------------------------------------------------------------------------------------------------
+    def expected(self, requests: Sequence[Request]) -> int:
+        """Output tokens that these requests together are expected to need still."""
+        return expected_tokens(requests, *self.expectation())
 
     def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
-        """Tokens that must stay available beyond the prompts' pages if ``request`` is let in.
+        """Tokens that must stay available beyond the prompt's pages if ``request`` gets them.
 
-        Those before it that are computed here are left what they need to be admitted, with this one beside them. With
-        nobody to compete with, only the next token counts: a lone request may use the whole pool.
+        Requests ahead of it that are computed here must still find the room to be admitted. Without competition only
+        the next token counts: a lone request may use the whole pool.
         """
-        holders = self._places.holders()
+        holders = self._table.holders()
         if not holders and not ahead:
             return 1
-        room = self._expected([*holders, request])
+        room = self.expected([*holders, request])
         if ahead:
-            in_last_page = -request.num_decodable % self.admission.page_size
+            in_last_page = -request.num_decodable % self._reservations.page_size
             room += in_last_page + sum(self._need_here(other) for other in ahead)
         return room
 
     def _need_here(self, request: Request) -> int:
-        """Tokens that must be available, cached ones included, for ``PrefillAdder`` to admit this one, or for it to be
-        received as soon as the prefix is here that it waits for."""
-        page_size = self.admission.page_size
+        """Tokens that must be available, cached ones included, for ``PrefillAdder`` to admit the request here.
+
+        For a request that waits for a prefix in transfer: for it to be received once the prefix is there.
+        """
+        page_size = self._reservations.page_size
         num_tokens = -(-request.num_tokens // page_size) * page_size
         if not self.is_computed_here(request):
-            num_tokens -= self.admission.num_pending(request) * page_size
-        return num_tokens + self._left_of(request) + 1
-
-    def _left_of(self, request: Request) -> int:
-        """Output tokens that are expected of it at most, by whichever bound allows more."""
+            num_tokens -= self._reservations.num_pending(request) * page_size
         clip = max(self._limits.clip_tokens, self._limits.reserved_tokens or 0)
-        return math.ceil(expected_left(request, 1.0, clip))
+        return num_tokens + math.ceil(expected_left(request, 1.0, clip)) + 1
 
     def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Would it be refused now for want of pages?
+        """Whether the request would be refused now for want of pages.
 
         Args:
-            without: asked as if these held none.
+            without: requests whose pages count as free.
         """
-        if request is not self.partial and self._must_wait(request):
-            return True
         gone = {request.key, *(other.key for other in without)}
-        others = [other for other in self._places.holders() if other.key not in gone]
+        others = [other for other in self._table.holders() if other.key not in gone]
         if not others:
             num_tokens = request.num_tokens + 1
         elif self.is_computed_here(request):
-            num_tokens = self._need_here(request) + self._expected(others)
+            num_tokens = self._need_here(request) + self.expected(others)
         else:
-            num_tokens = request.num_tokens + self._expected([*others, request])
-        return self.admission.lacks(request, num_tokens, without)
+            num_tokens = request.num_tokens + self.expected([*others, request])
+        return self._reservations.lacks(request, num_tokens, without)
+
+    def waits_for_prefix(self, request: Request) -> bool:
+        """Whether the request's prefix is being received for another request."""
+        return self._reservations.match(request).pending is not None

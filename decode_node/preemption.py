@@ -1,8 +1,9 @@
-"""Who gives way on a decode node: rows and pages that pass from less urgent requests to more urgent ones. Pure.
+"""Preemption on a decode node: which request is paused or retracted for a more important one. Pure.
 
-Short of a row, the least urgent running request is paused: its pages stay, so it goes on where it was. Short of pages,
-the least urgent lose theirs until there are enough for the first in line; if there would never be enough, nobody is
-touched. Without a more urgent request in line, pages are taken only where the batch itself outgrows the pool.
+For want of a slot, the least urgent running request is paused: its pages stay, and it continues later where it was.
+For want of pages, the least urgent requests lose theirs until the first request in the queue fits; if all of them
+together would not be enough, none is touched. Without a more urgent request in the queue, pages are taken only where
+the batch itself outgrows the pool.
 """
 
 from collections import Counter
@@ -21,104 +22,100 @@ class Preemptor:
     """Pauses and retractions of one decode node.
 
     Args:
-        line: of those that wait for pages.
-        is_by_priority: when the batch outgrows the pool the least urgent gives way; otherwise the one with the shortest
-            output, whose loss costs the least work.
+        queue: of the requests that wait for pages.
+        is_by_priority: when the batch outgrows the pool the least urgent request is retracted; otherwise the one with
+            the shortest output, whose loss costs the least work.
     """
 
     def __init__(
         self,
         cache: RadixCache,
         books: PageAllocator,
-        places: RequestTable,
+        table: RequestTable,
         *,
-        line: PreallocQueue,
+        queue: PreallocQueue,
         order: RequestOrdering,
         is_by_priority: bool,
     ) -> None:
         self.totals: Counter[str] = Counter(retractions=0, preemptions=0, pauses=0)
         self._cache = cache
         self._books = books
-        self._places = places
-        self._line = line
+        self._table = table
+        self._queue = queue
         self._order = order
         self._is_by_priority = is_by_priority
 
-    def make_room(self, now: float) -> bool:
-        """Retract less urgent requests so that the first in line gets its pages, if that is enough; before ``plan``.
-
-        Returns:
-            True if somebody was retracted: call ``line.admit`` then.
-        """
-        places = self._places
-        partial = [] if self._line.partial is None else [self._line.partial]
-        if not self._order.rules.is_enabled or not (places.waiting or places.retracted or partial):
+    def preempt_for_first(self, now: float) -> bool:
+        """Retract less urgent requests if that gives the first in the queue its pages. True if any was retracted."""
+        table = self._table
+        if not self._order.rules.is_enabled or not (table.waiting or table.retracted):
             return False
-        holders = places.yielding()
-        others = map(self._order.priority, [*places.retracted.values(), *partial])
-        if not self._order.may_beat(max([places.waiting.highest_priority, *others]), holders):
+        holders = table.preemptible()
+        retracted = map(self._order.priority, table.retracted.values())
+        if not self._order.may_beat(max([table.waiting.highest_priority, *retracted]), holders):
             return False
-        first = next(iter(self._line.sort(now)))
+        first = self._queue.sort(now)[0]
         weaker = self._order.least_first(other for other in holders if self._order.beats(first, other))
         if not weaker or self._waits_for_another(first):
             return False
-        if not self._line.lacks_pages(first) or self._line.lacks_pages(first, weaker):
+        if not self._queue.lacks_pages(first) or self._queue.lacks_pages(first, weaker):
             return False
         num_retracted = 0
-        while weaker and self._line.lacks_pages(first):
+        while weaker and self._queue.lacks_pages(first):
             self.retract(weaker.pop(0), now, "its pages go to the more urgent {}", first.rid)
             num_retracted += 1
         self.totals["preemptions"] += num_retracted
         return True
 
     def _waits_for_another(self, request: Request) -> bool:
-        """Pages are not what it lacks now."""
-        if request is self._line.partial:
-            return False
-        if self._line.is_computed_here(request):
-            is_new = self._places.states[request.key] is State.WAITING
-            return is_new and self._line.sharing().waits_for(request, self._cache) is not None
-        return self._line.is_full_for(request) or self._line.admission.match(request).pending is not None
+        """Whether the request lacks something other than pages."""
+        if self._queue.is_computed_here(request):
+            is_new = self._table.states[request.key] is State.WAITING
+            return is_new and self._queue.sharing().waits_for(request, self._cache) is not None
+        return self._queue.is_full_for(request) or self._queue.waits_for_prefix(request)
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
-        """Take the pages; their KV stays in the cache as long as nobody needs the room."""
+        """Take the pages of a request; its KV stays cached while there is room."""
         release(self._cache, self._books, request, keep=True)
-        self._places.move(request, Event.RETRACT, with_slot=False)
+        self._table.move(request, Event.RETRACT, with_slot=False)
         self.totals["retractions"] += 1
-        self._line.decisions.note(now, request.rid, "retract", reason, *args)
+        self._queue.decisions.note(now, request.rid, "retract", reason, *args)
 
-    def _row_victim(self, request: Request) -> Request | None:
-        """The least urgent request in a row, if this one may take its place."""
-        in_rows = [*self._places.running.values(), *self._places.extending.values()]
-        weaker = self._order.least_first(other for other in in_rows if self._order.beats(request, other))
+    def _slot_victim(self, request: Request) -> Request | None:
+        """The least urgent request in a slot, if this one may take its place."""
+        in_slots = [*self._table.running.values(), *self._table.extending.values()]
+        weaker = self._order.least_first(other for other in in_slots if self._order.beats(request, other))
         return weaker[0] if weaker else None
 
-    def can_have_row(self, request: Request) -> bool:
-        return self._places.has_slot or (self._order.rules.is_enabled and self._row_victim(request) is not None)
+    def can_have_slot(self, request: Request) -> bool:
+        return self._table.has_slot or (self._order.rules.is_enabled and self._slot_victim(request) is not None)
 
-    def free_row(self, request: Request, now: float) -> None:
-        """A free row for this request: the least urgent in a row is paused or, half computed, retracted."""
-        if self._places.has_slot:
+    def free_slot(self, request: Request, now: float) -> None:
+        """Make sure that a slot is free: pause the least urgent request, or retract it if it is half computed."""
+        if self._table.has_slot:
             return
-        victim = self._row_victim(request)
+        victim = self._slot_victim(request)
         assert victim is not None
         self.totals["preemptions"] += 1
-        if victim.key in self._places.extending:
+        if victim.key in self._table.extending:
             self.retract(victim, now, "its row goes to the more urgent {}", request.rid)
             return
-        self._places.move(victim, Event.PAUSE, with_slot=False)
+        self._table.move(victim, Event.PAUSE, with_slot=False)
         self.totals["pauses"] += 1
-        self._line.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
+        self._queue.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
 
     def victim(self) -> Request | None:
-        """Least work lost (fewest output tokens, then longest input, then the newest), or least urgent. Not the last
-        that could run, but if a transfer waits for pages with part of them: then that one can go on."""
-        places, order = self._places, self._order
-        num_able = len(places.running) + len(places.ready) + len(places.paused)
-        if num_able < 2 and self._line.partial is None:
+        """The request to retract when the batch outgrows the pool; None if only one could run.
+
+        It is the least urgent, or the one with the least work to lose: fewest output tokens, then longest prompt, then
+        newest.
+        """
+        table, order = self._table, self._order
+        num_able = len(table.running) + len(table.ready) + len(table.paused)
+        if num_able < 2:
             return None
         return min(
-            [*places.running.values(), *places.paused.values()],
+            [*table.running.values(), *table.paused.values()],
             key=lambda r: (
                 order.claim_to_stay(r) if self._is_by_priority else (0.0, 0.0),
                 len(r.output),

@@ -1,42 +1,44 @@
-"""Where every request of a decode node stands: one queue for each state, one slot for each row. Pure bookkeeping."""
+"""The request table of a decode node: one queue for each state, one slot for each row of the batch. Pure."""
 
 from collections.abc import Iterable, MutableMapping
 
-from common.request import Request
+from common.errors import invariant
+from common.request import Request, RequestKey
+from common.scheduling.slots import SlotPool
 from common.scheduling.waiting_queue import WaitingQueue
 from common.state_machine import advance
 from decode_node.request_state import TABLE, Event, State
 
-Key = tuple[str, int]
-
 
 class RequestTable:
-    """Every request in exactly one place.
+    """Every request, in the one queue of its state.
 
     Args:
         num_slots: rows of the largest batch.
-        waiting: where those stand that have no pages yet; empty.
+        waiting: the queue of requests without pages; empty.
 
     Attributes:
-        requests: all of them, in the order in which they came.
-        local: those whose prompts are computed here, wherever they stand.
-        waiting, receiving, ready, paused, retracted, extending, running: by state, as they came there.
-        num_moves: how often anybody has come, gone, or changed places.
-        num_waiting_here: how many of ``waiting`` are ``local``.
+        requests: all of them, in order of arrival.
+        sources: the prefill node (by incarnation) that computes a request's prompt; missing for local requests.
+        local: requests whose prompts are computed here, in whatever state.
+        waiting, receiving, ready, paused, retracted, extending, running: by state, in the order in which they entered.
+        num_moves: how often a request has come, gone, or changed its state.
+        num_waiting_here: requests that are both in ``waiting`` and in ``local``.
     """
 
     def __init__(self, num_slots: int, waiting: WaitingQueue) -> None:
-        self.requests: dict[Key, Request] = {}
-        self.states: dict[Key, State] = {}
-        self.local: dict[Key, None] = {}
+        self.requests: dict[RequestKey, Request] = {}
+        self.states: dict[RequestKey, State] = {}
+        self.sources: dict[RequestKey, str] = {}
+        self.local: dict[RequestKey, None] = {}
         self.waiting = waiting
-        self.receiving: dict[Key, Request] = {}
-        self.ready: dict[Key, Request] = {}
-        self.paused: dict[Key, Request] = {}
-        self.retracted: dict[Key, Request] = {}
-        self.extending: dict[Key, Request] = {}
-        self.running: dict[Key, Request] = {}
-        self._queues: dict[State, MutableMapping[Key, Request]] = {
+        self.receiving: dict[RequestKey, Request] = {}
+        self.ready: dict[RequestKey, Request] = {}
+        self.paused: dict[RequestKey, Request] = {}
+        self.retracted: dict[RequestKey, Request] = {}
+        self.extending: dict[RequestKey, Request] = {}
+        self.running: dict[RequestKey, Request] = {}
+        self._queues: dict[State, MutableMapping[RequestKey, Request]] = {
             State.WAITING: self.waiting,
             State.RECEIVING: self.receiving,
             State.READY: self.ready,
@@ -46,43 +48,44 @@ class RequestTable:
             State.RUNNING: self.running,
         }
         self.num_moves = 0
-        self.num_waiting_here = 0  # of ``waiting``, those whose prompts are computed here
-        self._num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.num_waiting_here = 0
+        self._slots = SlotPool(num_slots)
 
     @property
     def has_slot(self) -> bool:
-        return bool(self._free)
+        return bool(self._slots)
 
-    def add(self, request: Request, *, is_local: bool) -> None:
-        """A new one; it waits."""
+    def add(self, request: Request, *, source: str | None) -> None:
+        """Enter a request, which waits; without a source its prompt is computed here."""
         assert request.key not in self.requests
         self.num_moves += 1
         self.requests[request.key] = self.waiting[request.key] = request
         self.states[request.key] = State.WAITING
-        if is_local:
+        if source is None:
             self.local[request.key] = None
             self.num_waiting_here += 1
+        else:
+            self.sources[request.key] = source
 
     def move(self, request: Request, event: Event, *, with_slot: bool | None = None) -> None:
-        """What has happened to a request, by the table of its life.
+        """Change the state of a request by the table of its lifecycle.
 
         Args:
-            with_slot: it takes a slot now (True), gives its slot back (False), or keeps what it has.
+            with_slot: take a slot (True), give the slot back (False), or keep what it has (None).
         """
         self.num_moves += 1
         before = self.states[request.key]
         self.num_waiting_here -= before is State.WAITING and request.key in self.local
         del self._queues[before][request.key]
         if with_slot:
-            request.slot = self._free.pop()
+            self._slots.take(request)
         elif with_slot is False:
-            self._give_slot(request)
+            self._slots.give_back(request)
         self.states[request.key] = after = advance(TABLE, before, event)
         self._queues[after][request.key] = request
 
-    def remove(self, key: Key) -> Request | None:
-        """It has ended, wherever it stood. None if it is unknown."""
+    def remove(self, key: RequestKey) -> Request | None:
+        """Forget a request, in whatever state it is. None if it is unknown."""
         request = self.requests.pop(key, None)
         if request is None:
             return None
@@ -92,38 +95,41 @@ class RequestTable:
         self.num_waiting_here -= state is State.WAITING and key in self.local
         del self._queues[state][key]
         self.local.pop(key, None)
-        self._give_slot(request)
+        self.sources.pop(key, None)
+        self._slots.give_back(request)
         return request
-
-    def _give_slot(self, request: Request) -> None:
-        if request.slot >= 0:
-            self._free.append(request.slot)
-            request.slot = -1
 
     @property
     def has_holders(self) -> bool:
-        """Whether anybody holds pages now."""
+        """Whether any request holds pages."""
         return bool(self.running or self.paused or self.ready or self.receiving or self.extending)
 
     def holders(self) -> list[Request]:
-        """Those that hold pages now."""
-        return [*self.yielding(), *self.receiving.values()]
+        """Requests that hold pages."""
+        return [*self.preemptible(), *self.receiving.values()]
 
-    def yielding(self) -> list[Request]:
-        """Those that hold pages which could be taken from them: all but transfers under way."""
-        queues: Iterable[dict[Key, Request]] = (self.running, self.paused, self.ready, self.extending)
+    def preemptible(self) -> list[Request]:
+        """Requests whose pages could be taken: all holders except transfers in progress."""
+        queues: Iterable[dict[RequestKey, Request]] = (self.running, self.paused, self.ready, self.extending)
         return [request for queue in queues for request in queue.values()]
 
     def check(self) -> None:
-        """Every request is in the place its state says and in no other, and every slot is in one place."""
+        """Prove that every request is in the queue of its state alone, and every slot in one place.
+
+        Raises:
+            InvariantError: it is not so.
+        """
         for key in self.requests:
             homes = [state for state, queue in self._queues.items() if key in queue]
-            assert homes == [self.states[key]], f"{key} is {self.states[key]} but stands in {homes}"
-        assert sum(map(len, self._queues.values())) == len(self.requests) == len(self.states)
-        assert self.local.keys() <= self.requests.keys()
+            invariant(homes == [self.states[key]], f"{key} is {self.states[key]} but stands in {homes}")
+        is_whole = sum(map(len, self._queues.values())) == len(self.requests) == len(self.states)
+        invariant(is_whole, "a request is in two queues, or in none")
+        invariant(self.local.keys() | self.sources.keys() == self.requests.keys(), "a request comes from nowhere")
         self.waiting.check()
-        assert self.num_waiting_here == sum(key in self.local for key in self.waiting)
-        with_slot = [*self.running.values(), *self.extending.values()]
-        assert all(request.slot < 0 for request in self.requests.values() if request not in with_slot)
-        slots = sorted(self._free + [request.slot for request in with_slot])
-        assert slots == list(range(self._num_slots)), "a slot is lost or taken twice"
+        num_here = sum(key in self.local for key in self.waiting)
+        invariant(self.num_waiting_here == num_here, "waiting local requests are miscounted")
+        for state, queue in self._queues.items():
+            has_slot = state in (State.RUNNING, State.EXTENDING)
+            right = all((request.slot >= 0) == has_slot for request in queue.values())
+            invariant(right, f"a request that is {state} has a slot, or has none")
+        self._slots.check(self.requests.values())

@@ -1,6 +1,6 @@
-"""The decode role: scheduler and receiver, joined.
+"""The decode role: joins the scheduler and the receiver.
 
-The scheduler decides who gets pages and who runs; the receiver tells when a prompt has wholly arrived and when the
+The scheduler decides which request gets pages and which runs. The receiver tells when a prompt has arrived and when the
 pages of a broken transfer are safe again. Tokens and errors go straight to the gateway.
 """
 
@@ -21,7 +21,7 @@ from common.node.role import (
     request_from,
     tell_if_missed,
 )
-from common.request import Request
+from common.request import Request, RequestKey
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     Abort,
@@ -37,37 +37,25 @@ from common.wire.messages import (
     Reprioritize,
     Resume,
 )
-from decode_node.request_table import Key
-from decode_node.scheduler import DecodeScheduler, PageGrant
+from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled
 from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receive.receiver import Receiver
 
-#: Monotonic totals, beside those of the receiver.
-COUNTERS = (
-    "requests",
-    "failed_requests",
-    "steps",
-    "transfers",
-    "pages_cached",
-    "output_tokens",
-    "resumed_tokens_computed",
-    "prompt_tokens_computed",
-    "prompt_tokens_cached",
-    "local_prefills",
-)
+#: Monotonic totals of the role itself.
+COUNTERS = ("requests", "failed_requests", "steps", "transfers", "pages_cached", "output_tokens")
 
 #: A prefill node that has not answered ``Connect`` by then counts as lost.
 CONNECT_TIMEOUT_S = 10.0
 
-#: A request whose pages are sent again is known to both nodes by an attempt that is higher by this, each time.
+#: When pages are sent again, both nodes know the transfer by an attempt that is higher by this, each time.
 RESUMED = 1 << 32
 
 
 class DecodeRole:
     """Everything a decode node decides. See ``common.node.role.Role`` for the calls.
 
-    Args beside the parts of it:
+    Args:
         vocab_size: token ids outside of it are refused.
         stream_interval: output tokens per message to the gateway, after the first.
     """
@@ -89,13 +77,11 @@ class DecodeRole:
         self._books = books
         self._vocab_size = vocab_size
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
-        self._source: dict[Key, str] = {}  # which of them computes a request's prompt
-        self._transfers: dict[Key, Key] = {}  # of requests whose pages come a second time: the key of that transfer
-        self._owners: dict[Key, Key] = {}  # and back
-        self._unanswered: dict[str, float] = {}  # until when a dialled one may take to answer
+        self._unanswered: dict[str, float] = {}  # the instant by which a dialled one must have answered
+        self._transfers: dict[RequestKey, RequestKey] = {}  # request -> transfer, where pages are sent again
+        self._owners: dict[RequestKey, RequestKey] = {}  # transfer -> request
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._answers = TokenOutput(self.outbox, stream_interval, self._totals)
-        scheduler.line.can_resume = self._can_resume
+        self._output = TokenOutput(self.outbox, stream_interval)
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -104,7 +90,7 @@ class DecodeRole:
             self._generate(message, now)
         elif isinstance(message, Abort):
             key = (message.rid, message.attempt)
-            request = self._scheduler.places.requests.get(key)
+            request = self._scheduler.requests.get(key)
             self._end(key)
             tell_if_missed(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
@@ -121,53 +107,29 @@ class DecodeRole:
         self._receiver.on_message(peer, message, now)
         if isinstance(message, Closed):
             key = (message.rid, message.attempt)
-            if key in self._scheduler.places.waiting and self._source.get(key) == peer:
-                self._forget(key)  # ended before it had pages here; the gateway has heard of it
+            if any(request.key == key for request in self._scheduler.waiting_for(peer)):
+                self._forget(key)  # it ended before it had pages here; the gateway has heard of it
         self._settle(now)
 
     def gateway_lost(self, now: float) -> None:
-        for key in list(self._scheduler.places.requests):
+        for key in list(self._scheduler.requests):
             self._end(key)
         self._settle(now)
 
     def peer_lost(self, peer: str, now: float) -> None:
-        self._lose(peer, "the prefill node was lost", now)
-
-    def _lose(self, peer: str, why: str, now: float) -> None:
-        if self._peers.pop(peer, None) is None:
-            return
-        self._unanswered.pop(peer, None)
-        self._receiver.peer_lost(peer)
-        for key, request in list(self._scheduler.places.waiting.items()):
-            if self._source.get(key) == peer:
-                self._fail(request, ErrorCode.NODE_LOST, why, now)
-        self.outbox.hang_up.append(peer)
+        self._drop_peer(peer, "the prefill node was lost", now)
         self._settle(now)
 
     def plan(self, now: float) -> StepPlan | None:
-        if self._scheduler.giving_way.make_room(now):
-            self._settle(now)
         plan = self._scheduler.plan(now)
-        if plan is not None:
-            for chunk in self._scheduler.chunks(plan):
-                name = "resumed_tokens_computed" if chunk.request.output else "prompt_tokens_computed"
-                self._totals[name] += chunk.num_tokens
-        else:
-            self._settle(now)  # the last that ran may have lost its pages to a transfer that lacks some
+        if effects := self._scheduler.take_effects():
+            self._perform(effects, now)
+            self._settle(now)
         return plan
 
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1
-        effects = self._scheduler.commit(result)
-        self._totals["output_tokens"] += len(effects)
-        for sampled in effects:
-            self._answers.add(sampled, now)
-            if sampled.finish:
-                self._end(sampled.request.key)
-        for request in self._scheduler.take_outgrown():
-            message = f"the pool of {self._books.num_pages} pages cannot hold {request.num_tokens} tokens and one more"
-            message += " (--max-total-tokens of the decode node)"
-            self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
+        self._perform(self._scheduler.commit(result), now)
         self._settle(now)
 
     def tick(self, now: float) -> bool:
@@ -175,32 +137,60 @@ class DecodeRole:
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node", now)
             tell_if_missed(self._scheduler.policy, request, now)
         for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
-            self.peer_lost(peer, now)
+            self._drop_peer(peer, "the prefill node was lost", now)
         self._receiver.poll(now)
         self._settle(now)
         return False
 
     def stop(self, message: str, now: float) -> None:
-        for request in list(self._scheduler.places.requests.values()):
+        for request in list(self._scheduler.requests.values()):
             self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)
 
     # ---- what follows -----------------------------------------------------------------------------------------------
 
+    def _settle(self, now: float) -> None:
+        """Perform what the receiver and the scheduler have queued, until neither has anything left."""
+        while True:
+            messages, events = self._receiver.take()
+            self.outbox.peers.extend(messages)
+            for event in events:
+                self._on_event(event, now)
+            self._scheduler.grant(now)
+            effects = self._scheduler.take_effects()
+            self._perform(effects, now)
+            if not events and not effects:
+                return
+
+    def _perform(self, effects: Sequence[Effect], now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Sampled):
+                self._totals["output_tokens"] += 1
+                self._output.add(effect, now)
+                if effect.finish:
+                    self._forget(effect.request.key)
+            elif isinstance(effect, PageGrant):
+                self._begin_transfer(effect, now)
+            else:
+                request = effect.request
+                message = f"the pool of {self._books.num_pages} pages cannot hold {request.num_tokens} tokens and one"
+                message += " more (--max-total-tokens of the decode node)"
+                self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
+
     def _generate(self, message: Generate, now: float) -> None:
         request = request_from(message, now)
-        if request.key in self._scheduler.places.requests:
-            return  # said twice
+        if request.key in self._scheduler.requests:
+            return  # a repetition
         self._totals["requests"] += 1
         try:
             check_generate(message, self._vocab_size)
-            self._scheduler.submit(request, is_local=message.prefill is None)
+            source = None if message.prefill is None else message.prefill.incarnation
+            self._scheduler.submit(request, source=source)
         except RequestError as error:
             self._answer_failure(request.key, error.code, error.message)
             return
         if message.prefill is not None:
-            self._source[request.key] = message.prefill.incarnation
             self._dial(message.prefill, now)
 
     def _dial(self, peer: Peer, now: float) -> None:
@@ -211,36 +201,35 @@ class DecodeRole:
         self.outbox.dial.append(peer)
         self.outbox.peers.append((peer.incarnation, self._receiver.connect(peer.incarnation, peer.name)))
 
-    def _settle(self, now: float) -> None:
-        """Act on the receiver's news, then let waiting requests have the pages that came free."""
-        self._take(now)
-        for granted in self._scheduler.line.admit(now):
-            if granted.is_begin:
-                self._begin_transfer(granted, now)
-            else:
-                self._receiver.extend(self._transfer_of(granted.request.key), granted.pages)
-        loans = self._scheduler.line.loans
-        for key, priority in loans.changed:
-            self.outbox.peers.append((self._source[key], Reprioritize(*self._transfer_of(key), priority)))
-        loans.changed.clear()
-        self._take(now)
+    def _drop_peer(self, peer: str, why: str, now: float) -> None:
+        """Let go of a prefill node, and fail the requests that wait for it."""
+        if self._peers.pop(peer, None) is None:
+            return
+        self._unanswered.pop(peer, None)
+        self._receiver.peer_lost(peer)
+        for request in self._scheduler.waiting_for(peer):
+            self._fail(request, ErrorCode.NODE_LOST, why, now)
+        self.outbox.hang_up.append(peer)
+
+    # ---- transfers --------------------------------------------------------------------------------------------------
 
     def _begin_transfer(self, granted: PageGrant, now: float) -> None:
-        request, first = granted.request, granted.reservation.first
-        source = self._source[request.key]
-        self._totals["pages_cached"] += first
+        request, reservation = granted.request, granted.reservation
+        source = self._scheduler.source(request.key)
+        assert source is not None, f"{request.key} is computed here"
+        self._totals["pages_cached"] += reservation.first
         if request.output:
             self._ask_again(request, source, now)
         self._receiver.begin(
             self._transfer_of(request.key),
             source,
-            first=first,
-            pages=granted.pages,
+            first=reservation.first,
+            pages=reservation.pages,
             num_tokens=request.num_decodable,
         )
 
     def _ask_again(self, request: Request, source: str, now: float) -> None:
-        """Have a retracted request computed by its prefill node once more, as a transfer of its own."""
+        """Have the prefill node compute a retracted request again, as a transfer of its own."""
         _, before = self._transfer_of(request.key)
         transfer = (request.rid, before + RESUMED)
         self._transfers[request.key] = transfer
@@ -257,23 +246,13 @@ class DecodeRole:
         )
         self.outbox.peers.append((source, resume))
 
-    def _transfer_of(self, key: Key) -> Key:
-        """By which key the transfer plane knows this request's pages."""
+    def _transfer_of(self, key: RequestKey) -> RequestKey:
+        """The key by which the transfer plane knows the request's pages."""
         return self._transfers.get(key, key)
-
-    def _can_resume(self, key: Key) -> bool:
-        source = self._source.get(key)
-        return source is not None and self._receiver.is_connected(source)
-
-    def _take(self, now: float) -> None:
-        messages, events = self._receiver.take()
-        self.outbox.peers.extend(messages)
-        for event in events:
-            self._on_event(event, now)
 
     def _on_event(self, event: Event, now: float) -> None:
         if isinstance(event, PairLost):
-            self._lose(event.peer, event.reason, now)
+            self._drop_peer(event.peer, event.reason, now)
             return
         key = self._owners.pop(event.key, event.key)
         if isinstance(event, Completed):
@@ -285,44 +264,45 @@ class DecodeRole:
         elif self._forget(key) is not None:
             self._answer_failure(key, event.code, event.message)
 
-    def _received(self, key: Key, event: Completed, now: float) -> None:
-        request = self._scheduler.places.receiving[key]
-        if event.handoff.num_tokens == request.num_decodable:
-            self._scheduler.received(key, token=event.handoff.token)
-            self._answers.received(key, handed_at=event.handed_at, received_at=now)
+    def _received(self, key: RequestKey, event: Completed, now: float) -> None:
+        request = self._scheduler.requests[key]
+        if event.prefill_done.num_tokens == request.num_decodable:
+            self._scheduler.received(key, token=event.prefill_done.token)
+            self._output.received(key, prefill_done_at=event.prefill_done_at, received_at=now)
             self._totals["transfers"] += 1
             return
         if request.output:
             self._scheduler.not_received(key, now)
         else:
             self._forget(key)
-            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the handoff is of another prompt")
+            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the prefill node computed another prompt")
         self._books.free(event.pages, Owner.GRANT)
 
-    def _end(self, key: Key) -> None:
-        """Finished, aborted or failed: everything goes back, and a transfer under way is called off."""
-        is_receiving = key in self._scheduler.places.receiving
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _end(self, key: RequestKey) -> None:
+        """End a request that was aborted or failed: give everything back, and call off a transfer in progress."""
+        is_receiving = self._scheduler.is_receiving(key)
         transfer = self._transfer_of(key)
         self._forget(key)
         if is_receiving:
             self._receiver.cancel(transfer)
 
-    def _forget(self, key: Key) -> Request | None:
-        self._source.pop(key, None)
-        self._answers.forget(key)
+    def _forget(self, key: RequestKey) -> Request | None:
+        self._output.forget(key)
         self._owners.pop(self._transfers.pop(key, key), None)
-        return self._scheduler.end(key)
+        return self._scheduler.abort(key)
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
-        self._answers.flush(request, now)
+        self._output.flush(request, now)
         self._end(request.key)
         self._answer_failure(request.key, code, message)
 
-    def _answer_failure(self, key: Key, code: ErrorCode, message: str) -> None:
+    def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._totals["failed_requests"] += 1
         self.outbox.gateway.append(Failed(*key, code, message))
 
-    # ---- what others may know ---------------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------------------------
 
     def files(self) -> Sequence[Any]:
         return self._receiver.files()
@@ -331,32 +311,30 @@ class DecodeRole:
         return self._receiver.transports()
 
     def pairs(self) -> Sequence[PairState]:
-        return [
-            PairState(self._peers[peer].name, peer, transport, why)
-            for peer, transport, why in self._receiver.pairs()
-            if peer in self._peers
-        ]
+        return self._receiver.pairs()
 
     def peers(self) -> Sequence[str]:
         return list(self._peers)
 
     def load(self) -> Load:
-        scheduler = self._scheduler
-        num_waiting = len(scheduler.places.waiting) + len(scheduler.places.retracted)
+        num_waiting = self._scheduler.num_waiting
         return Load(
             num_waiting=num_waiting,
-            num_running=len(scheduler.places.requests) - num_waiting,
+            num_running=len(self._scheduler.requests) - num_waiting,
             num_free_pages=self._books.num_free,
             num_cached_pages=self._cache.num_pages,
             num_quarantined_pages=self._books.count(Owner.QUARANTINE),
         )
 
     def counters(self) -> dict[str, float]:
-        scheduler = self._scheduler
-        totals = {**scheduler.totals, **scheduler.line.totals, **scheduler.policy.totals()}
-        return {**self._totals, **totals, **self._receiver.counters()}
+        return {
+            **self._totals,
+            **self._output.totals,
+            **self._scheduler.totals(),
+            **self._receiver.counters(),
+        }
 
     def check(self) -> None:
-        prove_pages(self._books, self._cache, self._scheduler.places.requests.values())
+        prove_pages(self._books, self._cache, self._scheduler.requests.values())
         self._scheduler.check()
         self._receiver.check()

@@ -1,13 +1,17 @@
-"""The decode node's batch: which requests grow by a token, and who gives way when pages or rows run short. Pure.
+"""Plans the steps of a decode node: which requests grow by a token, and which prompts are computed here. Pure.
 
-A prompt comes from a prefill node, or is computed here, in chunks that ride in the same steps as the decode rows.
-Each step takes up the requests whose prompts have arrived, gives every running one the page it is about to enter, and
-adds chunks of local prompts and of retracted requests. When pages run short the cache is evicted first; then running
-requests are retracted, and go to the front of the queue. The last one is never retracted. A more urgent request takes a
-row from a less urgent one, which is paused and keeps its pages, or pages, from one that is retracted.
+A prompt comes from a prefill node, or is computed here in chunks that ride in the same steps as the decode rows. A plan
+first preempts requests for a more urgent one. Then requests whose prompts have arrived join the batch, every running
+request gets the page that it is about to enter, and chunks of local prompts and of retracted requests are added. When
+pages run short, the cache is evicted first; then running requests are retracted to the front of the queue, but never
+the last one that could run.
+
+A second step may be planned before the first is committed: ``plan`` reads ``num_scheduled`` and ``num_sampling``, which
+it advances itself, and a row needs no token from the host. A request is scheduled beyond a token that turns out to end
+it; that row is ignored. Calls queue what follows from them as effects, for the role to take and perform.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -16,26 +20,27 @@ from common.cache.request_kv import cache_computed, release
 from common.deadlines import Deadlines
 from common.errors import ErrorCode, RequestError
 from common.finish_reason import Finish, finish_reason
-from common.request import LOWEST_PRIORITY, Request
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.in_batch_prefix_caching import Sharing
-from common.scheduling.new_token_ratio import NewTokenRatio, expected_tokens
+from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
 from common.scheduling.skip_ahead import PASSING, SkipAhead
+from common.scheduling.slots import OutstandingSteps
 from common.scheduling.waiting_queue import WaitingQueue
 from common.step_plan import PageDelta, Row, StepPlan, StepResult
-from decode_node.page_reservation import Admission
+from decode_node.page_reservation import PageReservations
 from decode_node.prealloc_queue import Limits as Limits
 from decode_node.prealloc_queue import PageGrant as PageGrant
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.preemption import Preemptor
 from decode_node.request_state import Event, State
-from decode_node.request_table import Key, RequestTable
+from decode_node.request_table import RequestTable
 
 
 class Sampled(NamedTuple):
-    """One more output token."""
+    """One more output token. With ``finish`` set, the request has ended and its pages are back."""
 
     request: Request
     token: int
@@ -43,8 +48,33 @@ class Sampled(NamedTuple):
     finish: Finish
 
 
+class Outgrown(NamedTuple):
+    """A request needs more tokens than the whole pool holds.
+
+    No other request is retracted for it, and all others fit once no other request holds pages.
+    """
+
+    request: Request
+
+
+Effect = PageGrant | Sampled | Outgrown
+
+
+class Step(NamedTuple):
+    """The rows of an outstanding step: decode rows, each with its request's admission number, then chunks."""
+
+    rows: list[Request]
+    admissions: list[int]
+    chunks: list[Chunk]
+
+
 class DecodeScheduler:
-    """Owns every request of a decode node, from submission to its end."""
+    """Owns every request of a decode node, from submission to its end.
+
+    Args:
+        ratio: how much of its allowed output a request is expected to produce.
+        is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
+    """
 
     def __init__(
         self,
@@ -55,39 +85,47 @@ class DecodeScheduler:
         order: RequestOrdering,
         ratio: NewTokenRatio,
         eos_token_ids: Collection[int],
+        is_connected: Callable[[str], bool],
     ) -> None:
+        self.policy = order.policy
         self._cache = cache
         self._books = books
         self._limits = limits
         self._order = order
-        self.policy = order.policy
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
-        self.places = RequestTable(limits.max_running, WaitingQueue(order, cache))
-        self._deadlines = Deadlines(self.places.requests)
-        self.line = PreallocQueue(Admission(cache, books), self.places, order, limits=limits, expected=self._expected)
-        self.decisions = self.line.decisions
-        self.giving_way = Preemptor(
-            cache, books, self.places, line=self.line, order=order, is_by_priority=limits.is_retracted_by_priority
-        )
-        self.totals = self.giving_way.totals
-        self.totals.update(budget_rows=0, budget_rows_used=0)
-        self._in_flight: dict[int, tuple[list[Request], list[Chunk]]] = {}
-        self._joining: dict[Key, Request] = {}  # they have a row that no plan has told the executor of yet
-        self._num_steps = 0
-        self._were_chunks_alone = False
         self._capacity = books.num_pages * cache.page_size
-        self._outgrown: list[Request] = []
+        self._table = RequestTable(limits.max_running, WaitingQueue(order, cache))
+        self._deadlines = Deadlines(self._table.requests)
+        self._reservations = PageReservations(cache, books)
+        self._queue = PreallocQueue(
+            self._reservations, self._table, order, limits=limits, ratio=ratio, is_connected=is_connected
+        )
+        self._preemptor = Preemptor(
+            cache,
+            books,
+            self._table,
+            queue=self._queue,
+            order=order,
+            is_by_priority=limits.is_retracted_by_priority,
+        )
+        self.decisions = self._queue.decisions
+        self._totals = {"budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0}
+        self._totals["prompt_tokens_computed"] = 0
+        self._steps: OutstandingSteps[Step] = OutstandingSteps(books)
+        self._joining: dict[RequestKey, Request] = {}  # in a slot of which no plan has told the executor yet
+        self._were_chunks_alone = False
+        self._effects: list[Effect] = []
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, is_local: bool = False) -> None:
-        """Take a request into the queue.
+    def submit(self, request: Request, *, source: str | None) -> None:
+        """Queue a request.
 
         Args:
-            is_local: its prompt is computed here, not received.
+            source: the prefill node (by incarnation) that computes its prompt; None computes it here.
         Raises:
-            RequestError: the queue is full, or the request is beyond the context or the pool.
+            RequestError: the queue is full, or the request exceeds the context or the pool.
         """
         context, most = self._limits.context_length, len(request.prompt) + request.sampling.max_new_tokens
         if context is not None and most > context:
@@ -101,181 +139,234 @@ class DecodeScheduler:
                 param="prompt",
             )
         bound = self._limits.max_queued
-        if bound is not None and len(self.places.waiting) >= bound:
+        if bound is not None and len(self._table.waiting) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
         if self._limits.reserved_tokens is not None:
             request.expected_output = 0
-        self.places.add(request, is_local=is_local)
+        self._table.add(request, source=source)
         self._deadlines.add(request)
 
-    def received(self, key: Key, *, token: int) -> Request:
-        """What a receiving request lacked is all here; ``token`` is its first output token, if it has none yet."""
-        request = self.places.receiving[key]
-        self.line.admission.settle(request)
+    def grant(self, now: float) -> None:
+        """Queue a ``PageGrant`` for every waiting request that can have its pages now; call it after every event."""
+        self._effects += self._queue.grant(now)
+
+    def received(self, key: RequestKey, *, token: int) -> None:
+        """The pages of a request have arrived. ``token`` is its first output token, unless it has output already."""
+        request = self._table.receiving[key]
+        self._reservations.settle(request)
         if not request.output:
             request.output.append(token)
-        request.inherited_priority = LOWEST_PRIORITY
-        self.places.move(request, Event.RECEIVED)
-        return request
+        self._table.move(request, Event.RECEIVED)
 
-    def not_received(self, key: Key, now: float) -> None:
-        """The prefill node does not compute this retracted request again: it is done here, then."""
-        request = self.places.receiving[key]
-        self.line.admission.withdraw(request)
-        self.places.move(request, Event.LOSE)
-        self.places.local[key] = None
+    def not_received(self, key: RequestKey, now: float) -> None:
+        """The prefill node does not compute this retracted request again; it is computed here instead."""
+        request = self._table.receiving[key]
+        self._reservations.withdraw(request)
+        self._table.move(request, Event.LOSE)
+        self._table.local[key] = None
         self.decisions.note(now, request.rid, "resume", "here, since no prefill node does")
 
-    def end(self, key: Key) -> Request | None:
-        """Finish, abort, failure: out of every queue, all pages given back. None if it is unknown.
+    def abort(self, key: RequestKey) -> Request | None:
+        """Forget a request and give its pages back. None if it is unknown.
 
-        Pages granted to a transfer under way are not touched: they are the receiver's until its fence.
+        Pages granted to a transfer in progress stay with the receiver, which frees them after its fence.
         """
-        is_receiving = key in self.places.receiving
-        request = self.places.remove(key)
+        is_receiving = key in self._table.receiving
+        request = self._table.remove(key)
         if request is None:
             return None
         if is_receiving:
-            self.line.admission.withdraw(request)
-        self.line.short.pop(key, None)
+            self._reservations.withdraw(request)
+        self._queue.short.pop(key, None)
         release(self._cache, self._books, request, keep=True)
         return request
 
+    def take_effects(self) -> list[Effect]:
+        """The effects since the last call, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
     def expired(self, now: float) -> list[Request]:
-        """Requests whose deadline has passed; each is told once."""
+        """Requests whose deadline has passed; each is returned once."""
         return self._deadlines.passed(now)
 
-    def reprioritize(self, key: Key, priority: int, now: float, *, priority_class: str | None = None) -> None:
-        """From now on this request is so urgent, wherever it stands. An unknown one is ignored.
-
-        Args:
-            priority_class: which it belongs to from now on, and on whose account it is; None: as before.
-        """
-        request = self.places.requests.get(key)
+    def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
+        """Change the priority of a request, and its class unless that is None. Unknown keys are ignored."""
+        request = self._table.requests.get(key)
         if request is not None:
             before = (request.priority, request.priority_class)
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
-            self.places.waiting.change(request, priority, priority_class)
-            self.line.changed()
+            self._table.waiting.change(request, priority, priority_class)
+            self._queue.changed()
 
-    # ---- one step ---------------------------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> Mapping[RequestKey, Request]:
+        """Every request, in order of arrival."""
+        return self._table.requests
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without pages: waiting or retracted."""
+        return len(self._table.waiting) + len(self._table.retracted)
+
+    def is_receiving(self, key: RequestKey) -> bool:
+        """Whether a transfer of the request's pages is in progress."""
+        return key in self._table.receiving
+
+    def source(self, key: RequestKey) -> str | None:
+        """The prefill node that the request's prompt comes from."""
+        return self._table.sources.get(key)
+
+    def waiting_for(self, source: str) -> list[Request]:
+        """Requests that wait for pages and whose prompts come from this prefill node."""
+        return [request for key, request in self._table.waiting.items() if self._table.sources.get(key) == source]
+
+    def totals(self) -> dict[str, float]:
+        """Monotonic totals of what was scheduled and preempted."""
+        return {**self._totals, **self._preemptor.totals, **self._queue.totals, **self.policy.totals()}
+
+    # ---- planning a step --------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can be computed now."""
-        self._take_up(now)
-        num_retractions = self.totals["retractions"]
+        """The next step, or None if there is nothing to compute. Preempts requests for a more urgent one first."""
+        if self._preemptor.preempt_for_first(now):
+            self.grant(now)
+        self._join_batch(now)
+        num_retractions = self._preemptor.totals["retractions"]
         grown = self._grow(now)
-        has_run_short = self.totals["retractions"] > num_retractions
+        has_run_short = self._preemptor.totals["retractions"] > num_retractions
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
         chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
-        chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]
+        chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
+        begun = [request for request in begun if request.slot >= 0]
         self._order.explain(self.decisions, now)
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
         rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:
-            if not self.places.requests:
+            if not self._table.requests:
                 self._ratio.reset()
             return None
-        self._num_steps += 1
-        self._in_flight[self._num_steps] = (rows, chunks)
-        self._books.begin_step(self._num_steps)
-        self.totals["budget_rows"] += self._limits.max_running
-        self.totals["budget_rows_used"] += len(rows)
         if rows and not has_run_short:
             self._ratio.decoded()
-        joining = [request for key, request in self._joining.items() if self.places.running.get(key) is request]
+        return self._step(rows, chunks, begun, grown)
+
+    def _step(
+        self, rows: list[Request], chunks: list[Chunk], begun: Sequence[Request], grown: Sequence[Request]
+    ) -> StepPlan:
+        """Number the step and count its tokens as scheduled.
+
+        Args:
+            begun: requests whose first chunk is among ``chunks``.
+            grown: running requests that have a page more.
+        """
+        joining = [request for key, request in self._joining.items() if self._table.running.get(key) is request]
         self._joining.clear()
-        begun = [request for request in begun if request.slot >= 0]
         fresh = {request.key for request in joining}
         grown = [request for request in grown if request.slot >= 0 and request.key not in fresh]
+        plan_rows = [Row(r.slot, r.num_scheduled, None, True) for r in rows] + [chunk.to_row() for chunk in chunks]
+        for request in rows:
+            request.num_scheduled += 1
+            request.num_sampling += 1
+        self._totals["budget_rows"] += self._limits.max_running
+        self._totals["budget_rows_used"] += len(rows)
+        for chunk in chunks:
+            name = "resumed_tokens_computed" if chunk.request.output else "prompt_tokens_computed"
+            self._totals[name] += chunk.num_tokens
         return StepPlan(
-            step=self._num_steps,
+            step=self._steps.begin(Step(rows, [request.admission for request in rows], chunks)),
             admits=tuple([admit_row(r, last_token=r.output[-1]) for r in joining] + [admit_row(r) for r in begun]),
             pages=tuple(
                 [PageDelta(r.slot, 0, tuple(r.pages)) for r in [*joining, *begun]]
                 + [PageDelta(r.slot, len(r.pages) - 1, (r.pages[-1],)) for r in grown]
             ),
-            rows=tuple([Row(r.slot, r.num_computed, None, True) for r in rows] + [chunk.to_row() for chunk in chunks]),
+            rows=tuple(plan_rows),
         )
 
-    def _rows(self) -> list[Request]:
-        """Running requests with room for a token."""
-        page_size = self._cache.page_size
-        running = self._order.by_standing(list(self.places.running.values()))
-        return [r for r in running if len(r.pages) * page_size > r.num_computed]
-
-    def _expected(self, requests: Sequence[Request]) -> int:
-        return expected_tokens(requests, *self._expectation())
-
-    def _expectation(self) -> tuple[float, int]:
-        """Share and bound of what a request may still produce that is reserved for it."""
-        reserved = self._limits.reserved_tokens
-        return (self._ratio.value, self._limits.clip_tokens) if reserved is None else (1.0, reserved)
-
-    def _take_up(self, now: float) -> None:
-        """Finished transfers and paused requests join the batch, whoever else waits: they hold all they need."""
-        for request in self._order.in_turn([*self.places.paused.values(), *self.places.ready.values()]):
-            if not self.giving_way.can_have_row(request):
+    def _join_batch(self, now: float) -> None:
+        """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""
+        for request in self._order.in_turn([*self._table.paused.values(), *self._table.ready.values()]):
+            if not self._preemptor.can_have_slot(request):
                 break
-            self.giving_way.free_row(request, now)
-            if self.places.states[request.key] is State.PAUSED:
+            self._preemptor.free_slot(request, now)
+            if self._table.states[request.key] is State.PAUSED:
                 self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
-            self.places.move(request, Event.TAKE_UP, with_slot=True)
+            self._table.move(request, Event.TAKE_UP, with_slot=True)
             self._joining[request.key] = request
 
-    def _has_room(self, request: Request) -> bool:
-        return len(request.pages) * self._cache.page_size > request.num_computed
+    # ---- decode rows ------------------------------------------------------------------------------------------------
+
+    def _growing(self) -> list[Request]:
+        """Running requests that may sample one token more, beyond those of outstanding steps."""
+        most = self._capacity
+        return [r for r in self._table.running.values() if r.num_left > r.num_sampling and r.num_scheduled < most]
+
+    def _rows(self) -> list[Request]:
+        """Those of them that have room for it, most urgent first."""
+        page_size = self._cache.page_size
+        growing = self._order.by_standing(self._growing())
+        return [r for r in growing if len(r.pages) * page_size > r.num_scheduled]
 
     def _grow(self, now: float) -> list[Request]:
-        """One more page for every running request whose last page is full; retracts where pages run short."""
+        """Give one page to every running request whose last page is full. Retracts requests where pages run short.
+
+        A request gets no page now if one lingers for it until an outstanding step is committed, or if all other pages
+        are being received or extended.
+        """
         grown = []
+        num_awaited = 0  # lingering pages that are meant for requests
         page_size = self._cache.page_size
-        full = [r for r in self.places.running.values() if len(r.pages) * page_size <= r.num_computed]
+        full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
         for request in self._order.by_standing(full):
-            while request.key in self.places.running and not self._has_room(request):
-                if pages := self._take_page():
+            while request.key in self._table.running and len(request.pages) * page_size <= request.num_scheduled:
+                if pages := self._allocate_page(num_awaited):
                     request.pages += pages
                     request.own += pages
                     grown.append(request)
-                elif victim := self.giving_way.victim():
-                    self.giving_way.retract(victim, now, "a running request needs its {} pages", len(victim.pages))
-                    self._ratio.retracted(list(self.places.running.values()))
+                elif self._books.num_lingering > num_awaited:
+                    num_awaited += 1
+                    break
+                elif victim := self._preemptor.victim():
+                    self._preemptor.retract(victim, now, "a running request needs its {} pages", len(victim.pages))
+                    self._ratio.retracted(list(self._table.running.values()))
                 else:
-                    break  # waits for what is being received or extended
+                    break
         return grown
 
-    def _take_page(self) -> list[int] | None:
-        if not self._books.num_free:
+    def _allocate_page(self, num_awaited: int) -> list[int] | None:
+        if not self._books.num_free and self._books.num_lingering <= num_awaited:
             self._cache.evict(1)
         return self._books.alloc(1, Owner.REQUEST)
 
+    # ---- chunks -----------------------------------------------------------------------------------------------------
+
     def _extend(self, now: float) -> tuple[list[Chunk], list[Request]]:
-        """Chunks of requests that are computed here, as far as the budgets reach, in line with those that wait."""
-        places = self.places
-        if not places.extending and not places.retracted and not places.local:
+        """Chunks of requests that are computed here, as far as the budgets reach, and the requests that begin."""
+        table = self._table
+        if not table.extending and not table.retracted and not table.local:
             return [], []
         adder = self._adder()
         begun: list[Request] = []
-        sharing = self.line.sharing()
+        sharing = self._queue.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        lent: dict[Key, int] = {}
-        num_begun = len(places.extending)
-        for request in self.line.wanting(now):
-            state = places.states[request.key]
-            if state is State.EXTENDING:
+        lent: dict[RequestKey, int] = {}
+        num_begun = len(table.extending)
+        for request in self._queue.step_candidates(now):
+            if table.states[request.key] is State.EXTENDING:
                 num_begun -= 1
+                if request.num_scheduled == request.num_tokens:
+                    continue  # its last chunk is in a step that is not committed yet
                 if adder.add_chunked_req(request) is not AddResult.CONTINUE:
                     break
-            elif state is State.RECEIVING:
-                skip_ahead.refuse(request)  # it has part of its pages
-            elif skip_ahead.is_closed or not self.giving_way.can_have_row(request):
+            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request):
                 if not num_begun:
                     break
-                self._lend(request, sharing, lent, now)
-            elif not self.line.is_computed_here(request):
-                if request.key in self.line.short and places.has_holders:
-                    skip_ahead.refuse(request)  # else it is short because of one of these, and need not be waited for
-            elif self._lend(request, sharing, lent, now):
+                self._waits_for_prefix(request, sharing, lent, now)
+            elif not self._queue.is_computed_here(request):
+                if request.key in self._queue.short and (table.has_holders or self._books.num_lingering):
+                    skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
+            elif self._waits_for_prefix(request, sharing, lent, now):
                 pass
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -283,19 +374,16 @@ class DecodeScheduler:
             elif result is AddResult.OTHER:
                 break
             else:
-                has_passed = skip_ahead.admit(request)
-                self.line.totals["skipped_ahead"] += has_passed
-                self.giving_way.free_row(request, now)
-                self._begin(request, now, PASSING if has_passed else "")
+                self._begin(request, now, has_passed=skip_ahead.admit(request))
                 sharing.add(request)
                 begun.append(request)
-        for request in places.extending.values():
+        for request in table.extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
 
-    def _lend(self, request: Request, sharing: Sharing, lent: dict[Key, int], now: float) -> bool:
-        """Whether it waits for a prefix that is computed here now; whoever computes that is as urgent as it then."""
-        if self.places.states[request.key] is not State.WAITING or not self.line.is_computed_here(request):
+    def _waits_for_prefix(self, request: Request, sharing: Sharing, lent: dict[RequestKey, int], now: float) -> bool:
+        """Whether a prefix of the request is being computed here; the request that does inherits its priority."""
+        if self._table.states[request.key] is not State.WAITING or not self._queue.is_computed_here(request):
             return False
         holder = sharing.waits_for(request, self._cache)
         if holder is not None:
@@ -303,26 +391,28 @@ class DecodeScheduler:
             self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
         return holder is not None
 
-    def _begin(self, request: Request, now: float, passing: str) -> None:
+    def _begin(self, request: Request, now: float, *, has_passed: bool) -> None:
+        """Put a request that the adder has admitted into a slot."""
+        self._queue.totals["skipped_ahead"] += has_passed
+        self._preemptor.free_slot(request, now)
         num_new = request.num_tokens - request.num_computed
-        is_new = self.places.states[request.key] is State.WAITING
+        is_new = self._table.states[request.key] is State.WAITING
         if is_new:
             request.admitted_at = now
             self._order.admitted(request, num_input=num_new)
         action = "admit" if is_new else "resume"
-        reason = "computes {} of {} tokens" + passing
+        reason = "computes {} of {} tokens" + (PASSING if has_passed else "")
         self.decisions.note(now, request.rid, action, reason, num_new, request.num_tokens)
-        self.places.move(request, Event.EXTEND, with_slot=True)
+        self._table.move(request, Event.EXTEND, with_slot=True)
 
     def _adder(self) -> PrefillAdder:
-        page_size = self._cache.page_size
-        holders = self.places.holders()
-        total = (self._books.num_free + self._cache.num_evictable_pages) * page_size
+        holders = self._table.holders()
+        total = (self._books.num_free + self._cache.num_evictable_pages) * self._cache.page_size
         if holders:
-            total -= self._expected(holders)
+            total -= self._queue.expected(holders)
         else:
-            total += 1  # alone, it may fill the pool to the last token
-        ratio, clip = self._expectation()
+            total += 1  # alone, a request may fill the pool to the last token
+        ratio, clip = self._queue.expectation()
         budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.cut)
         return PrefillAdder(
             self._cache,
@@ -335,54 +425,58 @@ class DecodeScheduler:
             ratio=ratio,
         )
 
-    def take_outgrown(self) -> list[Request]:
-        """Requests that ``commit`` has found to need more room than the whole pool has; each is returned once.
+    # ---- taking in a step -------------------------------------------------------------------------------------------
 
-        No other request ever has to give way for one of these, and all others fit as soon as nobody else holds pages.
+    def commit(self, result: StepResult) -> list[Effect]:
+        """Take in the result of the oldest outstanding step; see ``take_effects``.
+
+        Rows of requests that have left the slot they were planned for are ignored.
         """
-        outgrown, self._outgrown = self._outgrown, []
-        return outgrown
-
-    def commit(self, result: StepResult) -> list[Sampled]:
-        """Take in what a step computed. Rows of requests that ended meanwhile are ignored."""
-        rows, chunks = self._in_flight.pop(result.step)
-        effects: list[Sampled] = []
+        step = self._steps.oldest(result.step)
+        sampled: list[Sampled] = []
         logprobs = result.logprobs or (None,) * len(result.tokens)
-        running = self.places.running
-        for request, token, logprob in zip(rows, result.tokens, logprobs, strict=False):
-            if running.get(request.key) is request:
+        for request, admission, token, logprob in zip(
+            step.rows, step.admissions, result.tokens, logprobs, strict=False
+        ):
+            if request.admission == admission:
                 request.num_computed += 1
-                effects.append(self._sampled(request, token, logprob))
-        for chunk, found in zip(chunks, chunk_results(chunks, result, num_before=len(rows)), strict=True):
-            request = chunk.request
-            if self.places.extending.get(request.key) is not request:
+                request.num_sampling -= 1
+                sampled.append(self._sampled(request, token, logprob))
+        for chunk, found in zip(
+            step.chunks, chunk_results(step.chunks, result, num_before=len(step.rows)), strict=True
+        ):
+            if not chunk.is_current:
                 continue
+            request = chunk.request
             request.num_computed = chunk.start + chunk.num_tokens
             request.prompt_logprobs += found.prompt_logprobs
             cache_computed(self._cache, request)
             if found.sampled is not None:
                 request.inherited_priority = LOWEST_PRIORITY
-                self.places.move(request, Event.SAMPLED)
-                effects.append(self._sampled(request, *found.sampled))
-        self._books.end_step(result.step)
-        self._order.decoded([effect.request for effect in effects])
-        return effects
+                self._table.move(request, Event.SAMPLED)
+                sampled.append(self._sampled(request, *found.sampled))
+        self._order.decoded([one.request for one in sampled])
+        for one in sampled:
+            self._effects.append(one)
+            if one.finish:
+                self.abort(one.request.key)
+            elif one.request.num_tokens > self._capacity:
+                self._effects.append(Outgrown(one.request))
+        self._steps.end()
+        return self.take_effects()
 
     def _sampled(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Sampled:
         request.output.append(token)
         finish = finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
-        if not finish and request.num_tokens > self._capacity:
-            self._outgrown.append(request)
         return Sampled(request, token, logprobs, finish)
-
-    def chunks(self, plan: StepPlan) -> list[Chunk]:
-        """The chunks in a plan that has not been committed: prompts computed here, and what was retracted."""
-        return self._in_flight[plan.step][1]
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every request is in exactly the place its state says, and what is reserved is being received."""
-        self.places.check()
-        assert self.line.admission.reservations.keys() == self.places.receiving.keys()
-        self.line.admission.check(self.places.yielding())
+        """Prove that every request is where its state says and that reservations and transfers agree.
+
+        Raises:
+            InvariantError: it is not so.
+        """
+        self._table.check()
+        self._reservations.check(list(self._table.receiving.values()))

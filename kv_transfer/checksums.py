@@ -1,37 +1,37 @@
-"""CRC-32 of pages, or of pieces of them, where they lie at either end of a transfer.
+"""CRC-32 of pages, or of slices of them, where they lie at either end of a transfer.
 
-CRC-32 is in the standard library, lets go of the interpreter's lock, and finds every burst of damage of up to 32 bits
-and one in four billion fewer than all others; where pages are cut differently at the two ends, both take the bytes in
-the order ``[layer][key or value][head][token][head_dim]`` of the piece, so that the runs do not matter.
+CRC-32 is in the standard library, releases the interpreter's lock, and finds every burst of damage of up to 32 bits and
+all but one in four billion of the others. Where pages are cut differently at the two ends, both take the bytes in the
+order ``[layer][key or value][head][token][head_dim]`` of the slice, so that the runs do not matter.
 
-The source is summed as its write begins, and must not change before the write is over. It does not: a page is handed to
+The source is summed as its write begins, and must not change before the write is over. It does not: a page is given to
 the sender when it is computed, whole and final; its KV depends on nothing that comes later; it stays held until the
-transfer's ``Released``; and the page that the prompt's last tokens fill partly is written by nobody after them, since a
-prefill node computes no output. A source that changed nevertheless would show as a mismatch.
+transfer's ``Released``; and nothing is written behind the prompt's last tokens on a partly filled page, since a prefill
+node computes no output. A source that changed all the same would show as a mismatch.
 """
 
 import zlib
 from collections.abc import Iterable
 
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore
 
 
 class Checksums:
-    """Of the pages of one store."""
+    """Checksums of the pages of one store."""
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._size = store.geometry.page_bytes
         self._scratch = bytearray()
 
-    def of_source(self, page: int, piece: Piece | None) -> int:
-        """Of a page of ours as it stands in the pool; of that piece of it, or of all."""
-        runs = None if piece is None else [(at, length) for at, _, length in piece.runs]
+    def of_source(self, page: int, slices: SlicePair | None) -> int:
+        """Checksum of our page as it stands in the pool, or of the source slice of it."""
+        runs = None if slices is None else [(at, length) for at, _, length in slices.runs]
         return self._sum(page, runs, is_in_memory=self._store.is_mapped)
 
     def of_target(self, page: int, runs: Iterable[tuple[int, int]]) -> int:
-        """Of these (offset, bytes) of a page that has come, where it has come to."""
+        """Checksum of these (offset, bytes) runs of a page that has come, where it has come to."""
         is_in_memory = self._store.is_mapped or not self._store.is_in_place
         return self._sum(page, runs, is_in_memory=is_in_memory)
 

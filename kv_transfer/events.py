@@ -1,44 +1,46 @@
-"""What becomes of transfers, as the roles at both ends are told."""
+"""What becomes of a transfer, as reported to the roles at both ends."""
 
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode
+from common.request import RequestKey
 from common.wire.messages import PrefillDone
-from kv_transfer.send.session import Key
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Everything is here. ``pages`` (those granted, in order) are still ``GRANT``, and the caller's to move.
+    """Everything is here.
 
-    ``handed_at``: when the handoff came, in seconds of the ``now`` handed in.
+    Attributes:
+        pages: those granted, in order; still owned as ``GRANT``, and the caller's to move.
+        prefill_done_at: when ``PrefillDone`` came, in seconds of the ``now`` given to the receiver.
     """
 
-    key: Key
-    handoff: PrefillDone
+    key: RequestKey
+    prefill_done: PrefillDone
     pages: tuple[int, ...]
-    handed_at: float = field(default=0.0, compare=False)
+    prefill_done_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended with its first token; nothing is shipped. Its granted pages are free."""
+    """The request ended with its first token, so nothing is shipped. Its granted pages are free."""
 
-    key: Key
+    key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """Nothing more will come. Its granted pages are free, or in quarantine."""
+    """Nothing more will come. The granted pages are free, or in quarantine."""
 
-    key: Key
+    key: RequestKey
     code: ErrorCode
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class PairLost:
-    """This prefill node has let go of our pool, or is dead. ``connect`` again before it can write."""
+    """This prefill node has dropped our pool, or is dead. It must be connected again before it can write."""
 
     peer: str
     reason: str
@@ -46,16 +48,16 @@ class PairLost:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """To the prefill node: the transfer has no more need of its source pages.
+    """To the prefill node: the transfer does not need its source pages any more.
 
     Attributes:
         ok: the decode node has everything, or the request ended with its first token.
         reason: a sentence for people.
         code: of the failure, if not ``ok``.
-        is_told: the decode node ended it, and tells the gateway why.
+        is_told: the decode node ended the transfer, and tells the gateway why.
     """
 
-    key: Key
+    key: RequestKey
     ok: bool
     reason: str
     code: ErrorCode = ErrorCode.TRANSFER_FAILED

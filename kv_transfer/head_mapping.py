@@ -1,11 +1,11 @@
-"""Which heads go from which rank of one node to which rank of another that splits them otherwise. Pure arithmetic.
+"""Which KV heads go from which rank of one node to which rank of another that splits them differently. Pure arithmetic.
 
 A node of ``size`` tensor-parallel ranks splits the model's KV heads into equal slices, in order; with more ranks than
-heads each head is held by several ranks in a row, all alike. Every rank of the receiving node gets each of its heads
-from exactly one rank; where several have it, the receivers are spread over them.
+heads, each head is held by several consecutive ranks, all alike. Every rank of the receiving node gets each of its
+heads from exactly one rank; where several have it, the receivers are spread over them.
 
-A ``HeadRoute`` with the units of ``fit`` gives the pieces that go that way, so that page sizes and splits may differ at
-once. The routes that end at a rank, numbered in order, are what it counts the delivery of its pages by.
+A ``HeadRoute`` with the units of ``page_mapping`` gives the slice pairs that travel over it, so that page sizes and
+splits may differ at once. A rank counts the delivery of its pages by the routes that end at it, numbered in order.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 from common.cache.page_layout import PageLayout
 from kv_transfer.page_mapping import parts_of, units_of
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRoute:
-    """Some heads in a row from one rank to another.
+    """Consecutive heads that go from one rank to another.
 
     Attributes:
         source, target: ranks.
-        source_head, target_head: the first of them, as each rank counts its own.
+        source_head, target_head: the first of the heads, as each rank counts its own.
         num_heads: how many.
     """
 
@@ -34,7 +34,7 @@ class HeadRoute:
 
 
 def heads_of(rank: int, size: int, num_heads: int) -> range:
-    """Heads of the model that this rank of so many holds."""
+    """Heads of the model that this rank of ``size`` holds."""
     assert 0 <= rank < size
     if size <= num_heads:
         assert num_heads % size == 0, f"{num_heads} heads cannot be split evenly over {size} ranks"
@@ -46,7 +46,7 @@ def heads_of(rank: int, size: int, num_heads: int) -> range:
 
 
 def routes(num_heads: int, source_size: int, target_size: int) -> list[HeadRoute]:
-    """All ways from a node of ``source_size`` ranks to one of ``target_size``, by target and there in order of heads.
+    """All routes from a node of ``source_size`` ranks to one of ``target_size``, by target and then by head.
 
     Each size must divide the number of the model's KV heads, or be a multiple of it.
     """
@@ -65,7 +65,7 @@ def routes(num_heads: int, source_size: int, target_size: int) -> list[HeadRoute
 
 
 def _holder(head: int, target: int, sizes: tuple[int, int, int]) -> int:
-    """Of the ranks that hold a head, the one from which this target gets it: they take turns."""
+    """The rank that sends a head to this target; ranks that hold the same head take turns."""
     num_heads, source_size, target_size = sizes
     if source_size <= num_heads:
         return head // (num_heads // source_size)
@@ -75,15 +75,15 @@ def _holder(head: int, target: int, sizes: tuple[int, int, int]) -> int:
     return head * num_holders + turn % num_holders
 
 
-def pieces(route: HeadRoute, ours: PageLayout, theirs: PageLayout) -> Sequence[Piece]:
-    """What goes this way of each unit, by the unit's number modulo their count.
+def slice_pairs(route: HeadRoute, ours: PageLayout, theirs: PageLayout) -> Sequence[SlicePair]:
+    """The slice pairs that travel over a route, by a unit's number modulo their count.
 
     Args:
         ours, theirs: pages of the source rank and of the target rank, each with that rank's heads alone.
     """
     units = units_of(ours.page_size, theirs.page_size)
     return [
-        Piece(
+        SlicePair(
             ours,
             source._replace(head=route.source_head, num_heads=route.num_heads),
             theirs,

@@ -1,9 +1,9 @@
-"""What a write moves when it is not whole pages: a piece of our page becomes a piece of the peer's. Pure arithmetic.
+"""Slices of pages, and what a write moves when it does not move whole pages. Pure arithmetic.
 
-A piece is named by a ``PageSlice`` of layers, heads and tokens on either side; the two hold the same numbers of
-each. Its
-bytes lie in runs: as many as the two pages have in common pieces of memory. What travels in one stream (TCP, Gloo) goes
-in the order of the runs, which is ``[layer][key or value][head][token][head_dim]`` of the box.
+A ``PageSlice`` names layers, heads and tokens of a page. A ``SlicePair`` names a slice of our page and the slice of the
+peer's page that it becomes; both hold the same numbers of layers, heads and tokens. The bytes of a slice lie in runs,
+as many as the contiguous pieces of memory that the two pages share. On one stream (TCP, Gloo) they travel in the order
+of the runs, which is ``[layer][key or value][head][token][head_dim]`` of the slice.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from common.cache.page_layout import ITEM_BYTES, PageLayout
 
 
 class PageSlice(NamedTuple):
-    """Part of a page: keys and values of these layers, heads and tokens (first, and how many)."""
+    """Part of a page: keys and values of these layers, heads and tokens (the first of each, and how many)."""
 
     layer: int
     num_layers: int
@@ -30,7 +30,7 @@ class PageSlice(NamedTuple):
         return (self.num_layers, self.num_heads, self.num_tokens)
 
     def is_within(self, geometry: PageLayout) -> bool:
-        """Is it not empty, and all of it inside of a page?"""
+        """Whether the slice is not empty and lies inside a page."""
         return (
             min(self.layer, self.head, self.token) >= 0
             and min(self.counts) > 0
@@ -54,7 +54,7 @@ class PageSlice(NamedTuple):
         return 2 * self.num_layers * self.num_heads * self.num_tokens * token_bytes
 
     def runs(self, geometry: PageLayout) -> list[tuple[int, int]]:
-        """(offset in the page, bytes) of its contiguous parts, in order, as long as they can be."""
+        """(offset in the page, bytes) of its contiguous parts, in order, each as long as possible."""
         assert self.is_within(geometry)
         token_bytes = geometry.head_dim * ITEM_BYTES[geometry.dtype]
         length = self.num_tokens * token_bytes
@@ -71,16 +71,16 @@ class PageSlice(NamedTuple):
 
 
 def whole(geometry: PageLayout) -> PageSlice:
-    """All of a page."""
+    """The slice that is all of a page."""
     return PageSlice(0, geometry.num_layers, 0, geometry.num_kv_heads, 0, geometry.page_size)
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlicePair:
     """``source`` of a page of ours becomes ``target`` of a page of the peer's.
 
     Attributes:
-        ours, theirs: the shapes of the pages.
+        ours, theirs: the layouts of the pages.
     """
 
     ours: PageLayout
@@ -103,7 +103,7 @@ class Piece:
 
 
 def _join(sources: Iterator[tuple[int, int]], targets: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Two lists of runs of the same bytes, cut so that they go together."""
+    """Cut two lists of runs of the same bytes so that they correspond one to one."""
     source, num_source, target, num_target = 0, 0, 0, 0
     while True:
         if not num_source:
@@ -123,7 +123,7 @@ def _join(sources: Iterator[tuple[int, int]], targets: Iterator[tuple[int, int]]
         )
 
 
-def copy(piece: Piece, source: memoryview, target: memoryview) -> None:
-    """From a page of ours into a page of the peer's, both as bytes."""
-    for at, to, length in piece.runs:
+def copy(slices: SlicePair, source: memoryview, target: memoryview) -> None:
+    """Copy a slice of our page into the peer's page, both given as bytes."""
+    for at, to, length in slices.runs:
         target[to : to + length] = source[at : at + length]

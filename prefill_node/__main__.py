@@ -8,7 +8,7 @@ from common.node.worker_context import Parts
 from common.node.worker_main import run
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import WriterTransport
-from kv_transfer.transports.negotiation import open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_writer
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import Limits, PrefillScheduler
 
@@ -17,7 +17,7 @@ HELP = "Compute prompts and hand their KV pages to decode nodes."
 
 def open_transport(parts: Parts) -> WriterTransport:
     """The transport that the configuration names, over the process's pool."""
-    return open_writer(parts.pool, parts.transport_settings())
+    return open_writer(parts.pool, TransportSettings.of(parts.config, parts.incarnation))
 
 
 def build(parts: Parts, transport: WriterTransport) -> PrefillRole:

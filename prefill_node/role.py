@@ -24,7 +24,7 @@ from common.node.role import (
     resumed_request,
     tell_if_missed,
 )
-from common.request import Request
+from common.request import Request, RequestKey
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     Abort,
@@ -41,11 +41,8 @@ from common.wire.messages import (
     Resume,
 )
 from kv_transfer.send.sender import Reason, Sender
-from prefill_node.early_priorities import EarlyLoans
 from prefill_node.request_state import State
-from prefill_node.scheduler import Computed, FirstToken, PrefillScheduler
-
-Key = tuple[str, int]
+from prefill_node.scheduler import Computed, Effect, FirstToken, PrefillScheduler, Retracted
 
 #: Monotonic totals, beside those of the sender. ``overlapped_transfers``: of the prompts that were cut into chunks,
 #: those whose first page was in place before their last chunk began.
@@ -58,7 +55,6 @@ COUNTERS = (
     "output_tokens",
     "chunked_requests",
     "overlapped_transfers",
-    "retractions",
     "resumes",
 )
 
@@ -75,13 +71,9 @@ class PrefillRole:
         self._cache = cache
         self._books = books
         self._vocab_size = vocab_size
-        self._answered: dict[Key, None] = {}  # requests whose first token the gateway has; they may be retracted after
-        self._resumed: dict[Key, None] = {}  # computed once more for a decode node, of no interest to the gateway
-        self._decode: dict[Key, str] = {}  # which decode node goes on with a request
-        self._early_loans = EarlyLoans()
+        self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        if scheduler.has_priorities:
-            sender.order_by(scheduler.rank)
+        self._rank = scheduler.rank if scheduler.has_priorities else None
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -107,8 +99,6 @@ class PrefillRole:
             self._sender.connect(peer, message)
         elif isinstance(message, Resume):
             self._resume(peer, message, now)
-        elif isinstance(message, Reprioritize):
-            self._lend(peer, message, now)
         else:
             self._sender.on_message(peer, message, now)
         self._settle()
@@ -120,31 +110,25 @@ class PrefillRole:
 
     def peer_lost(self, peer: str, now: float) -> None:
         self._sender.peer_lost(peer)
-        self._early_loans.lost(peer)
         self._settle()
 
     def plan(self, now: float) -> StepPlan | None:
         plan = self._scheduler.plan(now)
-        for key in self._scheduler.retracted:
-            self._sender.retract(key)
-        self._totals["retractions"] += len(self._scheduler.retracted)
-        self._scheduler.retracted.clear()
+        self._perform(self._scheduler.take_effects(), now)
         if plan is not None:
             self._count_overlap(plan)
         return plan
 
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1
-        for computed in self._scheduler.commit(result):
-            self._totals["prompt_tokens_computed"] += computed.num_tokens
-            self._pass_on(computed, now)
+        self._perform(self._scheduler.commit(result), now)
         self._settle()
 
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
             tell_if_missed(self._scheduler.policy, request, now)
-        more = self._sender.pump(now)
+        more = self._sender.pump(now, rank=self._rank)
         self._settle()
         return more
 
@@ -160,7 +144,6 @@ class PrefillRole:
         if request.key in self._scheduler.requests:
             return  # said twice
         self._totals["requests"] += 1
-        loan = self._early_loans.take(message.decode.incarnation, request.key, now)
         try:
             check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
@@ -168,10 +151,7 @@ class PrefillRole:
             self._sender.reject(request.key, message.decode.incarnation, error.message, error.code)
             self._answer_failure(request, error.code, error.message)
         else:
-            self._decode[request.key] = message.decode.incarnation
             self._sender.open(request.key, message.decode.incarnation)
-            if loan is not None:
-                self._scheduler.lend(request.key, loan, now)
 
     def _resume(self, peer: str, message: Resume, now: float) -> None:
         """Compute once more what a decode node has lost. It hears of every end by ``Closed``, the gateway of none."""
@@ -185,39 +165,40 @@ class PrefillRole:
             self._sender.reject(request.key, peer, error.message, error.code)
             return
         self._totals["resumes"] += 1
-        self._resumed[request.key] = self._answered[request.key] = None
-        self._decode[request.key] = peer
+        self._resumed[request.key] = None
         self._sender.open(request.key, peer)
 
-    def _lend(self, peer: str, message: Reprioritize, now: float) -> None:
-        """Somebody waits at the decode node for what is on its way there for this request, or does so no longer."""
-        key = (message.rid, message.attempt)
-        if self._decode.get(key) == peer:
-            self._scheduler.lend(key, message.priority, now)
-        elif key not in self._decode and peer in self._sender.peers():
-            self._early_loans.keep(peer, key, message.priority, now)
+    def _perform(self, effects: Sequence[Effect], now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Retracted):
+                self._sender.retract(effect.key)
+            else:
+                self._on_computed(effect, now)
 
-    def _pass_on(self, computed: Computed, now: float) -> None:
+    def _on_computed(self, computed: Computed, now: float) -> None:
+        """Let pages leave; after the last chunk, answer the gateway and hand the request over."""
         request, first = computed.request, computed.first
+        self._totals["prompt_tokens_computed"] += computed.num_tokens
         if first is None:
             self._sender.computed(request.key, request.pages[: computed.num_pages])
             return
-        if request.key not in self._answered:
-            self._answered[request.key] = None
+        if not first.is_repeat and request.key not in self._resumed:
             self._answer_first(request, first, now)
         if first.finish:
-            self._close(request.key, "finished", "")
+            self._sender.abort(request.key, "finished")
         else:
-            handoff = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
-            self._sender.finish(request.key, handoff, request.pages)
+            prefill_done = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
+            self._sender.finish(request.key, prefill_done, request.pages)
 
     def _answer_first(self, request: Request, first: FirstToken, now: float) -> None:
         self._totals["output_tokens"] += 1
         self._totals["prompt_tokens_cached"] += request.num_cached
         self.outbox.gateway.append(first_tokens(request, first.token, first.logprobs, first.finish, now))
 
-    def _close(self, key: Key, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> bool:
-        if not self._scheduler.close(key):
+    def _close(
+        self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    ) -> bool:
+        if not self._scheduler.abort(key):
             return False
         self._sender.abort(key, reason, message, code)
         return True
@@ -238,8 +219,6 @@ class PrefillRole:
             request = self._scheduler.requests[release.key]
             was_closing = self._scheduler.states[release.key] is State.CLOSING
             self._scheduler.release(release.key)
-            self._answered.pop(release.key, None)
-            self._decode.pop(release.key, None)
             is_resumed = self._resumed.pop(release.key, release) is None
             if release.ok or was_closing or is_resumed or release.is_told:
                 continue
@@ -275,8 +254,7 @@ class PrefillRole:
         )
 
     def counters(self) -> dict[str, float]:
-        scheduler = self._scheduler
-        return {**self._totals, **scheduler.totals, **scheduler.policy.totals(), **self._sender.counters()}
+        return {**self._totals, **self._scheduler.totals(), **self._sender.counters()}
 
     def check(self) -> None:
         prove_pages(self._books, self._cache, self._scheduler.requests.values())

@@ -1,7 +1,7 @@
-"""Which cached prefix goes first when pages are needed. Pure.
+"""Chooses the cached prefix to evict. Pure.
 
-Leaves of the radix tree that nobody needs wait in a heap under the rank at which they entered. Ranks only rise, so a
-leaf whose rank has risen meanwhile is put back under the new one when it comes up, and nobody looks at the whole tree.
+Evictable leaves of the radix tree are in a heap, each with the rank it had when it entered. Ranks only rise, so a leaf
+whose rank has risen since goes back into the heap when it is popped, and no operation walks the whole tree.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from common.cache.tree_node import TreeNode
 
 EvictionPolicy = Literal["lru", "lfu", "fifo", "priority"]
 
-#: By ``--radix-eviction-policy``: the node with the lowest rank goes first.
+#: Rank of a node by ``--radix-eviction-policy``. The leaf with the lowest rank is evicted first.
 RANKS: dict[str, Callable[[TreeNode], Any]] = {
     "lru": attrgetter("last_used"),
     "lfu": attrgetter("num_uses", "last_used"),
@@ -23,10 +23,10 @@ RANKS: dict[str, Callable[[TreeNode], Any]] = {
 
 
 class EvictionQueue:
-    """Leaves that nobody needs.
+    """Evictable leaves, in the order of an eviction policy.
 
     Args:
-        policy: least recently used, least often used, oldest, or least urgent (and then least recently used) first.
+        policy: least recently used, least often used, oldest, or least urgent (then least recently used) first.
     """
 
     def __init__(self, policy: EvictionPolicy = "lru") -> None:
@@ -37,18 +37,18 @@ class EvictionQueue:
         return (node for _, _, node in self._heap)
 
     def offer(self, node: TreeNode) -> None:
-        """Take a node in, if it is a leaf that nobody needs and is not here yet."""
+        """Add a node if it is an evictable leaf and not in the queue yet."""
         if not node.in_heap and node.is_evictable_leaf:
             node.in_heap = True
             heapq.heappush(self._heap, (self._rank(node), node.serial, node))
 
     def pop(self) -> TreeNode | None:
-        """Take out the leaf that goes first."""
+        """Remove and return the leaf to evict first; None if there is none."""
         while self._heap:
             entered, _, node = heapq.heappop(self._heap)
             node.in_heap = False
             if not node.is_evictable_leaf:
-                continue  # it is offered again when that changes
+                continue  # the cache offers it again once it is evictable
             if self._rank(node) == entered:
                 return node
             self.offer(node)

@@ -1,12 +1,12 @@
-"""Who owns each KV page, and whether a step may still look at it. The only place where a page becomes free.
+"""Records the owner of each KV page. Pages become free only here.
 
-A page has exactly one ``Owner``, which keeps it while anybody but a step counts on it (a request's pages stay until
-their transfer is over). A page that its owner frees goes back to the free list at once if no step is in flight;
-otherwise it *lingers*: it belongs to no one, is counted, and cannot be given out until every step begun before the free
-has ended, since such a step may still read or write it.
+A page has exactly one ``Owner``, which keeps it as long as a request or a transfer needs it (a request's pages stay
+until their transfer is over). A freed page returns to the free list at once if no step is in flight. Otherwise the page
+*lingers*: it has no owner, and is not allocated again until every step that began before the free has ended, since such
+a step may still read or write it.
 
-Everything is all or nothing and asserts what it is told: a page freed twice, or freed by one who does not own it, is
-our own bug and must surface here, not as another request's garbage. ``check()`` proves the books from scratch.
+Operations are all or nothing, and assert their arguments: a page that is freed twice, or freed for the wrong owner,
+fails here and not as garbage in another request. ``check()`` verifies all counts from scratch.
 """
 
 from array import array
@@ -18,28 +18,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import invariant
+
 Indices = NDArray[np.intp]
 
 
 def _as_indices(pages: Sequence[int]) -> Indices:
-    """For numpy; raises OverflowError on a negative number. (``array`` reads a list twice as fast as numpy does.)"""
+    """Convert to a numpy index array; ``array`` reads a list twice as fast as numpy.
+
+    Raises:
+        OverflowError: a number is negative.
+    """
     return np.frombuffer(array("I", pages), np.uint32).astype(np.intp)
 
 
 class Owner(IntEnum):
-    """Whose a page is."""
+    """Owner of a page."""
 
-    FREE = 0  # nobody's: on the free list, or lingering
+    FREE = 0  # on the free list, or lingering
     RADIX = 1  # a node of the radix cache
-    REQUEST = 2  # one request's own
-    GRANT = 3  # reserved for a transfer that a peer writes
-    QUARANTINE = 4  # a peer may still write into it although nobody waits for that any more
+    REQUEST = 2  # a single request
+    GRANT = 3  # a transfer into which a peer writes
+    QUARANTINE = 4  # an aborted transfer into which a peer may still write
 
 
 class PageAllocator:
-    """Owners of pages ``0 .. num_pages``.
+    """Allocates pages ``0 .. num_pages - 1``.
 
-    Pages are given out last freed first (their memory is warm), so equal histories give equal pages.
+    The page freed last is allocated first, since its memory is warm. Equal histories give equal pages.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -50,7 +56,9 @@ class PageAllocator:
         self._owner: NDArray[np.int8] = np.zeros(num_pages, np.int8)
         self._counts = [0] * len(Owner)
         self._counts[Owner.FREE] = num_pages
-        self._lingering: deque[tuple[int, Sequence[int]]] = deque()  # the last step begun before these were freed
+        self._lingering: deque[tuple[int, Sequence[int]]] = (
+            deque()
+        )  # last step that began before the free, and its pages
         self._steps: deque[int] = deque()
         self._last_ended = -1
         self._mark: Indices = np.zeros(num_pages, np.intp)  # scratch, to find pages named twice
@@ -58,15 +66,15 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that ``alloc`` can give out now."""
+        """Pages that ``alloc`` can return now."""
         return len(self._stack)
 
     def count(self, owner: Owner) -> int:
-        """Pages of this owner; lingering ones count as FREE."""
+        """Return the number of pages of this owner; lingering pages count as FREE."""
         return self._counts[owner]
 
     def alloc(self, count: int, owner: Owner) -> list[int] | None:
-        """Give out ``count`` pages, or none at all if there are fewer."""
+        """Allocate ``count`` pages; None if fewer are free."""
         assert count >= 0
         assert owner is not Owner.FREE
         if count > len(self._stack):
@@ -81,7 +89,7 @@ class PageAllocator:
         return pages
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
-        """Hand pages from one owner to another."""
+        """Move pages from one owner to another."""
         assert Owner.FREE not in (source, target)
         if not pages:
             return
@@ -90,7 +98,7 @@ class PageAllocator:
         self._counts[target] += len(pages)
 
     def free(self, pages: Sequence[int], owner: Owner) -> None:
-        """The owner lets go. The pages are free now, or linger until nobody can be looking at them."""
+        """Free pages of ``owner``; they linger until all steps in flight have ended."""
         assert owner is not Owner.FREE
         if not pages:
             return
@@ -105,13 +113,13 @@ class PageAllocator:
             self._stack.extend(pages)
 
     def begin_step(self, step: int) -> None:
-        """A step goes to the engine. Steps have rising numbers, and end in the order in which they began."""
+        """Record that a step goes to the engine. Step numbers rise, and steps end in the order in which they began."""
         last = self._steps[-1] if self._steps else self._last_ended
         assert step > last, f"step {step} begins after step {last}"
         self._steps.append(step)
 
     def end_step(self, step: int) -> None:
-        """The oldest step in flight is over; what was freed before a younger one began becomes free."""
+        """Record the end of the oldest step in flight; pages freed before the next step began become free."""
         assert self._steps, f"step {step} ends but never began"
         assert self._steps[0] == step, f"step {step} ends before step {self._steps[0]}"
         self._steps.popleft()
@@ -122,7 +130,7 @@ class PageAllocator:
             self._stack.extend(pages)
 
     def _indices(self, pages: Sequence[int]) -> Indices:
-        """Pages as an index array; asserts that each is a page, and that none comes twice."""
+        """Return pages as an index array; asserts that each is in range and that none occurs twice."""
         indices = _as_indices(pages)
         numbers = self._numbers[: len(indices)]
         self._mark[indices] = numbers
@@ -139,14 +147,17 @@ class PageAllocator:
         return f"page {wrong} belongs to {Owner(int(self._owner[wrong])).name}, not to {owner.name}"
 
     def check(self) -> None:
-        """Recompute everything from the arrays; raises AssertionError with a sentence."""
+        """Recompute all counts from the arrays. Raises InvariantError: a count or a list is wrong."""
         counts = np.bincount(self._owner, minlength=len(Owner)).tolist()
-        assert counts == self._counts, f"pages by owner are {counts}, the books say {self._counts}"
+        invariant(counts == self._counts, f"pages by owner are {counts}, the counts say {self._counts}")
         stack = set(self._stack)
-        assert len(stack) == len(self._stack), "a page is on the free list twice"
-        nobodys: set[Any] = set(np.flatnonzero(self._owner == Owner.FREE).tolist())
-        assert stack <= nobodys, "a page on the free list has an owner"
-        lingering = nobodys - stack
-        assert len(lingering) == self.num_lingering, f"{len(lingering)} pages linger, not {self.num_lingering}"
+        invariant(len(stack) == len(self._stack), "a page is on the free list twice")
+        unowned: set[Any] = set(np.flatnonzero(self._owner == Owner.FREE).tolist())
+        invariant(stack <= unowned, "a page on the free list has an owner")
+        lingering = unowned - stack
+        invariant(len(lingering) == self.num_lingering, f"{len(lingering)} pages linger, not {self.num_lingering}")
         in_steps = {page for _, pages in self._lingering for page in pages}
-        assert lingering == in_steps, f"pages {lingering ^ in_steps} linger for no step, or wait for one and do not"
+        invariant(
+            lingering == in_steps,
+            f"pages {lingering ^ in_steps} linger without a step, or wait for a step without lingering",
+        )

@@ -1,8 +1,8 @@
-"""Where every number of a KV page lies. The order of the axes is known here and nowhere else.
+"""The layout of KV pages. Only this module knows the order of the axes.
 
-A page holds ``page_size`` tokens of every layer, in one contiguous piece, so that one descriptor ships it. Inside:
-``[layer][key or value][head][token][head_dim]``: the heads of a layer are contiguous, so that a slice of heads is one
-piece per layer and side. All offsets are Python integers and must stay 64-bit wherever they go.
+A page holds ``page_size`` tokens of every layer in contiguous memory, so that a transfer needs one descriptor per page.
+The axes are ``[layer][key or value][head][token][head_dim]``: the heads of a layer are contiguous, so that a range of
+heads is one piece for the keys and one for the values of each layer. Offsets are Python integers and must stay 64-bit.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Shape of a page of one model at one page size.
+    """Shape of a model's KV pages.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim: of the model (of this rank, where heads are split).
+        num_layers, num_kv_heads, head_dim: dimensions of the model, or of this rank's part where heads are split.
         page_size: tokens per page.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
     """
@@ -29,12 +29,12 @@ class PageLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """(layers, 2, kv heads, tokens, head_dim) of one page."""
+        """Dimensions of one page: (layers, 2, kv heads, tokens, head_dim)."""
         return (self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property
     def head_bytes(self) -> int:
-        """One head's keys (or values) of one layer of one page."""
+        """Bytes of one head's keys (or values) in one layer of one page."""
         return self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
@@ -49,18 +49,18 @@ class PageLayout:
         return num_pages * self.page_bytes
 
     def offset(self, page: int, *, layer: int = 0, value: bool = False, head: int = 0) -> int:
-        """Byte offset in the pool of one head's keys (or values) in one layer of one page."""
+        """Return the byte offset in the pool of one head's keys (or values) in one layer of one page."""
         assert 0 <= layer < self.num_layers and 0 <= head < self.num_kv_heads and page >= 0
         inside = (layer * 2 + int(value)) * self.num_kv_heads + head
         return page * self.page_bytes + inside * self.head_bytes
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens, the last one perhaps partly."""
+        """Return the number of pages for ``num_tokens`` tokens; the last page may be partly filled."""
         return -(-num_tokens // self.page_size)
 
 
-class Shape(Protocol):
-    """What ``PageLayout`` and its message have in common."""
+class PageShape(Protocol):
+    """The fields that ``PageLayout`` and its control message share."""
 
     @property
     def num_layers(self) -> int: ...
@@ -74,10 +74,10 @@ class Shape(Protocol):
     def dtype(self) -> str: ...
 
 
-def conflict(one: Shape, other: Shape) -> str:
-    """Why pages of two nodes cannot be shipped from one to the other, in words; empty if they can.
+def layout_conflict(one: PageShape, other: PageShape) -> str:
+    """Return the reason why two nodes cannot transfer pages between them; empty if they can.
 
-    All must be equal but their size in tokens, of which one must be a multiple of the other.
+    Page sizes may differ if one is a multiple of the other; everything else must be equal.
     """
     for field in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
         mine, yours = getattr(one, field), getattr(other, field)

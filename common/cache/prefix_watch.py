@@ -1,26 +1,26 @@
-"""How much of each waiting request is cached, kept current by the radix cache as it grows and shrinks. Pure.
+"""Tracks how many tokens of each waiting request are cached, without matching the whole queue before each step. Pure.
 
-A watch stands at the deepest ready node whose path it shares wholly, filed there under the page that its tokens go on
-with. So a node that comes concerns just the watches filed under its first page, and one that goes just those that stand
-at it: nobody matches the whole queue anew for every step. This is the second index, beside the tree itself, that
-SGLang builds anew over the waiting queue before each step.
+A watch is stored at the deepest ready node whose whole path matches its tokens, under the page that follows. A new node
+therefore affects only the watches stored under its first page, and a removed node only the watches stored at it.
+SGLang matches all waiting requests again before each step.
 """
 
 from collections.abc import Callable
 
 from common.cache.tree_node import TOKEN_BYTES, TokenKey, TreeNode
+from common.errors import invariant
 
-#: Watches by the page that their tokens go on with; empty bytes for those that end here.
-Watchers = dict[bytes, "dict[Watch, None]"]
+#: Watches by the page that follows their cached tokens; empty bytes if less than a page follows.
+Watchers = dict[bytes, "dict[PrefixWatch, None]"]
 
 
-class Watch:
-    """Of one waiting request.
+class PrefixWatch:
+    """The cached length of one waiting request.
 
     Attributes:
-        key: packed tokens that a cached prefix may stand for.
-        num_tokens: of them, how many are cached now, in whole pages.
-        node: where they end in the tree; a root if nothing is cached, None if the cache keeps nothing.
+        key: packed tokens of the request that may be cached.
+        num_tokens: number of them that are cached now, in whole pages.
+        node: deepest node of the cached tokens: a root if nothing is cached, None if the cache is disabled.
     """
 
     __slots__ = ("key", "node", "num_tokens")
@@ -31,30 +31,30 @@ class Watch:
         self.node: TreeNode | None = None
 
 
-class Watching:
+class WatchIndex:
     """The watches of one tree.
 
     Args:
         page_bytes: length of a packed page.
-        descend: takes a ready child, a key and the offset at which both meet; cuts the child where the key leaves it,
-            and returns the part that they share.
+        descend: function of a ready child, a key and an offset in the key; splits the child where the key differs, and
+            returns the shared part.
     """
 
     def __init__(self, page_bytes: int, descend: Callable[[TreeNode, TokenKey, int], TreeNode]) -> None:
         self._page_bytes = page_bytes
         self._descend = descend
-        self.moved: dict[Watch, None] | None = None  # those that have been filed anew, if anybody wants to know
+        self.moved: dict[PrefixWatch, None] | None = None  # watches with a new cached length; None: not asked for yet
 
-    def place(self, watch: Watch, node: TreeNode, offset: int) -> None:
-        """Let a watch stand as deep as ready nodes reach, from ``node`` on, which covers its first ``offset`` bytes."""
+    def place(self, watch: PrefixWatch, node: TreeNode, offset: int) -> None:
+        """Store a watch at the deepest matching ready node; ``node`` matches its first ``offset`` bytes."""
         key = watch.key
         while (child := node.children.get(key[offset : offset + self._page_bytes])) and child.pending is None:
             node = self._descend(child, key, offset)
             offset += len(node.key)
-        self._file(watch, node, offset // TOKEN_BYTES)
+        self._store(watch, node, offset // TOKEN_BYTES)
 
-    def remove(self, watch: Watch) -> None:
-        """Forget a watch."""
+    def remove(self, watch: PrefixWatch) -> None:
+        """Remove a watch."""
         node = watch.node
         assert node is not None
         page = self._next_page(watch)
@@ -66,30 +66,30 @@ class Watching:
         if self.moved is not None:
             self.moved.pop(watch, None)
 
-    def came(self, node: TreeNode) -> None:
-        """A node became ready."""
-        parent = node.parent  # which is another once a watch has cut the node
+    def node_added(self, node: TreeNode) -> None:
+        """Move watches down to a node that became ready."""
+        parent = node.parent  # placing a watch may split the node, which then gets another parent
         assert parent is not None
         for watch in parent.watchers.pop(node.key[: self._page_bytes], ()):
             self.place(watch, parent, watch.num_tokens * TOKEN_BYTES)
 
-    def gone(self, leaf: TreeNode, parent: TreeNode) -> None:
-        """A leaf has left the tree, from below this parent."""
-        self._retreat(leaf, parent, len(leaf.key) // TOKEN_BYTES)
+    def leaf_removed(self, leaf: TreeNode, parent: TreeNode) -> None:
+        """Move watches from a removed leaf to its former parent."""
+        self._move_up(leaf, parent, len(leaf.key) // TOKEN_BYTES)
 
-    def trimmed(self, leaf: TreeNode, num_bytes: int) -> None:
-        """A leaf has lost so many bytes at its end."""
-        self._retreat(leaf, leaf, num_bytes // TOKEN_BYTES)
+    def leaf_trimmed(self, leaf: TreeNode, num_bytes: int) -> None:
+        """Shorten the watches at a leaf that has lost ``num_bytes`` bytes at its end."""
+        self._move_up(leaf, leaf, num_bytes // TOKEN_BYTES)
 
-    def _retreat(self, leaf: TreeNode, node: TreeNode, num_tokens: int) -> None:
-        """Those who stood at the leaf stand so much higher now, at ``node``: what they go on with is the same."""
+    def _move_up(self, leaf: TreeNode, node: TreeNode, num_tokens: int) -> None:
+        """Move the watches of a leaf to ``node``, with ``num_tokens`` fewer cached tokens."""
         groups = list(leaf.watchers.values())
         leaf.watchers.clear()
         for group in groups:
             for watch in group:
-                self._file(watch, node, watch.num_tokens - num_tokens)
+                self._store(watch, node, watch.num_tokens - num_tokens)
 
-    def _file(self, watch: Watch, node: TreeNode, num_tokens: int) -> None:
+    def _store(self, watch: PrefixWatch, node: TreeNode, num_tokens: int) -> None:
         watch.node = node
         watch.num_tokens = num_tokens
         if self.moved is not None:
@@ -101,19 +101,22 @@ class Watching:
         else:
             group[watch] = None
 
-    def _next_page(self, watch: Watch) -> bytes:
+    def _next_page(self, watch: PrefixWatch) -> bytes:
         start = watch.num_tokens * TOKEN_BYTES
         page = watch.key[start : start + self._page_bytes]
         return page if len(page) == self._page_bytes else b""
 
     def check(self, node: TreeNode, path: TokenKey) -> None:
-        """Every watch at this node, whose path has these tokens, stands where it belongs."""
-        assert not node.watchers or node.pending is None, "a watch stands at a pending node"
+        """Verify every watch at this node; ``path`` holds the tokens from the root to it."""
+        invariant(not node.watchers or node.pending is None, "a watch is stored at a pending node")
         for page, group in node.watchers.items():
-            assert group, "an empty group of watches is kept"
+            invariant(group, "an empty group of watches is kept")
             child = node.children.get(page)
-            assert child is None or child.pending is not None, "a watch stands above where it belongs"
+            invariant(child is None or child.pending is not None, "a watch is stored above its deepest node")
             for watch in group:
-                assert watch.node is node and watch.num_tokens * TOKEN_BYTES == len(path), "a watch does not know where"
-                assert watch.key.startswith(path), "a watch stands below other tokens than its own"
-                assert self._next_page(watch) == page, "a watch is filed under another page"
+                invariant(
+                    watch.node is node and watch.num_tokens * TOKEN_BYTES == len(path),
+                    "a watch has another node or length",
+                )
+                invariant(watch.key.startswith(path), "a watch is stored below other tokens")
+                invariant(self._next_page(watch) == page, "a watch is stored under another page")

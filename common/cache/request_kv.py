@@ -1,7 +1,7 @@
-"""What happens to a request's pages once their KV is computed, and the one way in which it lets go of them.
+"""Moves a request's computed pages to the radix cache, and releases all its pages.
 
-A request's page table is made of pages that the radix cache owns (found at admission, or adopted once computed; the
-request's lock keeps them) and pages of its own: those not yet whole, and duplicates of what the cache already had.
+A request's page table holds pages of the radix cache, which the request's lock protects, and pages of its own: pages
+that are not full yet, and duplicates of pages that the cache already had.
 """
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -10,7 +10,7 @@ from common.request import Request
 
 
 def packed_tokens(request: Request, num_tokens: int) -> TokenKey:
-    """The first tokens of a request as the radix cache wants them; each is packed once in the request's life."""
+    """Return the first tokens of a request in the cache's packed form; each token is packed only once."""
     num_packed = len(request.packed) // TOKEN_BYTES
     if num_packed < num_tokens:
         request.packed += pack(request.tokens(num_packed, num_tokens))
@@ -18,50 +18,49 @@ def packed_tokens(request: Request, num_tokens: int) -> TokenKey:
 
 
 def cache_computed(cache: RadixCache, request: Request) -> int:
-    """Offer the whole pages computed so far to the cache, and lock what it took. Returns how many pages it took.
+    """Insert the full pages computed so far into the cache and lock them. Returns the number of adopted pages.
 
-    Call it after a chunk, or whenever ``num_computed`` has grown. If the cache meanwhile got part of them from somebody
-    else, they stay the request's own until ``release``: to use what lies behind another's prefix it would have to lock
-    that prefix beside its own duplicate, and the other's pages would not come back when the other ends.
+    Called whenever ``num_computed`` has grown. If another request has inserted part of the tokens since, the pages
+    stay the request's own until ``release``: otherwise the request would lock the other request's prefix beside its
+    own duplicate, and the prefix could not be evicted when the other request ends.
     """
     num_pages = request.num_computed // cache.page_size
     if num_pages <= len(request.pages) - len(request.own):
-        return 0  # all of these were cached before
+        return 0  # all of these are cached already
     key = packed_tokens(request, num_pages * cache.page_size)
     num_locked = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
     if len(cache.match(key, request.salt).pages) > num_locked:
         return 0
-    inserted = _offer(cache, request, num_pages)
+    inserted = _insert(cache, request, num_pages)
     if inserted.num_adopted:
         move_lock(cache, request, inserted.node)
     return inserted.num_adopted
 
 
 def move_lock(cache: RadixCache, request: Request, node: TreeNode | None) -> None:
-    """Lock another node for this request instead of the one it has."""
-    cache.lock(node)  # first, so that what both have in common is locked throughout
+    """Replace the request's locked node by another."""
+    cache.lock(node)  # before the unlock, so that common ancestors stay locked
     cache.unlock(request.node)
     request.node = node
 
 
-def release(cache: RadixCache, books: PageAllocator, request: Request, *, keep: bool) -> None:
-    """Every page of the request goes its way, whatever the reason: finished, aborted, retracted, paused. Idempotent.
+def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, keep: bool) -> None:
+    """Release all pages of a request that is finished, aborted, retracted or paused. Idempotent.
 
-    With ``keep`` the whole computed pages are offered to the cache first, evictable from now on. The request has no
-    pages afterwards and nothing computed; its tokens stay.
+    With ``keep``, its full computed pages are inserted into the cache first. The request keeps its tokens.
     """
     if keep:
-        _offer(cache, request, request.num_computed // cache.page_size)
-    books.free(request.own, Owner.REQUEST)
+        _insert(cache, request, request.num_computed // cache.page_size)
+    allocator.free(request.own, Owner.REQUEST)
     cache.unlock(request.node)
     request.pages = []
     request.own = []
     request.node = None
-    request.num_computed = 0
+    request.num_computed = request.num_scheduled = request.num_sampling = 0
 
 
-def _offer(cache: RadixCache, request: Request, num_pages: int) -> Inserted:
-    """Insert the first pages of a request; what the cache takes is no longer the request's own."""
+def _insert(cache: RadixCache, request: Request, num_pages: int) -> Inserted:
+    """Insert the first pages of a request; adopted pages leave ``request.own``."""
     pages = request.pages[:num_pages]
     key = packed_tokens(request, num_pages * cache.page_size)
     inserted = cache.insert(key, pages, request.salt, priority=request.priority)

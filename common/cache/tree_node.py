@@ -1,4 +1,4 @@
-"""What the radix tree is made of: nodes, transfers that still write some of them, and what calls on the tree answer."""
+"""The types of the radix tree: nodes, pending transfers, and the results of calls."""
 
 import struct
 from collections.abc import Sequence
@@ -15,26 +15,29 @@ TokenKey = bytes
 
 
 def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:
-    """Token ids as bytes; what is packed already passes through. Raises ``struct.error`` for ids outside of int32."""
+    """Pack token ids; packed tokens are returned unchanged. Raises ``struct.error`` for ids outside int32."""
     if isinstance(tokens, bytes):
         return tokens
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 class TreeNode:
-    """A run of tokens and their pages. Roots have neither, no parent, and a salt.
+    """A run of tokens and the pages with their KV. A root has no tokens, no pages and no parent.
 
     Attributes:
-        key: packed tokens, a multiple of a page; ``pages``: where their KV lies.
-        children: by the bytes of their first page.
-        locks: how many locks lie on this node or below it.
-        last_used: time of the last match or insert that came through here; ``num_uses``: how many did.
-        created: time at which these tokens came into the tree.
-        priority: the highest of the requests that inserted them.
-        pending: the transfer that still writes these pages; None when they are ready.
-        in_heap: whether the eviction queue has an entry for it.
-        serial: order of creation, so that equal times are decided the same way in every run.
-        watchers: those whose cached tokens end here, by the page that they go on with.
+        key: packed tokens, a multiple of a page.
+        pages: one page for each ``page_size`` tokens.
+        salt: salt of a root; empty in other nodes.
+        children: child nodes, by the bytes of their first page.
+        locks: number of locks on this node and below it.
+        last_used: time of the last match or insert that passed through the node.
+        num_uses: number of matches and inserts that passed through the node.
+        created: time at which the tokens entered the tree.
+        priority: highest priority of the requests that inserted the tokens or a continuation.
+        pending: transfer that still writes the pages; None once they are ready.
+        in_heap: whether the eviction queue holds the node.
+        serial: order of creation, which decides between equal ranks in the same way in every run.
+        watchers: watches whose cached tokens end at this node, by the page that follows.
     """
 
     __slots__ = (
@@ -81,7 +84,7 @@ class TreeNode:
         return self.pending is not None
 
     def path(self) -> "list[TreeNode]":
-        """The nodes from below the root down to this one."""
+        """Return the nodes from below the root to this node."""
         nodes: list[TreeNode] = []
         node = self
         while node.parent is not None:
@@ -92,14 +95,14 @@ class TreeNode:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """Handle of what one transfer is going to fill: ``node`` and those above it with the same handle."""
+    """Handle of the nodes that one transfer will fill: ``node``, and nodes above it with the same handle."""
 
     node: TreeNode
     is_over: bool = False
 
     @property
     def nodes(self) -> list[TreeNode]:
-        """Top to bottom; one, unless matches have cut it."""
+        """The nodes from top to bottom; more than one after a match has split the first."""
         return [node for node in self.node.path() if node.pending is self]
 
     @property
@@ -109,9 +112,11 @@ class Pending:
 
 @dataclass(slots=True)
 class Match:
-    """The longest ready prefix: its pages, its length, its deepest node (or the root, if it is empty).
+    """Result of a match: the pages, length and deepest node of the longest ready prefix.
 
-    ``pending`` is the pending node that the tokens go on into, if any: all of its tokens are tokens of the caller.
+    Attributes:
+        node: the root if nothing matches.
+        pending: pending node that continues the prefix; all its tokens match too. None if there is none.
     """
 
     pages: list[int]
@@ -122,9 +127,11 @@ class Match:
 
 @dataclass(slots=True)
 class Inserted:
-    """``pages[first_adopted:]`` of an insert belong to the tree now; what is before stays as it was.
+    """Result of an insert: the tree has adopted ``pages[first_adopted:]``; the caller keeps the pages before.
 
-    ``node`` is the deepest ready node along the tokens. If nothing was adopted, ``first_adopted`` is ``len(pages)``.
+    Attributes:
+        node: deepest ready node along the tokens.
+        first_adopted: ``len(pages)`` if the tree adopted none.
     """
 
     node: TreeNode

@@ -1,4 +1,4 @@
-"""Options of the pool, the batch and the steps of a node, and which of them cannot be together."""
+"""Options of a node's KV pool, batches and steps."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,70 +10,75 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """What bounds the pool, the batch and the steps of a node; the simulator takes the same."""
+    """Options of a node's KV pool, batches and steps; the simulator has the same."""
 
-    page_size: int = option(16, "Tokens per KV page, the unit of caching and shipping.", minimum=1, maximum=65536)
+    page_size: int = option(16, "Tokens per KV page, the unit of caching and transfer.", minimum=1, maximum=65536)
     max_total_tokens: int | None = option(
-        None, "Tokens of KV that the pool of a node holds; otherwise as --memory-fraction allows.", minimum=1
+        None, "Size of a node's KV pool in tokens. Without it: as --memory-fraction allows.", minimum=1
     )
     context_length: int | None = option(
-        None, "Longest prompt and output together, if less than the model's.", minimum=2
+        None, "Largest number of tokens of prompt and output together. Without it: the model's.", minimum=2
     )
     max_running_requests: int | None = option(
-        None, "Requests that a node works on at once; otherwise what its pool has room for, at most 256.", minimum=1
+        None, "Requests that a node runs at once. Without it: as many as fit its KV pool, at most 256.", minimum=1
     )
-    max_prefill_tokens: int = option(16384, "Input tokens of one prefill batch at most.", minimum=1)
+    max_prefill_tokens: int = option(16384, "Largest number of prompt tokens in a prefill batch.", minimum=1)
     prefill_max_requests: int | None = option(
-        None, "Requests of one prefill batch at most; otherwise any number.", minimum=1
+        None, "Largest number of requests in a prefill batch. Without it: no limit.", minimum=1
     )
     chunked_prefill_size: int | None = option(
         None,
-        "Tokens of a prompt computed in one step; -1 computes prompts whole; otherwise chosen by device.",
+        "Largest number of tokens of a prompt computed in one step; -1: no limit. Without it: chosen by device.",
         minimum=-1,
     )
     enable_mixed_chunk: bool = option(
         False,
-        "Decode nodes: chunks of prompts that are computed there ride in the same steps as the decode rows; otherwise "
-        "the two take turns.",
+        "Decode nodes: compute chunks of prompts in the same steps as decode rows. Without it, the two take turns.",
     )
     enable_dynamic_chunking: bool = option(
-        False, "Chunks shrink as a prompt's prefix grows, so that every step takes about as long as the first."
+        False, "Make chunks smaller as a prompt's prefix grows, so that all steps take about the same time."
     )
     truncation_align_size: int | None = option(
-        None, "Chunks end at a multiple of so many tokens, as well as of --page-size.", minimum=1
+        None, "Let chunks end at a multiple of this number of tokens, and of --page-size.", minimum=1
     )
-    stream_interval: int = option(1, "Output tokens per streamed message, after the first token.", minimum=1)
-    disable_radix_cache: bool = option(False, "Keep no KV for later requests with the same beginning.")
+    stream_interval: int = option(1, "Output tokens per message to the gateway, after the first token.", minimum=1)
+    disable_radix_cache: bool = option(False, "Do not keep KV pages for later requests with the same prefix.")
     radix_eviction_policy: EvictionPolicy = option(
         "lru",
-        "Which cached prefix goes first: least recently used, least often used (lfu), oldest (fifo), or that of the "
-        "least urgent requests (priority).",
+        "The cached prefix to evict first: the least recently used (lru), the least often used (lfu), the oldest "
+        "(fifo), or the one with the lowest priority (priority).",
     )
     schedule_conservativeness: float = option(
         1.0,
-        "Decode nodes: above 1 more is reserved for outputs and fewer requests are retracted; below 1 less and more.",
+        "Decode nodes: values above 1 reserve more pages for outputs, so that fewer requests are retracted; values "
+        "below 1 reserve fewer.",
         minimum=0.0,
     )
 
 
 def check_batching(config: Any) -> None:
-    """Raises ConfigError where options of ``Batching`` cannot be together."""
+    """Raises ConfigError: options of ``Batching`` contradict each other."""
     chunk = config.chunked_prefill_size
     if chunk == 0:
-        raise ConfigError("--chunked-prefill-size 0 would compute nothing; -1 turns chunking off")
+        raise ConfigError("--chunked-prefill-size 0 would compute nothing; give -1 to turn chunking off")
     if chunk is not None and 0 < chunk < config.page_size:
-        raise ConfigError(f"--chunked-prefill-size {chunk} is less than a page (--page-size {config.page_size})")
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} is less than a page; give at least --page-size {config.page_size}"
+        )
     if chunk == -1:
         for name in ("enable_dynamic_chunking", "truncation_align_size"):
             if getattr(config, name):
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --chunked-prefill-size -1")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect with --chunked-prefill-size -1; leave one out"
+                )
     if config.disable_radix_cache and config.radix_eviction_policy != "lru":
-        raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache")
+        raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache; leave one out")
     if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
-        raise ConfigError("--radix-eviction-policy priority needs --enable-priority-scheduling")
+        raise ConfigError("--radix-eviction-policy priority needs --enable-priority-scheduling; add that")
     if config.num_reserved_decode_tokens is not None and config.schedule_conservativeness != 1.0:
-        raise ConfigError("--schedule-conservativeness has no effect with --num-reserved-decode-tokens")
+        raise ConfigError("--schedule-conservativeness has no effect with --num-reserved-decode-tokens; leave one out")
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
-            f"--max-total-tokens {config.max_total_tokens} is less than a page (--page-size {config.page_size})"
+            f"--max-total-tokens {config.max_total_tokens} is less than a page; give at least --page-size "
+            f"{config.page_size}"
         )

@@ -1,7 +1,7 @@
-"""The command line of every command, made from its configuration class.
+"""The command line of every command, built from its configuration class.
 
-``resolve`` is the whole of it: it parses, merges environment and file, checks, and returns the frozen configuration.
-What is wrong is one sentence on standard error and exit status 2, never a traceback.
+``resolve`` parses flags, merges environment and file, checks the values and returns the frozen configuration. A mistake
+is one sentence on standard error and exit status 2, never a traceback.
 """
 
 import os
@@ -27,18 +27,18 @@ CLASSES: dict[str, type] = {
     "decode": NodeConfig,
 }
 
-#: Commands whose configuration lives with them, and the prefix of their environment variables.
+#: Commands with a configuration in their own package, and the prefix of their environment variables.
 OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_", "simulate": "BATON_SIMULATE_"}
 
 
 def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: str, help: str = "") -> Config:
-    """The configuration that a command runs with; exits the process on ``--help`` and on anything wrong.
+    """Return the configuration of a command; exits the process on ``--help`` and on a mistake.
 
     Args:
-        cls: its configuration class.
-        argv: words after the program's name; None for this process's own.
-        command: ``gateway``, ``prefill``, ``decode``, ``serve``, ...: the file's table, and the role of a node.
-        help: what the command does, shown by ``--help``.
+        cls: configuration class of the command.
+        argv: words after the program's name; None: those of this process.
+        command: ``gateway``, ``prefill``, ``decode``, ``serve``, ...: the table in the file, and the role of a node.
+        help: description of the command for ``--help``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -49,15 +49,15 @@ def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: st
 
 
 def parse(cls: type[Config], words: Sequence[str], *, command: str, help: str = "") -> Config:
-    """As ``resolve``, but what is wrong with a value raises.
+    """Like ``resolve``, but raise on a mistake.
 
     Raises:
-        ConfigError: a value, a combination, a key or a flag that cannot be; the sentence names it.
+        ConfigError: a flag, key, value or combination is invalid; the message names it.
     """
     for word in words:
         flag = word.split("=")[0]
         if flag in NOT_YET:
-            raise ConfigError(f"{flag} is not available yet: {NOT_YET[flag]}")
+            raise ConfigError(f"{flag} is not available yet: {NOT_YET[flag]}; leave it out")
     flags = _typed(cls, words, command=command, help=help)
     path = flags.pop("config", None) or os.environ.get("BATON_CONFIG")
     file = read_file(path, command, [*CLASSES, *OTHER_COMMANDS]) if path else {}
@@ -72,9 +72,9 @@ def parse(cls: type[Config], words: Sequence[str], *, command: str, help: str = 
 
 def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[str, Any]:
     params: list[click.Parameter] = [_param(found) for found in options_of(cls).values()]
-    config_help = "TOML file with options as keys, in a table named after the command or above all tables."
+    config_help = "TOML file with options as keys, in a table named after the command, or before all tables."
     params.append(click.Option(["--config"], metavar="FILE", help=f"{config_help}  [env: BATON_CONFIG]"))
-    footer = "Command line over BATON_* environment over --config file."
+    footer = "Flags take precedence over BATON_* variables, and those over the --config file."
     parser = click.Command(
         command, params=params, help=help, epilog=footer, context_settings={"max_content_width": 110}
     )
@@ -102,5 +102,5 @@ def _shown(default: Any) -> str:
     if default in (None, ()) or default is False:
         return ""
     if default == SMALL_MODEL:
-        return "the small model that comes with Baton"
+        return "the small model of the repository"
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -1,4 +1,4 @@
-"""Configuration of the gateway."""
+"""Options of the gateway."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,70 +13,74 @@ from common.wire.address import check_brackets, check_reach
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What the gateway's router and admission can be told; the simulator takes the same."""
+    """Options of the gateway's router and admission; the simulator has the same."""
 
     local_prefill: LocalPrefill = option(
         "never",
-        "Whether decode nodes compute prompts by themselves: never, auto (short ones) or always (which needs no "
-        "prefill node).",
+        "Whether decode nodes compute prompts themselves: never, auto (short prompts only) or always (without prefill"
+        " nodes).",
     )
     local_prefill_threshold: int = option(
         64,
-        "With --local-prefill auto: prompts of which a decode node lacks fewer tokens than this are computed there.",
+        "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this.",
         minimum=1,
     )
     max_queued_requests: int | None = option(
-        None, "Requests that may wait at a node (at the gateway: for each model) before the next gets 429.", minimum=0
+        None, "Requests that may wait at a node, and at the gateway for each model; further ones get 429.", minimum=0
     )
-    gateway_lookahead: int = option(
+    max_dispatch_ahead: int = option(
         64,
         "Requests that the gateway sends out beyond what the decode nodes run at once, for each node that computes "
         "prompts; more of them wait in the gateway, in order. Fewer keep less on the nodes, and delay first tokens.",
         minimum=0,
     )
     starvation_bound: float = option(
-        30.0, "Seconds of waiting after which a request counts as starved in the metrics.", minimum=0.001
+        30.0, "Seconds of waiting after which the metrics count a request as starved.", minimum=0.001
     )
     request_timeout: float = option(
-        600.0, "Seconds after which a request that names no deadline of its own ends in an error.", minimum=0.001
+        600.0, "Seconds after which a request without its own deadline ends with an error.", minimum=0.001
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    host: str = option("127.0.0.1", "Address on which HTTP is served.")
-    port: int = option(8000, "Port on which HTTP is served; 0 takes any free one.", minimum=0, maximum=65535)
+    """Options of the HTTP server and of the control socket, for the gateway and ``serve``."""
+
+    host: str = option("127.0.0.1", "Address of the HTTP server.")
+    port: int = option(8000, "Port of the HTTP server; 0 takes a free port.", minimum=0, maximum=65535)
     control_host: str = option("127.0.0.1", "Address on which the gateway listens for nodes.")
     api_key: str | None = option(
-        None, "Key that clients must send as a bearer token. Better set by environment than here.", is_secret=True
+        None,
+        "Key that clients must send as a bearer token. Set it in the environment, to hide it from the process list.",
+        is_secret=True,
     )
     also_serve: tuple[str, ...] = option(
         (),
-        "A further model: its name in the API, and the folder or hub id of its tokenizer (a hub id may end in "
-        "@REVISION). Its nodes are started with --served-model-name NAME. May be given more than once.",
+        "Another model to serve: its name in the API, and the folder or hub id of its tokenizer (a hub id may end in "
+        "@REVISION). Start its nodes with --served-model-name NAME. May be given more than once.",
         metavar="NAME=DIR_OR_ID",
     )
     chat_template: str | None = option(
-        None, "File with a Jinja chat template for --model, in place of the model's own.", metavar="FILE"
+        None, "File with a Jinja chat template for --model, instead of the template of the model.", metavar="FILE"
     )
-    max_body_bytes: int = option(8 << 20, "Largest HTTP body that is read; larger ones get 413.", minimum=1024)
+    max_body_bytes: int = option(8 << 20, "Largest HTTP request body in bytes; larger ones get 413.", minimum=1024)
     incremental_streaming_output: bool = option(
-        False, "Streams of /generate carry only what is new, instead of all the text so far."
+        False, "Send only new text in each event of a /generate stream, instead of all text so far."
     )
     heartbeat_interval: float = option(2.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
     heartbeat_timeout: float = option(
         30.0,
-        "Seconds without a heartbeat after which a node counts as lost. Closed connections are noticed at once.",
+        "Seconds without a heartbeat after which a node counts as lost. A closed connection counts at once.",
         minimum=0.1,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
-    """What ``gateway`` runs with."""
+    """Configuration of ``gateway``."""
 
     control_port: int = option(
-        8001, "Port on which the gateway listens for nodes; 0 takes any free one.", minimum=0, maximum=65535
+        8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )
 
     def __post_init__(self) -> None:
@@ -84,10 +88,10 @@ class GatewayConfig(Routing, HttpOptions, TenantOptions, SchedulingOptions, Mode
 
 
 def also_served(config: Any) -> dict[str, str]:
-    """Names and places of the models beside ``--model``.
+    """Return the folders or hub ids of the models of ``--also-serve``, by name.
 
     Raises:
-        ConfigError: no ``NAME=PLACE``, or a name twice.
+        ConfigError: an entry is not NAME=DIR_OR_ID, or a name occurs twice.
     """
     models: dict[str, str] = {}
     for text in config.also_serve:
@@ -95,7 +99,7 @@ def also_served(config: Any) -> dict[str, str]:
         if not name or not place:
             raise ConfigError(f"--also-serve must be NAME=DIR_OR_ID, not {text!r}")
         if name == config.served_name or name in models:
-            raise ConfigError(f"--also-serve {text}: a model named {name} is served already")
+            raise ConfigError(f"--also-serve {text}: another model has the name {name}; choose a different one")
         models[name] = place
     return models
 
@@ -108,7 +112,7 @@ def check_http(config: Any) -> None:
     if config.heartbeat_timeout < 2 * config.heartbeat_interval:
         raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:
-        raise ConfigError(f"--port and --control-port are both {config.port}")
+        raise ConfigError(f"--port and --control-port are both {config.port}; choose different ports")
     check_brackets("--host", config.host)
     if not config.api_key and config.tenant_keys is None:
         check_reach("--host", config.host, config.insecure, "set --api-key, or ")

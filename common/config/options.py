@@ -1,10 +1,9 @@
-"""How a frozen dataclass becomes a set of options, and how its values are found.
+"""Turns a frozen dataclass into a set of options, and merges their values from flags, environment and file.
 
-A configuration class is a frozen dataclass whose fields are made by ``option``: type, default, bounds and help in one
-place. From the fields follow the flag (``--page-size``), the environment variable (``BATON_PAGE_SIZE``) and the key in
-the TOML file (``page-size`` or ``page_size``). ``merge`` lays the three over the defaults, command line uppermost,
-checks every value against its field, and names in every complaint the place that the value came from. Rules between
-fields are the dataclass's own ``__post_init__``.
+``option`` defines a field of a configuration class: type, default, bounds and help. The flag (``--page-size``), the
+environment variable (``BATON_PAGE_SIZE``) and the key in the TOML file (``page-size`` or ``page_size``) follow from its
+name. ``merge`` takes flags over variables over file over defaults, checks every value, and names its source in errors.
+The ``__post_init__`` of a class checks combinations of fields.
 """
 
 import dataclasses
@@ -30,14 +29,14 @@ def option(
     metavar: str | None = None,
     is_secret: bool = False,
 ) -> Any:
-    """A dataclass field with what the command line, the environment and the file need to know about it.
+    """Return a dataclass field with the metadata of an option.
 
     Args:
-        default: used when no layer names the option; None needs an annotation that allows it.
-        help: a sentence that teaches, without the default, which is appended where the help is shown.
-        minimum, maximum: of numbers, inclusive.
-        metavar: what the value is called in the help.
-        is_secret: never shown, and handed to child processes by environment instead of command line.
+        default: value if neither flag, variable nor file sets the option; None requires a type that allows it.
+        help: one or more sentences for ``--help``, which appends the default.
+        minimum, maximum: inclusive bounds of a number.
+        metavar: name of the value in ``--help``.
+        is_secret: never shown; child processes get it in the environment and not on the command line.
     """
     metadata = {"help": help, "minimum": minimum, "maximum": maximum, "metavar": metavar, "is_secret": is_secret}
     return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
@@ -45,13 +44,13 @@ def option(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a configuration class, as read off its field."""
+    """One option of a configuration class."""
 
     name: str
     default: Any
     help: str
-    kind: type  # bool, int, float, str, or tuple for several texts
-    choices: tuple[str, ...]  # of Literal annotations
+    kind: type  # bool, int, float, str, or tuple for several strings
+    choices: tuple[str, ...]  # values of a Literal type; else empty
     allows_none: bool
     minimum: float | None
     maximum: float | None
@@ -69,9 +68,9 @@ class Option:
 
 
 def options_of(cls: type) -> dict[str, Option]:
-    """The options of a configuration class by field name, in order; fields without help (the role) are none.
+    """Return the options of a configuration class by field name, in order; fields without help are not options.
 
-    A class whose options would collide with others' in the environment has an ``ENV_PREFIX`` of its own.
+    A class whose environment variables would collide with those of others defines its own ``ENV_PREFIX``.
     """
     hints = get_type_hints(cls)
     prefix = getattr(cls, "ENV_PREFIX", ENV_PREFIX)
@@ -82,10 +81,10 @@ def options_of(cls: type) -> dict[str, Option]:
 def _option(field: "dataclasses.Field[Any]", hint: Any, prefix: str) -> Option:
     is_union = get_origin(hint) in (types.UnionType, Union)
     kinds = [arg for arg in (get_args(hint) if is_union else (hint,)) if arg is not type(None)]
-    assert len(kinds) == 1, f"{field.name}: one type, perhaps None beside it"
+    assert len(kinds) == 1, f"{field.name}: needs one type, optionally or None"
     choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
     kind = str if choices else tuple if kinds[0] == tuple[str, ...] else kinds[0]
-    assert kind in (bool, int, float, str, tuple), f"{field.name}: {kind} is no option type"
+    assert kind in (bool, int, float, str, tuple), f"{field.name}: {kind} is not an option type"
     metadata = dict(field.metadata)
     metadata["metavar"] = metadata["metavar"] or ("|".join(choices) if choices else kind.__name__.upper())
     return Option(
@@ -102,15 +101,14 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, prefix: str) -> Option:
 def merge(
     cls: type, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str = ""
 ) -> dict[str, Any]:
-    """Values of the options that some layer names: ``flags`` over ``environ`` over ``file``.
+    """Return the values of all options that are set: ``flags`` over ``environ`` over ``file``.
 
     Args:
-        flags: by field name; text as typed, or bool for switches.
-        environ: BATON_* variables that this class does not know are left to ``unknown_variables``.
-        file: the parsed file's keys for this class (see ``read_file``); every one must be known.
-
+        flags: values by field name: strings as typed, or bool for switches.
+        environ: environment variables; see ``unknown_variables`` for unknown BATON_* variables.
+        file: keys of the file for this class (see ``read_file``); all must be known.
     Raises:
-        ConfigError: unknown key, wrong type, out of bounds; the sentence names flag, variable or key.
+        ConfigError: a key is unknown, or a value has a wrong type or is out of bounds; the message names the source.
     """
     options = options_of(cls)
     values: dict[str, Any] = {}
@@ -128,10 +126,10 @@ def merge(
 
 
 def unknown_variables(environ: Mapping[str, str], known: Iterable[str], other_prefixes: tuple[str, ...] = ()) -> None:
-    """Refuse BATON_* variables that no command knows; those with another command's own prefix are its business.
+    """Refuse unknown BATON_* variables, except those with the prefix of another command.
 
     Raises:
-        ConfigError: names the variable and the nearest known one.
+        ConfigError: a variable is unknown; the message names it and the most similar known one.
     """
     known = list(known)
     for name in environ:
@@ -140,10 +138,10 @@ def unknown_variables(environ: Mapping[str, str], known: Iterable[str], other_pr
 
 
 def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any]:
-    """A TOML file's options for one command: the keys outside any table, and over them its own table.
+    """Return the options of one command from a TOML file: the command's table over the keys outside tables.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, or has a table of another name.
+        ConfigError: the file cannot be read, is not TOML, or has a table that is not a command.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -155,7 +153,7 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     for name in tables:
         if name not in commands:
-            raise ConfigError(f"[{name}] in {path} is not a command with options (those are {', '.join(commands)})")
+            raise ConfigError(f"[{name}] in {path} is not a command; use one of {', '.join(commands)}")
     return {key: value for key, value in content.items() if key not in tables} | tables.get(command, {})
 
 
@@ -182,7 +180,7 @@ def _converted(found: Option, given: Any, source: str) -> Any:
         return given
     if found.kind is float and type(given) is int:
         return float(given)
-    if found.kind is str and type(given) in (int, float):  # of a file: rate = 4 stands for rate = "4"
+    if found.kind is str and type(given) in (int, float):  # in a file, rate = 4 means rate = "4"
         return str(given)
     if not isinstance(given, str):
         raise ConfigError(f"{source} must be {_a_kind(found)}, not {given!r}")
@@ -199,15 +197,15 @@ def _converted(found: Option, given: Any, source: str) -> Any:
 
 
 def _texts(given: Any, source: str) -> tuple[str, ...]:
-    """Several texts: a list of them (the flag more than once), or one with commas between."""
+    """Split into strings: a list (the flag more than once), or one string with commas."""
     given = given if isinstance(given, list | tuple) else [given]
     if not all(isinstance(text, str) for text in given):
-        raise ConfigError(f"{source} must be a text or a list of texts, not {given!r}")
+        raise ConfigError(f"{source} must be a string or a list of strings, not {given!r}")
     return tuple(part.strip() for text in given for part in text.split(",") if part.strip())
 
 
 def _a_kind(found: Option) -> str:
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[found.kind]
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[found.kind]
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -216,7 +214,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def to_flags(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """A command line that gives ``values`` to a process configured by ``cls``; defaults and secrets are left out."""
+    """Return flags that pass ``values`` to a process with configuration ``cls``, without defaults and secrets."""
     words: list[str] = []
     for found in options_of(cls).values():
         value = values.get(found.name, found.default)

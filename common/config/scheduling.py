@@ -1,4 +1,4 @@
-"""The options of scheduling, which the gateway and every node know alike, and which combinations cannot be."""
+"""Options of scheduling, which gateway and nodes share."""
 
 import math
 import re
@@ -9,24 +9,24 @@ from typing import Any, Literal
 from common.config.options import option
 from common.errors import ConfigError
 
-#: Values of --schedule-policy; see common/scheduling/policies/factory.py.
+#: Built-in values of --schedule-policy; see common/scheduling/policies/factory.py.
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
 PREEMPTION_THRESHOLD = 10
-#: One's own: MODULE:NAME.
+#: MODULE:NAME of an object of the user's own.
 _OWN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 @dataclass(frozen=True, slots=True)
 class PriorityRules:
-    """How priorities count.
+    """The effect of priorities and priority classes.
 
     Attributes:
-        is_enabled: they do at all; otherwise everybody is equal.
-        preemption_threshold: a waiting request takes the place of one that runs only if its priority is higher by more.
-        aging_per_s: what a second of waiting adds to a priority. One that stands before another by then cannot lose
-            its place to it any more, whatever their priorities.
-        class_weights: by name of the class, in the order in which they were given; empty for no classes.
-        default_class: of requests that name none.
+        is_enabled: whether priorities have an effect; otherwise all requests are equal.
+        preemption_threshold: a waiting request preempts a running one only if its priority is higher by more than this.
+        aging_per_s: added to a priority for each second of waiting. A request that comes before another by then cannot
+            be preempted by it any more, whatever their priorities.
+        class_weights: weights by name of the class, in the order of the flag; empty without classes.
+        default_class: class of requests that name none.
     """
 
     is_enabled: bool = False
@@ -38,62 +38,63 @@ class PriorityRules:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingOptions:
-    """Part of every configuration."""
+    """Scheduling options of the gateway, nodes, ``serve`` and the simulator."""
 
     schedule_policy: str = option(
         "fcfs",
-        "Order of waiting requests: fcfs by arrival, lpm by the longest cached prefix, dfs-weight by branches of the "
-        "cache, lof by the longest allowed output, random, short-first by the tokens to be computed and expected, hrrn "
-        "by waiting time over those to be computed, edf by deadline, fair by what each tenant was served, adaptive as "
-        "measured; or MODULE:NAME, a class of one's own. With priorities on it decides among equal ones.",
+        "Order of waiting requests: fcfs (by arrival), lpm (longest cached prefix), dfs-weight (subtree of the cache "
+        "with the most requests), lof (longest allowed output), random, short-first (fewest tokens to compute and to "
+        "expect), hrrn (waiting time over tokens to compute), edf (deadline), fair (tenant with the least service), "
+        "adaptive (chosen by measurement); or MODULE:NAME, a class of your own. With --enable-priority-scheduling the "
+        "policy orders requests of equal priority.",
         metavar="|".join(POLICIES) + "|MODULE:NAME",
     )
-    lpm_degrade_threshold: int = option(128, "A longer queue makes lpm fall back to fcfs.", minimum=1)
-    schedule_seed: int = option(0, "Seed of --schedule-policy random.")
-    enable_priority_scheduling: bool = option(
-        False, "Serve requests by their priority, and by --schedule-policy among equals."
+    lpm_degrade_threshold: int = option(
+        128, "With --schedule-policy lpm: a queue longer than this is ordered by arrival.", minimum=1
     )
+    schedule_seed: int = option(0, "Seed of the random numbers of --schedule-policy random.")
+    enable_priority_scheduling: bool = option(False, "Order requests by priority first, then by --schedule-policy.")
     default_priority_value: int | None = option(
-        None, "Priority of requests that name none; otherwise they come after all others."
+        None, "Priority of requests without one. Without it: such requests come after all others."
     )
     schedule_low_priority_values_first: bool = option(
-        False, "Lower priority values are more urgent; otherwise higher ones are."
+        False, "Treat lower priority values as more urgent. Without it: higher values are."
     )
     priority_scheduling_preemption_threshold: int = option(
         PREEMPTION_THRESHOLD,
-        "A waiting request takes the place of a running one only if its priority is higher by more than this.",
+        "A waiting request preempts a running one only if its priority is higher by more than this.",
         minimum=0,
     )
     abort_on_priority_when_disabled: bool = option(
-        False, "Refuse requests that name a priority while --enable-priority-scheduling is off."
+        False, "Refuse requests with a priority if --enable-priority-scheduling is off."
     )
     priority_aging_per_second: float = option(
-        0.0, "What a second of waiting adds to a priority, so that nobody waits for ever.", minimum=0.0
+        0.0, "Added to a priority for each second of waiting, so that no request starves.", minimum=0.0
     )
     priority_function: str | None = option(
         None,
-        "A function of one's own, asked once for every request: it takes common.plugins.RequestFacts and returns a "
-        "priority (higher is more urgent), or None to leave the request's own.",
+        "A function of your own that is called once for each request: it takes common.plugins.RequestFacts and "
+        "returns a priority (higher is more urgent), or None to keep the priority of the request.",
         metavar="MODULE:NAME",
     )
     priority_classes: tuple[str, ...] = option(
         (),
-        "Classes of requests and their weights, as in high:8,normal:3,low:1: while several have requests waiting, "
-        "each is served tokens in proportion to its weight. Priorities and --schedule-policy order inside a class.",
+        "Priority classes and their weights, for example high:8,normal:3,low:1. Classes with waiting requests share "
+        "the tokens in proportion to their weights. Priorities and --schedule-policy order the requests of one class.",
         metavar="NAME:WEIGHT,...",
     )
     default_priority_class: str | None = option(
-        None, "Class of requests that name none; otherwise the one with the least weight."
+        None, "Class of requests that name none. Without it: the class with the lowest weight."
     )
     tenant_shares: tuple[str, ...] = option(
         (),
-        "Tenants and their shares for --schedule-policy fair, as in search:4,batch:1; a tenant not named here has 1.",
+        "Shares of tenants for --schedule-policy fair, for example search:4,batch:1; all other tenants have 1.",
         metavar="NAME:WEIGHT,...",
     )
 
     @property
     def class_weights(self) -> dict[str, float]:
-        """Weights of --priority-classes by name, in their order; empty for no classes."""
+        """Weights of --priority-classes by name, in the order of the flag; empty without classes."""
         return parse_weights(self.priority_classes, "--priority-classes")
 
     @property
@@ -103,34 +104,34 @@ class SchedulingOptions:
 
     @property
     def default_class(self) -> str:
-        """The class of requests that name none; empty without classes."""
+        """Class of requests that name none; empty without classes."""
         weights = self.class_weights
         return self.default_priority_class or min(weights, key=lambda name: weights[name], default="")
 
     max_skip_ahead: int = option(
-        8, "Smaller requests that may pass one for which memory is short; 0 keeps the order strictly.", minimum=0
+        8, "Number of smaller requests that may overtake a request for which memory is short; 0: none.", minimum=0
     )
 
     retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
         "auto",
-        "Who gives way when a decode node runs out of pages: shortest-output loses the least work, whatever its "
-        "priority, and priority takes the least urgent; auto is priority with --enable-priority-scheduling.",
+        "The request that a decode node retracts when it runs out of pages: shortest-output (least work lost) or "
+        "priority (the least urgent); auto is priority with --enable-priority-scheduling, else shortest-output.",
     )
     num_reserved_decode_tokens: int | None = option(
         None,
-        "Room that a decode node keeps for the output of each request; otherwise what it is expected to need.",
+        "Tokens that a decode node reserves for the output of each request. Without it: the expected output.",
         minimum=0,
     )
     resume_prefill_threshold: int | None = option(
         1024,
-        "A retracted request that lacks more tokens than this is computed again by its prefill node, others by the "
-        "decode node itself; none: all of them.",
+        "A retracted request with more uncached tokens than this is computed again by its prefill node, any other by "
+        "the decode node; none: all by the decode node.",
         minimum=0,
     )
 
     @property
     def is_retracted_by_priority(self) -> bool:
-        """Whether the least urgent gives way when pages run short."""
+        """Whether the least urgent request is retracted first."""
         return self.retraction_policy == "priority" or (
             self.retraction_policy == "auto" and self.enable_priority_scheduling
         )
@@ -147,10 +148,10 @@ class SchedulingOptions:
 
 
 def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
-    """``NAME:WEIGHT`` texts as weights by name, in their order.
+    """Parse ``NAME:WEIGHT`` strings; returns weights by name, in order.
 
     Raises:
-        ConfigError: names the flag.
+        ConfigError: a string is not of this form, or a name occurs twice; the message names ``flag``.
     """
     weights: dict[str, float] = {}
     for text in texts:
@@ -168,7 +169,7 @@ def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
 
 
 def check_scheduling(config: Any) -> None:
-    """Raises ConfigError: names the flag."""
+    """Raises ConfigError: scheduling options contradict each other; the message names the flag."""
     check_policy(config.schedule_policy)
     _check_policy_options(config)
     _check_classes(config)
@@ -176,7 +177,6 @@ def check_scheduling(config: Any) -> None:
 
 
 def _check_policy_options(config: Any) -> None:
-    """What belongs to one policy is refused with another."""
     for name, default, policy in (
         ("lpm_degrade_threshold", 128, "lpm"),
         ("schedule_seed", 0, "random"),
@@ -184,7 +184,7 @@ def _check_policy_options(config: Any) -> None:
     ):
         if getattr(config, name) != default and config.schedule_policy != policy:
             raise ConfigError(f"{_flag(name)} has no effect without --schedule-policy {policy}; add that")
-    config.tenant_weights  # noqa: B018  # refuses what is no weight
+    config.tenant_weights  # noqa: B018  # raises if a weight is invalid
 
 
 def _check_priorities(config: Any) -> None:
@@ -204,9 +204,11 @@ def _check_priorities(config: Any) -> None:
             flag = _flag("priority_scheduling_preemption_threshold")
             raise ConfigError(f"{flag} has no effect without --enable-priority-scheduling; add that")
         if config.retraction_policy == "priority":
-            raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling")
+            raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling; add that")
     elif config.abort_on_priority_when_disabled:
-        raise ConfigError("--abort-on-priority-when-disabled has no effect with --enable-priority-scheduling")
+        raise ConfigError(
+            "--abort-on-priority-when-disabled has no effect with --enable-priority-scheduling; leave one out"
+        )
     elif config.priority_aging_per_second:
         _check_aging(config)
 
@@ -214,8 +216,8 @@ def _check_priorities(config: Any) -> None:
 def _check_aging(config: Any) -> None:
     if config.default_priority_value is None:
         raise ConfigError(
-            "--priority-aging-per-second needs --default-priority-value: requests that name none would otherwise "
-            "stand so low that no waiting lifts them"
+            "--priority-aging-per-second needs --default-priority-value: without it, waiting could never lift requests "
+            "without a priority above others"
         )
     if config.schedule_policy != "fcfs":
         raise ConfigError(
@@ -231,12 +233,12 @@ def _flag(name: str) -> str:
 def _check_classes(config: Any) -> None:
     weights, default = config.class_weights, config.default_priority_class
     if default is not None and default not in weights:
-        known = ", ".join(weights) or "none; add --priority-classes"
-        raise ConfigError(f"--default-priority-class {default} is not one of the classes (which are {known})")
+        known = ", ".join(weights) or "none"
+        raise ConfigError(f"--default-priority-class {default} is not in --priority-classes; known classes: {known}")
 
 
 def check_policy(name: str) -> None:
-    """Raises ConfigError: the policy is not known."""
+    """Raises ConfigError: the policy is unknown."""
     if name not in POLICIES and not is_own(name):
         raise ConfigError(
             f"--schedule-policy {name} is unknown; use one of {', '.join(POLICIES)}, or MODULE:NAME for your own"
@@ -244,5 +246,5 @@ def check_policy(name: str) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Whether this is the MODULE:NAME of something that the user wrote."""
+    """Whether ``name`` has the form MODULE:NAME of an object of the user's own."""
     return re.fullmatch(_OWN, name) is not None

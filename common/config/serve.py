@@ -1,4 +1,4 @@
-"""Configuration of a whole service on one machine."""
+"""Options of ``serve``, a whole service on one machine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,18 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Batching, EngineOptions, Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
-    """What ``serve`` runs with: a gateway and nodes on one machine."""
+    """Configuration of ``serve``: a gateway and nodes on one machine."""
 
-    prefill: int = option(1, "Prefill nodes to start; 0 with --local-prefill always.", minimum=0, maximum=256)
-    decode: int = option(1, "Decode nodes to start.", minimum=1, maximum=256)
-    control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes any free one.", maximum=65535)
+    prefill: int = option(1, "Number of prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=256)
+    decode: int = option(1, "Number of decode nodes.", minimum=1, maximum=256)
+    control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes a free port.", maximum=65535)
     memory_fraction: float = option(
         0.8,
-        "Share of the device's free memory that the KV pools of all nodes together take at most.",
+        "Largest share of the device's free memory for the KV pools of all nodes together.",
         minimum=0.001,
         maximum=0.95,
     )
-    ready_timeout: float = option(900.0, "Seconds that nodes may take to load before serve gives up.", minimum=1)
+    ready_timeout: float = option(900.0, "Seconds for nodes to load before serve gives up.", minimum=1)
 
     def __post_init__(self) -> None:
         check_engine(self)
@@ -34,8 +34,8 @@ class ServeConfig(Batching, EngineOptions, Routing, HttpOptions, TenantOptions, 
 
 
 def check_local_prefill(config: Any) -> None:
-    """Raises ConfigError: nobody would compute prompts, or prefill nodes would have none to compute."""
+    """Raises ConfigError: no node would compute prompts, or prefill nodes would have no work."""
     if config.prefill == 0 and config.local_prefill != "always":
-        raise ConfigError("--prefill 0 leaves nobody to compute prompts: add --local-prefill always")
+        raise ConfigError("--prefill 0 leaves no node to compute prompts: add --local-prefill always")
     if config.prefill > 0 and config.local_prefill == "always":
         raise ConfigError("--local-prefill always leaves prefill nodes without work: add --prefill 0")

@@ -1,5 +1,4 @@
-"""Constants and options that several commands share, and the options that other systems have and Baton refuses by
-name."""
+"""Options and constants of more than one command."""
 
 import re
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LocalPrefill = Literal["never", "auto", "always"]
 
-#: The model that comes with Baton, for those who name none.
+#: The small model of the repository, the default of --model.
 SMALL_MODEL = str(Path(__file__).resolve().parents[2] / "scripts" / "models" / "small_model")
 SMALL_MODEL_NAME = "baton-small"
 
-#: Constants of scheduling, read by ``common.scheduling.new_token_ratio`` and
-#: ``common.scheduling.in_batch_prefix_caching``.
+#: Variables that ``new_token_ratio`` and ``in_batch_prefix_caching`` in ``common.scheduling`` read.
 SCHEDULING_VARIABLES = (
     "BATON_INIT_NEW_TOKEN_RATIO",
     "BATON_MIN_NEW_TOKEN_RATIO_FACTOR",
@@ -30,10 +28,10 @@ SCHEDULING_VARIABLES = (
     "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
     "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )
-#: Those that are no options: two of scripts/setup.sh, one of ``common.config.cli``, and the constants.
+#: BATON_* variables that are not options: two of scripts/setup.sh, one of ``common.config.cli``, and those above.
 OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", *SCHEDULING_VARIABLES)
 
-#: Flags that users may know from elsewhere, and what to say about them as long as they have no effect.
+#: Flags of other engines that Baton does not support, and the reason to give in the error.
 NOT_YET: dict[str, str] = {
     "--tensor-parallel-size": "a node is one process on one device",
     "--tp-size": "a node is one process on one device",
@@ -42,27 +40,32 @@ NOT_YET: dict[str, str] = {
     "--enable-lora": "only plain checkpoints are served",
 }
 
-#: Why a node cannot have ``--transport inprocess``.
-IN_PROCESS = "joins nodes of one process, as tests and the simulator have them; nodes here are processes of their own"
+#: Largest length of ``--weight-version``, which must fit into a control message beside the model's digest.
+MAX_WEIGHT_VERSION = 128
+
+#: Why nodes refuse ``--transport inprocess``.
+IN_PROCESS = "connects nodes of one process, in tests and in the simulator; give another transport"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
+    """Options of every command that serves a model."""
+
     model: str = option(
-        SMALL_MODEL, "Folder with a checkpoint in Hugging Face's layout, or a hub id.", metavar="DIR_OR_ID"
+        SMALL_MODEL, "Folder with a checkpoint in the Hugging Face layout, or a hub id.", metavar="DIR_OR_ID"
     )
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    revision: str | None = option(None, "Branch, tag or commit of a model from the Hugging Face hub.")
     served_model_name: str | None = option(
-        None, "Name of the model in the API; otherwise the hub id or the folder's name."
+        None, "Name of the model in the API. Without it: the hub id, or the name of the folder."
     )
     insecure: bool = option(
-        False, "Allow addresses that other machines can reach although nothing there is authenticated yet."
+        False, "Allow addresses that other machines can reach although connections to them are not authenticated."
     )
-    log_level: LogLevel = option("info", "How much is logged. Prompts never are.")
+    log_level: LogLevel = option("info", "Least severe messages to log. Prompts are never logged.")
 
     @property
     def served_name(self) -> str:
-        """What the API calls the model."""
+        """Name of the model in the API."""
         if self.served_model_name:
             return self.served_model_name
         if self.model == SMALL_MODEL:
@@ -72,62 +75,84 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    device: str = option("auto", "auto (CUDA where there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE")
+    """Options of the engine and of the transport, for nodes and ``serve``."""
+
+    device: str = option(
+        "auto", "Device to compute on: auto (CUDA if there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Number format of weights and KV pages; auto takes the checkpoint's own."
+        "auto", "Number format of weights and KV pages; auto takes the format of the checkpoint."
+    )
+    weight_version: str | None = option(
+        None,
+        "Name of the weights. The gateway refuses a node whose weights differ from those of the model's other nodes; it"
+        " compares this name, or without it a hash of the weight files.",
+        metavar="NAME",
     )
     threads: int | None = option(
         None,
-        "Compute threads of a node; otherwise every core it may use (serve divides them).",
+        "Compute threads of a node. Without it: one for each core; serve divides the cores among its nodes.",
         minimum=1,
         maximum=1024,
     )
-    attention_backend: str = option("auto", "Name of an attention backend; auto takes the fastest that fits.")
+    attention_backend: str = option(
+        "auto", "Attention backend: reference, torch or cpu; auto takes the fastest for the device."
+    )
     transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
-        "How KV pages travel: shm (shared memory, one machine), tcp, nixl (UCX; needs the extra nixl), gloo or nccl"
-        " (torch.distributed's; nccl between CUDA devices); auto tries shm, nixl (only with a --data-interface that"
-        " other machines reach) and tcp for each pair, and keeps the first that works. inprocess is for tests and the"
-        " simulator: commands refuse it.",
+        "Transport of KV pages: shm (shared memory, on one machine), tcp, nixl (UCX; needs the extra nixl), gloo or "
+        "nccl (torch.distributed; nccl between CUDA devices). auto tries shm, nixl (only with a --data-interface that "
+        "other machines can reach) and tcp for each pair of nodes, and uses the first that works. inprocess is for "
+        "tests and the simulator only.",
     )
     record: str | None = option(
         None,
-        "Write what every node is told and what it plans, for simulate --replay; prompts are in it. serve adds each "
-        "node's name. No file is overwritten: a number is added.",
+        "Record the events and plans of a node in this file, prompts included, for simulate --replay. serve appends the"
+        " name of each node. Existing files are kept: a number is appended.",
         metavar="FILE",
     )
     kv_checksum: bool = option(
         False,
-        "Send a checksum with every KV page and verify it where the page arrives; damaged pages are sent again. One"
-        " node of a pair that asks for it is enough.",
+        "Send a checksum with every KV page and verify it on arrival; damaged pages are sent again. It is enough to set"
+        " this on one node of a pair.",
     )
     gpu_direct: bool = option(
         False,
-        "With --transport nixl on CUDA: KV pages go from GPU memory to GPU memory (RDMA, or NVLink on one host), not"
-        " through host memory. Has not been run on a GPU yet.",
+        "With --transport nixl on CUDA: transfer KV pages from GPU memory to GPU memory (RDMA, or NVLink on one host)"
+        " and not through host memory. Not tested on a GPU yet.",
     )
     cluster_key: str | None = option(
         None,
-        "Secret that the nodes share and prove to each other on tcp, gloo and nccl data connections; offers of nixl are"
-        " sealed with it. Better set by environment.",
+        "Secret shared by all nodes. It authenticates tcp, gloo and nccl data connections, and the addresses that nixl"
+        " exchanges. Set it in the environment, so that it is not visible in the process list.",
         is_secret=True,
     )
 
 
 def check_engine(config: Any) -> None:
+    """Check the combination of engine, scheduling and batching options. Raises ConfigError."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
     if config.transport == "inprocess":
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if config.gpu_direct and (config.transport != "nixl" or config.device == "cpu"):
-        raise ConfigError("--gpu-direct is NIXL's, between CUDA devices: add --transport nixl, and no --device cpu")
+        raise ConfigError(
+            "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
+        )
+    if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
+        raise ConfigError(
+            f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"
+        )
     check_scheduling(config)
     check_batching(config)
     if config.record and config.kv_checksum:
-        raise ConfigError("--record holds no pages, so a replay cannot verify --kv-checksum: leave one of them out")
+        raise ConfigError(
+            "--record and --kv-checksum exclude each other: a recording holds no pages to verify; leave one out"
+        )
     check_revision(config)
 
 
 def check_revision(config: Any) -> None:
+    """Raises ConfigError: --revision is given for a local folder."""
     if config.revision is not None and Path(config.model).is_dir():
-        raise ConfigError(f"--revision is for hub models, and --model {config.model} is a folder")
+        raise ConfigError(f"--revision is for hub models, but --model {config.model} is a folder; leave one out")

@@ -1,4 +1,4 @@
-"""The options of the gateway about tenants: on whose account a request is served, and how much of that there may be."""
+"""Options of the gateway for tenants: their keys and their quotas."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any
 from common.config.options import option
 from common.errors import ConfigError
 
-#: In --tenant-quotas: each of those that are not named.
+#: In --tenant-quotas: every tenant that is not named.
 EVERYBODY_ELSE = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may have; None for no bound.
+    """Limits of one tenant; None: no limit.
 
     Attributes:
-        requests: outputs in flight, those that wait included.
-        tokens_per_minute: of prompts and outputs together.
+        requests: outputs in flight, waiting ones included.
+        tokens_per_minute: tokens of prompts and outputs together.
     """
 
     requests: int | None = None
@@ -26,43 +26,43 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions:
-    """Part of the gateway's configuration."""
+    """Tenant options of the gateway and ``serve``."""
 
     tenant_keys: str | None = option(
         None,
-        "File with the keys of tenants, which clients send as bearer tokens: on each line a tenant's name and a key, "
-        "or sha256: and the key's hash in hexadecimal. Several keys of one tenant stand on several lines.",
+        "File with the keys of tenants, which clients send as bearer tokens. Each line holds a tenant's name and a "
+        "key, or sha256: and the hash of the key in hexadecimal. A tenant may have several lines.",
         metavar="FILE",
     )
     tenant_header: bool = option(
         False,
-        "Take the tenant from the header x-baton-tenant. For gateways behind something that authenticates and sets it.",
+        "Take the tenant from the header x-baton-tenant. For gateways behind a proxy that authenticates and sets it.",
     )
     tenant_quotas: tuple[str, ...] = option(
         (),
-        "What a tenant may have in flight and per minute, as in search:requests=8,tokens_per_minute=60000; * stands "
-        "for each tenant that is not named. More gets 429. May be given more than once.",
+        "Limits of a tenant's requests in flight and tokens per minute, for example "
+        "search:requests=8,tokens_per_minute=60000; * stands for every tenant that is not named. Requests above a "
+        "limit get 429. May be given more than once.",
         metavar="NAME:LIMITS",
     )
 
 
 def check_tenancy(config: Any) -> None:
-    """Raises ConfigError: names the flag."""
+    """Raises ConfigError: tenant options contradict each other; the message names the flag."""
     parse_quotas(config.tenant_quotas)
     if config.tenant_keys is None and not config.tenant_header:
         for flag, value in (("--tenant-quotas", config.tenant_quotas), ("--tenant-shares", config.tenant_shares)):
             if value:
-                raise ConfigError(f"{flag} has no effect as long as nobody is a tenant: add --tenant-keys FILE")
+                raise ConfigError(f"{flag} has no effect without tenants; add --tenant-keys FILE or --tenant-header")
 
 
 def parse_quotas(texts: Iterable[str]) -> dict[str, Quota]:
-    """Quotas by tenant.
+    """Parse quotas; returns them by tenant.
 
     Args:
-        texts: ``name:limit=number``; further limits of the same tenant may follow without the name.
-
+        texts: strings ``name:limit=number``; more limits of the same tenant may follow without the name.
     Raises:
-        ConfigError: names the flag.
+        ConfigError: a string is not of this form, or a limit occurs twice.
     """
     limits: dict[str, dict[str, int]] = {}
     name = ""

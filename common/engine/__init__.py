@@ -1,4 +1,4 @@
-"""The engine: a decoder model over paged KV, driven by step plans. Imported by node processes only; needs torch.
+"""The engine: runs step plans on a decoder model with paged KV. Only node processes import it, since it needs torch.
 
-Nothing is imported here, so that ``common.engine.model_config`` (which needs no torch) stays cheap to load.
+This file imports nothing, so that ``common.engine.model_config``, which needs no torch, loads quickly.
 """

@@ -1,7 +1,7 @@
-"""One step's rows as arrays: computed once per step, read by every layer.
+"""A step's rows as arrays, computed once per step and read by every layer.
 
-A row extends one slot by ``num_new`` tokens over ``starts`` tokens that are already cached. The new tokens of all rows
-lie packed one after another. Everything is worked out on the host, where plans live, and copied over in one go.
+A row extends one slot, which has ``starts`` cached tokens, by ``num_new`` tokens. The new tokens of all rows are packed
+one after another. Indices are computed on the host and copied to the device together.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
-    """Rows on the host. R rows, N new tokens in all, page tables W entries wide.
+    """Rows on the host: R rows with N new tokens in total and page tables of W entries.
 
     Attributes:
-        starts: ``[R]`` cached tokens before the row's first new one.
+        starts: ``[R]`` cached tokens before the row's first new token.
         num_new: ``[R]`` new tokens, at least 1.
-        page_table: ``[R, W]`` int32; entries beyond a row's pages are not to be read as pages.
+        page_table: ``[R, W]`` int32; entries past a row's own pages are stale.
         page_size: tokens per page.
     """
 
@@ -31,31 +31,31 @@ class RowArrays:
 
     @property
     def lengths(self) -> Ints:
-        """``[R]`` tokens per row once the step is done."""
+        """``[R]`` tokens per row after the step."""
         return self.starts + self.num_new
 
     @property
     def first_new(self) -> Ints:
-        """``[R + 1]`` where each row's tokens begin among the packed ones; the last entry is N."""
+        """``[R + 1]`` index of each row's first token among the packed tokens; the last entry is N."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.num_new)])
 
     @property
     def num_pages(self) -> Ints:
-        """``[R]`` pages each row's tokens reach into."""
+        """``[R]`` pages that each row's tokens occupy."""
         return -(-self.lengths // self.page_size)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What the model and the attention backends read during one step.
+    """Input of the model and of the attention backends for one step.
 
     Attributes:
         rows: the rows on the host.
-        lengths, first_new: of the rows, worked out once.
-        positions: ``[N]`` int64 on the device, position of each new token in its own text.
-        token_pages, token_offsets: ``[N]`` int64 on the device, where each new token's KV is to be written.
-        page_table: ``[R, W]`` int32 on the device.
-        max_pages: longest row in pages, at most W.
+        lengths, first_new: the rows' properties of the same names, computed once.
+        positions: ``[N]`` int64 on the device, position of each new token in its request.
+        token_pages, token_offsets: ``[N]`` int64 on the device, page and place in it of each new token's KV.
+        page_table: ``[R, max_pages]`` int32 on the device.
+        max_pages: pages of the longest row, at most W.
     """
 
     rows: RowArrays
@@ -77,7 +77,7 @@ class StepBatch:
 
 
 def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
-    """Work out positions and KV places of all new tokens and put them on the device."""
+    """Compute the positions and KV places of all new tokens and copy them to the device."""
     first_new = rows.first_new
     row_of_token = np.repeat(np.arange(len(rows.starts)), rows.num_new)
     positions = np.arange(first_new[-1]) - np.repeat(first_new[:-1] - rows.starts, rows.num_new)

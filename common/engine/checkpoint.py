@@ -1,7 +1,7 @@
-"""A checkpoint on disk: where it lies, what its files say before a single tensor is read.
+"""Finds a checkpoint on disk and reads its JSON files and safetensors headers, but no tensors.
 
-A model is named by a local folder or by a hub id; the latter is fetched once by ``huggingface_hub`` and then found in
-its cache, with or without a network. Only JSON and safetensors are ever read: no remote code, no pickles.
+A model is a local folder or a hub id. ``huggingface_hub`` downloads a hub model once and finds it in its cache later,
+with or without a network. Only JSON and safetensors files are read: no remote code, no pickles.
 """
 
 import json
@@ -17,7 +17,7 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 class StoredTensor(NamedTuple):
-    """What a safetensors header says of one tensor."""
+    """One tensor's entry in a safetensors header."""
 
     file: Path
     dtype: str  # as safetensors writes it: F32, BF16, F16, ...
@@ -25,10 +25,10 @@ class StoredTensor(NamedTuple):
 
 
 def locate(path_or_hub_id: str, revision: str | None = None) -> Path:
-    """The folder that holds the checkpoint, fetched from the hub if it is not a local folder.
+    """Return the checkpoint's folder; download the checkpoint if ``path_or_hub_id`` is not a local folder.
 
     Raises:
-        ConfigError: there is no such folder, and no such model on the hub or in its cache.
+        ConfigError: neither a folder nor a model of that name exists.
     """
     if not path_or_hub_id:
         raise ConfigError("--model is empty: no such folder; give a folder or a hub id")
@@ -51,48 +51,58 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"--model {hub_id}: neither a local folder nor to be had from the hub or its local cache ({reason})"
+            f"--model {hub_id}: neither a local folder nor available from the hub or its local cache ({reason})"
         ) from error
 
 
 def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object from a file; empty when the file is missing and not required.
+    """Return the JSON object in a file; empty if the file is missing and not required.
 
     Raises:
-        ConfigError: missing, unreadable, not JSON, or not an object.
+        ConfigError: the file is missing, unreadable, not JSON, or not an object.
     """
     if not required and not file.exists():
         return {}
     try:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{file}: missing; is this the folder of a model?") from error
+        raise ConfigError(f"{file}: missing; --model must name the folder of a checkpoint") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: not readable as JSON ({error})") from error
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected a JSON object, found {type(content).__name__}")
     return content
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name, from the safetensors headers alone, in order of name.
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of the checkpoint, sorted by name: the files of its index, or all in the folder.
 
     Raises:
-        ConfigError: an index names a file that is missing, or a header is damaged.
+        ConfigError: the index is damaged.
         UnsupportedModelError: there are no safetensors files at all.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConfigError(f"{index}: weight_map should give the name of a file for each tensor")
+            raise ConfigError(f"{index}: weight_map must map each tensor to the name of a file")
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UnsupportedModelError(f"{folder}: no *.safetensors files; other formats are not read")
+    return files
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the header entries of all tensors by name, sorted by name.
+
+    Raises:
+        ConfigError: a file of the index is missing, or a header is damaged.
+        UnsupportedModelError: there are no safetensors files at all.
+    """
     found: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in weight_files(folder):
         for name, tensor in _read_header(file).items():
             if name in found:
                 raise ConfigError(f"{file}: tensor {name} is also in {found[name].file.name}")
@@ -101,7 +111,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The header of one safetensors file: eight bytes of length, then JSON (safetensors' format document)."""
+    """Parse the header of a safetensors file: its length in eight bytes, then JSON."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -114,13 +124,13 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             if name != "__metadata__"
         }
     except FileNotFoundError as error:
-        raise ConfigError(f"{file}: named by the index, but missing") from error
+        raise ConfigError(f"{file}: missing, although the index names it") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file}: damaged safetensors header ({error})") from error
 
 
 class Numbers:
-    """Typed look-ups in config.json (or an object in it) that fail with the key's name."""
+    """Typed look-ups in config.json (or in an object inside it); errors name the key."""
 
     def __init__(self, config: dict[str, Any], folder: Path) -> None:
         self._config = config

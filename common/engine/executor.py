@@ -1,7 +1,7 @@
-"""The executor: takes a step plan of integers, returns sampled tokens. Tensors live here and below, nowhere above.
+"""The executor: runs step plans, which are integers, and returns sampled tokens. Code above it handles no tensors.
 
-It keeps a request table: for each slot its page table, its sampling parameters and the token sampled last, so that a
-plan carries only what changed. It decides nothing: a plan that breaks the rules is a bug of ours, and asserts say so.
+The executor keeps a request table with the page table, the sampling parameters and the last sampled token of each slot,
+so that a plan holds only changes. It decides nothing; asserts check that a plan follows the rules.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,11 @@ from torch import Tensor
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
-from common.engine.decoder import Decoder
 from common.engine.kv_pool import KVPool
-from common.engine.logprobs import judge
+from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
-from common.engine.penalties import History
-from common.engine.sampler import Draw, sample
+from common.engine.penalties import TokenHistory
+from common.engine.sampler import SamplingRow, prompt_logprobs, sample
 from common.engine.weights import load_weights
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams, TokenLogprobs
@@ -30,30 +29,30 @@ from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
 
 @dataclass(slots=True)
 class Slot:
-    """One row of the request table; the pages themselves lie in the executor's page table.
+    """One row of the request table, without its page numbers, which are in the executor's page table.
 
     Attributes:
-        sampling: parameters of the request that has the slot.
+        sampling: parameters of the slot's request.
         prompt_len: tokens of its original prompt.
-        end_ids: tokens that would end its output.
-        history: its tokens so far, if it has penalties.
+        end_ids: tokens that end its output.
+        history: its tokens so far; None without penalties.
         num_pages: entries of its page table that are set.
     """
 
     sampling: SamplingParams
     prompt_len: int
     end_ids: tuple[int, ...]
-    history: History | None
+    history: TokenHistory | None
     num_pages: int = 0
 
 
 class TorchExecutor:
-    """Runs plans on one device.
+    """Runs step plans on one device.
 
     Args:
-        model: the decoder, its weights in place.
-        pool: the KV pool its attention reads and writes.
-        attention: a backend over that pool.
+        model: the decoder with loaded weights.
+        pool: the KV pool that attention reads and writes.
+        attention: an attention backend over that pool.
         num_slots: rows of the request table.
     """
 
@@ -65,14 +64,17 @@ class TorchExecutor:
         self._attention = attention
         self._page_size = pool.geometry.page_size
         width = pool.geometry.num_pages(config.context_length)
-        # Zeroed lazily by the kernel: rows and columns never used cost nothing.
+        # The operating system zeroes memory at first use, so that unused rows and columns cost nothing.
         self._page_table: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
         self._slots: list[Slot | None] = [None] * num_slots
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Apply admits, then page deltas, then rows; one sampled token per row with ``sample``, in row order. When it
-        returns, the KV of all rows is in the pool."""
+        """Apply admits, page deltas and rows, in this order.
+
+        Returns:
+            One sampled token for each row with ``sample``, in row order. The KV of all rows is in the pool by then.
+        """
         with torch.inference_mode():
             for admit in plan.admits:
                 self._admit(admit)
@@ -83,9 +85,9 @@ class TorchExecutor:
             return self._extend(plan)
 
     def warm_up(self, num_tokens: int = 64) -> None:
-        """Run throw-away steps, so that the first request meets nothing for the first time. Writes KV of page 0 on.
+        """Run steps of ``num_tokens`` tokens, so that the first request does not wait for lazy initialisation.
 
-        Call it before anything is in the pool; slot 0 is as good as new afterwards.
+        Overwrites the pool's first pages, so it must run while the pool is empty. Slot 0 is free afterwards.
         """
         num_tokens = min(num_tokens, self.pool.num_pages * self._page_size - 1, self.model.config.context_length - 1)
         if num_tokens < 1:
@@ -98,7 +100,7 @@ class TorchExecutor:
         self._slots[0] = None
 
     def close(self) -> None:
-        """Release the pool; the executor cannot run afterwards."""
+        """Release the pool; ``run`` must not be called afterwards."""
         self.pool.close()
 
     def _admit(self, admit: Admit) -> None:
@@ -107,7 +109,7 @@ class TorchExecutor:
         end_ids = params.stop_token_ids + (() if params.ignore_eos else self.model.config.eos_token_ids)
         vocab_size = self.model.config.vocab_size
         known = tuple(token for token in dict.fromkeys(end_ids) if 0 <= token < vocab_size)
-        history = History(admit.history, admit.prompt_len) if params.has_penalties else None
+        history = TokenHistory(admit.history, admit.prompt_len) if params.has_penalties else None
         self._slots[admit.slot] = Slot(params, admit.prompt_len, known, history)
         if admit.last_token is not None:
             assert 0 <= admit.last_token < vocab_size
@@ -115,7 +117,7 @@ class TorchExecutor:
 
     def _slot(self, number: int) -> "Slot":
         slot = self._slots[number]
-        assert slot is not None, f"a row or pages for slot {number}, which nobody has"
+        assert slot is not None, f"a row or pages for slot {number}, which is free"
         return slot
 
     def _append_pages(self, delta: PageDelta) -> None:
@@ -138,19 +140,19 @@ class TorchExecutor:
         batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
         sampled = [row for row in rows if row.sample]
-        judged = [row for row in rows if row.targets]
-        wanted = torch.from_numpy(_wanted(rows, batch.first_new)).to(self.pool.device)
-        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), wanted)
+        with_targets = [row for row in rows if row.targets]
+        keep = torch.from_numpy(_kept_positions(rows, batch.first_new)).to(self.pool.device)
+        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)
         chosen, logprobs = self._sample(sampled, hidden[: len(sampled)])
-        if not sampled and hidden.is_cuda:  # else the tokens were waited for: what a result tells of is in the pool
+        if not sampled and hidden.is_cuda:  # without sampled tokens the step has not waited for the device yet
             torch.cuda.current_stream(hidden.device).synchronize()
-        return StepResult(plan.step, chosen, logprobs, self._judge(judged, hidden[len(sampled) :]))
+        return StepResult(plan.step, chosen, logprobs, self._prompt_logprobs(with_targets, hidden[len(sampled) :]))
 
     def _sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
-        """One token per row, from the hidden states ``[len(rows), hidden]`` of their last positions."""
+        """Sample one token per row from the hidden states ``[len(rows), hidden]`` of their last positions."""
         if not rows:
             return (), ()
-        chosen, logprobs = sample(self.model.logits(hidden), [self._draw(row) for row in rows])
+        chosen, logprobs = sample(self.model.logits(hidden), [self._sampling_row(row) for row in rows])
         self._last_tokens[torch.tensor([row.slot for row in rows], device=self.pool.device)] = chosen
         tokens = tuple(chosen.tolist())
         for row, token in zip(rows, tokens, strict=True):
@@ -158,11 +160,11 @@ class TorchExecutor:
                 history.append(token)
         return tokens, logprobs
 
-    def _judge(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        """Log-probabilities of each row's targets, from the hidden states of the positions before them, in order."""
+    def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        """Return the log-probabilities of each row's targets from the hidden states of the positions before them."""
         tokens = [token for row in rows for token in row.targets]
         num_top = [self._slot(row.slot).sampling.logprobs or 0 for row in rows for _ in row.targets]
-        found = iter(judge(hidden, self.model.logits, tokens, num_top))
+        found = iter(prompt_logprobs(hidden, self.model.logits, tokens, num_top))
         return tuple(tuple(islice(found, len(row.targets))) for row in rows)
 
     def _check(self, rows: tuple[Row, ...]) -> None:
@@ -175,7 +177,7 @@ class TorchExecutor:
             assert 0 <= row.first_target <= row.num_tokens - len(row.targets), "a target that follows no token"
 
     def _tokens(self, rows: tuple[Row, ...], first_new: NDArray[np.int64]) -> Tensor:
-        """``[N]`` int64 on the device: tokens the plan names, and those sampled last, which never left the device."""
+        """Return ``[N]`` int64 on the device: the plan's tokens, and last sampled tokens, which stay on the device."""
         named = np.zeros(first_new[-1], np.int64)
         unnamed = []
         for index, row in enumerate(rows):
@@ -190,13 +192,13 @@ class TorchExecutor:
             tokens[torch.from_numpy(first_new[unnamed]).to(self.pool.device)] = self._last_tokens[slots]
         return tokens
 
-    def _draw(self, row: Row) -> Draw:
+    def _sampling_row(self, row: Row) -> SamplingRow:
         slot = self._slot(row.slot)
-        return Draw(slot.sampling, row.start + row.num_tokens, slot.prompt_len, slot.end_ids, slot.history)
+        return SamplingRow(slot.sampling, row.start + row.num_tokens, slot.prompt_len, slot.end_ids, slot.history)
 
 
-def _wanted(rows: Sequence[Row], first_new: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the packed tokens: the last one of each row that samples, then those that each row's targets follow."""
+def _kept_positions(rows: Sequence[Row], first_new: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return indices of packed tokens: the last of each row that samples, then the tokens before each row's targets."""
     lasts = [first_new[index + 1] - 1 for index, row in enumerate(rows) if row.sample]
     before_targets = [
         first_new[index] + row.first_target + np.arange(len(row.targets))
@@ -217,17 +219,18 @@ def load_executor(
     attention: str = "auto",
     num_threads: int | None = None,
 ) -> TorchExecutor:
-    """Everything from a checkpoint to a machine that runs plans.
+    """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
     Args:
-        config: from ``ModelConfig.load``, which knows the folder of the weights.
+        config: configuration from ``ModelConfig.load``, with the folder of the weights.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``; of weights, activations and KV.
+        dtype: type of weights, activations and KV: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         attention: ``auto``, ``reference``, ``torch`` or ``cpu``.
-        num_pages: of the KV pool; if it is a function, asked when the weights are in memory.
-        num_threads: of torch's OpenMP team, which is the process's; left alone if None.
+        num_pages: pages of the KV pool; a function is called once the weights are in memory.
+        num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
     Raises:
-        ConfigError: unknown dtype, device or attention backend; weights that do not fit the configuration.
+        ConfigError: the dtype, device or attention backend is unknown, the weights do not match the configuration, or
+            the device has too little memory.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -240,7 +243,7 @@ def load_executor(
         pool = KVPool(config.geometry(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"--device {device} has not the memory for the model and its KV pages: lower --memory-fraction or "
+            f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
     backend = make_attention(attention, pool, config.num_heads)
@@ -248,15 +251,19 @@ def load_executor(
 
 
 def check_device(name: str) -> torch.device:
-    """The device of that name. Raises ConfigError: there is none, or it is not served."""
+    """Return the device of that name.
+
+    Raises:
+        ConfigError: the machine has no such device, or Baton does not support it.
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name}: not a device; give cpu, cuda or cuda:N") from error
+        raise ConfigError(f"--device {name}: unknown device; give cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {name}: torch finds no CUDA device here")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: torch finds only {torch.cuda.device_count()} CUDA devices here")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: not served; give cpu, cuda or cuda:N")
+        raise ConfigError(f"--device {name}: not supported; give cpu, cuda or cuda:N")
     return device

@@ -1,13 +1,13 @@
-/* The small steps between a layer's matrix products, each one pass over memory.
+/* The element-wise operations between a layer's matrix products, each in one pass over memory.
  *
- * Rows are independent and shared out among the threads of the process's one OpenMP team (torch's). All widths are
- * multiples of 16, checked by the caller, as are shapes and contiguity.
+ * Rows are independent and divided among the threads of torch's OpenMP team. The caller checks shapes, contiguity, and
+ * that all widths are multiples of 16.
  */
 #include "kernels.h"
 
 #include <math.h>
 
-/* Threads are worth waking for this many numbers. */
+/* Smallest count of numbers for which more than one thread is faster. */
 enum { WORTH_THREADS = 16384 };
 
 INLINE float inverse_rms(float sum_of_squares, long width, float eps) {
@@ -46,7 +46,7 @@ EXPORT void baton_add_rms_norm(char *x, const char *delta, const char *weight, c
     if (dtype == F16) norm_rows(x, delta, weight, out, rows, width, eps, F16);
 }
 
-/* One head: normalise (if it has a weight), then turn pairs (i, i + dim / 2). */
+/* One head: normalise (if it has a weight), then rotate pairs (i, i + dim / 2). */
 INLINE void turn_head(char *head, const char *weight, const float *cos, const float *sin, long dim, float eps,
                       int dtype) {
     float scale = 1.0f;

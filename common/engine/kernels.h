@@ -1,6 +1,7 @@
-/* Sixteen floats at a time, from and to the three number formats, in the vector extensions of GCC (12 on) and clang.
+/* Vectors of sixteen floats, loaded from and stored to the three number formats, with the vector extensions of GCC
+ * (version 12 on) and clang.
  *
- * `dtype` is always a compile-time constant where these are inlined: the exported functions switch once, at the top.
+ * `dtype` is a compile-time constant wherever these are inlined: exported functions branch on it once, at the top.
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H

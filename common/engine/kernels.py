@@ -1,9 +1,8 @@
-"""A few C functions, compiled once for this machine and kept: what torch would do in many passes, they do in one.
+"""C kernels for the CPU, compiled once per machine. They do in one pass over memory what torch does in several.
 
-``common/compile_native.py`` makes one shared library out of the C files here. It is linked *without* an OpenMP
-runtime, so that
-its threads are those of the team that torch has loaded already: two teams on the same cores cost a factor of ten.
-Where anything is missing, ``load_kernels`` says so once in the log and returns None, and torch does the work.
+``common/compile_native.py`` compiles the C files of this folder into one shared library. It is linked without an OpenMP
+runtime, so that it uses the threads that torch has already started: two teams of threads on the same cores are ten
+times slower. If the library cannot be built, ``load_kernels`` logs a warning and returns None, and torch does the work.
 """
 
 import ctypes
@@ -20,7 +19,7 @@ from common.compile_native import NOT_BUILT, Library, built, reason_of
 log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LANES = 16  # every width is a multiple of this
+LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 
@@ -35,7 +34,7 @@ LIBRARY = Library(
 
 
 class Paged(Structure):
-    """Where one layer's keys and values lie; strides in numbers. The C struct of the same name."""
+    """Location of one layer's keys and values, strides in elements: the C struct of the same name."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -52,7 +51,7 @@ class Paged(Structure):
 
 
 class Kernels:
-    """The library's functions over contiguous CPU tensors. Widths are multiples of ``LANES``; see the C files."""
+    """The library's functions, for contiguous CPU tensors whose widths are multiples of ``LANES``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._add_rms_norm = library.baton_add_rms_norm
@@ -73,11 +72,11 @@ class Kernels:
         self._amx_attention = library.baton_amx_attention
         self._amx_attention.argtypes = (POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float)
         self._amx_attention.restype = c_int
-        #: Whether ``amx_attention`` works here: asked of the processor and of the kernel.
+        #: Whether processor and kernel support ``amx_attention``.
         self.has_amx = bool(library.baton_has_amx())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """``x += delta`` in place, then its RMS norm; ``[rows, width]``."""
+        """See ``common.engine.layers.Operations``."""
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
         out = torch.empty_like(x)
         self._add_rms_norm(
@@ -92,11 +91,16 @@ class Kernels:
         return out
 
     def norm_and_rotate(
-        self, qkv: Tensor, num_heads: int, norms: tuple[Tensor, Tensor] | None, turn: tuple[Tensor, Tensor], eps: float
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        rotary: tuple[Tensor, Tensor],
+        eps: float,
     ) -> Tensor:
-        """Queries and keys inside ``[N, heads + 2 * kv_heads, head_dim]``, in place; ``turn`` is (cos, sin) float32."""
+        """See ``common.engine.layers.Operations``; works in place."""
         assert qkv.is_contiguous()
-        cos, sin = turn
+        cos, sin = rotary
         q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms else (None, None)
         rows, all_heads, dim = qkv.shape
         self._norm_and_rotate(
@@ -106,7 +110,7 @@ class Kernels:
         return qkv
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
-        """``[rows, 2 * width]`` to ``[rows, width]``."""
+        """See ``common.engine.layers.Operations``."""
         assert gate_up.is_contiguous()
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
@@ -114,23 +118,23 @@ class Kernels:
         return out
 
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
-        """Attend for every piece ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
+        """Compute attention for ``pieces``: ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
         self._paged_attention(
             *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0)),
             *(out.data_ptr(), scale, DTYPES[q.dtype]),
         )
 
     def amx_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
-        """As ``paged_attention``, for long pieces in bfloat16; see amx_attention.c for the shapes it takes."""
+        """Compute attention for long pieces in bfloat16; see amx_attention.c for the supported shapes."""
         assert self.has_amx
         is_done = self._amx_attention(
             *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0), out.data_ptr(), scale)
         )
         if not is_done:
-            raise MemoryError("attention could not get memory for one row's values")
+            raise MemoryError("no memory for a copy of one row's values in attention")
 
     def write_kv(self, kv: Paged, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keys and values ``[N, kv_heads, head_dim]`` into pages and offsets ``[N]`` int64."""
+        """Write keys and values ``[N, kv_heads, head_dim]`` to ``pages`` and ``offsets``, both ``[N]`` int64."""
         assert k.stride() == v.stride()
         self._write_kv(
             *(kv, pages.data_ptr(), offsets.data_ptr(), len(k)),
@@ -140,9 +144,9 @@ class Kernels:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """The kernels of this machine, compiled now if they never were; None where they cannot be."""
+    """Return the kernels, compiled at the first call on a machine; None if they cannot be compiled."""
     try:
         return Kernels(ctypes.CDLL(str(built(LIBRARY))))
     except (*NOT_BUILT, AttributeError) as error:
-        log.warning("no compiled CPU kernels, torch's own are used (slower): %s", reason_of(error))
+        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", reason_of(error))
         return None

@@ -1,10 +1,10 @@
-"""The KV pool: all pages of one node in one piece of memory, page-major, so that a page ships as one contiguous run.
+"""The KV pool: all pages of one node in one allocation, page-major, so that a page is one contiguous run of bytes.
 
-On the CPU the pool *is* anonymous shared memory (a memfd): another process on the host that holds the descriptor writes
-pages straight into place, and nothing survives the death of both. On CUDA the pool lives on the device, and a memfd of
-the same size, touched only where pages land, takes what others write until ``landed`` copies it up. Pages go up and
-down on a stream of their own, so that whoever moves them does not wait for the step that the engine is in: what is
-moved was computed, and waited for, before; or is read later.
+On the CPU the pool is anonymous shared memory (a memfd): another process on the host that holds the descriptor writes
+pages directly into it, and the memory is freed with the last process. On CUDA the pool is on the device, and a memfd of
+the same size, backed by memory only where pages arrive, receives pages until ``landed`` copies them to the device.
+Copies use a separate CUDA stream, so that they do not wait for the running step: copied pages were computed, and
+waited for, in an earlier step, or are read by a later one.
 """
 
 import errno
@@ -17,18 +17,19 @@ from collections.abc import Sequence
 import torch
 
 from common.cache.page_layout import PageLayout
-from common.engine.dtypes import TORCH_DTYPES
 
+#: The number formats of weights and KV pages, by their names in configuration and messages.
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
-_POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these a signal is heard, and the time looked at
+_POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these calls signals are handled and the time is checked
 
 
 class KVPool:
-    """``num_pages`` pages of one geometry on one device.
+    """``num_pages`` pages of one layout on one device.
 
     Attributes:
-        fd: memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing ground.
-        memory: that memfd, mapped.
+        fd: memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
+        memory: mapping of that memfd.
         tensor: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]`` on the device.
     """
 
@@ -53,35 +54,38 @@ class KVPool:
 
     @property
     def is_mapped(self) -> bool:
-        """Is ``memory`` the pool itself?"""
+        """Whether ``memory`` is the pool itself."""
         return self.tensor is self._landing
 
     @property
     def is_in_place(self) -> bool:
-        """Do pages that come in need no copy up to the device?"""
+        """Whether incoming pages need no copy to the device."""
         return self.is_mapped
 
     @property
     def device_pages(self) -> torch.Tensor | None:
-        """The pool on its device as bytes, uint8 ``[num_pages, page_bytes]``; None where ``memory`` is the pool."""
+        """The device's pool as uint8 ``[num_pages, page_bytes]``; None if ``memory`` is the pool."""
         if self.is_mapped:
             return None
         return self.tensor.view(torch.uint8).view(self.num_pages, self.geometry.page_bytes)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
+        """Return keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
 
-    def populate(self, most_s: float = math.inf) -> int:
-        """Take the memory now, from the first page on, since its first use costs more than a copy. Returns the bytes
-        that were taken within that time; the rest is left to first use, as all is on devices and kernels that cannot.
+    def populate(self, max_s: float = math.inf) -> int:
+        """Allocate the memory behind the pages, first page first, for at most ``max_s`` seconds.
 
+        The first use of a page would otherwise cost more than copying it.
+
+        Returns:
+            The number of bytes allocated; 0 on CUDA and on kernels without ``MADV_POPULATE_WRITE``.
         Raises:
-            MemoryError: there is not enough.
+            MemoryError: the machine has too little memory.
         """
         if not self.is_mapped:
             return 0
-        num_bytes, until, start = len(self.memory), time.monotonic() + most_s, 0
+        num_bytes, until, start = len(self.memory), time.monotonic() + max_s, 0
         try:
             while start < num_bytes and time.monotonic() < until:
                 length = min(_POPULATE_AT_ONCE, num_bytes - start)
@@ -90,12 +94,14 @@ class KVPool:
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return 0
-            raise MemoryError(f"{num_bytes} bytes for KV pages are not to be had") from error
+            raise MemoryError(f"the machine has no {num_bytes} bytes for KV pages") from error
         return start
 
     def export_page(self, page: int, into: memoryview) -> None:
-        """Copy one page's bytes out; ``into`` is writable, ``geometry.page_bytes`` long. The step that computed them is
-        over: ``Executor.run`` has returned."""
+        """Copy one page into ``into``, which is writable and has ``geometry.page_bytes`` bytes.
+
+        The step that computed the page must be over: ``TorchExecutor.run`` has returned.
+        """
         assert 0 <= page < self.num_pages
         assert into.nbytes == self.geometry.page_bytes
         target = torch.frombuffer(into, dtype=self.tensor.dtype).view(self.geometry.shape)
@@ -103,7 +109,7 @@ class KVPool:
             target.copy_(self.tensor[page])
 
     def landed(self, pages: Sequence[int]) -> None:
-        """The bytes of these pages have arrived in ``memory``: make them part of the pool."""
+        """Copy pages that have arrived in ``memory`` to the device; does nothing where ``memory`` is the pool."""
         assert self._landing is not None
         if self.tensor is self._landing:
             return
@@ -113,13 +119,13 @@ class KVPool:
                 self.tensor[page].copy_(self._landing[page])
 
     def close(self) -> None:
-        """Let go of the memory. Views handed out earlier keep the mapping alive, never the descriptor. Idempotent."""
+        """Release the memory. Idempotent. Views keep the mapping alive, but not the descriptor."""
         if not self._is_open:
             return
         self._is_open = False
         self._landing = None
         self.tensor = torch.empty(0)
         os.close(self.fd)
-        # Not closed by force: tensors made by frombuffer do not stop that, and a view still read would then crash.
-        # The mapping goes with the last of them.
+        # mmap.close() would unmap under tensors made by frombuffer, and reading one would crash. Without it the mapping
+        # ends with the last tensor.
         del self.memory

@@ -1,8 +1,8 @@
-"""What changes logits before anything is chosen: biases, then penalties for tokens that are in the text already.
+"""Changes logits before sampling: logit biases, then penalties for tokens that already occur in the request.
 
-A request with penalties has a ``History``, made of all its tokens when it takes a slot and grown by what is sampled. It
-counts distinct tokens, so that its size follows the text, not the vocabulary, and its outcome follows the text alone:
-whoever else is in the batch, and wherever the text was made.
+A request with penalties has a ``TokenHistory``, built from all its tokens at admission and extended by each sampled
+token. It counts distinct tokens, so that its size depends on the text and not on the vocabulary. The result depends on
+the request's tokens alone, not on the batch or on the node that sampled them.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from common.sampling_params import SamplingParams
 
 Ids = NDArray[np.int64]
 Values = NDArray[np.float32]
-#: row of the logits, token ids, one value for each
+#: Row of the logits, token ids, one value for each id.
 Entry = tuple[int, Ids, Values]
 
 
-class History:
-    """Distinct tokens of one request, and how often each is in the output.
+class TokenHistory:
+    """Distinct tokens of one request, and the number of times each occurs in the output.
 
     Args:
-        tokens: all so far, prompt and output.
-        prompt_len: how many of them are the prompt.
+        tokens: all tokens so far, prompt and output.
+        prompt_len: number of them that are the prompt.
     """
 
     def __init__(self, tokens: Sequence[int], prompt_len: int) -> None:
@@ -39,7 +39,7 @@ class History:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """One more output token."""
+        """Count one more output token."""
         num_distinct = len(self._places)
         place = self._places.setdefault(token, num_distinct)
         if place < num_distinct:
@@ -56,40 +56,40 @@ class History:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each of ``output`` was sampled."""
+        """Number of occurrences of each token of ``output``."""
         return self._counts[: len(self._places)]
 
     @property
     def tokens(self) -> Ids:
-        """Distinct tokens of the prompt, then those of the output; one that is in both comes twice."""
+        """Distinct tokens of the prompt, then distinct tokens of the output; a token in both occurs twice."""
         return np.concatenate([self._prompt, self.output])
 
 
-class Adjusted(Protocol):
-    """What is asked of a row; ``sampler.Draw`` is one."""
+class PenaltyRow(Protocol):
+    """The fields of ``sampler.SamplingRow`` that penalties need."""
 
     @property
     def params(self) -> SamplingParams: ...
 
     @property
-    def history(self) -> History | None: ...
+    def history(self) -> TokenHistory | None: ...
 
 
-def adjust(logits: Tensor, draws: Sequence[Adjusted]) -> None:
-    """Biases, repetition penalty, presence and frequency penalties, in this order, in place.
+def apply_penalties(logits: Tensor, rows: Sequence[PenaltyRow]) -> None:
+    """Apply biases, the repetition penalty, then presence and frequency penalties, in place.
 
-    Repetition divides positive logits and multiplies the others (CTRL, arXiv:1909.05858) for tokens of prompt and
-    output. The other two are OpenAI's, for tokens of the output alone.
+    The repetition penalty divides positive logits and multiplies others (CTRL, arXiv:1909.05858) for tokens of prompt
+    and output. Presence and frequency penalties follow OpenAI's formula, for tokens of the output only.
 
     Args:
         logits: ``[R, vocab]`` float32, contiguous.
-        draws: R of them; those with penalties have a history.
+        rows: R rows; a row with penalties has a history.
     """
     biases: list[Entry] = []
     repetitions: list[Entry] = []
     occurrences: list[Entry] = []
-    for row, draw in enumerate(draws):
-        params, history = draw.params, draw.history
+    for row, asked in enumerate(rows):
+        params, history = asked.params, asked.history
         if params.logit_bias:
             bias = dict(params.logit_bias)
             biases.append((row, np.array([*bias], np.int64), np.array([*bias.values()], np.float32)))
@@ -108,7 +108,7 @@ def adjust(logits: Tensor, draws: Sequence[Adjusted]) -> None:
         flat[places] += values
     if repetitions:
         places, values = _joined(repetitions, logits)
-        found = flat[places]  # read before any is written: a token that comes twice is changed once
+        found = flat[places]  # all are read before one is written: a token that occurs twice is changed once
         flat[places] = torch.where(found > 0, found / values, found * values)
     if occurrences:
         places, values = _joined(occurrences, logits)
@@ -116,7 +116,7 @@ def adjust(logits: Tensor, draws: Sequence[Adjusted]) -> None:
 
 
 def _joined(entries: Sequence[Entry], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Every entry's places in the flattened logits, and their values, ``[sum of sizes]`` each."""
+    """Return the indices of all entries in the flattened logits, and their values, ``[sum of sizes]`` each."""
     width = logits.shape[1]
     places = np.concatenate([row * width + ids for row, ids, _ in entries])
     values = np.concatenate([values for _, _, values in entries])

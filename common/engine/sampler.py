@@ -1,13 +1,13 @@
-"""Choose tokens: a pure function of logits, parameters, text so far, seed and position, row by row.
+"""Samples tokens. A token is a pure function of its row's logits, parameters, tokens so far, seed and position.
 
-Every row's cuts become one threshold on its logits, so that nothing depends on the order in which equals are sorted,
-and tokens that tie with the last one kept are kept too. The draw inverts the cumulative distribution, in order of token
-id, at a uniform number that is a hash of (seed, position): no state, so a request that moves or comes back draws the
-same.
+Top-k, top-p and min-p of a row become one threshold on its logits, so that the order in which equal logits are sorted
+does not matter; tokens that tie with the last kept token are kept too. A random row inverts its cumulative
+distribution, in order of token id, at a uniform number that is a hash of (seed, position). There is no generator state,
+so a retracted or migrated request samples the same tokens.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,88 +16,86 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.logprobs import token_logprobs
-from common.engine.penalties import History, adjust
+from common.engine.penalties import TokenHistory, apply_penalties
 from common.sampling_params import SamplingParams, TokenLogprobs
 
-#: Strips of a row that are looked at first where a cut is asked for; the rest of the row only if that was not enough.
+#: Strips of a row that are searched first for tokens above its threshold; the whole row only if they do not suffice.
 NUM_STRIPS = 32
 _MOST_PER_STRIP = 256
+#: Rows of logits in memory at once for prompt log-probabilities: 64 rows of 151,936 float32 are 39 MB.
+ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """One token to be chosen.
+class SamplingRow:
+    """One token to sample.
 
     Attributes:
-        params: of its request.
-        position: of the token to be chosen, in its text; the prompt has positions ``0 .. prompt_len``.
+        params: sampling parameters of the request.
+        position: position of the token in the request; the prompt has positions ``0 .. prompt_len - 1``.
         prompt_len: tokens of the original prompt.
-        end_ids: tokens that would end the output.
-        history: its tokens so far, if it has penalties.
+        end_ids: tokens that end the output.
+        history: the request's tokens so far; None without penalties.
     """
 
     params: SamplingParams
     position: int
     prompt_len: int
     end_ids: tuple[int, ...] = ()
-    history: History | None = None
+    history: TokenHistory | None = None
 
     @property
     def is_end_masked(self) -> bool:
         return bool(self.end_ids) and self.position - self.prompt_len < self.params.min_tokens
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, tuple[TokenLogprobs | None, ...]]:
-    """One token per row.
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, tuple[TokenLogprobs | None, ...]]:
+    """Sample one token per row.
 
     Args:
         logits: ``[R, vocab]`` float32; changed in place by biases, penalties, and ``min_tokens``.
-        draws: R of them.
+        rows: the R rows to sample.
     Returns:
-        ``[R]`` int64 on the logits' device; and the log-probabilities of the raw distribution for rows that ask (``()``
-        if none does).
+        Tokens ``[R]`` int64 on the logits' device, and log-probabilities of the unchanged distribution, None for rows
+        that did not ask (``()`` if no row asked).
     """
     assert logits.dtype == torch.float32
-    assert len(logits) == len(draws)
-    asked = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    assert len(logits) == len(rows)
+    asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[asked] if asked else None  # a copy
-    adjust(logits, draws)
-    for row, draw in enumerate(draws):
-        if draw.is_end_masked:
-            logits[row, list(draw.end_ids)] = -math.inf
+    apply_penalties(logits, rows)
+    for index, row in enumerate(rows):
+        if row.is_end_masked:
+            logits[index, list(row.end_ids)] = -math.inf
     tokens = _argmax(logits)
-    for is_cut, method in ((True, _draw_among_likely), (False, _draw)):
-        rows = _rows(draws, is_cut=is_cut)
-        if rows:
-            index = torch.tensor(rows, device=logits.device)
-            part = logits if len(rows) == len(draws) else logits[index]
-            tokens[index] = method(part, tokens[index], [draws[row] for row in rows])
-    return tokens, _align(raw, tokens, draws, asked) if raw is not None else ()
+    for is_truncated, method in ((True, _sample_likely_strips), (False, _sample_whole_rows)):
+        chosen = [
+            i for i, row in enumerate(rows) if not row.params.is_greedy and _is_truncated(row.params) == is_truncated
+        ]
+        if chosen:
+            index_of = torch.tensor(chosen, device=logits.device)
+            part = logits if len(chosen) == len(rows) else logits[index_of]
+            tokens[index_of] = method(part, tokens[index_of], [rows[i] for i in chosen])
+    return tokens, _align(raw, tokens, rows, asked) if raw is not None else ()
 
 
 def _align(
-    raw: Tensor, tokens: Tensor, draws: Sequence[Draw], asked: Sequence[int]
+    raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: Sequence[int]
 ) -> tuple[TokenLogprobs | None, ...]:
-    """Log-probabilities of the rows that asked, whose raw logits these are; None for the others."""
-    found: list[TokenLogprobs | None] = [None] * len(draws)
-    counts = [draws[row].params.logprobs or 0 for row in asked]
-    for row, logprobs in zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True):
-        found[row] = logprobs
+    """Return log-probabilities for the rows that asked, whose unchanged logits are ``raw``; None for other rows."""
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    counts = [rows[index].params.logprobs or 0 for index in asked]
+    for index, logprobs in zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True):
+        found[index] = logprobs
     return tuple(found)
 
 
-def _rows(draws: Sequence[Draw], *, is_cut: bool) -> list[int]:
-    """Rows that draw at random, with or without a cut."""
-    return [row for row, draw in enumerate(draws) if not draw.params.is_greedy and _has_cut(draw.params) == is_cut]
-
-
-def _has_cut(params: SamplingParams) -> bool:
+def _is_truncated(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), one per (seed, position), by SplitMix64's finalizer (Steele et al., OOPSLA 2014), twice."""
+    """Return a number in [0, 1) per (seed, position): SplitMix64's finalizer (Steele et al., OOPSLA 2014), twice."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         bits = _mix(_mix(seeds + golden) + positions * golden)
@@ -111,7 +109,10 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Index ``[R]`` of each row's first largest. In two levels: torch finds a maximum fast, but its place slowly."""
+    """Return the index ``[R]`` of each row's first maximum.
+
+    Strips are searched first, since torch finds a maximum much faster than its index.
+    """
     strips = logits.view(len(logits), -1, _strip_size(logits.shape[1]))
     strip = strips.amax(dim=-1).argmax(dim=-1)
     inside = strips[torch.arange(len(strips), device=logits.device), strip].argmax(dim=-1)
@@ -120,56 +121,60 @@ def _argmax(logits: Tensor) -> Tensor:
 
 @cache
 def _strip_size(width: int) -> int:
-    """Largest divisor of ``width`` up to a bound: strips tile a row without padding."""
+    """Return the largest divisor of ``width`` up to a bound, so that strips tile a row without padding."""
     return next(size for size in range(min(width, _MOST_PER_STRIP), 0, -1) if width % size == 0)
 
 
-def _draw_among_likely(logits: Tensor, likeliest: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Tokens ``[R]`` for rows that all have a cut.
+def _sample_likely_strips(logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Sample tokens ``[R]`` for rows that all have top-k, top-p or min-p.
 
-    Only the strips with the largest maxima are looked at. Whatever they leave out is at most ``bound``; a row whose
-    threshold is above that has all its kept tokens in them, any other is drawn from in full. A row's outcome depends on
-    the row alone.
+    Only the strips with the largest maxima are searched; all other logits are at most ``bound``. If a row's threshold
+    is above ``bound``, these strips hold all its kept tokens; otherwise the whole row is searched. A row's result
+    depends on that row alone.
     """
     num_rows, vocab = logits.shape
     size = _strip_size(vocab)
     if vocab <= NUM_STRIPS * size:
-        return _draw(logits, likeliest, draws)
+        return _sample_whole_rows(logits, likeliest, rows)
     strips = logits.view(num_rows, -1, size)
     best_strips = strips.amax(dim=-1).topk(NUM_STRIPS + 1, dim=-1)
     bound = best_strips.values[:, -1:]
     chosen = best_strips.indices[:, :-1].sort(dim=-1).values  # back in order of token id
     values = strips.gather(1, chosen[:, :, None].expand(-1, -1, size)).flatten(1)
     best = logits.gather(1, likeliest[:, None])
-    cut = _Cut(draws, vocab, logits.device)
-    threshold = cut.threshold(values, best, _mass(logits, best, cut) if cut.needs_mass else None)
-    place = _invert(cut.weights(values, best, threshold), cut.uniforms)
+    truncation = _Truncation(rows, vocab, logits.device)
+    threshold = truncation.threshold(values, best, _mass(logits, best, truncation) if truncation.needs_mass else None)
+    place = _invert(truncation.weights(values, best, threshold), truncation.uniforms)
     tokens = chosen.gather(1, place[:, None] // size)[:, 0] * size + place % size
-    is_unsure = (threshold <= cut.scaled(bound, best))[:, 0].tolist()
+    is_unsure = (threshold <= truncation.scaled(bound, best))[:, 0].tolist()
     rest = [row for row in range(num_rows) if is_unsure[row]]
     if rest:
         index = torch.tensor(rest, device=logits.device)
-        tokens[index] = _draw(logits[index], likeliest[index], [draws[row] for row in rest])
+        tokens[index] = _sample_whole_rows(logits[index], likeliest[index], [rows[i] for i in rest])
     return tokens
 
 
-def _draw(logits: Tensor, likeliest: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Tokens ``[R]`` for rows that are all random, from the whole of each row."""
-    cut = _Cut(draws, logits.shape[1], logits.device)
+def _sample_whole_rows(logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Sample tokens ``[R]`` for random rows from the whole of each row."""
+    truncation = _Truncation(rows, logits.shape[1], logits.device)
     best = logits.gather(1, likeliest[:, None])
     threshold = None
-    if any(_has_cut(draw.params) for draw in draws):
-        threshold = cut.threshold(logits, best, _mass(logits, best, cut) if cut.needs_mass else None)
-    return _invert(cut.weights(logits, best, threshold), cut.uniforms)
+    if any(_is_truncated(row.params) for row in rows):
+        threshold = truncation.threshold(
+            logits, best, _mass(logits, best, truncation) if truncation.needs_mass else None
+        )
+    return _invert(truncation.weights(logits, best, threshold), truncation.uniforms)
 
 
-def _mass(logits: Tensor, best: Tensor, cut: "_Cut") -> Tensor:
-    """Sum of all weights of each row, ``[R, 1]`` float64."""
-    return _RunningSums(cut.weights(logits, best, None)).total
+def _mass(logits: Tensor, best: Tensor, truncation: "_Truncation") -> Tensor:
+    """Return the sum of all weights of each row, ``[R, 1]`` float64."""
+    return _RunningSums(truncation.weights(logits, best, None)).total
 
 
 class _RunningSums:
-    """Sums of ``weights[row, : i + 1]`` for any i, without a float64 for each: strips are summed, then one looked into.
+    """Sums of ``weights[row, : i + 1]`` for any i, from the sums of strips and the running sums of one strip.
+
+    A float64 running sum of every weight would take twice the memory of the weights.
 
     Args:
         weights: ``[R, width]`` float32, contiguous.
@@ -182,32 +187,35 @@ class _RunningSums:
         self.total = self._ends[:, -1:]
 
     def at(self, index: Tensor) -> Tensor:
-        """The sums up to and with ``index`` ``[R, 1]``."""
+        """Return the sums up to and including ``index`` ``[R, 1]``."""
         before, inside = self._look_into(index // self._size)
         return before + inside.gather(1, index % self._size)
 
     def find(self, target: Tensor, *, is_beyond: bool) -> Tensor:
-        """First index ``[R, 1]`` whose sum reaches ``target``, or exceeds it; the width or thereabouts if none does."""
+        """Return the first index ``[R, 1]`` whose sum reaches ``target``, or with ``is_beyond`` exceeds it.
+
+        If no sum does, the index is the width or more.
+        """
         strip = torch.searchsorted(self._ends, target, right=is_beyond)
         before, inside = self._look_into(strip.clamp(max=self._ends.shape[1] - 1))
         return strip * self._size + torch.searchsorted(inside, target - before, right=is_beyond)
 
     def _look_into(self, strip: Tensor) -> tuple[Tensor, Tensor]:
-        """What was summed before strip ``[R, 1]``, and the running sums ``[R, size]`` inside of it; float64."""
+        """Return the sum before strip ``[R, 1]`` and the running sums ``[R, size]`` inside it, both float64."""
         before = torch.where(strip > 0, self._ends.gather(1, (strip - 1).clamp(min=0)), 0.0)
         inside = self._strips.gather(1, strip[:, :, None].expand(-1, 1, self._size))[:, 0]
         return before, inside.double().cumsum(dim=-1)
 
 
-class _Cut:
-    """The rows' parameters as columns ``[R, 1]``, and the arithmetic of weights and thresholds over them.
+class _Truncation:
+    """The rows' parameters as columns ``[R, 1]``, and the weights and thresholds that follow from them.
 
-    A token's scaled logit is its distance below the row's best over the temperature, at most 0; its weight is e to
+    A token's scaled logit is (logit - best logit of the row) / temperature, at most 0; its weight is e to the power of
     that.
     """
 
-    def __init__(self, draws: Sequence[Draw], vocab: int, device: torch.device) -> None:
-        params = [draw.params for draw in draws]
+    def __init__(self, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> None:
+        params = [row.params for row in rows]
 
         def column(values: Iterable[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(list(values), dtype=dtype).to(device)[:, None]
@@ -220,26 +228,26 @@ class _Cut:
         self.has_ranks = any(p.top_p < 1 or 0 < p.top_k < vocab for p in params)
         self.vocab = vocab
         seeds = np.array([p.seed for p in params], np.uint64)
-        positions = np.array([draw.position for draw in draws], np.uint64)
+        positions = np.array([row.position for row in rows], np.uint64)
         self.uniforms = torch.from_numpy(uniforms(seeds, positions)).to(device)
 
     def scaled(self, logits: Tensor, best: Tensor) -> Tensor:
         return (logits - best).div_(self.temperature)
 
     def weights(self, logits: Tensor, best: Tensor, threshold: Tensor | None) -> Tensor:
-        """``[R, width]``; 0 for tokens below the threshold."""
+        """Return weights ``[R, width]``, 0 for tokens below the threshold."""
         scaled = self.scaled(logits, best)
         if threshold is None:
             return scaled.exp_()
         return scaled.masked_fill_(scaled < threshold, -math.inf).exp_()
 
     def threshold(self, logits: Tensor, best: Tensor, mass: Tensor | None) -> Tensor:
-        """What a scaled logit must reach to be kept, ``[R, 1]``: by min-p, by top-k, by top-p of what top-k left.
+        """Return the smallest scaled logit that is kept, ``[R, 1]``, by min-p, by top-k and by top-p after top-k.
 
         Args:
-            logits: ``[R, width]``, of the whole vocabulary or of its likeliest part. Where a part does not reach far
-                enough down to tell, the answer is minus infinity.
-            mass: from ``_mass``, where ``needs_mass``.
+            logits: ``[R, width]`` of the whole vocabulary or of its likeliest part; the result is minus infinity for a
+                row whose part does not suffice to tell.
+            mass: the result of ``_mass``; required if ``needs_mass``.
         """
         if not self.has_ranks:
             return self.min_scaled.clamp(max=0.0)
@@ -259,7 +267,7 @@ class _Cut:
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Rows sorted, largest first. On the CPU by numpy: torch carries indices along, at twenty times the cost."""
+    """Sort rows, largest first. On the CPU numpy sorts, since torch also computes indices, at twenty times the cost."""
     if values.device.type != "cpu":
         return values.sort(dim=-1, descending=True).values
     negated = values.neg()
@@ -268,10 +276,58 @@ def _descending(values: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, where: Tensor) -> Tensor:
-    """First index at which the running sum of ``weights`` exceeds ``where`` (``[R]`` float64, in [0, 1)) of its total.
+    """Return the first index at which the running sum of ``weights`` exceeds ``where`` times their total.
 
-    Rounding may land a hair beyond the last token with a weight; then the heaviest is as good as any.
+    Rounding may lead past the last token with a weight; the token with the largest weight is taken then.
+
+    Args:
+        where: ``[R]`` float64 in [0, 1).
     """
     sums = _RunningSums(weights)
     index = sums.find(where[:, None] * sums.total, is_beyond=True).clamp(max=weights.shape[1] - 1)
     return torch.where(weights.gather(1, index) > 0, index, _argmax(weights)[:, None])[:, 0]
+
+
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Return the log-probability of one token per row, and of the most likely tokens at its position.
+
+    The distribution is the model's own: before biases, penalties, temperature, top-k, top-p and min-p.
+
+    Args:
+        logits: ``[R, vocab]`` float32, unchanged.
+        tokens: ``[R]`` int64, on the same device.
+        num_top: number of alternatives for each row, 0 or more.
+    """
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    own: list[float] = (logits.gather(1, tokens[:, None]) - normalizer)[:, 0].tolist()
+    width = min(max(num_top, default=0), logits.shape[1])
+    if width == 0:
+        return [TokenLogprobs(value) for value in own]
+    top = logits.topk(width, dim=-1)
+    ids: list[list[int]] = top.indices.tolist()
+    values: list[list[float]] = (top.values - normalizer).tolist()
+    return [
+        TokenLogprobs(value, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for value, row_ids, row_values, count in zip(own, ids, values, num_top, strict=True)
+    ]
+
+
+def prompt_logprobs(
+    hidden: Tensor, logits: Callable[[Tensor], Tensor], tokens: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Return log-probabilities of prompt tokens; computes a few rows of logits at a time.
+
+    Args:
+        hidden: ``[R, hidden]``, hidden states of the positions before the tokens.
+        logits: maps some rows of ``hidden`` to float32 ``[rows, vocab]``.
+        tokens, num_top: R of each, as for ``token_logprobs``.
+    """
+    ids = torch.tensor(tokens, device=hidden.device)
+    found: list[TokenLogprobs] = []
+    for first in range(0, len(tokens), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        found += token_logprobs(logits(hidden[part]), ids[part], num_top[part])
+    return found

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from common.clock import Clock
-from common.errors import ConfigError
+from common.errors import ConfigError, InvariantError
 from common.node.engine_thread import EngineThread
 from common.node.role import Role
 from common.wire.address import in_url
@@ -133,7 +133,7 @@ class Node:
             self._is_checked = True
             try:
                 self._role.check()
-            except AssertionError:
+            except InvariantError:
                 self._num_failed_checks += 1
                 log.exception("the books of this node do not balance; please report this")
 
@@ -171,7 +171,7 @@ class Node:
     # ---- hearing ----------------------------------------------------------------------------------------------------
 
     def _hear(self, now: float) -> None:
-        link = self._gateway.link()
+        link = self._gateway.connection_events()
         if link.disconnected:
             log.warning("the gateway is gone; ending its requests and dialling it again")
             self.is_registered = False
@@ -209,7 +209,7 @@ class Node:
         for letter in listen.receive():
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
-        for peer in listen.lost(self._role.peers()):
+        for peer in listen.lost_peers(self._role.peers()):
             log.warning("decode node %s is gone", peer[:8])
             self._role.peer_lost(peer, now)
 
@@ -218,7 +218,7 @@ class Node:
         for letter in mailbox.receive():
             if letter.sender == incarnation and not isinstance(letter.message, Ping):
                 self._role.on_peer(incarnation, letter.message, now)
-        if mailbox.link().disconnected:
+        if mailbox.connection_events().disconnected:
             log.warning("prefill node %s is gone", incarnation[:8])
             self._role.peer_lost(incarnation, now)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.decision_log import Decisions as Ring
-from common.errors import ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
 from common.node.outbox import Outbox
 from common.request import Request
@@ -122,7 +122,7 @@ def prove_pages(books: PageAllocator, cache: RadixCache, requests: Iterable[Requ
     books.check()
     cache.check()
     num_own = sum(len(request.own) for request in requests)
-    assert books.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows"
+    invariant(books.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,5 +192,5 @@ class Role(Protocol):
         ...
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books; raises ``InvariantError``."""
         ...

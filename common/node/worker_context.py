@@ -15,7 +15,6 @@ from common.scheduling.in_batch_prefix_caching import SharingLimits, sharing_lim
 from common.scheduling.new_token_ratio import RatioConstants, constants_from
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_order
-from kv_transfer.transports.negotiation import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,6 @@ class Parts:
         return make_order(
             self.config, self.cache, own_policy=own_policy, sharing=self.sharing, constants=self.constants
         )
-
-    def transport_settings(self) -> Settings:
-        """What transports over the pool need to know of this node."""
-        config = self.config
-        key = (config.cluster_key or "").encode()
-        return Settings(config.transport, self.incarnation, config.data_host, key, config.gpu_direct)
 
 
 def cache_for(config: NodeConfig, books: PageAllocator) -> RadixCache:

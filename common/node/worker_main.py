@@ -31,9 +31,8 @@ from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
 from common.wire.address import in_url
 from common.wire.mailbox import Mailbox
-from common.wire.messages import Register
+from common.wire.messages import Geometry, Register
 from common.wire.process_id import new_incarnation
-from kv_transfer.transports.base import to_message
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
@@ -137,7 +136,7 @@ def _parts(
         books=books,
         cache=cache_for(config, books),
         clock=MonotonicClock(),
-        digest=model.digest,
+        digest=model.identity,
         incarnation=incarnation,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -183,7 +182,7 @@ def start_recording(parts: Parts, transport: Any) -> Recorder:
             config=plain_config(config),
             environ=read_environ(parts.environ),
             capacity=parts.capacity,
-            geometry=to_message(parts.pool.geometry),
+            geometry=Geometry.of(parts.pool.geometry),
             digest=parts.digest,
             incarnation=parts.incarnation,
             vocab_size=parts.vocab_size,
@@ -198,11 +197,14 @@ def start_recording(parts: Parts, transport: Any) -> Recorder:
 def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     for name, value in REMEMBERED_SHAPES.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
+    from common.engine.checkpoint import weight_files
     from common.engine.executor import load_executor
     from common.engine.model_config import ModelConfig
+    from common.engine.weight_version import fingerprint
 
     log.info("loading %s", config.model)
     model = ModelConfig.load(config.model, revision=config.revision)
+    model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
     device = pick_device(config.device)
     geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
     capacity = plan_capacity(
@@ -270,11 +272,12 @@ def _register(
         name=config.node_name,
         model=config.served_name,
         digest=model.digest,
+        weight_version=model.weight_version,
         vocab_size=model.vocab_size,
         context_length=min(model.context_length, config.context_length or model.context_length),
         eos_token_ids=model.eos_token_ids,
         generation=model.generation,
-        geometry=to_message(geometry),
+        geometry=Geometry.of(geometry),
         num_pages=capacity.num_pages,
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from common.config.scheduling import PriorityRules
 from common.decision_log import Decisions
-from common.request import LOWEST_PRIORITY, Request
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling.policies.base import Policy
 from common.scheduling.policies.fair import Fair, TokenCounters, cost_of, weighted
 
@@ -196,7 +196,7 @@ class RequestOrdering:
         age_s = waiting.arrived_at - holder.arrived_at
         return max(LOWEST_PRIORITY, priority - math.ceil(self.rules.aging_per_s * age_s))
 
-    def lend(self, waiting: Request, holder: Request, lent: dict[tuple[str, int], int]) -> None:
+    def lend(self, waiting: Request, holder: Request, lent: dict[RequestKey, int]) -> None:
         """Note in ``lent``, by borrower, what one of these lends the other, if nobody lends it more."""
         lent[holder.key] = max(lent.get(holder.key, LOWEST_PRIORITY), self.loan(waiting, holder))
 

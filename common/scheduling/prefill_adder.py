@@ -55,28 +55,44 @@ class Budgets:
 
 @dataclass(slots=True)
 class Chunk:
-    """One extend: compute tokens ``start .. start + num_tokens`` of the request in this step."""
+    """One extend: compute tokens ``start .. start + num_tokens`` of the request in this step.
+
+    Attributes:
+        targets: prompt tokens whose log-probabilities are wanted.
+        first_target: token of the chunk that the first target follows.
+        admission: stay in a slot that the chunk was planned for; see ``common/scheduling/slots.py``.
+    """
 
     request: Request
     start: int
     num_tokens: int
     is_last: bool
+    targets: tuple[int, ...] = ()
+    first_target: int = 0
+    admission: int = 0
+
+    @classmethod
+    def of(cls, request: Request, start: int, num_tokens: int) -> "Chunk":
+        end = start + num_tokens
+        chunk = cls(request, start, num_tokens, is_last=end == request.num_tokens)
+        wanted = request.sampling.prompt_logprobs_from
+        if wanted is not None and not request.output:
+            first = max(start + 1, wanted)
+            chunk.targets = request.prompt[first : end + 1]
+            chunk.first_target = first - 1 - start if chunk.targets else 0
+        return chunk
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request is still in the slot that the chunk was planned for, without having left it since."""
+        return self.admission == self.request.admission > 0
 
     def to_row(self) -> Row:
-        """What the executor is asked for: the extend, the sample that ends it, the prompt tokens to be judged."""
-        request, end = self.request, self.start + self.num_tokens
-        targets: tuple[int, ...] = ()
-        wanted = request.sampling.prompt_logprobs_from
-        first = max(self.start + 1, wanted or 0)
-        if wanted is not None and not request.output:
-            targets = request.prompt[first : end + 1]
+        """The row that the executor computes, for the stay in a slot that the request has now."""
+        self.admission = self.request.admission
+        tokens = self.request.tokens(self.start, self.start + self.num_tokens)
         return Row(
-            request.slot,
-            self.start,
-            request.tokens(self.start, end),
-            self.is_last,
-            targets=targets,
-            first_target=first - 1 - self.start if targets else 0,
+            self.request.slot, self.start, tokens, self.is_last, targets=self.targets, first_target=self.first_target
         )
 
 
@@ -101,7 +117,7 @@ def chunk_results(chunks: Sequence[Chunk], result: StepResult, *, num_before: in
     return [
         ChunkResult(
             (next(tokens), next(logprobs)) if chunk.is_last else None,
-            next(judged) if chunk.to_row().targets else (),
+            next(judged) if chunk.targets else (),
         )
         for chunk in chunks
     ]
@@ -154,11 +170,11 @@ class PrefillAdder:
         self._ratio = ratio
 
     def add_chunked_req(self, request: Request) -> AddResult:
-        """The next chunk of a request that is admitted and not wholly computed. CONTINUE if it is in the batch.
+        """The next chunk of a request that is admitted and not wholly scheduled. CONTINUE if it is in the batch.
 
         Its memory was spent when it was admitted, so it never answers NO_TOKEN.
         """
-        start = request.num_computed
+        start = request.num_scheduled
         length = request.num_tokens - start
         assert request.pages, "this request was not admitted"
         assert length > 0, "there is nothing left to extend"
@@ -226,7 +242,8 @@ class PrefillAdder:
         return min(max(end - start, 0), length)
 
     def _take(self, request: Request, start: int, num_tokens: int) -> None:
-        self.chunks.append(Chunk(request, start, num_tokens, is_last=start + num_tokens == request.num_tokens))
+        self.chunks.append(Chunk.of(request, start, num_tokens))
+        request.num_scheduled = start + num_tokens
         self.input_left -= self._rounded(num_tokens)
         if self.chunk_left is not None:
             self.chunk_left -= self._rounded(num_tokens)
@@ -245,7 +262,7 @@ class PrefillAdder:
         if missing > self._cache.num_evictable_pages:
             return None
         if missing > 0:
-            self._cache.evict(missing)
+            self._cache.evict(missing - self._books.num_lingering)  # lingering pages come back by themselves
         return self._books.alloc(count, Owner.REQUEST)
 
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
@@ -294,7 +311,7 @@ class PrefillAdder:
         request.pages = match.pages + own
         request.own = own
         request.node = match.node
-        request.num_computed = match.num_tokens
+        request.num_computed = request.num_scheduled = match.num_tokens
         if not request.output:  # otherwise it was admitted before, here or elsewhere
             request.num_cached = match.num_tokens
         self.total_left -= self._tokens(len(own)) + self._reserve(request)

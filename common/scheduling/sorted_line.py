@@ -10,11 +10,10 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
-from common.request import Request
+from common.request import Request, RequestKey
 from common.scheduling.ordering import Place, RequestOrdering
 from common.scheduling.policies.fair import TokenCounters, cost_of
 
-Key = tuple[str, int]
 Entry = tuple[Place, Request]
 Turn = tuple[float, Place, Request, float, Iterator[Entry]]
 
@@ -27,8 +26,8 @@ class SortedLine:
     def __init__(self, order: RequestOrdering) -> None:
         self._order = order
         self._lists: dict[str, list[Entry]] = {}  # by account; all are on one where nobody takes turns
-        self._entries: dict[Key, tuple[str, Entry]] = {}
-        self._falls: list[tuple[float, int, Key]] = []  # who goes last among its equals, when
+        self._entries: dict[RequestKey, tuple[str, Entry]] = {}
+        self._falls: list[tuple[float, int, RequestKey]] = []  # who goes last among its equals, when
 
     def add(self, request: Request, number: int, now: float = -float("inf")) -> None:
         """A request waits from now on. Its priority, what is lent to it included, and class must not change here.

@@ -3,17 +3,16 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence, ValuesView
 
-from common.cache.prefix_watch import Watch
+from common.cache.prefix_watch import PrefixWatch
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
-from common.request import LOWEST_PRIORITY, Request
+from common.errors import invariant
+from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.sorted_line import SortedLine
 
-Key = tuple[str, int]
 
-
-class WaitingQueue(MutableMapping[Key, Request]):
+class WaitingQueue(MutableMapping[RequestKey, Request]):
     """Requests by key, in order of arrival; used like the dictionary that it is.
 
     Args:
@@ -24,8 +23,8 @@ class WaitingQueue(MutableMapping[Key, Request]):
     def __init__(self, order: RequestOrdering, cache: RadixCache | None = None) -> None:
         self._order = order
         self._cache = cache
-        self._requests: dict[Key, Request] = {}
-        self._watched: dict[Watch, Request] = {}
+        self._requests: dict[RequestKey, Request] = {}
+        self._watched: dict[PrefixWatch, Request] = {}
         self._num_by_priority: Counter[int] = Counter()
         self._line: SortedLine | None = None  # from when it is wanted first
         self._last_number = self._first_number = 0
@@ -68,7 +67,7 @@ class WaitingQueue(MutableMapping[Key, Request]):
         """How many are of a higher one."""
         return sum(count for other, count in self._num_by_priority.items() if other > priority)
 
-    def watched_by(self, watch: Watch) -> Request:
+    def watched_by(self, watch: PrefixWatch) -> Request:
         """Whose watch this is."""
         return self._watched[watch]
 
@@ -110,17 +109,20 @@ class WaitingQueue(MutableMapping[Key, Request]):
 
     def check(self) -> None:
         """The sorted line is in the very order that sorting would give, and priorities are counted right."""
-        assert self._num_by_priority == Counter(request.priority for request in self._requests.values())
+        invariant(
+            self._num_by_priority == Counter(request.priority for request in self._requests.values()),
+            "waiting requests are miscounted by priority",
+        )
         if self._line is not None:
             line = list(self.line([], self._now))
-            assert line == list(self._order.merge([], list(self._requests.values()), self._now)), (
-                "the line is not sorted"
+            invariant(
+                line == list(self._order.merge([], list(self._requests.values()), self._now)), "the line is not sorted"
             )
 
-    def __getitem__(self, key: Key) -> Request:
+    def __getitem__(self, key: RequestKey) -> Request:
         return self._requests[key]
 
-    def __setitem__(self, key: Key, request: Request) -> None:
+    def __setitem__(self, key: RequestKey, request: Request) -> None:
         assert key not in self._requests, f"{key} waits already"
         self._requests[key] = request
         if self._cache is not None:
@@ -132,7 +134,7 @@ class WaitingQueue(MutableMapping[Key, Request]):
             self._last_number += 1
             self._line.add(request, self._last_number)
 
-    def __delitem__(self, key: Key) -> None:
+    def __delitem__(self, key: RequestKey) -> None:
         request = self._requests.pop(key)
         self._order.left(request)
         self._count(request, -1)
@@ -143,7 +145,7 @@ class WaitingQueue(MutableMapping[Key, Request]):
             self._cache.unwatch(request.watch)
             request.watch = None
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[RequestKey]:
         return iter(self._requests)
 
     def __len__(self) -> int:

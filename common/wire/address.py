@@ -1,4 +1,4 @@
-"""Addresses as users name them: taken apart, and whether other machines can reach them."""
+"""Parses addresses, and checks whether other machines can reach them."""
 
 import ipaddress
 
@@ -6,7 +6,7 @@ from common.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address (or the name localhost) can only be reached from this machine."""
+    """Whether only this machine can reach an address (or the name localhost)."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -14,10 +14,10 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port`` taken apart.
+    """Split ``host:port`` or ``[v6]:port``.
 
     Raises:
-        ConfigError: names the flag.
+        ConfigError: ``text`` is neither; the message names ``flag``.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -26,19 +26,20 @@ def host_and_port(text: str, flag: str) -> tuple[str, int]:
 
 
 def in_url(host: str) -> str:
-    """A host as it is written before a port: IPv6 addresses in brackets."""
+    """Return a host as it is written before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def check_brackets(flag: str, host: str) -> None:
+    """Raises ConfigError: the address is in brackets, although it has no port."""
     if host.startswith("["):
-        raise ConfigError(f"{flag} {host} is an address without a port, which has no brackets: {host.strip('[]')}")
+        raise ConfigError(f"{flag} {host} is an address without a port; write it without brackets: {host.strip('[]')}")
 
 
 def check_reach(flag: str, host: str, is_insecure: bool, remedy: str = "") -> None:
+    """Raises ConfigError: other machines can reach ``host``, and --insecure does not allow it."""
     check_brackets(flag, host)
     if not is_loopback(host) and not is_insecure:
         raise ConfigError(
-            f"{flag} {host} can be reached from other machines, and nothing there is authenticated: "
-            f"{remedy}accept that with --insecure"
+            f"{flag} {host} can be reached from other machines without authentication: {remedy}allow it with --insecure"
         )

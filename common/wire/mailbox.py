@@ -1,12 +1,12 @@
-"""Typed ZMQ sockets: whole, well-formed messages of the right version, from and for the right start, or nothing.
+"""ZMQ sockets that send and receive typed messages, and drop anything malformed or meant for another process start.
 
-A ``Mailbox`` either binds (many peers, each known by its incarnation) or connects (one peer). Nothing here blocks and
-nothing that a stranger sends raises: what cannot be decoded is counted, logged once per reason, and dropped. One that
-speaks another version is told so, in its own. A peer whose connection closes is noticed at once: a bound mailbox probes
-everyone it is asked to watch, and ZMQ refuses to route to those that are gone.
+A ``Mailbox`` either binds (many peers, each identified by its incarnation) or connects (one peer). No call blocks, and
+no input raises: a frame that cannot be decoded is counted, logged once per reason and dropped. A peer with another
+protocol version is refused in its own version. A closed connection is noticed at once: a bound mailbox probes the peers
+that it watches, and ZMQ cannot route to closed ones.
 
-What waits for a peer that does not read is bounded in bytes: ZMQ counts messages, of which there may be many as long as
-they are small; what is large is counted here until ZMQ has let go of it.
+The memory of messages that a peer does not read is bounded. ZMQ bounds the number of messages, which suffices for small
+ones; the bytes of large ones are counted here until ZMQ has sent them.
 """
 
 import logging
@@ -25,40 +25,42 @@ from common.wire.messages import PROTOCOL_VERSION, Header, Message, Ping, Refuse
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 << 20
-MAX_WAITING = 65_536  # messages to one peer
+MAX_WAITING = 65_536  # unsent messages to one peer
 LARGE_BYTES = 4_096
-MAX_LARGE_BYTES = 256 << 20  # of large ones to one peer; of small ones there can be as much
-MAX_UNREAD = 256  # messages from one peer that ZMQ reads ahead; what else has been sent waits there
-MAX_BATCH_BYTES = 64 << 20  # decoded at once
+MAX_LARGE_BYTES = 256 << 20  # unsent bytes of large messages to one peer; small ones can take as much
+MAX_UNREAD = 256  # messages from one peer that ZMQ reads ahead; others wait at the sender
+MAX_BATCH_BYTES = 64 << 20  # decoded in one call of receive
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02
 _PING = msgspec.msgpack.encode(Ping())
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """One decoded message and the incarnation that sent it."""
+class Envelope:
+    """A decoded message, and the incarnation of its sender."""
 
     sender: str
     message: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Changes in connections since the last look (connecting mailboxes; a bound one uses ``lost``)."""
+class ConnectionEvents:
+    """Whether connections were made and closed since the last call."""
 
     connected: bool = False
     disconnected: bool = False
 
 
 class Mailbox:
-    """One ZMQ socket and its strict codec.
+    """A ZMQ socket with a strict codec.
 
     Args:
-        context: the process's ZMQ context.
-        incarnation: of this start of this process; also the routing identity of a connecting mailbox.
-        accepts: union of the message types that may arrive here.
-        bind / connect: ``tcp://host:port``; exactly one of the two. Port 0 binds any free port, see ``address``.
+        context: ZMQ context of the process.
+        incarnation: incarnation of this process, and the routing identity of a connecting mailbox.
+        accepts: union of the message types to accept.
+        bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.
+    Raises:
+        zmq.ZMQError: the address cannot be bound or is malformed.
     """
 
     def __init__(
@@ -67,14 +69,14 @@ class Mailbox:
         assert bool(bind) != bool(connect)
         self.incarnation = incarnation
         self.dropped: Counter[str] = Counter()
-        self.num_bytes_sent = 0  # in messages, as they are encoded
+        self.num_bytes_sent = 0  # of encoded messages
         self._is_bound = bool(bind)
         self._message = msgspec.msgpack.Decoder(accepts)
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_probes_left = 0
         self._probed_at = 0.0
-        self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # by target, with bytes; what may wait yet
+        self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
         self._configure(self._socket, incarnation, is_bound=self._is_bound)
         events = zmq.EVENT_DISCONNECTED | (0 if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -96,7 +98,7 @@ class Mailbox:
         socket.set(zmq.RCVHWM, MAX_UNREAD)
         socket.copy_threshold = LARGE_BYTES
         socket.set(zmq.IPV6, 1)
-        socket.set(zmq.HEARTBEAT_IVL, 5_000)  # finds half-open connections, not slow peers: libzmq's own thread answers
+        socket.set(zmq.HEARTBEAT_IVL, 5_000)  # finds half-open connections; slow peers pass, since libzmq answers
         socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
         if is_bound:
             socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -107,27 +109,26 @@ class Mailbox:
 
     @property
     def address(self) -> str:
-        """The endpoint really bound, ``tcp://host:port``."""
+        """The bound endpoint, ``tcp://host:port``."""
         return str(self._socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0"))
 
     @property
     def port(self) -> int:
-        """The port really bound."""
+        """The bound port."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        """What to poll for input: the socket and its monitor."""
+        """The sockets to poll for input: the socket and its monitor."""
         return (self._socket, self._monitor)
 
     def send(self, message: Message, *, target: str = "") -> bool:
         """Queue one message; never blocks.
 
         Args:
-            target: incarnation of the receiver. A bound mailbox needs it; a connecting one may leave it empty
-                before it knows who answers.
+            target: incarnation of the receiver; a connecting mailbox may leave it empty.
         Returns:
-            False if that peer is not connected, or has let too much pile up.
+            False if the peer is not connected, or too much is unsent.
         """
         header = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
         return self._send([header, self._encoder.encode(message)], target)
@@ -151,7 +152,7 @@ class Mailbox:
         return True
 
     def _num_large_bytes(self, target: str) -> int:
-        """In large messages to this peer that ZMQ holds."""
+        """Return the unsent bytes of large messages to this peer."""
         for to, waiting in list(self._large.items()):
             while waiting and waiting[0][0].done:
                 waiting.popleft()
@@ -159,22 +160,22 @@ class Mailbox:
                 del self._large[to]
         return sum(num_bytes for _, num_bytes in self._large.get(target, ()))
 
-    def receive(self, limit: int = 1_000) -> list[Letter]:
-        """What has arrived, oldest first: at most ``limit``, and not many bytes more than 64 MiB."""
-        letters: list[Letter] = []
+    def receive(self, limit: int = 1_000) -> list[Envelope]:
+        """Return arrived messages, oldest first: at most ``limit``, and about 64 MiB."""
+        envelopes: list[Envelope] = []
         num_bytes = 0
-        while len(letters) < limit and num_bytes < MAX_BATCH_BYTES:
+        while len(envelopes) < limit and num_bytes < MAX_BATCH_BYTES:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             num_bytes += sum(map(len, frames))
-            letter = self._decode(frames)
-            if letter is not None:
-                letters.append(letter)
-        return letters
+            envelope = self._decode(frames)
+            if envelope is not None:
+                envelopes.append(envelope)
+        return envelopes
 
-    def _decode(self, frames: list[bytes]) -> Letter | None:
+    def _decode(self, frames: list[bytes]) -> Envelope | None:
         identity = frames.pop(0) if self._is_bound else None
         if len(frames) != 2:
             return self._drop("frames", f"{len(frames)} frames")
@@ -182,19 +183,19 @@ class Mailbox:
             header = self._header.decode(frames[0])
             if header.version != PROTOCOL_VERSION:
                 if identity == header.sender.encode():
-                    self._turn_away(header)
+                    self._refuse_version(header)
                 return self._drop("version", f"protocol {header.version}, ours is {PROTOCOL_VERSION}")
             if identity is not None and header.sender.encode() != identity:
-                return self._drop("sender", "sender is not who the connection belongs to")
+                return self._drop("sender", "the sender is not the owner of the connection")
             if header.target and header.target != self.incarnation:
                 return self._drop("target", "meant for an earlier start of this process")
             message = self._message.decode(frames[1])
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             return self._drop("malformed", str(error))
-        return Letter(header.sender, message)
+        return Envelope(header.sender, message)
 
-    def _turn_away(self, header: Header) -> None:
-        """Tell one who has dialled us, and speaks another version, why nobody listens."""
+    def _refuse_version(self, header: Header) -> None:
+        """Send ``Refused`` in the version of a peer that has connected with another one."""
         reason = (
             f"it speaks version {header.version} of the protocol, and this process version {PROTOCOL_VERSION}: run the "
             f"same release of Baton everywhere"
@@ -202,44 +203,44 @@ class Mailbox:
         answer = self._encoder.encode(Header(header.version, self.incarnation, header.sender))
         self._send([answer, self._encoder.encode(Refused(reason))], header.sender)
 
-    def _drop(self, reason: str, detail: str) -> Letter | None:
+    def _drop(self, reason: str, detail: str) -> Envelope | None:
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
-            log.warning("dropped a message (%s): %s; further ones of this kind are only counted", reason, detail[:200])
+            log.warning("dropped a message (%s): %s; more of this kind are only counted", reason, detail[:200])
         return None
 
-    def link(self) -> Link:
-        """Connections made and lost since the last call."""
+    def connection_events(self) -> ConnectionEvents:
+        """Return the connections made and closed since the last call, for connecting mailboxes."""
         connected = disconnected = False
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             disconnected |= event == zmq.EVENT_DISCONNECTED
-        return Link(connected, disconnected)
+        return ConnectionEvents(connected, disconnected)
 
-    def lost(self, watched: Iterable[str]) -> list[str]:
-        """Bound mailboxes: which of these peers have gone. Costs nothing unless some connection closed lately.
+    def lost_peers(self, watched: Iterable[str]) -> list[str]:
+        """Return the ``watched`` peers whose connections are closed, for bound mailboxes.
 
-        ZMQ tells of a closed connection a moment before it stops routing to it, so the peers are probed a few times, a
-        little apart; call this again soon while ``is_probing``.
+        Peers are probed only after a connection has closed. ZMQ reports that a moment before it stops routing to the
+        peer, so they are probed several times: call this again soon while ``is_probing``.
         """
-        if self.link().disconnected:
+        if self.connection_events().disconnected:
             self._num_probes_left, self._probed_at = NUM_PROBES, 0.0
         now = time.monotonic()
         if not self._num_probes_left or now < self._probed_at + PROBE_EVERY_S:
             return []
         self._num_probes_left, self._probed_at = self._num_probes_left - 1, now
-        self._socket.get(zmq.EVENTS)  # lets ZMQ take note of what its I/O thread has done; sending alone may not
+        self._socket.get(zmq.EVENTS)  # makes ZMQ process the commands of its I/O thread; sending alone may not
         header = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, ""))
         return [peer for peer in watched if not self._send([header, _PING], peer)]
 
     @property
     def is_probing(self) -> bool:
-        """A connection closed lately, and ``lost`` may still find out whose it was."""
+        """Whether a connection closed a moment ago, and ``lost_peers`` may still find the peer."""
         return self._num_probes_left > 0
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()

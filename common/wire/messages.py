@@ -1,8 +1,7 @@
-"""Every message of the control plane, in the order in which a node and then a request meet them.
+"""All messages of the control plane, in the order in which a node and then a request meet them.
 
-A ZMQ message is two frames: a ``Header`` and one of the structs below, both MessagePack, both decoded strictly. Nothing
-here is interpreted; what a message means is told where it is handled. Times are durations in seconds: clocks of two
-machines have nothing in common.
+A ZMQ message has two frames: a ``Header`` and one of the structs below, both MessagePack, both decoded strictly. Times
+are durations in seconds, since two machines have no common clock.
 """
 
 from typing import Annotated, Literal
@@ -10,12 +9,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 
-#: Rises with every change of what nodes say to each other; ``tests/common/test_messages.py`` notices one. ``Header``
-#: and ``Refused`` stay as they are, so that a peer of any version understands why it is turned away.
-PROTOCOL_VERSION = 7
+#: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
+#: ``Refused`` never change, so that a peer with another version understands why it is refused.
+PROTOCOL_VERSION = 8
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -28,7 +28,12 @@ Role = Literal["prefill", "decode"]
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """First frame of every message: who speaks, and to which start of whom (empty: whoever listens there)."""
+    """First frame of every message.
+
+    Attributes:
+        sender: incarnation of the sending process.
+        target: incarnation of the receiving process; empty: any process at the address.
+    """
 
     version: int
     sender: Incarnation
@@ -36,14 +41,14 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 # ---- a node joins -------------------------------------------------------------------------------------------------
 
 
 class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of a KV page, as ``common.cache.page_layout.PageGeometry`` knows it."""
+    """Layout of a KV page, a ``common.cache.page_layout.PageLayout``."""
 
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
     num_kv_heads: Annotated[int, Meta(ge=1, le=65536)]
@@ -51,98 +56,115 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_size: Annotated[int, Meta(ge=1, le=65536)]
     dtype: Literal["float32", "bfloat16", "float16"]
 
+    @classmethod
+    def of(cls, geometry: PageLayout) -> "Geometry":
+        """Convert from a ``PageLayout``."""
+        return cls(
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            page_size=geometry.page_size,
+            dtype=geometry.dtype,  # type: ignore[arg-type]  # PageLayout allows only these three names
+        )
+
+    def layout(self) -> PageLayout:
+        """Convert to a ``PageLayout``."""
+        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
+
 
 class Register(Message, frozen=True, tag="register"):
-    """node -> gateway: here I am. Sent again after every reconnect; the same incarnation keeps its start counter."""
+    """node -> gateway: registers the node. Sent again after every reconnect."""
 
     role: Role
     name: Id
     model: Id
-    digest: Id  # of configuration and weights' index: nodes that differ cannot share KV
+    digest: Id  # hash of the model's configuration and of the names, types and shapes of its tensors
+    weight_version: Id  # --weight-version, or a hash of the weight files
     vocab_size: Annotated[int, Meta(ge=1)]
     context_length: Annotated[int, Meta(ge=1)]
     eos_token_ids: tuple[int, ...]
-    generation: dict[str, float]  # the model's own sampling defaults, by their names in SamplingParams
+    generation: dict[str, float]  # sampling defaults of the model, by names in SamplingParams
     geometry: Geometry
     num_pages: Annotated[int, Meta(ge=1)]
     max_running: Annotated[int, Meta(ge=1)]
     max_queued: Count
     transports: tuple[str, ...]
-    address: Text  # where decode nodes reach a prefill node's control socket, "host:port"; empty for decode nodes
+    address: Text  # "host:port" of a prefill node's control socket, to which decode nodes connect; else empty
     pid: Count
     device: Id
 
 
 class Registered(Message, frozen=True, tag="registered"):
-    """gateway -> node: you are in the table; requests may come."""
+    """gateway -> node: the node is registered and may receive requests."""
 
-    starts: Annotated[int, Meta(ge=1)]  # how many starts of a node of this name the gateway has seen
+    starts: Annotated[int, Meta(ge=1)]  # number of starts of a node of this name that the gateway has seen
     heartbeat_s: Annotated[float, Meta(gt=0)]
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """gateway -> node, or prefill -> decode: you cannot join, or stay, and why. Final for this start, or epoch."""
+    """gateway -> node, prefill -> decode: the receiver cannot join or stay. Final for this start or this epoch."""
 
     reason: Text
-    epoch: Count = 0  # prefill -> decode: of the Connect that is refused, or that held until now
+    epoch: Count = 0  # prefill -> decode: epoch of the connection that is refused or ended
 
 
 class Unknown(Message, frozen=True, tag="unknown"):
-    """gateway -> node: I do not know you (I am new, or I took you for lost). Register again."""
+    """gateway -> node: the gateway has no such node (it restarted, or counted the node as lost). Register again."""
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Anyone -> anyone, to find out whether the other end is still there. No answer is needed."""
+    """Any process -> any process: probes whether the connection is open. Needs no answer."""
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """node -> gateway, every ``heartbeat_s``: what I hold now and what I have done so far."""
+    """node -> gateway, every ``heartbeat_s`` seconds: the state of the node."""
 
     num_waiting: Count
     num_running: Count
     num_free_pages: Count
     num_cached_pages: Count
     num_quarantined_pages: Count
-    counters: dict[str, float]  # monotonic totals since the process began, by name
+    counters: dict[str, float]  # totals since the process began, by name; they never fall
 
 
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The other end of a pair: which start of which node, by which transport pages travel, and why by that one."""
+    """The peer of a pair, and the transport between the two."""
 
     peer: Id
     incarnation: Incarnation
     transport: Id
-    why: Sentence
+    why: Sentence  # why this transport was chosen
+    problem: Sentence = ""  # why the pair cannot transfer pages now; empty: it can
 
 
 class Pairs(Message, frozen=True, tag="pairs"):
-    """node -> gateway: the pairs in which pages travel, all of them; whenever they have changed."""
+    """node -> gateway, whenever a pair has changed: all pairs of the node, also those that cannot transfer pages."""
 
     pairs: Annotated[tuple[PairState, ...], Meta(max_length=1_024)]
 
 
 class Flush(Message, frozen=True, tag="flush"):
-    """gateway -> node: forget every cached page that nobody uses."""
+    """gateway -> node: evict every cached page that is not in use."""
 
-    number: Count = 0  # of the question; its answer has the same
+    number: Count = 0  # identifies the question; the answer has the same number
 
 
 class Flushed(Message, frozen=True, tag="flushed"):
-    """node -> gateway: done; so many pages were forgotten."""
+    """node -> gateway: answer to ``Flush``, with the number of evicted pages."""
 
     num_pages: Count
     number: Count = 0
 
 
-class GetDecisions(Message, frozen=True, tag="explain"):
-    """gateway -> node: what have you decided lately, and why?"""
+class GetDecisions(Message, frozen=True, tag="get_decisions"):
+    """gateway -> node: asks for the latest scheduling decisions and their reasons."""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)]
     number: Count = 0
 
 
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One decision about one request (``rid`` empty: about the node)."""
+    """One decision about a request, or about the node if ``rid`` is empty."""
 
     ago_s: float
     rid: Annotated[str, Meta(max_length=256)]
@@ -151,21 +173,21 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Decisions(Message, frozen=True, tag="decisions"):
-    """node -> gateway: the last decisions, newest last."""
+    """node -> gateway: answer to ``GetDecisions``, newest decision last."""
 
     decisions: tuple[Decision, ...]
     number: Count = 0
 
 
-class Deregister(Message, frozen=True, tag="leave"):
-    """node -> gateway: I am stopping on purpose; send me nothing more."""
+class Deregister(Message, frozen=True, tag="deregister"):
+    """node -> gateway: the node is stopping and takes no more requests."""
 
 
 # ---- a request, at both nodes ---------------------------------------------------------------------------------------
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The other node of a pair, this start of it and no other."""
+    """A node of a pair, in a specific start."""
 
     name: Id
     incarnation: Incarnation
@@ -173,59 +195,55 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generate(Message, frozen=True, tag="generate"):
-    """gateway -> both nodes of the pair, or to a decode node alone: one request (one attempt at it)."""
+    """gateway -> both nodes of a pair, or a decode node alone: one attempt at a request."""
 
     rid: Id
     attempt: Count
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    prefill: Peer | None  # None: the decode node computes the prompt by itself
+    prefill: Peer | None  # None: the decode node computes the prompt
     decode: Peer
-    timeout_s: Annotated[float, Meta(gt=0)]  # the request's own deadline, from now
+    timeout_s: Annotated[float, Meta(gt=0)]  # seconds until the request's deadline
     cache_salt: Text = ""
     priority: int = 0  # higher is more urgent
     priority_class: ShortText = ""
     tenant: ShortText = ""
-    expected_output: Count = 0  # output tokens that it will probably have; 0: nobody knows
-    waited_s: Annotated[float, Meta(ge=0)] = 0.0  # since it reached the gateway
+    expected_output: Count = 0  # predicted number of output tokens; 0: unknown
+    waited_s: Annotated[float, Meta(ge=0)] = 0.0  # seconds since the request reached the gateway
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """gateway -> both nodes: the client has gone, has what it wanted, or the other leg failed. Idempotent."""
+    """gateway -> both nodes: end this attempt, since the client left, has all it needs, or the other node failed."""
 
     rid: Id
     attempt: Count
 
 
 class Reprioritize(Message, frozen=True, tag="reprioritize"):
-    """gateway -> both nodes: another priority, or class, from now on.
-
-    decode -> prefill: so urgent is who waits for this transfer; ``LOWEST_PRIORITY``: nobody does any more who is more
-    urgent than the request itself.
-    """
+    """gateway -> both nodes: changes the priority, and perhaps the class, of a request."""
 
     rid: Id
     attempt: Count
     priority: int
-    priority_class: ShortText | None = None  # None: as before
+    priority_class: ShortText | None = None  # None: unchanged
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
-    """node -> gateway: output tokens from ``index`` on. The first comes from prefill, the rest from decode."""
+    """node -> gateway: output tokens from ``index`` on. The prefill node sends token 0, the decode node the rest."""
 
     rid: Id
     attempt: Count
     index: Count
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    finish: Literal["", "stop", "length"] = ""  # non-empty: the last of these tokens ended the output
-    cached_tokens: Count = 0  # with index 0: prompt tokens that prefill found in its cache
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with index 0: of the prompt, from ``prompt_logprobs_from`` on
+    finish: Literal["", "stop", "length"] = ""  # not empty: the last of these tokens ends the output
+    cached_tokens: Count = 0  # with index 0: prompt tokens that the prefill node had cached
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with index 0: from token ``prompt_logprobs_from`` on
     timings: dict[str, float] = {}
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """node -> gateway: this request ends here, with this error."""
+    """node -> gateway: the attempt failed on this node."""
 
     rid: Id
     attempt: Count
@@ -238,33 +256,47 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """decode -> prefill: my pool, and how to reach it. Opens a new epoch between the two."""
+    """decode -> prefill: describes the KV pool of the decode node and opens a new epoch between the two nodes."""
 
     name: Id
-    digest: Id
+    digest: Id  # digest and weight version of the model
     epoch: Count
     geometry: Geometry
     num_pages: Annotated[int, Meta(ge=1)]
     transport: Id
-    endpoint: Annotated[str, Meta(max_length=65536)]  # understood by the transport alone
+    endpoint: Annotated[str, Meta(max_length=65536)]  # of the transport, which alone can parse it
     wants_checksums: bool = False
-    resumes: bool = False  # the last one broke; transfers under way go on under this one
+    resumes: bool = False  # the last connection broke, and its transfers go on under this epoch
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """prefill -> decode: attached; grants of this epoch are welcome."""
+    """prefill -> decode: the pool is attached; grants of this epoch are accepted.
+
+    Attributes:
+        num_units: parts of a page of the decode node; above 1 if pages of the prefill node are smaller.
+    """
 
     epoch: Count
     transport: Id
-    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # into which your pages are cut, since mine are shorter
-    why: Sentence = ""  # this transport
+    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1
+    why: Sentence = ""  # why this transport was chosen
+
+
+class AttachFailed(Message, frozen=True, tag="attach_failed"):
+    """prefill -> decode: attaching the pool failed for a cause that may pass. The decode node connects again."""
+
+    epoch: Count
+    reason: Text
 
 
 # ---- a transfer -----------------------------------------------------------------------------------------------------
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """decode -> prefill: write page ``first + i`` of the prompt into my ``pages[i]``. What I never grant I need not."""
+    """decode -> prefill: write page ``first + i`` of the prompt into page ``pages[i]`` of the decode node.
+
+    The decode node has, or does not need, prompt pages that it never grants.
+    """
 
     rid: Id
     attempt: Count
@@ -273,50 +305,50 @@ class Grant(Message, frozen=True, tag="grant"):
     pages: tuple[Count, ...]
 
 
-class PagesWritten(Message, frozen=True, tag="delivered"):
-    """prefill -> decode: these pages of the prompt (by index) are wholly written, as far as this part goes."""
+class PagesWritten(Message, frozen=True, tag="pages_written"):
+    """prefill -> decode: one part of these pages of the prompt is written."""
 
     rid: Id
     attempt: Count
     epoch: Count
-    indices: tuple[Count, ...]
-    part: Count = 0  # which unit of each of these pages
-    checksums: tuple[Checksum, ...] = ()  # CRC-32 of each, as it stands here; all or none
-    num_resends: Count = 0  # how often each of them has been written again by now
+    indices: tuple[Count, ...]  # of the pages in the prompt
+    part: Count = 0  # number of the part of each page
+    checksums: tuple[Checksum, ...] = ()  # CRC-32 of each part at the prefill node; all or none
+    num_resends: Count = 0  # number of times that these parts were written again
 
 
 class Resend(Message, frozen=True, tag="resend"):
-    """decode -> prefill: this part of these pages (by index) came with other bytes; write it again."""
+    """decode -> prefill: this part of these pages has a wrong checksum; write it again."""
 
     rid: Id
     attempt: Count
     epoch: Count
     indices: tuple[Count, ...]
     part: Count
-    number: Annotated[int, Meta(ge=1)]  # how often that makes; so nothing is written twice for one damage
+    number: Annotated[int, Meta(ge=1)]  # number of resends, this one included, so that a repeated message has no effect
 
 
-class PrefillDone(Message, frozen=True, tag="handoff"):
-    """prefill -> decode: the prompt is computed; carry on from here. May overtake the last pages."""
+class PrefillDone(Message, frozen=True, tag="prefill_done"):
+    """prefill -> decode: the prompt is computed, and the first token sampled. May arrive before the last pages."""
 
     rid: Id
     attempt: Count
-    num_tokens: Annotated[int, Meta(ge=1)]  # prompt tokens whose KV is, or is being, delivered
+    num_tokens: Annotated[int, Meta(ge=1)]  # prompt tokens whose KV is written or being written
     token: Count  # the first output token
     logprobs: TokenLogprobs | None = None
 
 
-class TransferAck(Message, frozen=True, tag="received"):
-    """decode -> prefill: I have every page; let go of the source."""
+class TransferAck(Message, frozen=True, tag="transfer_ack"):
+    """decode -> prefill: all pages have arrived; the prefill node may release them."""
 
     rid: Id
     attempt: Count
 
 
 class Resume(Message, frozen=True, tag="resume"):
-    """decode -> prefill: I have lost this request's pages; compute these tokens for me as you would a prompt.
+    """decode -> prefill: compute the tokens of a retracted request again, like a prompt.
 
-    Its transfer is one of its own, known by a higher attempt; the gateway hears nothing of it.
+    The transfer of its pages has a higher attempt number of its own. The gateway does not see it.
     """
 
     rid: Id
@@ -330,24 +362,24 @@ class Resume(Message, frozen=True, tag="resume"):
     waited_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class AbortTransfer(Message, frozen=True, tag="cancel"):
-    """decode -> prefill: write no more for this transfer, and tell me when that is sure."""
+class AbortTransfer(Message, frozen=True, tag="abort_transfer"):
+    """decode -> prefill: stop writing for this transfer, and confirm with ``Closed``."""
 
     rid: Id
     attempt: Count
 
 
 class Closed(Message, frozen=True, tag="closed"):
-    """prefill -> decode: no write for this transfer is under way or will ever start. This is the writer's fence."""
+    """prefill -> decode: no write of this transfer is in flight or will start. This is the writer's fence."""
 
     rid: Id
     attempt: Count
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
-    code: ErrorCode = ErrorCode.TRANSFER_FAILED  # of a failure: both nodes tell the gateway the same
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED  # code of a failure, which both nodes report to the gateway
 
 
 FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Failed | Ping
 FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
-FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Reprioritize | Ping
-FromPrefill = Connected | Refused | PagesWritten | PrefillDone | Closed | Ping
+FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
+FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

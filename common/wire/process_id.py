@@ -1,8 +1,8 @@
-"""One start of one process. A replaced process behind the same name and address has another, and is another."""
+"""The incarnation: an id of one start of one process. A restarted process has another one."""
 
 import secrets
 
 
 def new_incarnation() -> str:
-    """A random id of 128 bits as 32 hex digits, drawn once when a process starts."""
+    """Return a random id of 128 bits as 32 hexadecimal digits; called once at the start of a process."""
     return secrets.token_hex(16)

@@ -1,105 +1,119 @@
-"""The prefill nodes that a decode node offers its pool to: what was agreed with each, and when to offer it anew.
+"""The decode node's connections to prefill nodes: what was agreed with each, and when to offer the pool again. Pure.
 
-A data connection may break while the control connection holds. As soon as it is proven that nothing can be written any
-more under the epoch that broke, the pool is offered again under a new one, a few times, each after a longer pause; a
-page that comes in between makes the count begin anew.
+A data connection may break while the control connection holds, and attaching may fail for a cause that passes. As soon
+as it is proven that nothing can be written any more under the old epoch, the pool is offered again under a new one,
+each time after a longer pause. Transfers wait for the first ``MAX_TRIES`` offers; a page that arrives starts the count
+again.
 """
 
 from dataclasses import dataclass
 
-from common.wire.messages import Connect
+from common.wire.messages import Connect, PairState
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import ReaderTransport, to_message
 
-#: Tries without a page in between, the pause before the first (which doubles), and how long an answer may take: to the
-#: first offer longer, since several transports may be tried, and since it may wait for what is left of an earlier one.
+#: Offers without a page in between for which transfers wait.
 MAX_TRIES = 4
+#: Pause before the first of them, which doubles with each up to the limit.
 BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+#: How long an answer may take. The first takes longer, since several transports may be tried, and since attaching may
+#: wait for what is left of an earlier connection.
 ANSWER_S = 10.0
 FIRST_ANSWER_S = 30.0
-
-#: Longer than all of it: a prefill node that has heard nothing by then ends what waits for a new connection.
-RESUME_LEASE_S = 60.0
+MAX_PROBLEM = 512  # characters of a problem that are reported
 
 
 @dataclass(slots=True)
-class Link:
-    """Attributes:
-    name: of the prefill node, for people.
-    is_connected: it has attached under ``epoch``.
-    parts: in which each of our pages comes.
-    transport, why: by which, and why by that one.
-    refusal: why it will never be connected.
-    num_tries: to connect anew since the last page came.
-    retry_at: when to try next.
-    until: how long the answer to a try may take, or the proof that nothing is written any more.
-    broken: the prefill node's word for why it has let go; it cannot vouch for the writes that were under way.
+class Connection:
+    """The connection to one prefill node.
+
+    Attributes:
+        epoch: of the last offer to it.
+        name: of the prefill node, for people.
+        is_attached: it has attached under ``epoch``.
+        parts: the slices in which each of our pages comes.
+        transport, why: the transport that carries pages, and why that one.
+        refusal: why transfers do not wait for this connection; empty: they do.
+        problem: why no page can come now; empty: pages can, or that is not known yet.
+        was_attached: it has attached at least once.
+        num_tries: offers since the last page came.
+        retry_at: when to offer the pool again.
+        answer_by: when the answer to an offer, or the proof that nothing is written any more, must be here.
+        let_go_reason: why the prefill node has dropped the connection, without proof that its writes are over.
     """
 
     epoch: int
     name: str
-    is_connected: bool = False
+    is_attached: bool = False
     parts: tuple[PageSlice, ...] = ()
     transport: str = ""
     why: str = ""
     refusal: str = ""
+    problem: str = ""
+    was_attached: bool = False
     num_tries: int = 0
     retry_at: float | None = None
-    until: float | None = None
-    broken: str = ""
+    answer_by: float | None = None
+    let_go_reason: str = ""
 
     @property
     def is_awaited(self) -> bool:
-        """Is an answer to the offer of this epoch awaited? Not of one that broke before its answer came."""
-        return not self.is_connected and self.retry_at is None
+        """Whether the answer to the offer of this epoch is awaited; not if the offer broke before its answer came."""
+        return not self.is_attached and self.retry_at is None
 
     @property
-    def is_open(self) -> bool:
-        """Can pages be granted?"""
-        return self.is_connected and not self.broken
+    def is_usable(self) -> bool:
+        """Whether pages can be granted."""
+        return self.is_attached and not self.let_go_reason
 
     @property
-    def is_resuming(self) -> bool:
-        """Does it come back after a break?"""
-        return self.num_tries > 0 and not self.is_connected
+    def is_reconnecting(self) -> bool:
+        """Whether the connection is to come back after a break."""
+        return self.was_attached and not self.is_attached
 
-    def broke(self, now: float) -> bool:
-        """Nothing comes by it any more. False: it has been tried again often enough."""
-        self.is_connected, self.until, self.broken = False, None, ""
+    def broke(self, why: str, now: float) -> bool:
+        """Nothing can come until the pool is offered again. False: transfers need not wait for that."""
+        self.is_attached, self.answer_by, self.let_go_reason, self.problem = False, None, "", why
+        self.retry_at = now + min(BACKOFF_S * 2 ** min(self.num_tries, 30), MAX_BACKOFF_S)
         if self.num_tries >= MAX_TRIES:
             return False
-        self.retry_at = now + BACKOFF_S * 2**self.num_tries
         self.num_tries += 1
         return True
 
-    def let_go(self, why: str, now: float) -> None:
-        """The prefill node uses it no more, but for writes that cannot be called back."""
-        self.until, self.broken = now + ANSWER_S, why
+    def note_let_go(self, why: str, now: float) -> None:
+        """The prefill node has dropped the connection, but cannot call all of its writes back."""
+        self.answer_by, self.let_go_reason, self.problem = now + ANSWER_S, why, why
 
     def refused(self, why: str) -> None:
-        self.refusal, self.until = why, None
+        """Transfers do not wait for this connection any more."""
+        self.refusal, self.problem, self.answer_by = why, why, None
 
-    def try_again(self, epoch: int, now: float) -> None:
-        """The pool is offered anew under this epoch."""
-        self.epoch, self.retry_at, self.until = epoch, None, now + ANSWER_S
-        self.refusal = ""
+    def page_came(self) -> None:
+        """The connection works, so the next break starts the count of tries again."""
+        self.num_tries = 0
 
-    def connected(self, parts: tuple[PageSlice, ...], transport: str, why: str) -> None:
-        self.is_connected, self.parts, self.transport, self.why = True, parts, transport, why
-        self.refusal, self.until = "", None
+    def offered_again(self, epoch: int, now: float) -> None:
+        """The pool is offered again under this epoch."""
+        self.epoch, self.retry_at, self.answer_by = epoch, None, now + ANSWER_S
+
+    def attached(self, parts: tuple[PageSlice, ...], transport: str, why: str) -> None:
+        """The prefill node has attached under the epoch of the last offer."""
+        self.is_attached, self.parts, self.transport, self.why = True, parts, transport, why
+        self.refusal, self.problem, self.answer_by, self.was_attached = "", "", None, True
 
 
-class Links:
-    """Every prefill node that is offered our pool, by incarnation. Pure but for the transport.
+class Connections:
+    """Connections to all prefill nodes, by incarnation. Pure but for the transport.
 
     Args:
         transport: makes the offers.
         name, digest: of this node and its model.
-        wants_checksums: one must come with every page.
+        wants_checksums: a checksum must come with every page.
 
     Attributes:
-        by_peer: what was agreed with each.
-        epoch: of the last offer; rises with every one, to anyone.
+        by_peer: the connection to each.
+        epoch: of the last offer; rises with every offer to any prefill node.
     """
 
     def __init__(self, transport: ReaderTransport, *, name: str, digest: str, wants_checksums: bool) -> None:
@@ -107,46 +121,59 @@ class Links:
         self._name = name
         self._digest = digest
         self._wants_checksums = wants_checksums
-        self.by_peer: dict[str, Link] = {}
+        self.by_peer: dict[str, Connection] = {}
         self.epoch = 0
 
-    def get(self, peer: str) -> Link | None:
+    def get(self, peer: str) -> Connection | None:
         return self.by_peer.get(peer)
 
-    def awaited(self, peer: str, epoch: int) -> Link | None:
-        """The link whose offer of this epoch has not been answered yet."""
-        link = self.by_peer.get(peer)
-        return link if link is not None and link.epoch == epoch and link.is_awaited else None
+    def awaited(self, peer: str, epoch: int) -> Connection | None:
+        """The connection whose offer of this epoch has not been answered yet."""
+        connection = self.by_peer.get(peer)
+        return connection if connection is not None and connection.epoch == epoch and connection.is_awaited else None
 
     def offer(self, peer: str, name: str) -> Connect:
-        """The pool is offered to a prefill node for the first time, or from scratch."""
+        """Offer the pool to a prefill node for the first time, or from scratch."""
         self.epoch += 1
-        self.by_peer[peer] = Link(self.epoch, name)
+        self.by_peer[peer] = Connection(self.epoch, name)
         return self._connect(peer, resumes=False)
 
-    def offer_again(self, now: float) -> list[tuple[str, Connect]]:
-        """To those whose pause is over."""
+    def due_offers(self, now: float) -> list[tuple[str, Connect]]:
+        """Offers to prefill nodes whose pause is over."""
         offers = []
-        for peer, link in self.by_peer.items():
-            if link.retry_at is not None and link.retry_at <= now:
+        for peer, connection in self.by_peer.items():
+            if connection.retry_at is not None and connection.retry_at <= now:
                 self.epoch += 1
-                link.try_again(self.epoch, now)
+                connection.offered_again(self.epoch, now)
                 offers.append((peer, self._connect(peer, resumes=True)))
         return offers
 
-    def unanswered(self, now: float) -> list[tuple[str, Link]]:
-        """Those that have not answered in time, to an offer or with a proof."""
-        for link in self.by_peer.values():
-            if link.is_awaited and link.until is None and not link.refusal:
-                link.until = now + FIRST_ANSWER_S
-        return [(peer, link) for peer, link in self.by_peer.items() if link.until is not None and link.until <= now]
+    def overdue(self, now: float) -> list[tuple[str, Connection]]:
+        """Connections for which an answer or a proof has not come in time."""
+        for connection in self.by_peer.values():
+            if connection.is_awaited and connection.answer_by is None and not connection.refusal:
+                connection.answer_by = now + FIRST_ANSWER_S
+        return [
+            (peer, connection)
+            for peer, connection in self.by_peer.items()
+            if connection.answer_by is not None and connection.answer_by <= now
+        ]
 
     def in_doubt(self) -> list[tuple[str, int]]:
-        """(peer, epoch) of those that have let go with writes under way."""
-        return [(peer, link.epoch) for peer, link in self.by_peer.items() if link.broken]
+        """(peer, epoch) of prefill nodes that have dropped the connection with writes under way."""
+        return [(peer, connection.epoch) for peer, connection in self.by_peer.items() if connection.let_go_reason]
+
+    def states(self) -> list[PairState]:
+        """Prefill nodes from which pages can come, and those from which they should and cannot, with the problem."""
+        default = self._transport.name
+        return [
+            PairState(one.name, peer, one.transport or default, one.why, one.problem[:MAX_PROBLEM])
+            for peer, one in self.by_peer.items()
+            if one.is_usable or one.problem
+        ]
 
     def drop(self, peer: str) -> None:
-        """Nothing is agreed with this one any more, and nothing that was offered holds."""
+        """Forget the connection; no offer to this prefill node holds any more."""
         self.by_peer.pop(peer, None)
         self._transport.withdraw(peer)
 

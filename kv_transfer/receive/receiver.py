@@ -1,13 +1,13 @@
-"""The decode node's end of every transfer: pages are granted, written by a peer, and either complete or in quarantine.
+"""The decode node's end of every transfer: grant pages, and see them either complete or in quarantine.
 
-The role reserves pages (``Owner.GRANT``) and hands them to ``begin``; they are granted once the pair is connected.
-When every page and the handoff are here the role gets ``Completed`` and the pages with it. In all other cases the
-pages are freed here, on one path, and only when the writer is fenced: by its own word (``Closed``, or ``Connected``
-under a later epoch, which it says after it has let go of the earlier one), or by the transport's proof that it cannot
-write (``poll``). Until then pages of a transfer that was cancelled, or whose peer is out of sight, are in quarantine.
+The role reserves pages (``Owner.GRANT``) and gives them to ``begin``; they are granted to the prefill node once it is
+connected. When every page and ``PrefillDone`` are here, the role gets ``Completed`` and the pages with it. In all other
+cases the pages are freed here, on one path, and only when the writer is fenced: by its own word (``Closed``, or
+``Connected`` under a later epoch, which it says after it has dropped the earlier connection), or by the transport's
+proof that it cannot write (``poll``). Until then the pages of a transfer that was cancelled, or whose peer is out of
+reach, are in quarantine.
 
-Events must be taken right after the call that may have made them: pages of a failed transfer are no longer the
-caller's.
+Take events right after the call that may have made them: the pages of a failed transfer no longer belong to the caller.
 """
 
 import logging
@@ -15,15 +15,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.cache.page_allocator import PageAllocator
-from common.errors import ErrorCode
+from common.errors import ErrorCode, invariant
+from common.request import RequestKey
 from common.wire.messages import (
     AbortTransfer,
+    AttachFailed,
     Closed,
     Connect,
     Connected,
     Grant,
     Message,
     PagesWritten,
+    PairState,
     PrefillDone,
     Refused,
     Resend,
@@ -32,10 +35,10 @@ from common.wire.messages import (
 from kv_transfer.checksums import Checksums
 from kv_transfer.events import Event, Finished, PairLost, TransferFailed
 from kv_transfer.page_mapping import parts_of
-from kv_transfer.receive.connections import Link, Links
-from kv_transfer.receive.table import Incoming
-from kv_transfer.send.session import MAX_RESENDS, Key, ReceiveSession
-from kv_transfer.states import ReceiveEvent, Receiving
+from kv_transfer.receive.connections import Connection, Connections
+from kv_transfer.receive.session import PageDelivery, ReceiveSession
+from kv_transfer.receive.table import ReceiveTable
+from kv_transfer.states import MAX_RESENDS, ReceiveEvent, ReceiveState
 from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
@@ -44,14 +47,14 @@ CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
 
 
 class Receiver:
-    """All transfers to one decode node. Pure but for its transport and the books.
+    """All transfers to one decode node. Pure but for its transport and the page allocator.
 
     Args:
-        transport: offers our pool, and proves writers dead.
+        transport: offers our pool, and proves that writers can write no more.
         books: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
         num_ranks: of the writer, each of which delivers its own part of every page.
-        wants_checksums: one must come with every page. Those that come are always verified.
+        wants_checksums: one must come with every page. Checksums that come are always verified.
     """
 
     def __init__(
@@ -65,193 +68,196 @@ class Receiver:
         wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
-        self._incoming = Incoming(books, transport.forbid)
+        self._table = ReceiveTable(books, transport.forbid)
         self._name = name
-        self._num_ranks = num_ranks
+        self._delivery = PageDelivery(transport.store.geometry.page_size, num_ranks)
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
-        self._links = Links(transport, name=name, digest=digest, wants_checksums=wants_checksums)
+        self._connections = Connections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
         self._messages: list[tuple[str, Message]] = []
         self._totals: Counter[str] = Counter()
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
     def connect(self, peer: str, name: str = "") -> Connect:
-        """The message that offers our pool to a prefill node (by incarnation), under a new epoch. ``name``: for people.
+        """The message that offers our pool to a prefill node (by incarnation) under a new epoch.
 
-        What an earlier epoch with it has granted fails, as in ``peer_lost``; what waits for a connection goes on
-        waiting.
+        Transfers that an earlier epoch with it has granted fail, as in ``peer_lost``; transfers that wait for a
+        connection go on waiting. ``name`` is for people.
         """
-        self._drop_link(peer, is_all=False)
-        return self._links.offer(peer, name or peer[:8])
+        self._drop_connection(peer, is_all=False)
+        return self._connections.offer(peer, name or peer[:8])
 
-    def begin(self, key: Key, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
+    def begin(self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
         """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
 
-        ``pages`` are owned as ``GRANT``, and may be fewer than the prompt lacks: see ``extend``. They are granted as
-        soon as the pair is connected.
+        ``pages`` are owned as ``GRANT``, one for each that the prompt lacks. They are granted as soon as the prefill
+        node is connected.
         """
-        assert key not in self._incoming.sessions, f"{key} has begun already"
-        page_size = self._transport.store.geometry.page_size
-        session = ReceiveSession(
-            key, peer, first=first, num_tokens=num_tokens, page_size=page_size, num_ranks=self._num_ranks
-        )
-        session.reserve(pages)
-        self._incoming.sessions[key] = session
-        link = self._links.get(peer)
-        if link is not None and link.refusal:
-            failure = TransferFailed(key, ErrorCode.TRANSFER_FAILED, link.refusal)
-            self._incoming.give_up(session, ReceiveEvent.CLOSE, failure)
-        elif link is not None and link.is_open:
+        assert key not in self._table.sessions, f"{key} has begun already"
+        session = ReceiveSession(key, peer, first=first, pages=pages, num_tokens=num_tokens, delivery=self._delivery)
+        self._table.sessions[key] = session
+        connection = self._connections.get(peer)
+        if connection is not None and connection.refusal:
+            self._table.fail(session, ReceiveEvent.CLOSE, ErrorCode.TRANSFER_FAILED, connection.refusal)
+        elif connection is not None and connection.is_usable:
             self._grant(session)
 
-    def extend(self, key: Key, pages: Sequence[int]) -> None:
-        """More pages (``GRANT``) for the indices that follow. The key must be under way."""
-        session = self._incoming.sessions[key]
-        at = session.first + len(session.pages)
-        session.reserve(pages)
-        if session.state is not Receiving.RESERVED:
-            self._grant(session, at)
-
-    def cancel(self, key: Key) -> None:
-        """Not wanted any more, at any point; no event of this key comes after. Unknown and ended keys are ignored."""
-        self._incoming.untell(key)
-        session = self._incoming.sessions.get(key)
+    def cancel(self, key: RequestKey) -> None:
+        """End a transfer at any point; no event of this key comes after. Unknown and ended keys are ignored."""
+        self._table.drop_events(key)
+        session = self._table.sessions.get(key)
         if session is None or not session.accepts(ReceiveEvent.CANCEL):
             return
-        if session.peer in self._links.by_peer:
+        if session.peer in self._connections.by_peer:
             self._messages.append((session.peer, AbortTransfer(*key)))
-        self._incoming.give_up(session, ReceiveEvent.CANCEL, None)
+        self._table.release(session, ReceiveEvent.CANCEL, None)
 
     def peer_lost(self, peer: str) -> None:
-        """The control connection is gone. Transfers fail; what was granted stays in quarantine until the fence."""
-        self._drop_link(peer, is_all=True)
+        """The control connection is gone: transfers fail, and granted pages stay in quarantine until the fence."""
+        self._drop_connection(peer, is_all=True)
 
-    def _drop_link(self, peer: str, *, is_all: bool) -> None:
-        self._links.drop(peer)
+    def _drop_connection(self, peer: str, *, is_all: bool) -> None:
+        self._connections.drop(peer)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
-        for session in self._incoming.of(peer):
+        for session in self._table.of(peer):
             if session.accepts(ReceiveEvent.LOSE) and (is_all or session.epoch):
                 message = "the connection to the prefill node was lost"
-                failure = TransferFailed(session.key, ErrorCode.NODE_LOST, message)
-                self._incoming.give_up(session, ReceiveEvent.LOSE, failure)
+                self._table.fail(session, ReceiveEvent.LOSE, ErrorCode.NODE_LOST, message)
 
     def poll(self, now: float) -> None:
-        """Let writers attach, and take note of those that can write no more; have those fenced that nobody hears of."""
-        for peer, epoch in (*self._incoming.overdue(now), *self._links.in_doubt()):
+        """Let writers attach, act on fences, offer the pool again, and have silent writers fenced."""
+        for peer, epoch in (*self._table.overdue(now), *self._connections.in_doubt()):
             self._transport.reclaim(peer, epoch)
         for fenced in self._transport.poll(now):
-            link = self._links.get(fenced.peer)
-            is_now = link is not None and link.epoch <= fenced.epoch
-            if link is not None and is_now and not fenced.is_dead and link.retry_at is None:
-                self._on_broken(fenced.peer, link, fenced.reason, now)
+            connection = self._connections.get(fenced.peer)
+            is_now = connection is not None and connection.epoch <= fenced.epoch
+            if connection is not None and is_now and not fenced.is_dead and connection.retry_at is None:
+                self._on_broken(fenced.peer, connection, fenced.reason, now)
             self._fence(fenced.peer, fenced.epoch, fenced.reason)
             if is_now and fenced.is_dead:
                 self._lose(fenced.peer, fenced.reason)
-        offers = self._links.offer_again(now)
+        offers = self._connections.due_offers(now)
         self._totals["reconnects"] += len(offers)
         self._messages += offers
-        for peer, link in self._links.unanswered(now):
-            if link.broken:
-                self._lose(peer, f"{link.broken}; some of its writes may still be under way")
+        for peer, connection in self._connections.overdue(now):
+            if connection.let_go_reason:
+                self._lose(peer, f"{connection.let_go_reason}; some of its writes may still be under way")
             else:
-                self._on_broken(peer, link, "it did not answer", now)
+                self._on_broken(peer, connection, "it did not answer", now)
 
-    def _on_broken(self, peer: str, link: Link, reason: str, now: float) -> None:
-        """Nothing can be written under the link's epoch any more. Its transfers wait for another, if there is hope."""
-        self._totals["broken_pairs"] += link.is_connected
-        for session in self._incoming.of(peer):
+    def _on_broken(self, peer: str, connection: Connection, reason: str, now: float) -> None:
+        """Nothing can be written under the connection's epoch any more; its transfers wait for the next one."""
+        self._totals["broken_pairs"] += connection.is_attached
+        for session in self._table.of(peer):
             if session.accepts(ReceiveEvent.SUSPEND):
                 session.suspend()
                 self._transport.forbid(session.pages)
-        if link.broke(now):
-            log.warning("pages of prefill node %s cannot come now and are soon tried again: %s", link.name, reason)
+        if connection.broke(reason, now):
+            log.warning(
+                "pages of prefill node %s cannot come now and are soon tried again: %s", connection.name, reason
+            )
             return
-        why = f"{link.transport or self._transport.name} from prefill node {link.name} to decode node {self._name}"
-        why += f" broke and could not be mended in {link.num_tries} tries: {reason}"
-        for session in self._incoming.of(peer):
-            if session.state is Receiving.RESERVED:
-                failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)
-                self._incoming.give_up(session, ReceiveEvent.LOSE, failure)
+        if not connection.was_attached:
+            why = f"prefill node {connection.name} could not attach the pool of decode node {self._name}"
+            self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
+            return
+        transport = connection.transport or self._transport.name
+        why = f"{transport} from prefill node {connection.name} to decode node {self._name}"
+        why += f" broke and could not be mended in {connection.num_tries} tries: {reason}"
+        for session in self._table.of(peer):
+            if session.state is ReceiveState.RESERVED:
+                self._table.fail(session, ReceiveEvent.LOSE, ErrorCode.TRANSFER_FAILED, why)
         self._lose(peer, why)
 
     def _lose(self, peer: str, why: str) -> None:
         self.peer_lost(peer)
-        self._incoming.events.append(PairLost(peer, why))
+        self._table.events.append(PairLost(peer, why))
 
     # ---- what a prefill node says -------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
-        """``Connected``, ``Refused``, ``PagesWritten``, ``PrefillDone``, ``Closed``; what cannot be for us is
-        counted."""
+        """Handle a message of a prefill node; one that cannot be meant for this node is only counted."""
         if isinstance(message, Connected):
             is_ours = self._on_connected(peer, message)
+        elif isinstance(message, AttachFailed):
+            is_ours = self._on_attach_failed(peer, message, now)
         elif isinstance(message, Refused):
             is_ours = self._on_refused(peer, message, now)
         elif isinstance(message, PagesWritten | PrefillDone | Closed):
-            session = self._incoming.sessions.get((message.rid, message.attempt))
+            session = self._table.sessions.get((message.rid, message.attempt))
             is_ours = session is not None and session.peer == peer and self._on_transfer(session, message, now)
         else:
             is_ours = False
         self._totals["stale_messages"] += not is_ours
 
     def _on_connected(self, peer: str, message: Connected) -> bool:
-        link = self._links.awaited(peer, message.epoch)
-        if link is None:
+        connection = self._connections.awaited(peer, message.epoch)
+        if connection is None:
             return False
         if not self._transport.chosen(peer, message.epoch, message.transport):
             return False
         geometry = self._transport.store.geometry
         if geometry.page_size % message.num_units:
-            self._refuse(peer, link, f"a page of {geometry.page_size} tokens cannot come in {message.num_units} parts")
+            why = f"a page of {geometry.page_size} tokens cannot come in {message.num_units} parts"
+            self._refuse(peer, connection, why)
             return True
         self._totals[f"pairs_by_{message.transport}"] += 1
         log.info(
-            "pages of prefill node %s come by %s%s", link.name, message.transport, message.why and f": {message.why}"
+            "pages of prefill node %s come by %s%s",
+            connection.name,
+            message.transport,
+            message.why and f": {message.why}",
         )
-        link.connected(parts_of(geometry, message.num_units), message.transport, message.why)
-        self._fence(peer, link.epoch - 1, "the prefill node has let go of the pages of an earlier connection")
-        for session in self._incoming.of(peer):
-            if session.state is Receiving.RESERVED:
+        connection.attached(parts_of(geometry, message.num_units), message.transport, message.why)
+        self._fence(peer, connection.epoch - 1, "the prefill node has dropped the earlier connection")
+        for session in self._table.of(peer):
+            if session.state is ReceiveState.RESERVED:
                 self._grant(session)
         return True
 
+    def _on_attach_failed(self, peer: str, message: AttachFailed, now: float) -> bool:
+        connection = self._connections.awaited(peer, message.epoch)
+        if connection is not None:
+            self._on_broken(peer, connection, message.reason, now)
+        return connection is not None
+
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
-        link = self._links.awaited(peer, message.epoch)
-        if link is None:
+        connection = self._connections.awaited(peer, message.epoch)
+        if connection is None:
             return self._on_let_go(peer, message, now)
-        if link.is_resuming:
-            self._on_broken(peer, link, message.reason, now)
+        if connection.is_reconnecting:
+            self._on_broken(peer, connection, message.reason, now)
             return True
-        self._refuse(peer, link, message.reason or "the prefill node refuses to work with this decode node")
+        self._refuse(peer, connection, message.reason or "the prefill node refuses to work with this decode node")
         return True
 
     def _on_let_go(self, peer: str, message: Refused, now: float) -> bool:
-        """The transport will prove that nothing more is written; if it cannot do that soon, nobody waits for it."""
-        link = self._links.get(peer)
-        if link is None or link.epoch != message.epoch or not link.is_open:
+        """The transport must prove soon that nothing more is written, or the prefill node counts as lost."""
+        connection = self._connections.get(peer)
+        if connection is None or connection.epoch != message.epoch or not connection.is_usable:
             return False
-        link.let_go(message.reason, now)
+        connection.note_let_go(message.reason, now)
         return True
 
-    def _refuse(self, peer: str, link: Link, why: str) -> None:
-        link.refused(why)
-        for session in self._incoming.of(peer):
-            if session.state is Receiving.RESERVED:
-                failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, why)
-                self._incoming.give_up(session, ReceiveEvent.CLOSE, failure)
+    def _refuse(self, peer: str, connection: Connection, why: str) -> None:
+        log.warning("no pages of prefill node %s can come: %s", connection.name, why)
+        connection.refused(why)
+        for session in self._table.of(peer):
+            if session.state is ReceiveState.RESERVED:
+                self._table.fail(session, ReceiveEvent.CLOSE, ErrorCode.TRANSFER_FAILED, why)
 
     def _on_transfer(self, session: ReceiveSession, message: PagesWritten | PrefillDone | Closed, now: float) -> bool:
         if isinstance(message, Closed):
             return self._on_closed(session, message)
         if isinstance(message, PrefillDone):
-            if message.num_tokens != session.num_tokens or not session.accepts(ReceiveEvent.HANDOFF):
+            if message.num_tokens != session.num_tokens or not session.accepts(ReceiveEvent.PREFILL_DONE):
                 return False
-            self._incoming.handoffs[session.key] = (message, now)
-            session.apply(ReceiveEvent.HANDOFF)
+            self._table.prefill_dones[session.key] = (message, now)
+            session.apply(ReceiveEvent.PREFILL_DONE)
         elif not self._on_delivered(session, message):
             return False
-        if session.state is Receiving.COMPLETE:
+        if session.state is ReceiveState.COMPLETE:
             self._complete(session)
         return True
 
@@ -262,15 +268,15 @@ class Receiver:
         damaged = self._damaged(session, message) if self._wants_checksums or message.checksums else []
         if damaged and not self._ask_again(session, damaged, message.part, message.num_resends + 1):
             return True
-        self._links.by_peer[session.peer].num_tries = 0
+        self._connections.by_peer[session.peer].page_came()
         whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
         self._transport.store.landed(whole)
         self._totals["pages_received"] += len(whole)
         return True
 
     def _damaged(self, session: ReceiveSession, message: PagesWritten) -> list[int]:
-        """Indices of pages that stand here with other bytes than they had, as far as we are told what they had."""
-        part = self._links.by_peer[session.peer].parts[message.part % session.num_units]
+        """Indices of pages whose bytes here do not have the checksums that came with them."""
+        part = self._connections.by_peer[session.peer].parts[message.part % session.num_units]
         runs = part.runs(self._transport.store.geometry)
         told = dict(zip(message.indices, message.checksums, strict=False))
         found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
@@ -280,78 +286,77 @@ class Receiver:
         return damaged
 
     def _ask_again(self, session: ReceiveSession, indices: list[int], part: int, number: int) -> bool:
-        """False: we have done so too often, and the transfer ends."""
-        link = self._links.by_peer[session.peer]
-        way = f"by {link.transport} from prefill node {link.name} to decode node {self._name}"
+        """Ask for these pages again. False: that has happened too often, and the transfer ends."""
+        connection = self._connections.by_peer[session.peer]
+        way = f"by {connection.transport} from prefill node {connection.name} to decode node {self._name}"
         if session.corrupt(indices, part):
             if self._totals["checksum_mismatches"] == len(indices):
                 log.warning("a page came damaged %s and is asked for again; further ones are only counted", way)
             pages = [session.page_of(index) for index in indices]
-            self._transport.allow(session.peer, session.epoch, pages, link.parts[part % session.num_units])
+            self._transport.allow(session.peer, session.epoch, pages, connection.parts[part % session.num_units])
             self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part, number)))
             return True
         message = f"the same page came damaged {MAX_RESENDS + 1} times {way}"
         self._messages.append((session.peer, AbortTransfer(*session.key)))
-        failure = TransferFailed(session.key, ErrorCode.TRANSFER_FAILED, message)
-        self._incoming.give_up(session, ReceiveEvent.CANCEL, failure)
+        self._table.fail(session, ReceiveEvent.CANCEL, ErrorCode.TRANSFER_FAILED, message)
         return False
 
     def _on_closed(self, session: ReceiveSession, message: Closed) -> bool:
         event: Event | None = None
-        if session.state is not Receiving.QUARANTINED:
+        if session.state is not ReceiveState.QUARANTINED:
             if message.reason == "finished":
                 event = Finished(session.key)
             else:
                 why = message.message or f"the prefill node has closed the transfer: {message.reason}"
                 event = TransferFailed(session.key, CODES.get(message.reason, message.code), why)
-        self._incoming.give_up(session, ReceiveEvent.CLOSE, event)
+        self._table.release(session, ReceiveEvent.CLOSE, event)
         return True
 
     # ---- what follows -------------------------------------------------------------------------------------------
 
-    def _grant(self, session: ReceiveSession, at: int | None = None) -> None:
-        """Tell the writer of the pages from index ``at`` on, or of all, but for those that are here from before."""
-        link = self._links.by_peer[session.peer]
-        at = session.first if at is None else at
-        session.grant(link.epoch, len(link.parts))
-        for first, pages in session.lacking(at) or [(at, [])]:
-            self._transport.allow(session.peer, link.epoch, pages)
-            self._messages.append((session.peer, Grant(*session.key, link.epoch, first, tuple(pages))))
-        if session.key in self._incoming.handoffs and session.accepts(ReceiveEvent.HANDOFF):  # it came before a break
-            session.apply(ReceiveEvent.HANDOFF)
-            if session.state is Receiving.COMPLETE:
+    def _grant(self, session: ReceiveSession) -> None:
+        """Tell the writer of all pages that have not arrived yet."""
+        connection = self._connections.by_peer[session.peer]
+        session.grant(connection.epoch, len(connection.parts))
+        for first, pages in session.lacking() or [(session.first, [])]:
+            self._transport.allow(session.peer, connection.epoch, pages)
+            self._messages.append((session.peer, Grant(*session.key, connection.epoch, first, tuple(pages))))
+        # PrefillDone may have come before the last break.
+        if session.key in self._table.prefill_dones and session.accepts(ReceiveEvent.PREFILL_DONE):
+            session.apply(ReceiveEvent.PREFILL_DONE)
+            if session.state is ReceiveState.COMPLETE:
                 self._complete(session)
 
     def _complete(self, session: ReceiveSession) -> None:
         self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.geometry.page_bytes
         self._messages.append((session.peer, TransferAck(*session.key)))
-        self._incoming.complete(session)
+        self._table.complete(session)
 
     def _fence(self, peer: str, epoch: int, reason: str) -> None:
         """No write under epochs up to this one can come any more."""
-        for session in self._incoming.of(peer):
+        for session in self._table.of(peer):
             if not 0 < session.epoch <= epoch:
                 continue
-            is_told = session.state is Receiving.QUARANTINED
+            is_told = session.state is ReceiveState.QUARANTINED
             failure = None if is_told else TransferFailed(session.key, ErrorCode.NODE_LOST, reason)
-            self._incoming.give_up(session, ReceiveEvent.FENCE, failure)
+            self._table.release(session, ReceiveEvent.FENCE, failure)
 
     # ---- results ------------------------------------------------------------------------------------------------
 
     def take(self) -> tuple[list[tuple[str, Message]], list[Event]]:
-        """What to send, as (peer, message) in order, and what has happened. Each is returned once."""
-        messages, events = self._messages, self._incoming.events
-        self._messages, self._incoming.events = [], []
+        """Messages to send, as (peer, message) in order, and events. Each is returned once."""
+        messages, events = self._messages, self._table.events
+        self._messages, self._table.events = [], []
         return messages, events
 
     def is_connected(self, peer: str) -> bool:
-        link = self._links.get(peer)
-        return link is not None and link.is_open
+        connection = self._connections.get(peer)
+        return connection is not None and connection.is_usable
 
     @property
     def num_quarantined(self) -> int:
         """Pages in quarantine now."""
-        return self._incoming.num_quarantined
+        return self._table.num_quarantined
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals of pages, transfers and messages."""
@@ -366,23 +371,23 @@ class Receiver:
         )
         chosen = {name: float(count) for name, count in self._totals.items() if name.startswith("pairs_by_")}
         totals = {name: float(self._totals[name]) for name in names}
-        return {**totals, **chosen, **self._incoming.counters(), **self._transport.counters()}
+        return {**totals, **chosen, **self._table.counters(), **self._transport.counters()}
 
     def transports(self) -> Sequence[str]:
-        """Names of those that may carry pages here, best first."""
+        """Names of the transports that may carry pages here, best first."""
         return self._transport.names
 
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``."""
         return self._transport.files()
 
-    def pairs(self) -> list[tuple[str, str, str]]:
-        """Prefill nodes that pages can come from: (incarnation, transport, why by that one)."""
-        return [(peer, link.transport, link.why) for peer, link in self._links.by_peer.items() if link.is_open]
+    def pairs(self) -> list[PairState]:
+        """Prefill nodes from which pages can come, or should and cannot; the latter have a problem."""
+        return self._connections.states()
 
     def peers(self) -> Sequence[str]:
-        """Prefill nodes that this node has offered its pool to."""
-        return list(self._links.by_peer)
+        """Prefill nodes to which this node has offered its pool."""
+        return list(self._connections.by_peer)
 
     def close(self) -> None:
         """Stop offering the pool."""
@@ -391,11 +396,21 @@ class Receiver:
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
-        self._incoming.check()
-        for session in self._incoming.sessions.values():
-            link = self._links.get(session.peer)
-            if session.state in (Receiving.GRANTED, Receiving.HANDED, Receiving.LANDED):
-                assert link is not None and link.is_connected and link.epoch == session.epoch, "outlived its pair"
-            if session.state is Receiving.RESERVED:
-                assert link is None or not (link.is_open or link.refusal), "pages are reserved and never granted"
+        """Prove the books.
+
+        Raises:
+            InvariantError: they do not balance.
+        """
+        self._table.check()
+        for session in self._table.sessions.values():
+            connection = self._connections.get(session.peer)
+            if session.state in (ReceiveState.GRANTED, ReceiveState.PREFILLED, ReceiveState.LANDED):
+                invariant(
+                    connection is not None and connection.is_attached and connection.epoch == session.epoch,
+                    "outlived its pair",
+                )
+            if session.state is ReceiveState.RESERVED:
+                invariant(
+                    connection is None or not (connection.is_usable or connection.refusal),
+                    "pages are reserved and never granted",
+                )

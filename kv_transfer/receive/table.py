@@ -1,86 +1,96 @@
-"""The books of transfers to a decode node that are not over, and of the pages that each holds. Pure but for the books.
+"""The transfers to a decode node that are not over, and the pages that each holds. Pure but for the page allocator.
 
 Pages come in as ``GRANT``. They leave with a ``Completed``, or on one path: freed as soon as no write can reach them
-any more, in quarantine until then.
+any more, and in quarantine until then.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from common.cache.page_allocator import Owner, PageAllocator
+from common.errors import ErrorCode, invariant
+from common.request import RequestKey
 from common.wire.messages import PrefillDone
 from kv_transfer.events import Completed, Event, PairLost, TransferFailed
-from kv_transfer.send.session import Key, ReceiveSession
-from kv_transfer.states import ReceiveEvent, Receiving
+from kv_transfer.receive.session import ReceiveSession
+from kv_transfer.states import ReceiveEvent, ReceiveState
 
-#: A writer in sight answers long before that; taking pages back may break other pairs.
+#: Seconds in quarantine after which pages are taken back. A reachable writer answers long before, and taking pages back
+#: may break other connections.
 RECLAIM_S = 10.0
 
 
-class Incoming:
-    """Args:
-        books: of the pool that pages come to.
-        forbid: nobody may write these pages any more.
+class ReceiveTable:
+    """All transfers of a decode node that are not over.
+
+    Args:
+        books: of the pool to which pages come.
+        forbid: withdraws every permission to write these pages.
 
     Attributes:
         sessions: by key.
-        handoffs: of those whose pages are missing, with the instant at which each came.
-        events: that the role has not taken yet.
+        prefill_dones: the messages that came before all pages of their transfers, with the instant at which each
+            came.
+        events: what the role has not taken yet.
     """
 
     def __init__(self, books: PageAllocator, forbid: Callable[[Sequence[int]], None]) -> None:
         self._books = books
         self._forbid = forbid
-        self.sessions: dict[Key, ReceiveSession] = {}
-        self.handoffs: dict[Key, tuple[PrefillDone, float]] = {}
+        self.sessions: dict[RequestKey, ReceiveSession] = {}
+        self.prefill_dones: dict[RequestKey, tuple[PrefillDone, float]] = {}
         self.events: list[Event] = []
-        self._aside_since: dict[Key, float | None] = {}  # when those in quarantine were seen there first
+        self._quarantined_since: dict[RequestKey, float | None] = {}  # None: not seen yet
         self._totals: Counter[str] = Counter()
 
     def of(self, peer: str) -> list[ReceiveSession]:
-        """Those of one prefill node."""
+        """Transfers from one prefill node."""
         return [session for session in self.sessions.values() if session.peer == peer]
 
     @property
     def num_quarantined(self) -> int:
         """Pages in quarantine now."""
-        return sum(len(s.pages) for s in self.sessions.values() if s.state is Receiving.QUARANTINED)
+        return sum(len(s.pages) for s in self.sessions.values() if s.state is ReceiveState.QUARANTINED)
 
     def complete(self, session: ReceiveSession) -> None:
-        """Everything is here: the pages are the role's."""
+        """Everything is here: the pages go to the role."""
         del self.sessions[session.key]
         self._forbid(session.pages)
         self._totals["transfers_received"] += 1
-        handoff, handed_at = self.handoffs.pop(session.key)
-        self.events.append(Completed(session.key, handoff, tuple(session.pages), handed_at))
+        prefill_done, prefill_done_at = self.prefill_dones.pop(session.key)
+        self.events.append(Completed(session.key, prefill_done, tuple(session.pages), prefill_done_at))
 
-    def give_up(self, session: ReceiveSession, event: ReceiveEvent, tell: Event | None) -> None:
-        """The one place where pages of a transfer that does not complete change hands."""
-        owner = Owner.QUARANTINE if session.state is Receiving.QUARANTINED else Owner.GRANT
+    def release(self, session: ReceiveSession, event: ReceiveEvent, event_for_role: Event | None) -> None:
+        """The one place where the pages of a transfer that does not complete change hands."""
+        owner = Owner.QUARANTINE if session.state is ReceiveState.QUARANTINED else Owner.GRANT
         session.apply(event)
         self._forbid(session.pages)
-        self.handoffs.pop(session.key, None)
-        self._aside_since.pop(session.key, None)
-        if session.state is Receiving.FREED:
+        self.prefill_dones.pop(session.key, None)
+        self._quarantined_since.pop(session.key, None)
+        if session.state is ReceiveState.FREED:
             self._books.free(session.pages, owner)
             del self.sessions[session.key]
         else:
             self._books.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
-            self._aside_since[session.key] = None
+            self._quarantined_since[session.key] = None
             self._totals["pages_quarantined"] += len(session.pages)
-        if tell is not None:
-            self._totals["transfers_failed"] += isinstance(tell, TransferFailed)
-            self.events.append(tell)
+        if event_for_role is not None:
+            self._totals["transfers_failed"] += isinstance(event_for_role, TransferFailed)
+            self.events.append(event_for_role)
+
+    def fail(self, session: ReceiveSession, event: ReceiveEvent, code: ErrorCode, message: str) -> None:
+        """Release the pages of a transfer, and tell the role why it failed."""
+        self.release(session, event, TransferFailed(session.key, code, message))
 
     def overdue(self, now: float) -> list[tuple[str, int]]:
-        """(peer, epoch) of what has been in quarantine for so long that its writer may never say a word again."""
-        since = {key: now if at is None else at for key, at in self._aside_since.items()}
-        self._aside_since.update(since)
+        """(peer, epoch) of pages that have been in quarantine for long and whose writer may never report."""
+        since = {key: now if at is None else at for key, at in self._quarantined_since.items()}
+        self._quarantined_since.update(since)
         late = [self.sessions[key] for key, at in since.items() if at <= now - RECLAIM_S]
         return [(session.peer, session.epoch) for session in late]
 
-    def untell(self, key: Key) -> None:
-        """The role wants to hear nothing more of this key: what it has not been told goes, pages and all."""
+    def drop_events(self, key: RequestKey) -> None:
+        """Drop events of a key that the role has not taken, and free their pages."""
         for event in [event for event in self.events if not isinstance(event, PairLost) and event.key == key]:
             self.events.remove(event)
             if isinstance(event, Completed):
@@ -92,16 +102,29 @@ class Incoming:
         return {name: float(self._totals[name]) for name in names}
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
+        """Prove the books.
+
+        Raises:
+            InvariantError: they do not balance.
+        """
         for session in self.sessions.values():
             session.check()
-            assert session.state not in (Receiving.COMPLETE, Receiving.FREED), "an ended transfer is still in the books"
-            assert (session.epoch > 0) == (session.state is not Receiving.RESERVED)
-            if session.state is not Receiving.RESERVED:
-                assert (session.key in self.handoffs) == (session.state is Receiving.HANDED), "a handoff is misplaced"
+            invariant(
+                session.state not in (ReceiveState.COMPLETE, ReceiveState.FREED),
+                "an ended transfer is still in the books",
+            )
+            invariant(
+                (session.epoch > 0) == (session.state is not ReceiveState.RESERVED),
+                "a transfer is granted without an epoch, or reserved under one",
+            )
+            if session.state is not ReceiveState.RESERVED:
+                invariant(
+                    (session.key in self.prefill_dones) == (session.state is ReceiveState.PREFILLED),
+                    "a PrefillDone is kept for the wrong transfer",
+                )
         pages = [page for session in self.sessions.values() for page in session.pages]
-        assert len(pages) == len(set(pages)), "a page is in two transfers"
+        invariant(len(pages) == len(set(pages)), "a page is in two transfers")
         quarantined = self.num_quarantined
-        assert self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted"
-        assert self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner"
-        assert self.handoffs.keys() <= self.sessions.keys(), "a handoff is left of an ended transfer"
+        invariant(self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
+        invariant(self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
+        invariant(self.prefill_dones.keys() <= self.sessions.keys(), "a PrefillDone is kept for an ended transfer")

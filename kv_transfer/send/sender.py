@@ -1,18 +1,19 @@
 """The prefill node's end of every transfer: pages leave as soon as they are computed and granted.
 
 The role says what is computed (``open``, ``computed``, ``finish``, ``abort``), decode nodes say where it goes
-(``on_message``), ``pump`` lets the transport write, and ``take`` returns what to send and whose source pages may go.
-Source pages are the role's; it keeps them until it gets ``Released``, which comes exactly once for every opened key.
+(``on_message``), ``pump`` lets the transport write, and ``take`` returns messages to send and transfers whose source
+pages may go. Source pages belong to the role, which keeps them until it gets ``Released``; that comes exactly once for
+every opened key.
 
-A transfer ends for the peer with one ``Closed`` or with its own ``TransferAck``. ``Closed`` is the writer's fence:
-it is
-sent when nothing is under way any more, and it leaves a tombstone, so that neither a late grant nor a late request
-revives the key. Whatever a peer sends is checked before it counts; what cannot be true is refused and counted.
+A transfer ends for the peer with one ``Closed`` or with its own ``TransferAck``. ``Closed`` is the writer's fence: it
+is sent when nothing is under way any more, and it leaves a tombstone, so that neither a late grant nor a late request
+revives the key. Everything that a peer sends is checked before it counts; what cannot be true is refused and counted.
 
-Where a pair is let go of and its writes cannot be called back, nobody may ever say that they are over: their decode
-node can have died far away. Their source pages are released all the same. What such writes still read goes to pages
-that the decode node has in no request's use until it hears from us that they are over, or has made sure of that itself;
-and that these pages have come is said of none of them. So only ``Closed``, and the connection's successor, wait.
+Where a connection is dropped and its writes cannot be called back, no report may ever come that they are over, since
+their decode node can have died on another host. Their source pages are released all the same. Such writes still read
+these pages, and put what they read into pages that the decode node keeps out of use until it hears from us that the
+writes are over, or has made sure of that itself; and none of these pages is reported as written. So only ``Closed`` and
+the next connection wait for them.
 """
 
 import logging
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 from common.clock import Clock, MonotonicClock
 from common.errors import ErrorCode
+from common.request import RequestKey
 from common.wire.messages import (
     AbortTransfer,
     Closed,
@@ -34,13 +36,13 @@ from common.wire.messages import (
     TransferAck,
 )
 from kv_transfer.events import Released
-from kv_transfer.send.connections import Pairs
-from kv_transfer.send.session import MAX_RESENDS, Key, SendSession
-from kv_transfer.send.table import Outgoing
-from kv_transfer.send.tombstones import End
+from kv_transfer.send.connections import Connections
+from kv_transfer.send.session import SendSession
+from kv_transfer.send.table import SendTable
 from kv_transfer.send.tombstones import Reason as Reason
-from kv_transfer.send.write_queue import Writes, delivered
-from kv_transfer.states import SendEvent, Sending
+from kv_transfer.send.tombstones import TransferEnd
+from kv_transfer.send.write_queue import WriteQueue, written_messages
+from kv_transfer.states import MAX_RESENDS, SendEvent, SendState
 from kv_transfer.transports.base import WriterTransport
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Sender:
     Args:
         transport: writes pages; also knows our own pool.
         digest: of our model; a decode node with another is refused. Empty: not compared.
-        wants_checksums: one goes with every page, even if the decode node did not ask for it.
+        wants_checksums: send one with every page, even if the decode node did not ask for it.
         clock: measures how long writes take.
     """
 
@@ -65,139 +67,157 @@ class Sender:
         clock: Clock | None = None,
     ) -> None:
         self._transport = transport
-        self._pairs = Pairs(transport, digest, wants_checksums=wants_checksums)
-        self._writes = Writes(transport, clock or MonotonicClock(), self._pairs)
-        self._outgoing = Outgoing()
+        self._connections = Connections(transport, digest, wants_checksums=wants_checksums)
+        self._queue = WriteQueue(transport, clock or MonotonicClock(), self._connections)
+        self._table = SendTable()
         self._messages: list[tuple[str, Message]] = []
         self._released: list[Released] = []
         self._totals: Counter[str] = Counter()
         self._now = 0.0
 
-    def order_by(self, rank: Callable[[Key], float]) -> None:
-        """From now on, pages of the transfer with the lowest rank go first, not those that were due first."""
-        self._writes.rank = rank
-
-    # ---- pairs --------------------------------------------------------------------------------------------------
+    # ---- connections --------------------------------------------------------------------------------------------
 
     def connect(self, peer: str, connect: Connect) -> None:
-        """A decode node offers its pool, under a new epoch; what the last epoch granted ends, or, where the decode node
-        says that it will grant it anew, waits for that.
+        """A decode node offers its pool under a new epoch.
 
-        ``Connected`` or ``Refused`` (with a sentence) comes out of ``take``, as soon as attaching has worked or failed.
-        ``Connected`` also says that no write of an earlier epoch is under way.
+        Transfers that the last epoch granted end or, where the decode node says that it will grant them again, wait for
+        that. ``Connected``, ``Refused`` or ``AttachFailed`` comes out of ``take`` as soon as attaching has worked or
+        failed. ``Connected`` also says that no write of an earlier epoch is under way.
         """
-        if self._pairs.is_stale(peer, connect):
+        if self._connections.is_stale(peer, connect):
             self._totals["stale_messages"] += 1
             return
-        end = End("failed", "the decode node has connected anew")
+        end = TransferEnd("failed", "the decode node has connected again")
         self._sever(peer, end, is_all=False, is_resumed=connect.resumes)
-        refused = self._pairs.offer(peer, connect)
+        refused = self._connections.attach(peer, connect)
         if refused is not None:
             self._messages.append((peer, refused))
-        self._settle_pairs()
+        self._poll_connections()
 
-    def _settle_pairs(self) -> None:
-        answers, broken = self._pairs.settle()
+    def _poll_connections(self) -> None:
+        answers, broken = self._connections.poll()
         if answers:
-            self._settle_writes()  # who is connected anew may grant anew, and nothing of before is under way
+            self._settle_writes()  # a peer that is connected again may grant again, and nothing of before is under way
         self._messages += answers
         for peer, why in broken:
             self._totals["broken_pairs"] += 1
             log.warning("%s", why)
-            pair = self._pairs.by_peer.get(peer)
-            if not self._sever(peer, End("failed", why), is_all=False, is_resumed=True) and pair is not None:
-                self._messages.append((peer, Refused(why, pair.epoch)))  # it may hear of the break from nobody else
+            connection = self._connections.by_peer.get(peer)
+            if (
+                not self._sever(peer, TransferEnd("failed", why), is_all=False, is_resumed=True)
+                and connection is not None
+            ):
+                self._messages.append(
+                    (peer, Refused(why, connection.epoch))
+                )  # it may hear of the break from nobody else
 
     def peer_lost(self, peer: str) -> None:
-        """The decode node is gone, or as good as: its transfers end, and its pool is out of reach from here on."""
-        self._sever(peer, End("failed", "the decode node was lost", ErrorCode.NODE_LOST), is_all=True)
+        """The decode node is gone: its transfers end, and its pool is out of reach from here on."""
+        self._sever(peer, TransferEnd("failed", "the decode node was lost", ErrorCode.NODE_LOST), is_all=True)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
 
-    def _sever(self, peer: str, why: End, *, is_all: bool, is_resumed: bool = False) -> bool:
-        """Let go of a peer's pool. Transfers to it end without a word, but for those with writes that cannot be called
-        back, which linger; if not ``is_all``, ungranted ones go on. If ``is_resumed``, granted ones wait until they are
-        granted anew. Returns whether nothing is under way any more."""
-        is_fenced = self._pairs.drop(peer)
-        for session in [s for s in self._outgoing.to(peer) if is_all or s.is_granted]:
+    def _sever(self, peer: str, why: TransferEnd, *, is_all: bool, is_resumed: bool = False) -> bool:
+        """Drop a peer's pool.
+
+        Transfers to it end without a message, except those whose writes cannot be called back, which linger.
+
+        Args:
+            is_all: end ungranted transfers, too.
+            is_resumed: granted transfers wait until they are granted again.
+
+        Returns:
+            Whether nothing is under way any more.
+        """
+        is_fenced = self._connections.drop(peer)
+        for session in [s for s in self._table.to(peer) if is_all or s.is_granted]:
             if is_fenced:
-                self._writes.lose(session)
+                self._queue.lose(session)
             if is_resumed and session.accepts(SendEvent.SUSPEND):
-                self._outgoing.suspend(session, why.message, self._now, is_fenced=is_fenced)
-                self._writes.stop(session)
+                self._table.suspend(session, why.message, self._now, is_fenced=is_fenced)
+                self._queue.stop(session)
             elif session.num_in_flight and not is_fenced:
                 self._end(session, why)
             else:
                 session.sever()
-                self._forget(session, self._outgoing.ends.get(session.key, why), is_ok=False)
-        for session in [s for s, _ in self._outgoing.lingering if s.peer == peer and is_fenced]:
-            self._writes.lose(session)
-            self._outgoing.unlinger(session)
-        self._outgoing.sever_early(peer, why, self._now, is_resumed=is_resumed)
+                self._forget(session, self._table.ends.get(session.key, why), is_ok=False)
+        for session in [s for s, _ in self._table.lingering if s.peer == peer and is_fenced]:
+            self._queue.lose(session)
+            self._table.end_lingering(session)
+        self._table.sever_early(peer, why, self._now, is_resumed=is_resumed)
         return is_fenced
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
-    def open(self, key: Key, peer: str) -> None:
-        """The request is known now and will be computed for this decode node (by incarnation), connected or not."""
-        opened = self._outgoing.open(key, peer, self._now)
-        if isinstance(opened, End):
+    def open(self, key: RequestKey, peer: str) -> None:
+        """The request will be computed for this decode node (by incarnation), connected or not."""
+        opened = self._table.open(key, peer, self._now)
+        if isinstance(opened, TransferEnd):
             self._release(key, opened, is_ok=False)
 
-    def reject(self, key: Key, peer: str, message: str, code: ErrorCode) -> None:
-        """The request will not be computed for this decode node, which is told; so is a grant that follows."""
-        session = self._outgoing.of_peer(peer, key)
+    def reject(self, key: RequestKey, peer: str, message: str, code: ErrorCode) -> None:
+        """The request will not be computed for this decode node, which is told; a grant that follows gets the same
+        answer.
+        """
+        session = self._table.of_peer(peer, key)
         if session is not None:
-            self._end(session, End("failed", message, code))
+            self._end(session, TransferEnd("failed", message, code))
         else:
-            self._bury_and_answer(peer, key, End("failed", message, code))
+            self._answer_and_remember(peer, key, TransferEnd("failed", message, code))
 
-    def computed(self, key: Key, pages: Sequence[int]) -> None:
-        """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. Grows; a closed key is ignored."""
-        session = self._outgoing.live(key)
+    def computed(self, key: RequestKey, pages: Sequence[int]) -> None:
+        """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. They grow; a closed key is
+        ignored.
+        """
+        session = self._table.active(key)
         if session is not None:
             session.compute(pages)
-            self._writes.note_due(session)
+            self._queue.enqueue(session)
 
-    def finish(self, key: Key, handoff: PrefillDone, pages: Sequence[int]) -> None:
-        """The prompt is computed. ``pages``: all of its source pages, the partial last one included."""
-        session = self._outgoing.live(key)
+    def finish(self, key: RequestKey, prefill_done: PrefillDone, pages: Sequence[int]) -> None:
+        """The prompt is computed. ``pages``: all of its source pages, including a partial last one."""
+        session = self._table.active(key)
         if session is None:
             return
-        num_pages = self._transport.store.geometry.num_pages(handoff.num_tokens)
-        assert len(pages) == num_pages, f"{handoff.num_tokens} tokens are on {num_pages} pages, not on {len(pages)}"
-        session.finish(pages, handoff.num_tokens)
+        num_pages = self._transport.store.geometry.num_pages(prefill_done.num_tokens)
+        assert len(pages) == num_pages, (
+            f"{prefill_done.num_tokens} tokens are on {num_pages} pages, not on {len(pages)}"
+        )
+        session.finish(pages, prefill_done.num_tokens)
         if session.has_ungrantable():
             self._refuse(session, "pages are granted that the prompt does not have")
             return
         if session.is_granted and not session.is_suspended:
-            self._messages.append((session.peer, handoff))
+            self._messages.append((session.peer, prefill_done))
         else:
-            self._outgoing.handoffs[key] = handoff
-        self._writes.note_due(session)
+            self._table.prefill_dones[key] = prefill_done
+        self._queue.enqueue(session)
 
-    def is_granted(self, key: Key) -> bool:
-        """Has the decode node set pages aside for this transfer?"""
-        session = self._outgoing.sessions.get(key)
+    def is_granted(self, key: RequestKey) -> bool:
+        """Whether the decode node has reserved pages for this transfer."""
+        session = self._table.sessions.get(key)
         return session is not None and session.is_granted
 
-    def retract(self, key: Key) -> None:
-        """The source pages of a transfer without grants go to another use; the request is computed again later."""
-        session = self._outgoing.live(key)
+    def retract(self, key: RequestKey) -> None:
+        """Take the source pages of an ungranted transfer for another use; the request is computed again later."""
+        session = self._table.active(key)
         assert session is not None, f"{key} is over"
         session.retract()
-        self._outgoing.handoffs.pop(key, None)
+        self._table.prefill_dones.pop(key, None)
 
-    def abort(self, key: Key, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> None:
-        """No page leaves any more. ``Closed`` and ``Released`` follow when nothing is under way; idempotent."""
-        session = self._outgoing.live(key)
+    def abort(
+        self, key: RequestKey, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    ) -> None:
+        """Start no further write. ``Closed`` and ``Released`` follow when nothing is under way. Idempotent."""
+        session = self._table.active(key)
         if session is not None:
-            self._end(session, End(reason, message, code))
+            self._end(session, TransferEnd(reason, message, code))
 
     # ---- what a decode node says --------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float) -> None:
-        """A ``Grant``, ``Resend``, ``TransferAck``, ``AbortTransfer`` or ``Connect`` of this peer; anything else
-        is counted."""
+        """A ``Grant``, ``Resend``, ``TransferAck``, ``AbortTransfer`` or ``Connect`` of this peer; other messages are
+        counted.
+        """
         self._now = now
         if isinstance(message, Grant):
             self._on_grant(peer, message)
@@ -214,40 +234,40 @@ class Sender:
 
     def _on_grant(self, peer: str, grant: Grant) -> None:
         key = (grant.rid, grant.attempt)
-        pair = self._pairs.attached(peer, grant.epoch)
-        if pair is None:
+        connection = self._connections.usable(peer, grant.epoch)
+        if connection is None:
             self._totals["stale_messages"] += 1
             return
-        tomb = self._outgoing.tombs.get(peer, key)
-        if tomb is not None:
-            self._answer_closed(peer, key, tomb)
+        tombstone = self._table.tombstones.get(peer, key)
+        if tombstone is not None:
+            self._answer_closed(peer, key, tombstone)
             return
-        session = self._outgoing.granted(peer, key, self._now)
-        if isinstance(session, End):
+        session = self._table.granted(peer, key, self._now)
+        if isinstance(session, TransferEnd):
             self._totals["refused_grants"] += 1
-            self._bury_and_answer(peer, key, session)
+            self._answer_and_remember(peer, key, session)
             return
-        if session.state is Sending.CLOSING:
+        if session.state is SendState.CLOSING:
             return  # answered when its last write is over
         if session.is_repeated(grant.epoch, grant.first, grant.pages):
             self._totals["stale_messages"] += 1
             return
         num_pages = self._transport.store.num_pages
-        problem = pair.problem(session, grant, num_pages)
+        problem = connection.problem(session, grant, num_pages)
         if problem:
-            is_large = session.num_tokens is None and not pair.can_be_computed(grant, num_pages)
+            is_large = session.num_tokens is None and not connection.can_be_computed(grant, num_pages)
             self._refuse(session, problem, ErrorCode.POOL_TOO_SMALL if is_large else ErrorCode.TRANSFER_FAILED)
             return
-        session.grant(grant.epoch, grant.first, grant.pages, pair.fit.units)
-        pair.granted.update(grant.pages)
-        self._outgoing.resume(session)
-        handoff = self._outgoing.handoffs.pop(key, None)
-        if handoff is not None:
-            self._messages.append((peer, handoff))
-        self._writes.note_due(session)
+        session.grant(grant.epoch, grant.first, grant.pages, connection.mapping.units)
+        connection.granted.update(grant.pages)
+        self._table.resume(session)
+        prefill_done = self._table.prefill_dones.pop(key, None)
+        if prefill_done is not None:
+            self._messages.append((peer, prefill_done))
+        self._queue.enqueue(session)
 
     def _on_resend(self, peer: str, message: Resend) -> None:
-        session = self._outgoing.sessions.get((message.rid, message.attempt))
+        session = self._table.sessions.get((message.rid, message.attempt))
         is_ours = session is not None and session.peer == peer and session.epoch == message.epoch
         if session is None or not is_ours or not session.accepts(SendEvent.RESEND):
             self._totals["stale_messages"] += 1
@@ -260,131 +280,140 @@ class Sender:
             return
         self._totals["pages_resent"] += len(units)
         if session.resend(units):
-            self._writes.note_due(session)
+            self._queue.enqueue(session)
         else:
             why = f"the same page came damaged to the decode node {MAX_RESENDS + 1} times"
-            self._end(session, End("failed", why))
+            self._end(session, TransferEnd("failed", why))
 
-    def _on_received(self, peer: str, key: Key) -> None:
-        session = self._outgoing.sessions.get(key)
+    def _on_received(self, peer: str, key: RequestKey) -> None:
+        session = self._table.sessions.get(key)
         is_true = (
             session is not None
             and session.peer == peer
-            and session.accepts(SendEvent.RECEIVED)
+            and session.accepts(SendEvent.ACKNOWLEDGED)
             and session.is_granted
             and session.is_all_written
         )
         if session is None or not is_true:
             self._totals["stale_messages"] += 1
             return
-        session.apply(SendEvent.RECEIVED)
-        self._forget(session, End("finished", ""), is_ok=True)
+        session.apply(SendEvent.ACKNOWLEDGED)
+        self._forget(session, TransferEnd("finished", ""), is_ok=True)
 
-    def _on_cancel(self, peer: str, key: Key) -> None:
-        session = self._outgoing.of_peer(peer, key)
+    def _on_cancel(self, peer: str, key: RequestKey) -> None:
+        session = self._table.of_peer(peer, key)
         if session is not None:
-            self._end(session, End("cancelled", "the decode node does not want it any more"))
+            self._end(session, TransferEnd("cancelled", "the decode node does not want it any more"))
             return
-        tomb = self._outgoing.tombs.get(peer, key)
-        self._bury_and_answer(peer, key, tomb or End("cancelled", "cancelled before the request was known"))
+        tombstone = self._table.tombstones.get(peer, key)
+        self._answer_and_remember(
+            peer, key, tombstone or TransferEnd("cancelled", "cancelled before the request was known")
+        )
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, session: SendSession, problem: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> None:
         self._totals["refused_grants"] += 1
-        self._end(session, End("failed", f"the decode node's grant is refused: {problem}", code))
+        self._end(session, TransferEnd("failed", f"the decode node's grant is refused: {problem}", code))
 
-    def _end(self, session: SendSession, end: End) -> None:
-        """No write starts any more; close now, or when the last one under way is over."""
+    def _end(self, session: SendSession, end: TransferEnd) -> None:
+        """Start no further write, and close now, or when the last write under way is over."""
         if session.accepts(SendEvent.END):
             session.end()
-            self._writes.stop(session)
-            self._outgoing.ends[session.key] = end
+            self._queue.stop(session)
+            self._table.ends[session.key] = end
         self._close_if_still(session)
 
     def _close_if_still(self, session: SendSession) -> None:
-        """The role need not wait for writes to a peer that was let go of; the peer's answer does."""
-        if session.state is not Sending.CLOSING:
+        """Close a transfer that has nothing under way. The role does not wait for writes to a dropped peer; the peer's
+        answer does.
+        """
+        if session.state is not SendState.CLOSING:
             return
         is_still = not session.num_in_flight
-        end = self._outgoing.ends.get(session.key)
-        if end is not None and (is_still or self._pairs.attached(session.peer, session.epoch or 0) is None):
+        end = self._table.ends.get(session.key)
+        if end is not None and (is_still or self._connections.usable(session.peer, session.epoch or 0) is None):
             self._forget(session, end, is_ok=end.reason == "finished")
-            self._outgoing.lingering.append((session, end))
+            self._table.lingering.append((session, end))
         if is_still:
             session.fence()
-            self._writes.forget(session)
-            self._answer_closed(session.peer, session.key, self._outgoing.unlinger(session))
+            self._queue.forget(session)
+            self._answer_closed(session.peer, session.key, self._table.end_lingering(session))
 
-    def _forget(self, session: SendSession, end: End, *, is_ok: bool) -> None:
-        """The one place where a transfer leaves the books; source pages go back to the role, if it opened the key."""
+    def _forget(self, session: SendSession, end: TransferEnd, *, is_ok: bool) -> None:
+        """The one place where a transfer leaves the table; source pages go back to the role, if it opened the key."""
         key, peer = session.key, session.peer
-        pair = self._pairs.by_peer.get(peer)
-        if pair is not None and pair.epoch == session.epoch:
-            pair.granted.difference_update(session.targets.values())
-        self._writes.forget(session)
-        if self._outgoing.forget(session, end, self._now):
+        connection = self._connections.by_peer.get(peer)
+        if connection is not None and connection.epoch == session.epoch:
+            connection.granted.difference_update(session.targets.values())
+        self._queue.forget(session)
+        if self._table.forget(session, end, self._now):
             self._release(key, end, is_ok=is_ok)
 
-    def _release(self, key: Key, end: End, *, is_ok: bool) -> None:
+    def _release(self, key: RequestKey, end: TransferEnd, *, is_ok: bool) -> None:
         reason = end.message or ("the decode node has it" if is_ok else f"the transfer was {end.reason}")
         self._released.append(Released(key, is_ok, reason, end.code, is_told=end.reason == "cancelled"))
 
-    def _bury_and_answer(self, peer: str, key: Key, end: End) -> None:
-        self._outgoing.tombs.bury(peer, key, end, now=self._now)
+    def _answer_and_remember(self, peer: str, key: RequestKey, end: TransferEnd) -> None:
+        self._table.tombstones.add(peer, key, end, now=self._now)
         self._answer_closed(peer, key, end)
 
-    def _answer_closed(self, peer: str, key: Key, end: End) -> None:
-        if not self._outgoing.is_lingering(peer, key):  # else it is told after the last write
+    def _answer_closed(self, peer: str, key: RequestKey, end: TransferEnd) -> None:
+        if not self._table.is_lingering(peer, key):  # otherwise the peer is told after the last write
             self._messages.append((peer, Closed(*key, end.reason, end.message, end.code)))
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def pump(self, now: float, max_pages: int = 64) -> bool:
-        """Begin to write up to ``max_pages`` pages, report those that are over, let leases run out.
+    def pump(self, now: float, max_pages: int = 64, *, rank: Callable[[RequestKey], float] | None = None) -> bool:
+        """Begin to write up to ``max_pages`` pages, report writes that are over, and end transfers whose lease is over.
+
+        Args:
+            rank: pages of the transfer with the lowest rank go first; None: first due, first written.
 
         Returns:
             Whether more pages could be written at once.
         """
         self._now = now
-        self._settle_pairs()
-        for late, end in self._outgoing.late(now):
-            self._end(late, end)
-        self._writes.start(max_pages)
+        self._poll_connections()
+        for expired, end in self._table.expired(now):
+            self._end(expired, end)
+        self._queue.start(max_pages, rank)
         self._settle_writes()
-        return self._writes.has_due
+        return self._queue.has_due
 
     def _settle_writes(self) -> None:
-        for session, units, sums in self._writes.settle():
-            if session.state is Sending.CLOSING:
+        for session, units, sums in self._queue.finished():
+            if session.state is SendState.CLOSING:
                 self._close_if_still(session)
-            elif not session.is_suspended:  # else they failed or not, with their connection
-                self._messages += [(session.peer, message) for message in delivered(session, units, sums)]
+            elif not session.is_suspended:  # otherwise their fate is that of their connection
+                self._messages += [(session.peer, message) for message in written_messages(session, units, sums)]
 
     # ---- results ------------------------------------------------------------------------------------------------
 
     def take(self) -> tuple[list[tuple[str, Message]], list[Released]]:
-        """What to send, as (peer, message) in order, and whose source pages may go. Each is returned once."""
+        """Messages to send, as (peer, message) in order, and transfers whose source pages may go. Each is returned
+        once.
+        """
         messages, released = self._messages, self._released
         self._messages, self._released = [], []
         return messages, released
 
-    def has_delivered(self, key: Key) -> bool:
-        """Has a page of this open transfer been written already?"""
-        return key in self._writes.begun
+    def has_delivered(self, key: RequestKey) -> bool:
+        """Whether a page of this open transfer has been written already."""
+        return key in self._queue.begun
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals: pages, bytes, seconds, messages."""
         names = ("stale_messages", "refused_grants", "broken_pairs", "pages_resent")
         return {
-            **self._writes.counters(),
+            **self._queue.counters(),
             **{name: float(self._totals[name]) for name in names},
-            **{f"pairs_by_{name}": float(count) for name, count in self._pairs.num_attached.items()},
+            **{f"pairs_by_{name}": float(count) for name, count in self._connections.num_attached.items()},
             **self._transport.counters(),
         }
 
     def transports(self) -> Sequence[str]:
-        """Names of those that may carry pages here, best first."""
+        """Names of the transports that may carry pages here, best first."""
         return self._transport.names
 
     def files(self) -> Sequence[int]:
@@ -392,22 +421,26 @@ class Sender:
         return self._transport.files()
 
     def pairs(self) -> list[PairState]:
-        """Decode nodes that pages can go to, by which transport, and why."""
-        return self._pairs.states()
+        """Decode nodes to which pages can go, by which transport, and why."""
+        return self._connections.states()
 
     def peers(self) -> Sequence[str]:
         """Decode nodes that have offered their pool; only these can be lost."""
-        return list(dict.fromkeys([*self._pairs.by_peer, *self._outgoing.peers()]))
+        return list(dict.fromkeys([*self._connections.by_peer, *self._table.peers()]))
 
     def close(self) -> None:
-        """Let go of every pool."""
+        """Drop every pool."""
         for peer in self.peers():
             self.peer_lost(peer)
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books; raises ``AssertionError``."""
-        self._outgoing.check()
-        sessions = self._outgoing.all()
-        self._writes.check(sessions)
-        self._pairs.check(sessions)
+        """Prove the books.
+
+        Raises:
+            InvariantError: they do not balance.
+        """
+        self._table.check()
+        sessions = self._table.all()
+        self._queue.check(sessions)
+        self._connections.check(sessions)

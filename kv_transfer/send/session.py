@@ -1,40 +1,37 @@
-"""One transfer, seen from its two ends: what each keeps track of. No I/O, no clock, no page books.
+"""One transfer at the prefill node: which units are granted, computed, and on their way. Pure.
 
-A transfer is known by (rid, attempt). The decode node grants destination pages for the prompt's page indices that it
-lacks; the prefill node sends each unit (a page, or a part of one where pages are unequal, see ``fit``) once it is both
-granted and computed, exactly once. ``SendSession`` knows which units are due, ``ReceiveSession`` which parts of which
-pages are still missing. What can happen to either, and when, is in ``kv_transfer.states``.
+A transfer is known by (rid, attempt). The decode node grants destination pages for the page indices of the prompt that
+it lacks. The prefill node sends each unit (a page or, where page sizes differ, a part of one; see
+``kv_transfer.page_mapping``) exactly once, as soon as it is both granted and computed. The decode node's end is
+``kv_transfer.receive.session``.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from common.errors import invariant
+from common.request import RequestKey
 from common.state_machine import advance
 from kv_transfer.page_mapping import Units
-from kv_transfer.states import RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, Receiving, SendEvent, Sending
-
-Key = tuple[str, int]
-
-#: How often the same part of a page may be sent again because it came with other bytes.
-MAX_RESENDS = 3
+from kv_transfer.states import MAX_RESENDS, SEND_TABLE, SendEvent, SendState
 
 
 class SendSession:
-    """The prefill node's end: which units are granted, computed, on their way.
+    """The prefill node's end of a transfer.
 
     Attributes:
-        key, peer: whose transfer, and to whom (incarnation).
-        epoch: of the pair, since the first grant; None before.
-        units: of the pair, since the first grant.
+        key, peer: which transfer, and the incarnation of the decode node.
+        epoch: of the connection, since the first grant; None before.
+        units: of the connection, since the first grant.
         sources: our pages, as far as they are computed.
-        targets: page index of the prompt, as the decode node counts them -> its page, as granted.
+        targets: the decode node's page for each page index of the prompt that it has granted.
         num_tokens: of the prompt; None until it is computed.
-        is_suspended: the pair's connection broke; nothing is granted until there is another.
+        is_suspended: the connection broke; nothing is granted until there is another.
         num_in_flight: writes (of one unit each) begun and not over.
         num_due: units that could be started now.
     """
 
-    def __init__(self, key: Key, peer: str, state: Sending = Sending.OPEN) -> None:
+    def __init__(self, key: RequestKey, peer: str, state: SendState = SendState.OPEN) -> None:
         self.key = key
         self.peer = peer
         self.state = state
@@ -44,7 +41,7 @@ class SendSession:
         self.targets: dict[int, int] = {}
         self.num_tokens: int | None = None
         self.is_suspended = False
-        self._is_short = False  # of something that was granted before the connection broke
+        self._is_short = False  # pages granted before the connection broke may not have been written
         self._in_flight: dict[int, None] = {}
         self._num_resends: dict[int, int] = {}
         self._due: deque[int] = deque()
@@ -76,7 +73,7 @@ class SendSession:
         self.apply(SendEvent.OPEN)
 
     def is_repeated(self, epoch: int, first: int, pages: Sequence[int]) -> bool:
-        """Is this, word for word, what has been granted before? Then hearing it again asks for nothing."""
+        """Whether exactly these pages have been granted before; then the grant asks for nothing."""
         is_known = bool(pages) and self.epoch == epoch and not self.is_suspended
         return is_known and all(self.targets.get(index) == page for index, page in enumerate(pages, first))
 
@@ -94,12 +91,12 @@ class SendSession:
         self._release()
 
     def compute(self, pages: Sequence[int]) -> None:
-        """Source pages of indices ``0 .. len(pages)``; may repeat what is known, and grow."""
+        """Source pages of indices ``0 .. len(pages)``; may repeat known pages, and grow."""
         self.apply(SendEvent.COMPUTE)
         self._grow(pages)
 
     def finish(self, pages: Sequence[int], num_tokens: int) -> None:
-        """Source pages of the whole prompt, a partial last one included."""
+        """Source pages of the whole prompt, including a partial last one."""
         self.apply(SendEvent.FINISH)
         self.num_tokens = num_tokens
         self._grow(pages)
@@ -111,7 +108,7 @@ class SendSession:
         self._release()
 
     def _release(self) -> None:
-        """What is both granted and computed is due; room behind the prompt's end will never be."""
+        """Make units due that are both granted and computed, and drop those behind the end of the prompt."""
         num_computed = self._num_computed()
         if self.num_tokens is not None:
             behind = range(num_computed, self.units.num_target_pages(num_computed) * self.units.per_target)
@@ -127,11 +124,16 @@ class SendSession:
         return len(self.sources) * self.units.per_source
 
     def suspend(self, *, is_fenced: bool = True) -> None:
-        """Nothing of what was granted can be written any more; where that is not known (``is_fenced``), what is under
-        way may come or not. The peer grants anew what it has not received; if it has everything, it need not."""
+        """Nothing that was granted can be written any more.
+
+        The peer grants again what it has not received; if it has everything, it need not.
+
+        Args:
+            is_fenced: False: writes under way may still arrive.
+        """
         self.apply(SendEvent.SUSPEND)
         if not self.is_suspended:
-            self._is_short = self.state is not Sending.HANDED or not self.is_all_written
+            self._is_short = self.state is not SendState.PREFILLED or not self.is_all_written
         self.is_suspended = True
         for table in (self.targets, self._early, self._num_resends):
             table.clear()
@@ -141,13 +143,13 @@ class SendSession:
 
     def retract(self) -> None:
         """Forget the source pages: nothing was granted, and they will be computed again."""
-        assert not self.is_granted, "somebody waits for these pages"
+        assert not self.is_granted, "a decode node waits for these pages"
         self.apply(SendEvent.RETRACT)
         self.sources.clear()
         self.num_tokens = None
 
     def has_ungrantable(self) -> bool:
-        """With the prompt computed: is an index granted that the prompt does not have?"""
+        """Whether an index is granted that the prompt, now computed, does not have."""
         return bool(self._early)
 
     def start(self, limit: int) -> list[int]:
@@ -157,18 +159,18 @@ class SendSession:
         self._in_flight.update(dict.fromkeys(units))
         return units
 
-    def way_of(self, unit: int) -> tuple[int, int]:
-        """From which page of ours to which of the peer's."""
+    def pages_of(self, unit: int) -> tuple[int, int]:
+        """Our page and the peer's page between which this unit moves."""
         return self.sources[unit // self.units.per_source], self.targets[unit // self.units.per_target]
 
     def written(self, units: Iterable[int]) -> None:
-        """The writes of these are over."""
+        """The writes of these units are over."""
         self.apply(SendEvent.WRITTEN)
         for unit in units:
             del self._in_flight[unit]
 
     def is_written(self, units: Sequence[int]) -> bool:
-        """Was each of these written, so that the peer may find it damaged?"""
+        """Whether each of these units was written, so that the peer may find it damaged."""
         pending = {*self._due, *self._early, *self._in_flight}
         num_computed = self._num_computed()
         return len(set(units)) == len(units) and all(
@@ -177,11 +179,11 @@ class SendSession:
         )
 
     def num_resends(self, unit: int) -> int:
-        """How often it has been asked for again."""
+        """How often the peer has asked for this unit again."""
         return self._num_resends.get(unit, 0)
 
     def resend(self, units: Sequence[int]) -> bool:
-        """Write these again. False: one of them has been written again too often already."""
+        """Write these units again. False: one of them has been written again too often already."""
         self.apply(SendEvent.RESEND)
         for unit in units:
             self._num_resends[unit] = self._num_resends.get(unit, 0) + 1
@@ -189,13 +191,13 @@ class SendSession:
         return all(self._num_resends[unit] <= MAX_RESENDS for unit in units)
 
     def end(self) -> None:
-        """Nothing more starts."""
+        """Start nothing more."""
         self.apply(SendEvent.END)
         self._due.clear()
         self._early.clear()
 
     def sever(self) -> None:
-        """The mapping is gone: what was under way never arrives."""
+        """The connection is gone: units under way never arrive."""
         if self.accepts(SendEvent.END):
             self.end()
         self._in_flight.clear()
@@ -208,146 +210,23 @@ class SendSession:
     def check(self) -> None:
         due = set(self._due)
         num_computed = len(self.sources) * self.units.per_source
-        assert len(due) == len(self._due), "a unit is due twice"
-        assert all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
-        assert all(unit < num_computed for unit in due), "a unit is due before it is computed"
-        assert not due & self._early.keys() and not due & self._in_flight.keys()
-        assert self.num_tokens is not None or all(unit >= num_computed for unit in self._early)
+        invariant(len(due) == len(self._due), "a unit is due twice")
+        invariant(
+            all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
+        )
+        invariant(all(unit < num_computed for unit in due), "a unit is due before it is computed")
+        invariant(not due & self._early.keys() and not due & self._in_flight.keys(), "a unit is in two queues")
+        invariant(
+            self.num_tokens is not None or all(unit >= num_computed for unit in self._early),
+            "a unit waits to be computed and is computed",
+        )
         num_granted = len(self.targets) * self.units.per_target
         num_in_flight = 0 if self.is_suspended else self.num_in_flight
-        assert len(due) + len(self._early) + num_in_flight <= num_granted, "more is on its way than granted"
-        assert self.state not in (Sending.CLOSING, Sending.CLOSED) or not due, "an ended transfer would still write"
-        assert self.state is not Sending.HANDED or not self._early, "a page is granted that the prompt does not have"
-        assert not self.is_suspended or not self.targets, "pages are granted of a connection that broke"
-
-
-class ReceiveSession:
-    """The decode node's end: which pages are granted and which of them have arrived, by (index, part).
-
-    A part is one of the writer's units within a page, and where several ranks write, one rank's share of it.
-
-    Attributes:
-        key, peer: whose transfer, and from whom (incarnation).
-        first: index of the first page that is shipped.
-        pages: destination of index ``first`` and on.
-        num_tokens, num_pages: of the whole prompt.
-        epoch: of the pair when the pages were granted; 0 before.
-        num_units: in which a whole page comes, from every rank; known when the pages are granted.
-    """
-
-    def __init__(
-        self, key: Key, peer: str, *, first: int, num_tokens: int, page_size: int = 1, num_ranks: int = 1
-    ) -> None:
-        self.num_tokens = num_tokens
-        self.num_pages = -(-num_tokens // page_size)
-        assert 0 <= first <= self.num_pages and num_ranks >= 1
-        self.key = key
-        self.peer = peer
-        self.state = Receiving.RESERVED
-        self.first = first
-        self.pages: list[int] = []
-        self.epoch = 0
-        self._page_size = page_size
-        self._num_ranks = num_ranks
-        self.num_units = 1  # of a whole page
-        self._arrived: dict[int, set[int]] = {}  # index -> parts
-        self._num_whole = 0
-        self._num_corrupt: dict[tuple[int, int], int] = {}  # by (index, part)
-
-    def accepts(self, event: ReceiveEvent) -> bool:
-        return (self.state, event) in RECEIVE_TABLE
-
-    def apply(self, event: ReceiveEvent) -> None:
-        self.state = advance(RECEIVE_TABLE, self.state, event)
-
-    def reserve(self, pages: Sequence[int]) -> None:
-        """More destination pages, for the indices after those known so far."""
-        assert self.first + len(self.pages) + len(pages) <= self.num_pages, "more pages than the prompt lacks"
-        self.pages.extend(pages)
-
-    def grant(self, epoch: int, num_units: int = 1) -> None:
-        """The writer is told of the pages; it writes each in so many units."""
-        self.apply(ReceiveEvent.GRANT)
-        assert self.epoch in (0, epoch)
-        self.epoch = epoch
-        self.num_units = num_units
-        if self.is_landed:
-            self.apply(ReceiveEvent.LAND)
-
-    def _num_parts(self, index: int) -> int:
-        """Of this page: the prompt's last may have fewer."""
-        num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
-        return -(-num_tokens * self.num_units // self._page_size) * self._num_ranks
-
-    def suspend(self) -> None:
-        """The writer cannot write any more; pages that have not wholly arrived are to be granted anew."""
-        self.apply(ReceiveEvent.SUSPEND)
-        self.epoch = 0
-        self._num_corrupt.clear()  # what was asked for again may not have been heard
-        whole = {index for index, parts in self._arrived.items() if len(parts) == self._num_parts(index)}
-        self._arrived = {index: parts for index, parts in self._arrived.items() if index in whole}
-
-    def lacking(self, at: int) -> list[tuple[int, list[int]]]:
-        """(first index, pages) of those from index ``at`` on that have been reserved and have not arrived, in rows."""
-        rows: list[tuple[int, list[int]]] = []
-        for index in range(at, self.first + len(self.pages)):
-            if index in self._arrived:
-                continue
-            if rows and sum((rows[-1][0], len(rows[-1][1]))) == index:
-                rows[-1][1].append(self.page_of(index))
-            else:
-                rows.append((index, [self.page_of(index)]))
-        return rows
-
-    @property
-    def is_landed(self) -> bool:
-        return self._num_whole == self.num_pages - self.first
-
-    def is_expected(self, indices: Sequence[int], part: int, num_resends: int | None = None) -> bool:
-        """Could a peer truthfully say that this part of these pages has been written just now, for the how-manieth time
-        after the first (None: any)? What it said before we asked for it again says nothing of what is there now."""
-        end = self.first + len(self.pages)
-        return (
-            len(set(indices)) == len(indices)
-            and all(self.first <= i < end and part < self._num_parts(i) for i in indices)
-            and all(part not in self._arrived.get(i, ()) for i in indices)
-            and (num_resends is None or all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices))
+        invariant(len(due) + len(self._early) + num_in_flight <= num_granted, "more is on its way than granted")
+        invariant(
+            self.state not in (SendState.CLOSING, SendState.CLOSED) or not due, "an ended transfer would still write"
         )
-
-    def deliver(self, indices: Sequence[int], part: int) -> list[int]:
-        """Note what has been written.
-
-        Returns:
-            The destination pages that are whole now.
-        """
-        assert self.is_expected(indices, part)
-        self.apply(ReceiveEvent.DELIVER)
-        whole = []
-        for index in indices:
-            parts = self._arrived.setdefault(index, set())
-            parts.add(part)
-            if len(parts) == self._num_parts(index):
-                whole.append(self.page_of(index))
-        self._num_whole += len(whole)
-        if whole and self.is_landed:
-            self.apply(ReceiveEvent.LAND)
-        return whole
-
-    def corrupt(self, indices: Sequence[int], part: int) -> bool:
-        """This part of these pages came with other bytes. False: of one of them too often."""
-        assert self.is_expected(indices, part)
-        self.apply(ReceiveEvent.CORRUPT)
-        for index in indices:
-            self._num_corrupt[index, part] = self._num_corrupt.get((index, part), 0) + 1
-        return all(self._num_corrupt[index, part] <= MAX_RESENDS for index in indices)
-
-    def page_of(self, index: int) -> int:
-        return self.pages[index - self.first]
-
-    def check(self) -> None:
-        whole = sum(len(parts) == self._num_parts(index) for index, parts in self._arrived.items())
-        assert whole == self._num_whole, "arrived pages are miscounted"
-        assert len(set(self.pages)) == len(self.pages), "a page is reserved twice"
-        is_waiting = self.state in (Receiving.GRANTED, Receiving.HANDED)
-        assert not (is_waiting and self.is_landed), "every page is here and nobody noticed"
-        assert self.state is not Receiving.LANDED or self.is_landed
+        invariant(
+            self.state is not SendState.PREFILLED or not self._early, "a page is granted that the prompt does not have"
+        )
+        invariant(not self.is_suspended or not self.targets, "pages are granted of a connection that broke")

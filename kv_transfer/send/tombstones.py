@@ -1,51 +1,51 @@
-"""How transfers have ended, remembered for a while, so that what comes late finds the same answer.
+"""How transfers have ended, remembered for a while, so that a late message gets the same answer. Pure.
 
-A tombstone keeps a grant that comes after the end from being written to, and a request that comes after it from
-waiting for grants. Bounded in number and in time, since those who make them are not ours.
+A tombstone keeps pages from being written for a grant that comes after the end, and a request that comes after it from
+waiting for grants. Tombstones are bounded in number and in time, since peers cause them.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from common.errors import ErrorCode
-from kv_transfer.send.session import Key
+from common.request import RequestKey
 
 Reason = Literal["finished", "cancelled", "aborted", "failed", "unknown"]
 
 LEASE_S = 300.0
-MAX_TOMBS = 65_536
+MAX_TOMBSTONES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Why a transfer ended; ``message`` is a sentence or empty, ``code`` is what the client hears of a failure."""
+class TransferEnd:
+    """Why a transfer ended. ``message`` is a sentence or empty; ``code`` is the client's error after a failure."""
 
     reason: Reason
     message: str
     code: ErrorCode = ErrorCode.TRANSFER_FAILED
 
 
-class Tombs:
-    """Ends of transfers, by peer and key; the oldest make room."""
+class Tombstones:
+    """Ends of transfers, by peer and key; the oldest are dropped first."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[str, Key], tuple[End, float]] = {}
+        self._ends: dict[tuple[str, RequestKey], tuple[TransferEnd, float]] = {}
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def get(self, peer: str, key: Key) -> End | None:
-        tomb = self._ends.get((peer, key))
-        return None if tomb is None else tomb[0]
+    def get(self, peer: str, key: RequestKey) -> TransferEnd | None:
+        found = self._ends.get((peer, key))
+        return None if found is None else found[0]
 
-    def bury(self, peer: str, key: Key, end: End, *, now: float) -> None:
+    def add(self, peer: str, key: RequestKey, end: TransferEnd, *, now: float) -> None:
         self._ends.pop((peer, key), None)
         self._ends[peer, key] = (end, now + LEASE_S)
-        if len(self._ends) > MAX_TOMBS:
+        if len(self._ends) > MAX_TOMBSTONES:
             del self._ends[next(iter(self._ends))]
 
     def expire(self, now: float) -> None:
-        """Forget those whose lease is over."""
+        """Drop tombstones whose lease is over."""
         while self._ends:
             owner, (_, until) = next(iter(self._ends.items()))
             if until > now:

@@ -1,39 +1,45 @@
-"""The writes of one prefill node: which pages go next, what is under way, how long it takes.
+"""The writes of one prefill node: which pages go next, what is under way, and how long it takes.
 
-Sessions know their own units (``due``, in flight); this knows the order among sessions, and which ticket of the
-transport carries which units.
+Sessions know which of their units are due and in flight. This queue knows the order among sessions, and which ticket of
+the transport carries which units.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from common.clock import Clock
+from common.errors import invariant
+from common.request import RequestKey
 from common.wire.messages import PagesWritten
 from kv_transfer.checksums import Checksums
-from kv_transfer.page_slices import Piece
-from kv_transfer.send.connections import Pairs
-from kv_transfer.send.session import Key, SendSession
-from kv_transfer.states import Sending
+from kv_transfer.page_slices import SlicePair
+from kv_transfer.send.connections import Connections
+from kv_transfer.send.session import SendSession
+from kv_transfer.states import SendState
 from kv_transfer.transports.base import WriterTransport
 
 Sums = dict[int, int]  # unit -> checksum
 
 
-class Writes:
-    """Args:
-    transport: writes pages.
-    clock: measures how long its calls take.
-    pairs: the peers, what a write to each of them moves, and whether with checksums.
+class WriteQueue:
+    """Due and running writes of all transfers.
+
+    Args:
+        transport: writes pages.
+        clock: measures how long its calls take.
+        connections: the peers, what a write to each of them moves, and whether with checksums.
+
+    Attributes:
+        begun: transfers that are not over, with a page that is written.
     """
 
-    def __init__(self, transport: WriterTransport, clock: Clock, pairs: Pairs) -> None:
+    def __init__(self, transport: WriterTransport, clock: Clock, connections: Connections) -> None:
         self.clock = clock
-        self.rank: Callable[[Key], float] | None = None  # the lowest goes first; None: first come, first served
-        self.begun: dict[Key, None] = {}  # transfers that are not over, with a page that is written
+        self.begun: dict[RequestKey, None] = {}
         self._transport = transport
-        self._pairs = pairs
+        self._connections = connections
         self._checksums = Checksums(transport.store)
-        self._due: dict[Key, SendSession] = {}  # with pages to write, as they came
+        self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
         self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
         self._totals: Counter[str] = Counter()
         self._seconds = 0.0
@@ -42,16 +48,19 @@ class Writes:
     def has_due(self) -> bool:
         return bool(self._due)
 
-    def note_due(self, session: SendSession) -> None:
-        """Pages of this session may have come due."""
-        if session.num_due and session.state in (Sending.OPEN, Sending.HANDED):
+    def enqueue(self, session: SendSession) -> None:
+        """Note that pages of this session may have come due."""
+        if session.num_due and session.state in (SendState.OPEN, SendState.PREFILLED):
             self._due[session.key] = session
 
-    def start(self, max_pages: int) -> None:
-        """Begin to write up to so many pages (units, where pages are unequal)."""
+    def start(self, max_pages: int, rank: Callable[[RequestKey], float] | None = None) -> None:
+        """Begin to write up to so many pages (units, where page sizes differ).
+
+        Args:
+            rank: pages of the transfer with the lowest rank go first; None: first due, first written.
+        """
         due = list(self._due.values())
-        if self.rank is not None:
-            rank = self.rank
+        if rank is not None:
             due.sort(key=lambda session: rank(session.key))
         for session in due:
             if max_pages <= 0:
@@ -59,55 +68,55 @@ class Writes:
             max_pages -= self._start(session, max_pages)
 
     def _start(self, session: SendSession, limit: int) -> int:
-        """One write for each piece that the units are of."""
+        """Begin one write for each slice pair that the units are of."""
         units = session.start(limit)
-        fit = self._pairs.by_peer[session.peer].fit
-        for number, piece in enumerate(fit.pieces):
-            some = [unit for unit in units if fit.number_of(unit) == number]
+        mapping = self._connections.by_peer[session.peer].mapping
+        for number, slices in enumerate(mapping.slice_pairs):
+            some = [unit for unit in units if mapping.pair_number(unit) == number]
             if some:
-                self._write(session, some, piece)
+                self._write(session, some, slices)
         if not session.num_due:
             del self._due[session.key]
         return len(units)
 
-    def _write(self, session: SendSession, units: list[int], piece: Piece | None) -> None:
+    def _write(self, session: SendSession, units: list[int], slices: SlicePair | None) -> None:
         begun_at = self.clock.now()
-        ticket = self._transport.write(session.peer, [session.way_of(unit) for unit in units], piece)
+        ticket = self._transport.write(session.peer, [session.pages_of(unit) for unit in units], slices)
         self._seconds += self.clock.now() - begun_at
         sums: Sums = {}
-        if self._pairs.by_peer[session.peer].has_checksums:
-            sums = {unit: self._checksums.of_source(session.way_of(unit)[0], piece) for unit in units}
+        if self._connections.by_peer[session.peer].has_checksums:
+            sums = {unit: self._checksums.of_source(session.pages_of(unit)[0], slices) for unit in units}
         self._tickets[ticket] = (session, units, sums)
 
-    def settle(self) -> list[tuple[SendSession, list[int], Sums]]:
+    def finished(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
-        delivered: dict[Key, tuple[SendSession, list[int], Sums]] = {}
+        finished: dict[RequestKey, tuple[SendSession, list[int], Sums]] = {}
         for ticket in self._transport.done():
             if ticket not in self._tickets:
-                continue  # over before its pair was, and nobody asked
+                continue  # over before its connection was
             session, units, sums = self._tickets.pop(ticket)
             session.written(units)
-            known = delivered.setdefault(session.key, (session, [], {}))
+            known = finished.setdefault(session.key, (session, [], {}))
             known[1].extend(units)
             known[2].update(sums)
-        for session, units, _ in delivered.values():
+        for session, units, _ in finished.values():
             if not session.is_suspended:
                 self._count(session, len(units))
-        return list(delivered.values())
+        return list(finished.values())
 
     def _count(self, session: SendSession, num_units: int) -> None:
         self._totals["pages_sent"] += num_units
         page_bytes = self._transport.store.geometry.page_bytes
         self._totals["bytes_sent"] += num_units * page_bytes // session.units.per_source
-        self._totals["pages_overlapped"] += num_units if session.state is Sending.OPEN else 0
+        self._totals["pages_overlapped"] += num_units if session.state is SendState.OPEN else 0
         self.begun[session.key] = None
 
     def stop(self, session: SendSession) -> None:
-        """Nothing of this session starts any more."""
+        """Start nothing of this session any more."""
         self._due.pop(session.key, None)
 
     def lose(self, session: SendSession) -> None:
-        """What is under way of this session never arrives: the transport has let go of its peer."""
+        """Writes of this session never arrive: the transport has dropped its peer."""
         for ticket in [t for t, (owner, _, _) in self._tickets.items() if owner is session]:
             del self._tickets[ticket]
 
@@ -121,24 +130,27 @@ class Writes:
         return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._seconds}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the books against all sessions that are not over; raises ``AssertionError``."""
+        """Prove the books against all sessions that are not over.
+
+        Raises:
+            InvariantError: they do not balance.
+        """
         in_flight: Counter[int] = Counter()
         for session, units, _ in self._tickets.values():
             in_flight[id(session)] += len(units)
         keys = []
         for session in sessions:
             keys.append(session.key)
-            assert session.num_in_flight == in_flight.pop(id(session), 0), "a write is under way and not counted"
-            is_due = bool(session.num_due) and session.state is not Sending.EARLY
-            assert is_due == (self._due.get(session.key) is session), "pages are due and nobody knows"
-        assert not in_flight, "a write is under way for nobody"
+            invariant(session.num_in_flight == in_flight.pop(id(session), 0), "a write is under way and not counted")
+            is_due = bool(session.num_due) and session.state is not SendState.EARLY
+            invariant(is_due == (self._due.get(session.key) is session), "due pages are missing from the queue")
+        invariant(not in_flight, "a write is under way for no session")
         left = [key for table in (self._due, self.begun) for key in table if key not in keys]
-        assert not left, f"something is left of ended transfers: {left}"
+        invariant(not left, f"something is left of ended transfers: {left}")
 
 
-def delivered(session: SendSession, units: Sequence[int], sums: Sums) -> list[PagesWritten]:
-    """What the peer is told of these: one message for each part of a page that some of them are, and for each number
-    of resends."""
+def written_messages(session: SendSession, units: Sequence[int], sums: Sums) -> list[PagesWritten]:
+    """The messages that report these units: one for each part of a page, and for each number of resends."""
     assert session.epoch is not None
     per_page = session.units.per_target
     alike: dict[tuple[int, int], list[int]] = {}

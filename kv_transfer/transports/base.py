@@ -1,12 +1,12 @@
-"""What a transport must do, and nothing about how.
+"""The contract of a transport.
 
 A *writer* (prefill node) attaches to a peer's pool and puts pages into it by number; a *reader* (decode node) offers
-its pool. Each transport declares its *fence*, the proof that no write can reach the pool any more, and that proof
-comes from one of two sides: the writer's word, given once its transport has nothing under way (``done``, ``detach``),
-and ``ReaderTransport.poll``, which reports writers that are proven unable to. Silence, a timeout, and a connection
+its pool. Each transport declares its *fence*, the proof that no write can reach the pool any more. That proof comes
+from one of two sides: the writer's word, given once its transport has nothing under way (``done``, ``detach``), or
+``ReaderTransport.poll``, which reports writers that are proven unable to write. Silence, a timeout, and a connection
 that the other end closed prove nothing.
 
-Where the reader places the bytes itself (TCP) it is the fence: it writes only into pages that are allowed at that
+Where the reader places the bytes itself (TCP) it is the fence: it writes only into pages that are permitted at that
 moment, and ``forbid`` and ``withdraw`` take effect before they return.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from common.cache.page_layout import PageLayout
 from common.errors import BatonError
 from common.wire.messages import Connect, Geometry
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 
 
 class AttachError(BatonError):
@@ -28,9 +28,9 @@ class AttachError(BatonError):
 class PageStore(Protocol):
     """A pool of KV pages as transfers see it.
 
-    ``fd`` is a memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes in which a writer of the same host puts
-    pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise (the pool
-    is on a device) it is a place beside it, where pages come and go. ``is_in_place``: pages come into the pool itself.
+    ``fd`` is a memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes into which a writer on the same host puts
+    pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise the pool is
+    on a device, and the memory is a staging area beside it. ``is_in_place``: pages arrive in the pool itself.
 
     ``device_pages``: the pool's bytes on its device, a uint8 tensor ``[num_pages, page_bytes]`` for transports that
     move device memory; None where there is no device.
@@ -67,7 +67,7 @@ class PageStore(Protocol):
 
 
 class InPlace:
-    """A store whose pages arrive on its device: when they have landed, nothing is left to be done."""
+    """A store whose pages arrive on their device, so that nothing is left to do when they have landed."""
 
     is_in_place = True
 
@@ -83,10 +83,10 @@ class InPlace:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """How an attachment ended, be it soon or after having worked for a while.
+    """How an attachment ended, or that one which had worked has failed.
 
     Attributes:
-        problem: empty if pages can be written now, else a sentence; then the peer is still to be detached.
+        problem: empty if pages can be written now, else a sentence; then the peer must still be detached.
         transport: which one carries the pages; empty: the one that was asked.
         why: why this one, for people.
     """
@@ -100,7 +100,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """Proven: under epochs up to ``epoch`` this peer can write into our pool no more. ``is_dead``: nor ever again."""
+    """Proof that under epochs up to ``epoch`` this peer cannot write into our pool. ``is_dead``: it never will."""
 
     peer: str
     epoch: int
@@ -123,11 +123,11 @@ class Transport(Protocol):
     def store(self) -> PageStore: ...
 
     def files(self) -> Sequence[int]:
-        """File descriptors whose input should wake the loop for ``poll``. Stays the same."""
+        """File descriptors whose input should wake the loop for ``poll``. They stay the same."""
         ...
 
     def counters(self) -> dict[str, float]:
-        """Monotonic totals, by name; among a writer's ``bytes_by_NAME``, the page payload that this transport moved."""
+        """Monotonic totals, by name; a writer's ``bytes_by_NAME`` is the page payload that this transport moved."""
         ...
 
     def close(self) -> None: ...
@@ -137,7 +137,7 @@ class WriterTransport(Transport, Protocol):
     """The prefill node's side."""
 
     def attach(self, peer: str, connect: Connect) -> None:
-        """Begin to attach to a peer's pool; never blocks. ``poll`` tells how it ended.
+        """Begin to attach to a peer's pool; never blocks. ``poll`` reports how that ended.
 
         Raises:
             AttachError: it cannot work, and that is known at once.
@@ -148,11 +148,12 @@ class WriterTransport(Transport, Protocol):
         """Attachments that have succeeded or failed since the last call; one that had succeeded may fail later."""
         ...
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
-        """Begin to copy pages (ours, the attached peer's), or this piece of each; None: all of it, to all of it.
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
+        """Begin to copy pages (ours, the attached peer's), or a slice of each; None: whole pages to whole pages.
 
         Returns:
-            A ticket that ``done`` returns when all of them are in place; if they are already, ``files`` may not tell.
+            A ticket that ``done`` returns when all pages are in place; if they are already, ``files`` may not
+            signal it.
         """
         ...
 
@@ -161,19 +162,21 @@ class WriterTransport(Transport, Protocol):
         ...
 
     def detach(self, peer: str) -> bool:
-        """Let go of a peer's pool, attached or attaching or neither; nothing new is written to it. Never blocks.
+        """Drop a peer's pool, attached or attaching or neither; nothing new is written to it. Never blocks.
 
         Returns:
-            True: nothing is under way either, and of tickets of that peer, ``done`` may yet return those that were
-            over before, and no others. False: writes that cannot be called back still read our pages and may reach
-            the peer's; ``done`` returns every ticket of that peer when it is over, if ever, one that failed before
-            included, and attaching to this peer waits for that. Our pages may meanwhile change: see ``Sender``.
+            True: nothing is under way either, and of this peer's tickets ``done`` may yet return those that were
+                over before, and no others. False: writes that cannot be called back still read our pages and may
+                reach the peer's; ``done`` returns every ticket of that peer when it is over, if ever, including one
+                that failed before, and attaching to this peer waits for that. Our pages may change meanwhile: see
+                ``Sender``.
         """
         ...
 
     def voided(self, peer: str, endpoint: str) -> None:
-        """A peer that was detached from, with writes under way, makes this new offer. If it says that they cannot reach
-        its pool any more, they are over."""
+        """A detached peer with writes under way makes this new offer. If the offer says that these writes cannot reach
+        its pool any more, they are over.
+        """
         ...
 
 
@@ -181,62 +184,59 @@ class ReaderTransport(Transport, Protocol):
     """The decode node's side."""
 
     def offer(self, peer: str, epoch: int) -> str:
-        """The endpoint through which this peer alone may attach under this epoch, once. Ends earlier offers to it."""
+        """The endpoint through which this peer alone may attach under this epoch, once. Earlier offers to it end."""
         ...
 
     def withdraw(self, peer: str) -> None:
-        """Offers to this peer end. Where the reader places the bytes, so does what is attached, here and now; else it
-        stays attached. Either way ``poll`` tells when the peer can write no more."""
+        """End offers to this peer.
+
+        Where the reader places the bytes, what is attached ends at once, too; elsewhere it stays attached. Either way
+        ``poll`` reports when the peer can write no more.
+        """
         ...
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
-        """The peer says by which transport it attached. False: that was not offered."""
+        """The peer reports the transport by which it attached. False: that was not offered."""
         ...
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
-        """This peer may write these pages under this epoch, each byte once; or this part of them, which has come
-        already, once more. Binding where the reader places the bytes."""
+        """Permit this peer to write these pages under this epoch, each byte once; or the slice ``again`` of them, which
+        has come already, once more. Binding where the reader places the bytes.
+        """
         ...
 
     def forbid(self, pages: Sequence[int]) -> None:
-        """Nobody may write these pages any more. Where the reader places the bytes, no byte reaches them after this."""
+        """Take back every permission to write these pages. Where the reader places the bytes, none reaches them after
+        this.
+        """
         ...
 
     def reclaim(self, peer: str, epoch: int) -> None:
-        """Pages that this peer was granted under this epoch have been in quarantine for long, or it has let go of them
-        with writes under way. Fence it from this side if that can be done, though it may break other pairs; ``poll``
-        tells. May be said again and again."""
+        """Pages granted to this peer under this epoch have been in quarantine for long, or the peer has dropped them
+        with writes under way.
+
+        Fence it from this side if that is possible, though other pairs may break; ``poll`` reports it. May be called
+        repeatedly.
+        """
         ...
 
     def poll(self, now: float) -> list[Fenced]:
-        """Let waiting writers in; report those that can write no more. ``now`` in seconds."""
+        """Accept waiting writers; report writers that can write no more. ``now`` in seconds."""
         ...
 
 
 def to_message(geometry: PageLayout) -> Geometry:
-    """A page's shape as it travels."""
-    return Geometry(
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        page_size=geometry.page_size,
-        dtype=geometry.dtype,  # type: ignore[arg-type]  # one of the three names that PageGeometry knows
-    )
+    """A page layout as it travels."""
+    return Geometry.of(geometry)
 
 
 def from_message(geometry: Geometry) -> PageLayout:
-    """A page's shape as it has come."""
-    return PageLayout(
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        page_size=geometry.page_size,
-        dtype=geometry.dtype,
-    )
+    """A page layout that has arrived."""
+    return geometry.layout()
 
 
 def stage(store: PageStore, pages: Iterable[int]) -> None:
-    """Make the bytes of these pages stand in ``store.memory``, wherever the pool is."""
+    """Make sure that the bytes of these pages stand in ``store.memory``, wherever the pool is."""
     if store.is_mapped:
         return
     size = store.geometry.page_bytes
@@ -247,5 +247,5 @@ def stage(store: PageStore, pages: Iterable[int]) -> None:
 
 
 def address_of(memory: Any) -> int:
-    """Where a writable buffer lies. It must outlive the use of the address."""
+    """The address of a writable buffer, which must outlive the use of the address."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,8 +1,9 @@
-"""Which transport carries the pages of a pair: the one that was asked for, or of several the first that works.
+"""Choose the transport that carries the pages of a pair: the one that was asked for, or the first of several that
+works.
 
-The reader offers every transport that it has; the writer tries those that both have, best first, and keeps the first
-that attaches, which a transport reports only once bytes have gone from process to process. What was not tried is never
-chosen, and what was tried before and failed is named, with the reason, in ``Attached.why``.
+The reader offers every transport that it has. The writer tries the transports that both ends have, best first, and
+keeps the first that attaches; a transport attaches only once bytes have gone from process to process. ``Attached.why``
+names the transports that were tried before and failed, with the reasons.
 """
 
 import json
@@ -13,11 +14,12 @@ from typing import TypeVar
 
 import msgspec
 
+from common.config.node import NodeConfig
 from common.config.shared import IN_PROCESS
 from common.errors import ConfigError
 from common.wire.address import is_loopback
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
@@ -26,24 +28,24 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends: they are had
-#: by name.
+#: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends, so these two
+#: must be named.
 TRANSPORTS = ("shm", "nixl", "tcp")
 
 #: What ``auto`` means while pages stay on this machine. UCX listens on every interface that it finds and authenticates
-#: nobody, so NIXL is had by name, or by naming an interface that other machines reach.
+#: no peer, so NIXL must be named, or an interface that other machines reach.
 LOCAL_TRANSPORTS = ("shm", "tcp")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class TransportSettings:
     """What transports need to know of the node.
 
     Attributes:
         name: of a transport, or ``auto`` for all that this node can have.
         host: address on which a reader listens for pages.
         cluster_key: empty: none.
-        gpu_direct: pages leave from and arrive in a GPU's own memory; NIXL's alone.
+        gpu_direct: pages leave from and arrive in a GPU's own memory; only NIXL can do that.
     """
 
     name: str = "auto"
@@ -52,12 +54,18 @@ class Settings:
     cluster_key: bytes = field(default=b"", repr=False)
     gpu_direct: bool = False
 
+    @classmethod
+    def of(cls, config: NodeConfig, incarnation: str) -> "TransportSettings":
+        """TransportSettings of the node that has this configuration."""
+        key = (config.cluster_key or "").encode()
+        return cls(config.transport, incarnation, config.data_host, key, config.gpu_direct)
 
-def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":
+
+def open_reader(store: PageStore, settings: TransportSettings) -> "NegotiatingReader":
     """The decode node's side.
 
     Raises:
-        ConfigError: the transport that was asked for cannot be had here; with ``auto``, none can.
+        ConfigError: the transport that was asked for is not available here; with ``auto``, none is.
     """
 
     def make(name: str) -> ReaderTransport:
@@ -73,10 +81,10 @@ def open_reader(store: PageStore, settings: Settings) -> "ChoosingReader":
             return GroupReader(store, name, host=settings.host, key=settings.cluster_key)
         return TcpReader(store, host=settings.host, key=settings.cluster_key)
 
-    return ChoosingReader(_available(settings, make))
+    return NegotiatingReader(_available(settings, make))
 
 
-def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
+def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWriter":
     """The prefill node's side. Raises as ``open_reader``."""
 
     def make(name: str) -> WriterTransport:
@@ -92,10 +100,10 @@ def open_writer(store: PageStore, settings: Settings) -> "ChoosingWriter":
             return GroupWriter(store, name, key=settings.cluster_key)
         return TcpWriter(store, key=settings.cluster_key)
 
-    return ChoosingWriter(_available(settings, make))
+    return NegotiatingWriter(_available(settings, make))
 
 
-def _available(settings: Settings, make: Callable[[str], T]) -> list[T]:
+def _available(settings: TransportSettings, make: Callable[[str], T]) -> list[T]:
     if settings.name == "inprocess":
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if settings.name != "auto":
@@ -113,7 +121,7 @@ def _available(settings: Settings, make: Callable[[str], T]) -> list[T]:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """One peer's attachment. ``failures``: sentences, of what was tried before ``current``."""
+    """One peer's attachment. ``failures``: sentences about the transports that were tried before ``current``."""
 
     connect: Connect
     offers: dict[str, str]
@@ -123,7 +131,7 @@ class _Attempt:
     failures: list[str] = field(default_factory=list)
 
 
-class ChoosingWriter:
+class NegotiatingWriter:
     """``WriterTransport`` over several; ``transports`` best first."""
 
     def __init__(self, transports: Sequence[WriterTransport]) -> None:
@@ -132,8 +140,8 @@ class ChoosingWriter:
         self.names = tuple(transport.name for transport in transports)
         self._transports = list(transports)
         self._attempts: dict[str, _Attempt] = {}
-        self._draining: dict[str, None] = {}  # peers with writes under way that were detached from
-        self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # a transport's own -> ours, and whose it is
+        self._draining: dict[str, None] = {}  # detached peers with writes under way
+        self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # (transport, its ticket) -> (our ticket, peer)
         self._num_tickets = 0
 
     def attach(self, peer: str, connect: Connect) -> None:
@@ -157,7 +165,11 @@ class ChoosingWriter:
         return ", ".join(self.names)
 
     def _try_next(self, peer: str, attempt: _Attempt) -> None:
-        """Begin with the best that is left. Raises AttachError, with all that was tried, when none is."""
+        """Begin to attach by the best transport that is left.
+
+        Raises:
+            AttachError: none is left; names all that were tried.
+        """
         while attempt.rest:
             transport = attempt.rest.pop(0)
             endpoint = attempt.offers[transport.name]
@@ -208,11 +220,11 @@ class ChoosingWriter:
             return [Attached(peer, attempt.connect.epoch, str(error))]
         return []
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         attempt = self._attempts[peer]
         assert attempt.is_attached and attempt.current is not None
         self._num_tickets += 1
-        ticket = attempt.current.write(peer, pages, piece)
+        ticket = attempt.current.write(peer, pages, slices)
         self._tickets[attempt.current.name, ticket] = (self._num_tickets, peer)
         return self._num_tickets
 
@@ -223,17 +235,17 @@ class ChoosingWriter:
     def detach(self, peer: str) -> bool:
         self._attempts.pop(peer, None)
         is_fenced = self._detach(peer)
-        if is_fenced:  # nobody hears of its tickets any more
+        if is_fenced:  # none of its tickets is reported any more
             self._tickets = {ticket: known for ticket, known in self._tickets.items() if known[1] != peer}
         else:
             self._draining[peer] = None
         return is_fenced
 
     def _detach(self, peer: str) -> bool:
-        return min([transport.detach(peer) for transport in self._transports])  # from all, whatever the first says
+        return min([transport.detach(peer) for transport in self._transports])  # ask all of them
 
     def voided(self, peer: str, endpoint: str) -> None:
-        """``attach`` reads it off the offers."""
+        """Does nothing: ``attach`` passes each transport its part of the offer."""
 
     def files(self) -> Sequence[int]:
         return [file for transport in self._transports for file in transport.files()]
@@ -247,8 +259,8 @@ class ChoosingWriter:
             transport.close()
 
 
-class ChoosingReader:
-    """``ReaderTransport`` over several. Proof that one of them is fenced counts for epochs that it carries."""
+class NegotiatingReader:
+    """``ReaderTransport`` over several. A fence that one of them proves counts for epochs that it carries."""
 
     def __init__(self, transports: Sequence[ReaderTransport]) -> None:
         self.store = transports[0].store
@@ -256,8 +268,8 @@ class ChoosingReader:
         self.names = tuple(transport.name for transport in transports)
         self._transports = list(transports)
         self._offered: dict[str, int] = {}  # peer -> its newest epoch
-        self._chosen: dict[tuple[str, int], str] = {}  # (peer, epoch) -> transport; not proven over
-        self._unasked: dict[tuple[str, int], dict[str, Fenced]] = {}  # proof that came before the choice
+        self._chosen: dict[tuple[str, int], str] = {}  # (peer, epoch) -> transport; until a fence is proven
+        self._unasked: dict[tuple[str, int], dict[str, Fenced]] = {}  # fences that were proven before the choice
         self._news: list[Fenced] = []
 
     def offer(self, peer: str, epoch: int) -> str:
@@ -281,11 +293,11 @@ class ChoosingReader:
         for other in self._transports:
             if other is not named[0]:
                 other.withdraw(peer)
-        # The peer attaches anew only when it has let go of what went before; only the newest epoch needs proof.
+        # The peer attaches again only when it has dropped its earlier attachment; only the newest epoch needs proof.
         self._chosen = {key: name for key, name in self._chosen.items() if key[0] != peer}
         self._chosen[peer, epoch] = transport
         self._unasked.pop((peer, epoch), None)
-        if early is not None:  # it was let in and broke before the peer's word came: both are to be heard of
+        if early is not None:  # it attached and broke before the peer's message came; both count
             self._prove(early)
         return True
 

@@ -1,8 +1,7 @@
-"""Who has connected to a reader and has not shown yet who it is: let in, waited for, turned away.
+"""Connections that have been accepted and have not authenticated themselves yet.
 
-Part of the reader's loop; nothing here blocks. Strangers can wait for a while, and push each other out, but no more: a
-writer shows at once who it is. A process that has no descriptors left does not look at its listener for a while, which
-would be readable all the time.
+Their number and the time that they may take are bounded, so that strangers cannot use up a reader's descriptors. When
+the process runs out of descriptors or memory, the listener is left alone for a second.
 """
 
 import errno
@@ -16,33 +15,35 @@ from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0  # whoever has not shown by then who it is is turned away
-MAX_VISITORS = 64
-REST_S = 1.0
+PATIENCE_S = 10.0  # a connection that has not authenticated itself by then is rejected
+MAX_PENDING = 64
+PAUSE_S = 1.0
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(slots=True, eq=False)
-class Visitor:
-    """A connection, and since when there is one, in seconds."""
+class PendingConnection:
+    """An accepted socket that has not authenticated itself, and the instant at which it was accepted, in seconds."""
 
     connection: socket.socket
     since: float
 
 
-V = TypeVar("V", bound=Visitor)
+V = TypeVar("V", bound=PendingConnection)
 
 
-class Visitors(Generic[V]):
-    """Args:
+class PendingConnections(Generic[V]):
+    """Accepts connections and keeps them until they have authenticated themselves.
+
+    Args:
         listener: not blocking, and closed here.
-        epoll: the reader's, which tells of the listener and of visitors.
-        place: what they visit, for people.
-        make: of a new connection.
-        screen: the reason for which a connection is turned away unheard; empty: none.
+        epoll: the reader's, which reports input of the listener and of pending connections.
+        place: what the peers connect to, for log lines.
+        make: builds the entry of a new connection.
+        screen: the reason for which a connection is rejected unheard; empty: none.
 
     Attributes:
-        dropped: how many were turned away, by reason.
+        dropped: rejected connections, by reason.
     """
 
     def __init__(
@@ -60,28 +61,28 @@ class Visitors(Generic[V]):
         self._place = place
         self._make = make
         self._screen = screen
-        self._present: dict[int, V] = {}  # by descriptor
-        self._rests_until: float | None = None
-        self._has_complained = False
+        self._by_descriptor: dict[int, V] = {}  # by descriptor
+        self._paused_until: float | None = None
+        self._has_logged = False
         epoll.register(listener, select.EPOLLIN)
 
     def __len__(self) -> int:
-        return len(self._present)
+        return len(self._by_descriptor)
 
     def get(self, descriptor: int) -> V | None:
-        return self._present.get(descriptor)
+        return self._by_descriptor.get(descriptor)
 
     def is_listener(self, descriptor: int) -> bool:
         return descriptor == self._listener.fileno()
 
-    def let_in(self, now: float, hear: Callable[[V], None]) -> None:
-        """The listener is readable: everybody who waits there is listened to at once."""
-        for _ in range(MAX_VISITORS):
+    def accept(self, now: float, hear: Callable[[V], None]) -> None:
+        """Accept every connection that waits at the listener, and read what it has sent."""
+        for _ in range(MAX_PENDING):
             try:
                 connection, _address = self._listener.accept()
-            except OSError as error:  # no more, but for the exhausted
+            except OSError as error:  # none waits, or the process has run out of descriptors or memory
                 if error.errno in EXHAUSTED:
-                    self._rest(now, error)
+                    self._pause(now, error)
                 return
             connection.setblocking(False)
             reason = self._screen(connection)
@@ -89,48 +90,48 @@ class Visitors(Generic[V]):
                 self._count(reason)
                 connection.close()
                 continue
-            if len(self._present) >= MAX_VISITORS:
-                self.turn_away(next(iter(self._present.values())), "crowd")
-            visitor = self._present[connection.fileno()] = self._make(connection, now)
+            if len(self._by_descriptor) >= MAX_PENDING:
+                self.reject(next(iter(self._by_descriptor.values())), "crowd")
+            pending = self._by_descriptor[connection.fileno()] = self._make(connection, now)
             self._epoll.register(connection, select.EPOLLIN)
-            hear(visitor)
+            hear(pending)
 
-    def _rest(self, now: float, error: OSError) -> None:
+    def _pause(self, now: float, error: OSError) -> None:
         self._epoll.unregister(self._listener)
-        self._rests_until = now + REST_S
-        if not self._has_complained:
-            self._has_complained = True
-            log.error("nobody new can reach %s, which is tried again every second: %s", self._place, error.strerror)
+        self._paused_until = now + PAUSE_S
+        if not self._has_logged:
+            self._has_logged = True
+            log.error("%s cannot accept connections and retries every second: %s", self._place, error.strerror)
 
-    def look_after(self, now: float) -> None:
-        """To be called now and then, at least once a second."""
-        if self._rests_until is not None and self._rests_until <= now:
-            self._rests_until = None
+    def expire(self, now: float) -> None:
+        """Reject connections that stay silent, and listen again after a pause. Call at least once a second."""
+        if self._paused_until is not None and self._paused_until <= now:
+            self._paused_until = None
             self._epoll.register(self._listener, select.EPOLLIN)
-        for visitor in [visitor for visitor in self._present.values() if visitor.since + PATIENCE_S <= now]:
-            self.turn_away(visitor, "silent")
+        for pending in [pending for pending in self._by_descriptor.values() if pending.since + PATIENCE_S <= now]:
+            self.reject(pending, "silent")
 
-    def turn_away(self, visitor: V, reason: str) -> None:
+    def reject(self, pending: V, reason: str) -> None:
         self._count(reason)
-        self.leave(visitor)
-        visitor.connection.close()
+        self.promote(pending)
+        pending.connection.close()
 
-    def leave(self, visitor: V) -> None:
-        """It is a stranger no more: its connection is the caller's."""
-        del self._present[visitor.connection.fileno()]
-        self._epoll.unregister(visitor.connection)
+    def promote(self, pending: V) -> None:
+        """The connection has authenticated itself and belongs to the caller from here on."""
+        del self._by_descriptor[pending.connection.fileno()]
+        self._epoll.unregister(pending.connection)
 
     def _count(self, reason: str) -> None:
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
-            log.warning("turned a visitor of %s away (%s); further ones are only counted", self._place, reason)
+            log.warning("rejected a connection to %s (%s); further ones are only counted", self._place, reason)
 
     def counters(self) -> dict[str, float]:
-        return {f"turned_away_{reason}": float(count) for reason, count in self.dropped.items()}
+        return {f"rejected_{reason}": float(count) for reason, count in self.dropped.items()}
 
     def close(self) -> None:
-        """Close every connection of theirs, and the listener. Idempotent."""
-        for visitor in self._present.values():
-            visitor.connection.close()
-        self._present.clear()
+        """Close every pending connection and the listener. Idempotent."""
+        for pending in self._by_descriptor.values():
+            pending.connection.close()
+        self._by_descriptor.clear()
         self._listener.close()

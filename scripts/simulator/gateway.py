@@ -1,6 +1,6 @@
-"""The gateway in virtual time: production registry, router, admission and table of requests; no HTTP, text or sockets.
+"""The gateway in virtual time: the production registry, router, admission and dispatcher, without HTTP and text.
 
-It is to ``gateway.requests.dispatcher.Dispatch`` what ``gateway.workers.control_plane.Control`` is in a real gateway.
+``Gateway`` takes the part that ``gateway.workers.control_plane.Control`` has in the real gateway.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Register, Registered, Tokens
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool, WorkerPools
-from scripts.simulator.event_queue import Agenda, Timer
+from scripts.simulator.event_queue import EventQueue, Timer
 
 TICK_S = 1.0
 
 
 class NoText:
-    """A ``Detokenizer`` for those who count tokens and read none."""
+    """A ``Detokenizer`` that produces no text."""
 
     def push(self, ids: Sequence[int]) -> str:
         return ""
@@ -28,26 +29,20 @@ class NoText:
 NO_TEXT = NoText()
 
 
-def _nobody_reads(relay: OutputStream) -> None:
-    pass
+def _ignore(relay: OutputStream) -> None:
+    """Stands for an HTTP handler."""
 
 
 class Answer(OutputStream):
-    """A production relay that notes when tokens come.
+    """A production relay that records when tokens arrive.
 
     Attributes:
-        stamps_s: when each message with tokens came.
-        extra: how many tokens beyond one a message brought, by its place in ``stamps_s``, where it was not one.
+        stamps_s: arrival of each message with tokens.
+        extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
     """
 
-    def __init__(
-        self,
-        ask: GenerateRequest,
-        wake: Callable[[OutputStream], None],
-        on_end: Callable[[OutputStream], None],
-        started_at: float,
-    ) -> None:
-        OutputStream.__init__(self, ask, 0, NO_TEXT, wake, on_end, started_at)
+    def __init__(self, ask: GenerateRequest, started_at: float) -> None:
+        OutputStream.__init__(self, ask, 0, lambda: NO_TEXT, _ignore, started_at)
         self.stamps_s: list[float] = []
         self.extra: dict[int, int] = {}
 
@@ -55,7 +50,7 @@ class Answer(OutputStream):
         ids = self.ids
         num_known = len(ids)
         if message.index == num_known > 0 and not (message.finish or self._early or self.ended_at):
-            ids += message.tokens  # one more of many, and nobody reads it: what the relay would do, without the text
+            ids += message.tokens  # the common case of `Relay.on_tokens`, without text
             self.last_at = now
             if message.timings:
                 self.timings.update(message.timings)
@@ -69,41 +64,41 @@ class Answer(OutputStream):
 
 
 class Gateway:
-    """Args:
-    deliver: takes a message to a node.
-    on_end: told of every answer that is over.
+    """The gateway of a simulated service.
+
+    Args:
+        deliver: sends a message to a node.
+        on_end: called with every answer that has ended.
     """
 
     def __init__(
         self,
         fleet: WorkerPool,
-        agenda: Agenda,
+        events: EventQueue,
         deliver: Callable[[str, Message], None],
         *,
         on_end: Callable[[Answer], None],
     ) -> None:
         self.fleet = fleet
-        self.answers: dict[str, Answer] = {}  # under way
-        self._agenda = agenda
+        self.answers: dict[str, Answer] = {}  # in flight, by request id
+        self._events = events
         self._deliver = deliver
         self._on_end = on_end
         self._is_ticking = False
-        self.requests = Dispatcher(
-            WorkerPools([fleet]), self, agenda, on_start=lambda relay, pair: None, on_end=lambda relay: None
-        )
+        self.requests = Dispatcher(WorkerPools([fleet]), self, self, events, on_end=self._ended)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def ask(self, ask: GenerateRequest) -> Answer:
-        """Take one request in.
+        """Accept a request.
 
         Raises:
-            RequestError: it is turned away.
+            RequestError: the request is refused.
         """
         if not self._is_ticking:
             self._is_ticking = True
-            self._agenda.idle_after(TICK_S, self._tick)
-        answer = self.answers[ask.rid] = Answer(ask, _nobody_reads, self._ended, self._agenda.now())
+            self._events.background_after(TICK_S, self._tick)
+        answer = self.answers[ask.rid] = Answer(ask, self._events.now())
         try:
             self.requests.dispatch([answer])
         except RequestError:
@@ -112,25 +107,24 @@ class Gateway:
         return answer
 
     def abort(self, rid: str) -> None:
-        """The client has gone."""
+        """Abort a request, as a client that disconnects does."""
         self.requests.abort(rid)
 
     def _ended(self, relay: OutputStream) -> None:
-        self.requests.ended(relay)
-        answer = self.answers.pop(relay.ask.rid, None)
+        answer = self.answers.pop(relay.request.rid, None)
         if answer is not None:
             self._on_end(answer)
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def register(self, incarnation: str, register: Register) -> None:
-        """A node introduces itself."""
-        answer = self.fleet.registry.register(incarnation, register, self._agenda.now())
+        """Register a node."""
+        answer = self.fleet.registry.register(incarnation, register, self._events.now())
         assert isinstance(answer, Registered), answer
         self.requests.nodes_came(self.fleet)
 
-    def hear(self, sender: str, messages: Sequence[Message]) -> None:
-        """What a node says."""
+    def on_messages(self, sender: str, messages: Sequence[Message]) -> None:
+        """Handle messages from a node."""
         requests = self.requests
         for message in messages:
             if type(message) is Tokens:
@@ -139,26 +133,29 @@ class Gateway:
                 requests.on_failed(sender, message)
 
     def send(self, message: Message, incarnation: str) -> bool:
-        """To a node, which may have died without anybody's having noticed."""
+        """Send a message to a node; always True, even if the node has died unnoticed."""
         self._deliver(incarnation, message)
         return True
 
+    def drop_soon(self, incarnation: str) -> None:
+        """Never called: ``send`` always succeeds."""
+
     def lose(self, incarnation: str) -> None:
-        """A node is gone."""
+        """Handle the loss of a node."""
         node = self.fleet.registry.remove(incarnation)
         if node is not None:
             self.fleet.router.forget(incarnation)
             self.requests.lost(incarnation, node.name)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
-        return self._agenda.idle_after(delay_s, act, rid)
+        return self._events.background_after(delay_s, act, rid)
 
     def call_soon(self, act: Callable[[], None]) -> None:
-        self._agenda.after(0.0, act)
+        self._events.after(0.0, act)
 
     def _tick(self) -> None:
-        """Once a second, as long as there is something to look after."""
+        """Run the periodic work once a second while requests are in flight."""
         self._is_ticking = bool(self.answers)
         if self._is_ticking:
-            self.requests.tick(self._agenda.now())
-            self._agenda.idle_after(TICK_S, self._tick)
+            self.requests.tick(self._events.now())
+            self._events.background_after(TICK_S, self._tick)

@@ -6,7 +6,7 @@ import pytest
 from support.local_cluster import LocalCluster
 from support.simulated import Limits, Service
 
-from common.cache.prefix_watch import Watch
+from common.cache.prefix_watch import PrefixWatch
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.policies.adaptive import CHOICES, MIN_STAY_S, Adaptive
@@ -23,7 +23,7 @@ def requests(count: int, *, deadline_at: float = 1e9, cached: int = 0) -> list[R
     made = []
     for _ in range(count):
         request = Request(f"{next(NUMBERS)}", 0, tuple(range(100)), SamplingParams(), deadline_at=deadline_at)
-        request.watch = Watch(b"")
+        request.watch = PrefixWatch(b"")
         request.watch.num_tokens = cached
         made.append(request)
     return made
@@ -123,7 +123,7 @@ def test_a_node_tells_what_was_chosen_and_why() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1_000])
 def test_deadlines_that_pass_are_noticed_where_the_requests_waited(lookahead: int) -> None:
     """Every second request has too little time, in the gateway's queue or on the nodes."""
-    service = Service(limits=Limits(max_running=2), schedule_policy="adaptive", gateway_lookahead=lookahead)
+    service = Service(limits=Limits(max_running=2), schedule_policy="adaptive", max_dispatch_ahead=lookahead)
     for number in range(60):
         timeout_s = 0.3 if number % 2 else 20.0
         service.ask(f"r{number}", range(7 * number, 7 * number + 20), 6, at=0.02 * number, timeout_s=timeout_s)
@@ -132,7 +132,7 @@ def test_deadlines_that_pass_are_noticed_where_the_requests_waited(lookahead: in
     assert missed >= 10
     decode = service.cluster.nodes["decode-1........"]
     assert decode.role.counters()["adaptive_orders_edf"] > 10
-    in_gateway = service.cluster.gateway.fleet.backlog.order.policy
+    in_gateway = service.cluster.gateway.fleet.queue.order.policy
     assert (in_gateway.totals()["adaptive_orders_edf"] > 10) == (lookahead == 0)
 
 

@@ -15,7 +15,7 @@ from common.scheduling.policies.factory import make_order
 from common.scheduling.waiting_queue import WaitingQueue
 
 MODULE = '''
-from common.policies import Policy
+from common.scheduling.policies.base import Policy
 
 class Backwards(Policy):
     """Last come, first served, with what it inherits."""

@@ -12,7 +12,7 @@ from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_order
 from common.step_plan import StepResult
 from decode_node.prealloc_queue import Limits
-from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler import DecodeScheduler, Sampled
 
 
 class Node:
@@ -28,12 +28,13 @@ class Node:
             order=make_order(SchedulingOptions(), cache),
             ratio=NewTokenRatio(RatioConstants()),
             eos_token_ids=(),
+            is_connected=lambda source: False,
         )
         self.done: dict[str, int] = {}
 
     def submit(self, rid: str, length: int, *, new: int = 50) -> None:
         prompt = tuple(range(len(rid) * 1_000, len(rid) * 1_000 + length))
-        self.scheduler.submit(Request(rid, 0, prompt, SamplingParams(max_new_tokens=new)), is_local=True)
+        self.scheduler.submit(Request(rid, 0, prompt, SamplingParams(max_new_tokens=new)), source=None)
 
     def step(self) -> tuple[int, int]:
         """Tokens of chunks, and decode rows, in the next step; (0, 0) if there is none."""
@@ -42,9 +43,8 @@ class Node:
             return 0, 0
         chunks = sum(row.num_tokens for row in plan.rows if row.tokens is not None)
         for sampled in self.scheduler.commit(StepResult(plan.step, (7,) * sum(row.sample for row in plan.rows))):
-            if sampled.finish:
+            if isinstance(sampled, Sampled) and sampled.finish:
                 self.done[sampled.request.rid] = len(sampled.request.output)
-                self.scheduler.end(sampled.request.key)
         self.scheduler.check()
         return chunks, sum(row.tokens is None for row in plan.rows)
 

@@ -12,20 +12,20 @@ from decode_node.request_state import State
 def lose_all(node: Node, rid: str) -> Request:
     """Retract a running request, and its KV goes from the cache too."""
     request = node.places.running[rid, 0]
-    node.scheduler.giving_way.retract(request, node.now, "for the test")
+    node.scheduler._preemptor.retract(request, node.now, "for the test")
     node.cache.clear()
     return request
 
 
 def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None:
     node = Node(resume_tokens=30)  # it lacks 31
-    node.scheduler.line.can_resume = lambda key: True
+    node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)
     lose_all(node, "a")
     num_output = len(request.output)
     assert node.step() == [], "it is not computed here"
     assert node.grant() == ["a"]
-    assert node.scheduler.line.admission.reservations[request.key].num_pages == -(-(30 + num_output - 1) // PAGE)
+    assert node.scheduler._reservations.by_key[request.key].num_pages == -(-(30 + num_output - 1) // PAGE)
     node.receive("a")
     assert len(request.output) == num_output, "the token sampled there is not a new one"
     assert request.num_computed == request.num_tokens - 1
@@ -38,7 +38,7 @@ def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
     resume_tokens: int | None, can_resume: bool
 ) -> None:
     node = Node(resume_tokens=resume_tokens)
-    node.scheduler.line.can_resume = lambda key: can_resume
+    node.connected |= {"prefill"} if can_resume else set()
     node.run_in("a", 30, new=9)
     lose_all(node, "a")
     assert node.grant() == []
@@ -49,9 +49,9 @@ def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
 
 def test_what_is_still_cached_is_not_fetched_again() -> None:
     node = Node(resume_tokens=8)
-    node.scheduler.line.can_resume = lambda key: True
+    node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)
-    node.scheduler.giving_way.retract(request, node.now, "for the test")
+    node.scheduler._preemptor.retract(request, node.now, "for the test")
     assert node.grant() == []
     node.step()
     assert node.state("a") in (State.EXTENDING, State.RUNNING)
@@ -59,11 +59,11 @@ def test_what_is_still_cached_is_not_fetched_again() -> None:
 
 def test_a_prefill_node_that_fails_to_compute_it_again_leaves_it_to_this_node() -> None:
     node = Node(resume_tokens=8)
-    node.scheduler.line.can_resume = lambda key: True
+    node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)
     lose_all(node, "a")
     node.grant()
-    reserved = node.scheduler.line.admission.reservations[request.key].pages
+    reserved = node.scheduler._reservations.by_key[request.key].pages
     node.scheduler.not_received(("a", 0), node.now)
     node.books.free(reserved, Owner.GRANT)  # as the receiver does after the fence
     node.check()

@@ -18,12 +18,12 @@ from common.errors import ErrorCode
 from common.wire.messages import Closed, PagesWritten, PrefillDone, Resend
 from kv_transfer.checksums import Checksums
 from kv_transfer.events import Completed, TransferFailed
-from kv_transfer.page_mapping import Fit, parts_of
+from kv_transfer.page_mapping import PageMapping, parts_of
 from kv_transfer.page_slices import copy
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import MAX_RESENDS
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.states import MAX_RESENDS
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from scripts.simulator.inprocess_transport import Fault, Wire
 from tests.kv_transfer.test_unequal_transfer import SIZES, Nodes
 
@@ -76,16 +76,16 @@ def test_a_page_of_a_device_is_read_from_the_device_and_where_it_came_to_from_th
 @pytest.mark.parametrize(("source_size", "target_size"), [(2, 4), (4, 2), (4, 4)])
 def test_both_ends_sum_a_piece_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
     ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
-    fit = Fit(ours, theirs)
+    mapping = PageMapping(ours, theirs)
     source, target = MemfdStore(1, ours), MemfdStore(1, theirs)
     source.memory[:] = bytes(range(len(source.memory)))
-    for number, piece in enumerate(fit.pieces):
-        if piece is None:
+    for number, slices in enumerate(mapping.slice_pairs):
+        if slices is None:
             target.memory[:] = source.memory[:]
         else:
-            copy(piece, memoryview(source.memory), memoryview(target.memory))
-        runs = parts_of(theirs, fit.units.per_target)[number % fit.units.per_target].runs(theirs)
-        assert Checksums(source).of_source(0, piece) == Checksums(target).of_target(0, runs)
+            copy(slices, memoryview(source.memory), memoryview(target.memory))
+        runs = parts_of(theirs, mapping.units.per_target)[number % mapping.units.per_target].runs(theirs)
+        assert Checksums(source).of_source(0, slices) == Checksums(target).of_target(0, runs)
 
 
 # ---- the protocol ---------------------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ class Ends:
     def __init__(self, transport: str, source: MemfdStore, target: MemfdStore) -> None:
         self.source, self.target = source, target
         self.books = PageAllocator(target.num_pages)
-        self.reader = open_reader(target, Settings(transport, DECODE))
-        self.writer = open_writer(source, Settings(transport, PREFILL))
+        self.reader = open_reader(target, TransportSettings(transport, DECODE))
+        self.writer = open_writer(source, TransportSettings(transport, PREFILL))
         self.sender = Sender(self.writer, digest="model")
         self.receiver = Receiver(self.reader, self.books, name="decode-0", digest="model", wants_checksums=True)
         self.events: list[Any] = []

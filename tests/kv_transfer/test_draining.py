@@ -8,8 +8,8 @@ from support.kv_fakes import DECODE, GEOMETRY, MemfdStore
 
 from common.errors import ErrorCode
 from common.wire.messages import AbortTransfer, Closed, Connect, Connected, Grant, PagesWritten, PrefillDone
-from kv_transfer.receive.connections import RESUME_LEASE_S
 from kv_transfer.send.sender import Sender
+from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Attached, to_message
 
 NUM_PAGES = 8
@@ -96,7 +96,7 @@ def test_a_pair_that_breaks_can_form_again_and_only_then_its_transfers_go_on(sto
     assert messages == [(DECODE, Connected(2, "slow"))]
     if not resumes:
         [release] = released
-        assert (release.ok, release.reason) == (False, "the decode node has connected anew")
+        assert (release.ok, release.reason) == (False, "the decode node has connected again")
         return
     assert released == []
     sender.on_message(DECODE, Grant("r", 0, 1, 0, (5,)), 0.0)

@@ -22,9 +22,9 @@ from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leav
 
 from common.errors import ConfigError
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, to_message
-from kv_transfer.transports.tcp.protocol import Line
+from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed import backend as group_backend
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
@@ -74,7 +74,7 @@ def test_pieces_of_a_page_are_gathered_and_scattered(
     assert isinstance(writer.store, MemfdStore)
     writer.store.memory[SIZE : 2 * SIZE] = bytes(range(SIZE))
     front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
-    ticket = writer.write(DECODE, [(1, 5)], Piece(GEOMETRY, front, GEOMETRY, back))
+    ticket = writer.write(DECODE, [(1, 5)], SlicePair(GEOMETRY, front, GEOMETRY, back))
     assert until(writer.done) == [ticket]
     assert store.read(5) == bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
     assert writer.counters()["bytes_by_gloo"] == SIZE // 2
@@ -147,7 +147,7 @@ def test_a_writer_whose_reader_falls_silent_within_the_group_says_so(
     monkeypatch.setattr(group_form, "FORM_S", 0.3)
     monkeypatch.setattr(group_backend, "FORM_S", 0.3)
     silent = GroupReader(store, "gloo", key=KEY)
-    silent._inlet = lambda line, owner: Deaf(line)  # type: ignore[assignment,return-value]
+    silent._make_receive_thread = lambda authenticated, owner: Deaf(authenticated)  # type: ignore[assignment,return-value]
     writer.attach(DECODE, offer(silent))
     [attached] = until(lambda: silent.poll(0.0) or writer.poll())
     assert attached.problem.startswith("the gloo connection to decode node decode-0 at 127.0.0.1 port")
@@ -158,15 +158,15 @@ def test_a_writer_whose_reader_falls_silent_within_the_group_says_so(
 
 
 class Deaf:
-    """An inlet that does nothing."""
+    """An thread that does nothing."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, authenticated: AuthenticatedConnection) -> None:
+        self.authenticated = authenticated
 
     def start(self) -> None: ...
 
     def shut(self) -> None:
-        self.line.connection.close()
+        self.authenticated.connection.close()
 
     def collect(self) -> bool:
         return True
@@ -174,9 +174,16 @@ class Deaf:
     def join(self) -> None: ...
 
 
-def entry(line: Line, key: bytes, value: bytes, *, magic: bytes = ENTRY_MAGIC, mac: bytes | None = None) -> bytes:
+def entry(
+    authenticated: AuthenticatedConnection,
+    key: bytes,
+    value: bytes,
+    *,
+    magic: bytes = ENTRY_MAGIC,
+    mac: bytes | None = None,
+) -> bytes:
     header = HEADER.pack(magic, len(key), len(value))
-    seal = line.seal(b"rendezvous writer")
+    seal = authenticated.seal(b"rendezvous writer")
     return header + (seal.mac(header + key + value) if mac is None else mac) + key + value
 
 
@@ -189,28 +196,33 @@ def address(host: str, port: int = 1) -> bytes:
 @pytest.mark.parametrize(
     ("frames", "why"),
     [
-        (lambda line: [b"GET / HTTP/1.1\r\nHost: a.node\r\n"], "has no place"),
-        (lambda line: [HEADER.pack(ENTRY_MAGIC, 3, 2**32 - 1) + bytes(40)], "has no place"),
-        (lambda line: [HEADER.pack(ENTRY_MAGIC, 2**16 - 1, 5) + bytes(40)], "has no place"),
-        (lambda line: [entry(line, b"", b"x")], "has no place"),
-        (lambda line: [entry(line, b"k", b"", magic=MADE_MAGIC)], "has no place"),
-        (lambda line: [entry(line, b"0/0", address("127.0.0.1"), mac=bytes(16))], "did not say"),
-        (lambda line: [entry(line, b"0/0", address("127.0.0.9"))], "not its own"),
-        (lambda line: [entry(line, b"0/0", b"x" * 170)], "not its own"),
-        (lambda line: [entry(line, b"0/1", address("127.0.0.1"))], "settled already"),
-        (lambda line: [entry(line, b"a", address("127.0.0.1"))] * 2, "settled already"),
-        (lambda line: [entry(line, b"\xff", address("127.0.0.1"))], "settled already"),
-        (lambda line: [entry(line, b"%d" % i, address("127.0.0.1")) for i in range(MAX_ENTRIES + 1)], "too much"),
-        (lambda line: [entry(line, b"", b"", magic=MADE_MAGIC)] * 2, "has no place"),
+        (lambda authenticated: [b"GET / HTTP/1.1\r\nHost: a.node\r\n"], "has no place"),
+        (lambda authenticated: [HEADER.pack(ENTRY_MAGIC, 3, 2**32 - 1) + bytes(40)], "has no place"),
+        (lambda authenticated: [HEADER.pack(ENTRY_MAGIC, 2**16 - 1, 5) + bytes(40)], "has no place"),
+        (lambda authenticated: [entry(authenticated, b"", b"x")], "has no place"),
+        (lambda authenticated: [entry(authenticated, b"k", b"", magic=MADE_MAGIC)], "has no place"),
+        (lambda authenticated: [entry(authenticated, b"0/0", address("127.0.0.1"), mac=bytes(16))], "did not say"),
+        (lambda authenticated: [entry(authenticated, b"0/0", address("127.0.0.9"))], "not its own"),
+        (lambda authenticated: [entry(authenticated, b"0/0", b"x" * 170)], "not its own"),
+        (lambda authenticated: [entry(authenticated, b"0/1", address("127.0.0.1"))], "settled already"),
+        (lambda authenticated: [entry(authenticated, b"a", address("127.0.0.1"))] * 2, "settled already"),
+        (lambda authenticated: [entry(authenticated, b"\xff", address("127.0.0.1"))], "settled already"),
+        (
+            lambda authenticated: [
+                entry(authenticated, b"%d" % i, address("127.0.0.1")) for i in range(MAX_ENTRIES + 1)
+            ],
+            "too much",
+        ),
+        (lambda authenticated: [entry(authenticated, b"", b"", magic=MADE_MAGIC)] * 2, "has no place"),
     ],
 )
 def test_what_cannot_be_meant_while_a_group_forms_ends_it(
-    reader: GroupReader, frames: Callable[[Line], list[bytes]], why: str
+    reader: GroupReader, frames: Callable[[AuthenticatedConnection], list[bytes]], why: str
 ) -> None:
     intruder = Intruder(reader)
-    line = intruder.line(offer(reader))
+    authenticated = intruder.authenticated(offer(reader))
     until(lambda: reader.poll(0.0) or intruder.connection.recv(1, socket.MSG_PEEK))  # its own address has come
-    intruder.connection.sendall(b"".join(frames(line)))
+    intruder.connection.sendall(b"".join(frames(authenticated)))
     [fenced] = until(lambda: reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
     assert why in fenced.reason
@@ -228,7 +240,7 @@ def test_an_address_of_the_peers_host_passes_and_no_other() -> None:
     assert not is_sound("gloo", address("127.0.0.1"), "10.0.0.1")
 
 
-class Liar(Line):
+class Liar(AuthenticatedConnection):
     """One without the secret of the offer."""
 
     def proof(self, label: bytes) -> bytes:
@@ -237,15 +249,15 @@ class Liar(Line):
 
 def test_a_stranger_who_takes_the_peers_place_in_the_group_is_found_out(reader: GroupReader, store: MemfdStore) -> None:
     intruder = Intruder(reader)
-    line = intruder.line(offer(reader))
+    authenticated = intruder.authenticated(offer(reader))
     with pytest.raises(OSError):
-        form(Liar(line.connection, line.terms, KEY), "gloo", WRITER, Pages(store, "gloo"))
+        form(Liar(authenticated.connection, authenticated.terms, KEY), "gloo", WRITER, Pages(store, "gloo"))
     [fenced] = until(lambda: reader.poll(0.0))
     assert "somebody else answered within the group" in fenced.reason
 
 
 def test_gloos_own_port_takes_nobody_once_the_group_is_formed(reader: GroupReader, writer: GroupWriter) -> None:
-    """Each visitor would stay in our table of files for as long as the pair lives."""
+    """Each pending would stay in our table of files for as long as the pair lives."""
 
     def listening() -> set[int]:
         connections = psutil.Process().net_connections("tcp4")
@@ -341,8 +353,8 @@ def test_an_address_that_is_not_ours_is_refused_with_the_flag_named(store: Memfd
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
         "import sys; sys.path.insert(0, 'tests'); from kv_fakes import MemfdStore;"
-        "from kv_transfer.transports.negotiation import Settings, open_reader, open_writer;"
-        "open_reader(MemfdStore(1), Settings('auto')), open_writer(MemfdStore(1), Settings('tcp'));"
+        "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
+        "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60).returncode == 0

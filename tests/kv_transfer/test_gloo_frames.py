@@ -20,7 +20,7 @@ from support.nursery import Nursery
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import from_message
-from kv_transfer.transports.tcp.protocol import HELLO, MAC_BYTES, WELCOME, Line, Terms
+from kv_transfer.transports.tcp.protocol import HELLO, MAC_BYTES, WELCOME, AuthenticatedConnection, Terms
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.reader import magic_of
@@ -50,13 +50,13 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class Relay:
-    """Forms a group over a line, through changes to what our end says; ``group`` is what becomes of it."""
+    """Forms a group over a authenticated, through changes to what our end says; ``group`` is what becomes of it."""
 
-    def __init__(self, line: Line, rank: int, changes: list[Change]) -> None:
+    def __init__(self, authenticated: AuthenticatedConnection, rank: int, changes: list[Change]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.inner = socket.create_connection(listener.getsockname())
             self.outer, _ = listener.accept()
-        self.line = line
+        self.authenticated = authenticated
         self.group: Group | None = None
         self._store = MemfdStore(1)
         self._threads = [
@@ -69,21 +69,21 @@ class Relay:
         _, key_bytes, value_bytes = HEADER.unpack(header)
         entry = header + exactly(self.outer, MAC_BYTES + key_bytes + value_bytes)
         header = HEADER.pack(MADE_MAGIC, 0, 0)
-        made = header + line.seal(b"rendezvous " + (b"writer", b"reader")[rank]).mac(header)
+        made = header + authenticated.seal(b"rendezvous " + (b"writer", b"reader")[rank]).mac(header)
         self.meant, self.said = entry + made, b"".join(mangled([entry, made], changes))
         with contextlib.suppress(OSError):
-            line.connection.sendall(self.said)
+            authenticated.connection.sendall(self.said)
             if len(self.said) < len(self.meant):  # else it hears enough to judge
-                line.connection.shutdown(socket.SHUT_WR)
+                authenticated.connection.shutdown(socket.SHUT_WR)
 
     def _form(self, rank: int) -> None:
         with contextlib.suppress(OSError):
-            line = Line(self.inner, self.line.terms, self.line.key)
-            self.group = form(line, "gloo", rank, Pages(self._store, "gloo"))
+            authenticated = AuthenticatedConnection(self.inner, self.authenticated.terms, self.authenticated.key)
+            self.group = form(authenticated, "gloo", rank, Pages(self._store, "gloo"))
 
     def _carry_back(self) -> None:
         with contextlib.suppress(OSError):
-            while data := self.line.connection.recv(4096):
+            while data := self.authenticated.connection.recv(4096):
                 self.outer.sendall(data)
         with contextlib.suppress(OSError):
             self.outer.shutdown(socket.SHUT_RDWR)
@@ -92,7 +92,7 @@ class Relay:
         """Close everything, as soon as it is known what became of it. Returns whether a group has formed."""
         self._threads[0].join(20)
         assert not self._threads[0].is_alive()
-        for connection in (self.line.connection, self.outer, self.inner):
+        for connection in (self.authenticated.connection, self.outer, self.inner):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -107,7 +107,7 @@ def terms(connect: Connect, token: bytes, nonces: tuple[bytes, bytes]) -> Terms:
     return Terms(magic_of("gloo"), token, 0, 1, connect.epoch, size, connect.num_pages, *nonces)
 
 
-def as_writer(connect: Connect) -> Line:
+def as_writer(connect: Connect) -> AuthenticatedConnection:
     """Shake hands with the reader that offers this."""
     host, port, token, _ = json.loads(connect.endpoint)["gloo"].split(":")
     connection = socket.create_connection((host, int(port)), 10)
@@ -117,10 +117,10 @@ def as_writer(connect: Connect) -> Line:
     connection.sendall(agreed.proof(KEY, b"writer"))
     exactly(connection, 32)
     connection.settimeout(None)
-    return Line(connection, agreed, KEY)
+    return AuthenticatedConnection(connection, agreed, KEY)
 
 
-def as_reader(writer: End, connect: Connect) -> Line:
+def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
     """Have the writer attach to us, and shake hands."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = json.dumps({"gloo": f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"})
@@ -132,7 +132,7 @@ def as_reader(writer: End, connect: Connect) -> Line:
     connection.sendall(WELCOME.pack(b"r" * 32, agreed.proof(KEY, b"reader")))
     exactly(connection, 32)
     connection.sendall(agreed.proof(KEY, b"let in"))
-    return Line(connection, agreed, KEY)
+    return AuthenticatedConnection(connection, agreed, KEY)
 
 
 @pytest.mark.parametrize("rank", [WRITER, READER], ids=["to the reader", "to the writer"])

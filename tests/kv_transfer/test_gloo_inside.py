@@ -18,7 +18,7 @@ from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed import backend as group_backend
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
-from kv_transfer.transports.torch_distributed.reader import GroupInlet
+from kv_transfer.transports.torch_distributed.reader import GroupReceiveThread
 
 __all__ = ["_strangers_leave", "intruder", "reader", "store", "writer"]
 
@@ -52,7 +52,7 @@ def test_a_page_whose_bytes_were_changed_on_the_way_lands_nowhere_and_ends_the_p
     assert intruder.answer() == (1, 3)
     intruder.send(2, 7, changed=at)
     [fenced] = until(lambda: intruder.reader.poll(0.0))
-    assert "came changed" in fenced.reason
+    assert "were changed on the way" in fenced.reason
     assert set(store.read(2)) == {0}
     assert intruder.answer() is None
 
@@ -149,11 +149,11 @@ def test_a_writer_says_so_while_its_pages_are_still_being_read(
 ) -> None:
     """A reader that takes nothing, and a backend that cannot be cut short."""
     is_over = threading.Event()
-    monkeypatch.setattr(GroupInlet, "_receive_pages", lambda inlet, group: is_over.wait(10))
+    monkeypatch.setattr(GroupReceiveThread, "_receive_pages", lambda thread, group: is_over.wait(10))
     attach(writer, reader)
     monkeypatch.setattr(Group, "abort", lambda group: None)
     tickets = [writer.write(DECODE, [(page, page)]) for page in range(2)]
-    until(lambda: next(iter(writer._lanes.values()))[1].outlet._is_sending)  # type: ignore[union-attr]
+    until(lambda: next(iter(writer._by_descriptor.values()))[1].thread._is_sending)  # type: ignore[union-attr]
     for _ in range(3):
         assert writer.detach(DECODE) is False
         assert (writer.poll(), writer.done()) == ([], [])

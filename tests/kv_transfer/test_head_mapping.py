@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.cache.page_layout import PageLayout
-from kv_transfer.head_mapping import HeadRoute, heads_of, pieces, routes
+from kv_transfer.head_mapping import HeadRoute, heads_of, routes, slice_pairs
 
 HEADS = (1, 2, 3, 4, 6, 8)
 MODEL = PageLayout(num_layers=2, num_kv_heads=1, head_dim=1, page_size=2, dtype="float32")
@@ -80,7 +80,7 @@ def test_what_is_shipped_by_the_routes_is_what_plain_slices_say(num_heads: int, 
         sources = [_pages(kv[:, :, held], ours.page_size) for held in plain(num_heads, source_size)]
         targets = [np.zeros((num_tokens // theirs.page_size, *theirs.shape), np.int32) for _ in range(target_size)]
         for route in routes(num_heads, source_size, target_size):
-            moved = pieces(route, ours, theirs)
+            moved = slice_pairs(route, ours, theirs)
             size = min(page_sizes)
             for unit in range(num_tokens // size):
                 source = sources[route.source][unit * size // ours.page_size].view(np.uint8).reshape(-1)

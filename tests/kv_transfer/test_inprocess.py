@@ -8,7 +8,13 @@ from support.kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, MemfdStore
 from common.errors import ConfigError
 from common.wire.messages import Connect
 from kv_transfer.transports.base import Attached, Fenced, to_message
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter, Settings, open_reader, open_writer
+from kv_transfer.transports.negotiation import (
+    NegotiatingReader,
+    NegotiatingWriter,
+    TransportSettings,
+    open_reader,
+    open_writer,
+)
 from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 
@@ -177,7 +183,7 @@ def test_what_was_lost_before_is_over_too_where_a_pair_waits_for_what_cannot_be_
 
 def test_a_choosing_pair_over_such_a_wire_attaches_anew_only_when_it_is_still() -> None:
     ends = Ends({}, can_recall=False)
-    writer, reader = ChoosingWriter([ends.writer]), ChoosingReader([ends.reader])
+    writer, reader = NegotiatingWriter([ends.writer]), NegotiatingReader([ends.reader])
     assert ends.writer.detach(DECODE)
     ends.reader.poll(0)
 
@@ -198,5 +204,5 @@ def test_a_choosing_pair_over_such_a_wire_attaches_anew_only_when_it_is_still() 
 def test_processes_of_their_own_cannot_have_it(end: object) -> None:
     store = MemfdStore(4)
     with pytest.raises(ConfigError, match="--transport inprocess joins nodes of one process"):
-        end(store, Settings("inprocess"))  # type: ignore[operator]
+        end(store, TransportSettings("inprocess"))  # type: ignore[operator]
     store.close()

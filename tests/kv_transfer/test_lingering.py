@@ -1,4 +1,4 @@
-"""Writes that cannot be called back, as NIXL's, when their pair is let go of: they hold no source pages, and nobody
+"""WriteQueue that cannot be called back, as NIXL's, when their pair is let go of: they hold no source pages, and nobody
 believes that they come."""
 
 from support.couples import KEY, shipped
@@ -6,18 +6,18 @@ from support.kv_fakes import DECODE, PREFILL, Couple
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
+from common.request import RequestKey
 from common.wire.messages import Closed, Connected, Grant
 from kv_transfer.events import Completed
 from kv_transfer.receive.connections import BACKOFF_S
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key
-from kv_transfer.send.tombstones import End
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from kv_transfer.send.tombstones import TransferEnd
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from scripts.simulator.inprocess_transport import Wire
 
 
-def in_flight(*others: Key) -> Couple:
+def in_flight(*others: RequestKey) -> Couple:
     """A transfer of two pages with one on its way that cannot be called back, and others of which nothing is."""
     couple = Couple(Wire(latency=3, can_recall=False))
     couple.connect()
@@ -34,7 +34,7 @@ def test_writes_that_cannot_be_called_back_are_retried_after_a_break_once_they_a
     """That they are over says nothing of whether they have come."""
     other = ("s", 0)
     couple = in_flight(other)
-    couple.sender._sever(DECODE, End("failed", "a snap"), is_all=False, is_resumed=True)
+    couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
     couple.settle()
     for _ in range(4):
         couple.tick()
@@ -91,8 +91,8 @@ def test_nothing_is_called_closed_while_such_writes_are_under_way() -> None:
 def chosen() -> Couple:
     """As ``in_flight``, through the choice of transports, which waits where letting go must."""
     couple = Couple(Wire(latency=3, can_recall=False))
-    couple.sender = Sender(ChoosingWriter([couple.writer]), digest="model")
-    couple.receiver = Receiver(ChoosingReader([couple.reader]), couple.books, digest="model")
+    couple.sender = Sender(NegotiatingWriter([couple.writer]), digest="model")
+    couple.receiver = Receiver(NegotiatingReader([couple.reader]), couple.books, digest="model")
     couple.connect()
     shipped(couple, 2)
     return couple
@@ -124,13 +124,13 @@ def test_writes_that_are_known_to_be_over_leave_nothing_of_their_transfer() -> N
     couple.hear_decode()
     assert [type(message) for message in couple.to_decode] == [Connected]
     couple.hear_prefill()
-    assert not couple.sender._outgoing.lingering
+    assert not couple.sender._table.lingering
     couple.assert_nothing_is_held()
 
 
 def test_a_request_that_is_called_off_after_such_a_break_holds_nothing() -> None:
     couple = in_flight()
-    couple.sender._sever(DECODE, End("failed", "a snap"), is_all=False, is_resumed=True)
+    couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
     couple.sender.abort(KEY, "aborted")
     couple.settle()
     assert KEY in couple.released
@@ -142,7 +142,7 @@ def test_a_pair_that_breaks_after_a_request_was_called_off_holds_nothing_of_it()
     couple.sender.abort(KEY, "aborted")
     couple.settle()
     assert KEY not in couple.released, "its page will soon have been read"
-    couple.sender._sever(DECODE, End("failed", "a snap"), is_all=False, is_resumed=True)
+    couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
     couple.settle()
     assert KEY in couple.released
     assert not couple.to_decode

@@ -12,7 +12,7 @@ from kv_transfer.events import PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 
 NUM_PAGES = 8
 
@@ -24,14 +24,16 @@ def store() -> Iterator[MemfdStore]:
     store.close()
 
 
-def connect(reader: ChoosingReader, epoch: int = 1) -> Connect:
+def connect(reader: NegotiatingReader, epoch: int = 1) -> Connect:
     endpoint = reader.offer(PREFILL, epoch)
     return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, reader.name, endpoint)
 
 
-def both(store: MemfdStore, *names: str) -> tuple[list[FakeWriter], ChoosingWriter, list[FakeReader], ChoosingReader]:
+def both(
+    store: MemfdStore, *names: str
+) -> tuple[list[FakeWriter], NegotiatingWriter, list[FakeReader], NegotiatingReader]:
     writers, readers = [FakeWriter(name, store) for name in names], [FakeReader(name, store) for name in names]
-    return writers, ChoosingWriter(writers), readers, ChoosingReader(readers)
+    return writers, NegotiatingWriter(writers), readers, NegotiatingReader(readers)
 
 
 # ---- the choice -------------------------------------------------------------------------------------------------

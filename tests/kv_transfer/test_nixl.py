@@ -1,4 +1,4 @@
-"""How NIXL's writer knocks at a reader's door: whoever is on this host lets it in or turns it away, and is watched.
+"""How NIXL's writer asks a reader on this host to watch it, and is admitted or rejected.
 
 And who begins a write: the loop itself or the writer's thread.
 """
@@ -23,8 +23,8 @@ from kv_transfer.transports.base import AttachError, to_message
 from kv_transfer.transports.nixl import handshake as nixl_attach
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
-from kv_transfer.transports.nixl.handshake import knock
-from kv_transfer.transports.nixl.peer_state import Endpoint, Route, host_id, opened, sealed
+from kv_transfer.transports.nixl.handshake import request_watch
+from kv_transfer.transports.nixl.peer_state import Endpoint, PeerState, host_id, opened, sealed
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
 
@@ -37,14 +37,14 @@ def name() -> str:
 
 
 @pytest.fixture
-def route(name: str) -> Iterator[Route]:
+def peer_state(name: str) -> Iterator[PeerState]:
     connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 8, "nixl", "")
-    route = Route("d" * 32, connect, Endpoint("", 0, 0, f"{name}:{TOKEN}", "elsewhere"), 10.0)
-    yield route
-    if route.door is not None:
-        route.door.close()
-    if route.pidfd >= 0:
-        os.close(route.pidfd)
+    peer_state = PeerState("d" * 32, connect, Endpoint("", 0, 0, f"{name}:{TOKEN}", "elsewhere"), 10.0)
+    yield peer_state
+    if peer_state.watch_socket is not None:
+        peer_state.watch_socket.close()
+    if peer_state.pidfd >= 0:
+        os.close(peer_state.pidfd)
 
 
 @pytest.fixture
@@ -55,53 +55,53 @@ def listener(name: str) -> Iterator[socket.socket]:
         yield listener
 
 
-def test_a_reader_on_this_host_gets_the_token_and_is_watched(route: Route, listener: socket.socket) -> None:
-    assert knock(route) is True
+def test_a_reader_on_this_host_gets_the_token_and_is_watched(peer_state: PeerState, listener: socket.socket) -> None:
+    assert request_watch(peer_state) is True
     connection, _ = listener.accept()
     with connection:
         assert connection.recv(64).hex() == TOKEN
-    assert select.select([route.pidfd], [], [], 0)[0] == []
-    assert route.is_reader_dead is False
+    assert select.select([peer_state.pidfd], [], [], 0)[0] == []
+    assert peer_state.is_reader_dead is False
 
 
-def test_a_reader_on_another_host_is_neither_asked_nor_watched(route: Route) -> None:
-    assert knock(route) is True
-    assert (route.door, route.pidfd) == (None, -1)
+def test_a_reader_on_another_host_is_neither_asked_nor_watched(peer_state: PeerState) -> None:
+    assert request_watch(peer_state) is True
+    assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)
 
 
-@pytest.mark.parametrize("door", ["", f"baton-{'0' * 32}:{TOKEN}"])
-def test_a_reader_on_this_host_that_cannot_be_asked_is_not_written_to(route: Route, door: str) -> None:
+@pytest.mark.parametrize("address", ["", f"baton-{'0' * 32}:{TOKEN}"])
+def test_a_reader_on_this_host_that_cannot_be_asked_is_not_written_to(peer_state: PeerState, address: str) -> None:
     """UCX could copy into its memory from process to process, which no reader and no death of ours would fence."""
-    route.endpoint = msgspec.structs.replace(route.endpoint, door=door, host=host_id())
+    peer_state.endpoint = msgspec.structs.replace(peer_state.endpoint, watch_address=address, host=host_id())
     with pytest.raises(ConnectionError, match="another network namespace"):
-        knock(route)
-    route.endpoint = msgspec.structs.replace(route.endpoint, host="elsewhere")
-    assert knock(route) is True
+        request_watch(peer_state)
+    peer_state.endpoint = msgspec.structs.replace(peer_state.endpoint, host="elsewhere")
+    assert request_watch(peer_state) is True
 
 
 def test_being_turned_away_is_no_sign_of_another_host(
-    route: Route, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    peer_state: PeerState, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader may close before the writer has had a second look at it."""
     plain = nixl_attach.peer_pidfd
 
-    def late(door: socket.socket) -> int:
+    def late(watch_socket: socket.socket) -> int:
         listener.accept()[0].close()
-        return plain(door)
+        return plain(watch_socket)
 
     monkeypatch.setattr(nixl_attach, "peer_pidfd", late)
     with pytest.raises(ConnectionError, match="another token or user"):
-        knock(route)
-    assert (route.door, route.pidfd) == (None, -1)
+        request_watch(peer_state)
+    assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)
 
 
-def test_a_crowd_at_the_door_is_waited_out(route: Route, name: str, listener: socket.socket) -> None:
+def test_a_crowd_at_the_door_is_waited_out(peer_state: PeerState, name: str, listener: socket.socket) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.connect(f"\0{name}")
-        assert knock(route) is False
+        assert request_watch(peer_state) is False
         listener.accept()[0].close()
-        assert knock(route) is True
-    assert route.door is not None
+        assert request_watch(peer_state) is True
+    assert peer_state.watch_socket is not None
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_the_loop_begins_as_many_writes_as_hold_it_for_a_moment(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waking a thread takes longer than a page; but the loop never waits long before it asks what is done."""
-    page_s = GEOMETRY.page_bytes * writer._routes[DECODE].s_per_byte
+    page_s = GEOMETRY.page_bytes * writer._peers[DECODE].s_per_byte
     monkeypatch.setattr(nixl_writer, "HOLD_S", 2.5 * page_s)
     assert writer.done() == []  # a new turn
     here = threading.current_thread().name
@@ -164,14 +164,14 @@ def test_the_loop_begins_as_many_writes_as_hold_it_for_a_moment(
 def test_how_long_a_write_holds_is_learnt_from_the_last_that_was_long(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_writer, "TELLING_BYTES", 2 * GEOMETRY.page_bytes)
-    route = writer._routes[DECODE]
-    route.s_per_byte = guessed = 1e-9
+    monkeypatch.setattr(nixl_writer, "MIN_MEASURED_BYTES", 2 * GEOMETRY.page_bytes)
+    peer_state = writer._peers[DECODE]
+    peer_state.s_per_byte = guessed = 1e-9
     until(writer, [writer.write(DECODE, [(0, 3)])])
-    assert route.s_per_byte == guessed, "a short one tells nothing"
-    route.s_per_byte = 1.0
+    assert peer_state.s_per_byte == guessed, "a short one tells nothing"
+    peer_state.s_per_byte = 1.0
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
-    assert 0 < route.s_per_byte < 1e-3
+    assert 0 < peer_state.s_per_byte < 1e-3
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
     assert beginners == [threading.current_thread().name, "nixl-send", threading.current_thread().name]
 
@@ -193,22 +193,22 @@ def test_a_small_write_that_fails_is_not_over(writer: NixlWriter, monkeypatch: p
     assert writer.counters()["stuck_writes"] == 1
 
 
-def test_a_write_that_came_to_nothing_is_told_of_where_its_pair_waits_for_another(route: Route) -> None:
+def test_a_write_that_came_to_nothing_is_told_of_where_its_pair_waits_for_another(peer_state: PeerState) -> None:
     """Otherwise its transfer, and its source pages, would wait for it for ever."""
     store = MemfdStore(2)
     writer = NixlWriter(store)
-    writer._routes[route.peer] = route
-    route.num_open = 1  # one that is under way
-    ticket = writer.write(route.peer, [(0, 0)])  # this cannot begin: nothing is known of the peer's pages
+    writer._peers[peer_state.peer] = peer_state
+    peer_state.num_open = 1  # one that is under way
+    ticket = writer.write(peer_state.peer, [(0, 0)])  # this cannot begin: nothing is known of the peer's pages
     ends = time.monotonic() + 10
     while not writer.poll():
         assert time.monotonic() < ends, "the connection does not break"
         time.sleep(0.001)
     assert writer.done() == []
-    assert writer.detach(route.peer) is False
+    assert writer.detach(peer_state.peer) is False
     assert writer.done() == [ticket]
-    route.num_open = 0
-    assert writer.detach(route.peer) is True
+    peer_state.num_open = 0
+    assert writer.detach(peer_state.peer) is True
     writer.close()
     store.close()
 
@@ -249,16 +249,16 @@ def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, chan
         opened(json.dumps(said | change), key)
 
 
-def test_who_has_another_key_is_not_attached_to_and_its_word_voids_nothing(route: Route) -> None:
+def test_who_has_another_key_is_not_attached_to_and_its_word_voids_nothing(peer_state: PeerState) -> None:
     stores = MemfdStore(2), MemfdStore(2)
     writer, reader = NixlWriter(stores[0], key=b"ours"), NixlReader(stores[1], key=b"theirs")
     connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 2, "nixl", reader.offer(PREFILL, 1))
-    with pytest.raises(AttachError, match=r"decode-0 offers an endpoint .* sealed with another --cluster-key"):
+    with pytest.raises(AttachError, match=r"the endpoint offered by decode-0 .* sealed with another --cluster-key"):
         writer.attach(DECODE, connect)
-    writer._leaving[DECODE] = route
-    for key, is_void in ((b"theirs", False), (b"ours", True)):
+    writer._leaving[DECODE] = peer_state
+    for key, is_voided in ((b"theirs", False), (b"ours", True)):
         writer.voided(DECODE, sealed(Endpoint("", 0, 0, "", voided=1), key))
-        assert route.is_void is is_void
+        assert peer_state.is_voided is is_voided
     del writer._leaving[DECODE]
     writer.close()
     reader.close()
@@ -291,11 +291,11 @@ def test_nothing_is_invalidated_while_a_process_of_this_host_is_watched(
     for peer, epoch in (("far", 1), ("near", 2)):
         offer(reader, peer, epoch)
         assert reader.chosen(peer, epoch, "nixl")
-    monkeypatch.setattr(reader._door, "watched", lambda: {("near", 2)})
+    monkeypatch.setattr(reader._watch, "watched", lambda: {("near", 2)})
     reader.reclaim("far", 1)
     time.sleep(0.2)
     assert reader._old is None
-    monkeypatch.setattr(reader._door, "watched", lambda: {("near", 1)})
+    monkeypatch.setattr(reader._watch, "watched", lambda: {("near", 1)})
     reader.reclaim("far", 1)
     assert len(wait_for(lambda: reader.poll(0.0))) == 2
 

@@ -13,9 +13,9 @@ from common.config.node import NodeConfig
 from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, PageStore, to_message
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import agent as nixl
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
@@ -75,10 +75,12 @@ def attach(writer: NixlWriter, reader: NixlReader, geometry: Any) -> None:
     assert news == [Attached(DECODE, 1)]
 
 
-def write(writer: NixlWriter, reader: NixlReader, pages: list[tuple[int, int]], piece: Piece | None = None) -> None:
+def write(
+    writer: NixlWriter, reader: NixlReader, pages: list[tuple[int, int]], slices: SlicePair | None = None
+) -> None:
     targets = [target for _, target in pages]
     reader.allow(PREFILL, 1, targets)
-    ticket, done = writer.write(DECODE, pages, piece), []
+    ticket, done = writer.write(DECODE, pages, slices), []
     end = time.monotonic() + 60
     while not (done := done + writer.done()):
         assert time.monotonic() < end, "never over"
@@ -108,7 +110,7 @@ def test_a_piece_of_a_page_goes_directly_too(pair: Callable[..., tuple[NixlWrite
     ours.device_pages[2] = torch.arange(SIZE)
     writer, reader = pair(ours, theirs, directs=(True, True))
     front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
-    write(writer, reader, [(2, 1)], Piece(GEOMETRY, front, GEOMETRY, back))
+    write(writer, reader, [(2, 1)], SlicePair(GEOMETRY, front, GEOMETRY, back))
     half = SIZE // 4  # keys and values, two tokens of four
     page = theirs.device_pages[1].view(2, 2, half)
     assert torch.equal(page[:, 1], torch.arange(SIZE).view(2, 2, half)[:, 0])
@@ -119,7 +121,7 @@ def test_a_piece_of_a_page_goes_directly_too(pair: Callable[..., tuple[NixlWrite
 @pytest.mark.parametrize("open_end", [open_reader, open_writer])
 def test_a_pool_in_host_memory_cannot_be_direct(open_end: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="--gpu-direct moves pages between GPUs, and this pool is in host memory"):
-        open_end(MemfdStore(2), Settings("nixl", gpu_direct=True))
+        open_end(MemfdStore(2), TransportSettings("nixl", gpu_direct=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -131,7 +133,7 @@ def test_memory_that_nixl_does_not_take_for_a_gpus_is_refused_by_the_name_of_the
 
 @pytest.mark.parametrize("words", [{"transport": "auto"}, {"transport": "nixl", "device": "cpu"}], ids=str)
 def test_the_flag_is_refused_where_it_would_do_nothing(words: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="--gpu-direct is NIXL's, between CUDA devices"):
+    with pytest.raises(ConfigError, match="--gpu-direct needs --transport nixl and CUDA"):
         NodeConfig(gpu_direct=True, **words)  # type: ignore[arg-type]
     assert NodeConfig(gpu_direct=True, transport="nixl").gpu_direct is True
 

@@ -1,6 +1,6 @@
 """A NIXL writer on another host is out of sight, and may be dead or not: what it was granted comes back all the same.
 
-Processes of this host stand for other hosts: no door, another name of the host, and UCX left with nothing but TCP, and
+Processes of this host stand for other hosts: no address, another host id, and UCX left with nothing but TCP, and
 little room in its sockets. The decode node is stopped while pages are on their way, so that writes are queued in the
 writer when it is stopped itself.
 """

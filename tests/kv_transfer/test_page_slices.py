@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cache.page_layout import PageLayout
-from kv_transfer.page_mapping import Fit, units_of
-from kv_transfer.page_slices import PageSlice, Piece, copy, whole
-from kv_transfer.transports.tcp.receive_thread import Room
+from kv_transfer.page_mapping import PageMapping, units_of
+from kv_transfer.page_slices import PageSlice, SlicePair, copy, whole
+from kv_transfer.transports.tcp.receive_thread import Destination
 
 GEOMETRY = PageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=4, dtype="float32")  # 8 bytes a token
 SIZES = (1, 2, 3, 4, 6, 8, 12)
@@ -30,14 +30,14 @@ def test_a_whole_page_is_one_run() -> None:
 
 
 def test_some_tokens_are_one_run_for_each_layer_side_and_head() -> None:
-    box = PageSlice(1, 1, 0, 3, 2, 2)  # tokens 2 and 3 of layer 1
-    assert box.runs(GEOMETRY) == [(192 + 16 + 32 * plane, 16) for plane in range(6)]
-    assert box.num_bytes(GEOMETRY) == 96
+    page_slice = PageSlice(1, 1, 0, 3, 2, 2)  # tokens 2 and 3 of layer 1
+    assert page_slice.runs(GEOMETRY) == [(192 + 16 + 32 * plane, 16) for plane in range(6)]
+    assert page_slice.num_bytes(GEOMETRY) == 96
 
 
 def test_some_heads_are_one_run_for_each_layer_and_side() -> None:
-    box = PageSlice(0, 2, 1, 2, 0, 4)  # heads 1 and 2
-    assert box.runs(GEOMETRY) == [(32 + 96 * plane, 64) for plane in range(4)]
+    page_slice = PageSlice(0, 2, 1, 2, 0, 4)  # heads 1 and 2
+    assert page_slice.runs(GEOMETRY) == [(32 + 96 * plane, 64) for plane in range(4)]
 
 
 def test_some_layers_are_one_run() -> None:
@@ -45,7 +45,7 @@ def test_some_layers_are_one_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "box",
+    "page_slice",
     [
         PageSlice(0, 3, 0, 3, 0, 4),
         PageSlice(0, 2, 1, 3, 0, 4),
@@ -54,8 +54,8 @@ def test_some_layers_are_one_run() -> None:
         PageSlice(-1, 1, 0, 1, 0, 1),
     ],
 )
-def test_a_box_that_is_empty_or_reaches_beyond_the_page_is_not_within_it(box: PageSlice) -> None:
-    assert not box.is_within(GEOMETRY)
+def test_a_box_that_is_empty_or_reaches_beyond_the_page_is_not_within_it(page_slice: PageSlice) -> None:
+    assert not page_slice.is_within(GEOMETRY)
 
 
 boxes = st.builds(PageSlice, *(st.integers(0, 2), st.integers(1, 3)) * 3)
@@ -63,8 +63,8 @@ boxes = st.builds(PageSlice, *(st.integers(0, 2), st.integers(1, 3)) * 3)
 
 @given(one=boxes, other=boxes)
 def test_two_boxes_overlap_if_they_have_a_number_in_common(one: PageSlice, other: PageSlice) -> None:
-    def inside(box: PageSlice) -> set[tuple[int, ...]]:
-        ranges = (range(first, first + count) for first, count in zip(box[::2], box[1::2], strict=True))
+    def inside(page_slice: PageSlice) -> set[tuple[int, ...]]:
+        ranges = (range(first, first + count) for first, count in zip(page_slice[::2], page_slice[1::2], strict=True))
         return set(product(*ranges))
 
     assert one.overlaps(other) == other.overlaps(one) == bool(inside(one) & inside(other))
@@ -74,26 +74,26 @@ def test_two_boxes_overlap_if_they_have_a_number_in_common(one: PageSlice, other
 def test_prompts_shipped_in_units_arrive_as_a_plain_gather_would_have_it(source_size: int, target_size: int) -> None:
     """Every length of prompt up to two large pages, one unit at a time."""
     ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
-    fit = Fit(ours, theirs)
+    mapping = PageMapping(ours, theirs)
     for num_tokens in range(1, 2 * max(source_size, target_size) + 1):
         source, target = (
             numbered(ours, ours.num_pages(num_tokens)),
             np.zeros_like(numbered(theirs, theirs.num_pages(num_tokens))),
         )
         told: list[tuple[int, int]] = []
-        for unit in range(fit.units.count(num_tokens)):
-            piece = fit.pieces[fit.number_of(unit)]
-            index, part = divmod(unit, fit.units.per_target)
+        for unit in range(mapping.units.count(num_tokens)):
+            slices = mapping.slice_pairs[mapping.pair_number(unit)]
+            index, part = divmod(unit, mapping.units.per_target)
             from_page, to_page = (
-                memoryview(source[unit // fit.units.per_source]).cast("B"),
+                memoryview(source[unit // mapping.units.per_source]).cast("B"),
                 memoryview(target[index]).cast("B"),
             )
-            if piece is None:
+            if slices is None:
                 to_page[:] = from_page
             else:
-                copy(piece, from_page, to_page)
+                copy(slices, from_page, to_page)
             told.append((index, part))
-            assert unit in fit.units.of_target(index)
+            assert unit in mapping.units.of_target(index)
         assert len(set(told)) == len(told)
         # [page][layer][side][head][token] -> [layer][side][head][token of the prompt]
         flat_source = np.concatenate(list(source), axis=3)[..., :num_tokens, :]
@@ -102,9 +102,9 @@ def test_prompts_shipped_in_units_arrive_as_a_plain_gather_would_have_it(source_
 
 
 def test_equal_pages_are_shipped_whole() -> None:
-    fit = Fit(GEOMETRY, GEOMETRY)
-    assert fit.pieces == (None,)
-    assert (fit.units.tokens, fit.units.per_source, fit.units.per_target) == (4, 1, 1)
+    mapping = PageMapping(GEOMETRY, GEOMETRY)
+    assert mapping.slice_pairs == (None,)
+    assert (mapping.units.tokens, mapping.units.per_source, mapping.units.per_target) == (4, 1, 1)
 
 
 def test_pages_of_which_neither_is_a_multiple_of_the_other_do_not_fit() -> None:
@@ -122,27 +122,27 @@ def test_any_box_goes_into_any_other_of_its_shape_as_a_slice_would(data: st.Data
     counts = [min(a, b) for a, b in zip(whole(ours).counts, whole(theirs).counts, strict=True)]
     counts = [data.draw(st.integers(1, count)) for count in counts]
 
-    def box(geometry: PageLayout) -> PageSlice:
+    def page_slice(geometry: PageLayout) -> PageSlice:
         sizes = whole(geometry).counts
         firsts = [data.draw(st.integers(0, size - count)) for size, count in zip(sizes, counts, strict=True)]
         return PageSlice(*(number for pair in zip(firsts, counts, strict=True) for number in pair))
 
-    piece = Piece(ours, box(ours), theirs, box(theirs))
+    slices = SlicePair(ours, page_slice(ours), theirs, page_slice(theirs))
     source, target = numbered(ours, 1)[0], np.zeros_like(numbered(theirs, 1)[0])
-    copy(piece, memoryview(source).cast("B"), memoryview(target).cast("B"))
+    copy(slices, memoryview(source).cast("B"), memoryview(target).cast("B"))
     expected = np.zeros_like(target)
-    a, b = piece.source, piece.target
+    a, b = slices.source, slices.target
     expected[b.layer : b.layer + b.num_layers, :, b.head : b.head + b.num_heads, b.token : b.token + b.num_tokens] = (
         source[a.layer : a.layer + a.num_layers, :, a.head : a.head + a.num_heads, a.token : a.token + a.num_tokens]
     )
     assert (target == expected).all()
-    assert sum(length for _, _, length in piece.runs) == piece.num_bytes
+    assert sum(length for _, _, length in slices.runs) == slices.num_bytes
 
 
 def test_bytes_that_come_in_dribs_fill_the_runs_in_order() -> None:
     memory = bytearray(20)
     with memoryview(memory) as view:
-        room = Room(view, 4, [(0, 4), (8, 3), (12, 4)])
+        room = Destination(view, 4, [(0, 4), (8, 3), (12, 4)])
         for data in (b"ab", b"cde", b"f", b"ghij", b"k"):
             at = 0
             for place in room.buffers():

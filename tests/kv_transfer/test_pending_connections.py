@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.kv_fakes import MemfdStore
 
-from kv_transfer.transports.pending_connections import REST_S
+from kv_transfer.transports.pending_connections import PAUSE_S
 from kv_transfer.transports.shm import ShmReader
 from kv_transfer.transports.tcp import TcpReader
 
@@ -20,9 +20,9 @@ def open_shm(store: MemfdStore) -> tuple[ShmReader, Callable[[], socket.socket]]
     reader = ShmReader(store)
 
     def visit() -> socket.socket:
-        visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        visitor.connect(f"\0{reader._name}")
-        return visitor
+        pending = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pending.connect(f"\0{reader._name}")
+        return pending
 
     return reader, visit
 
@@ -61,13 +61,13 @@ def test_without_descriptors_a_listener_is_left_alone_for_a_while(
         stack.callback(reader.close)
         stack.enter_context(visit())
         with no_descriptors_left(), caplog.at_level(logging.ERROR):
-            for now in (0.0, REST_S, REST_S + 0.1):
+            for now in (0.0, PAUSE_S, PAUSE_S + 0.1):
                 reader.poll(now)
-                assert bool(select.select(reader.files(), [], [], 0)[0]) is (now == REST_S), "it is looked at again"
+                assert bool(select.select(reader.files(), [], [], 0)[0]) is (now == PAUSE_S), "it is looked at again"
         assert [record.levelname for record in caplog.records] == ["ERROR"]
         assert "Too many open files" in caplog.text
-        reader.poll(2 * REST_S)
-        assert len(reader._visitors) == 0
-        for now in (2 * REST_S + 0.1, 2 * REST_S + 0.2):
+        reader.poll(2 * PAUSE_S)
+        assert len(reader._pending) == 0
+        for now in (2 * PAUSE_S + 0.1, 2 * PAUSE_S + 0.2):
             reader.poll(now)
-        assert len(reader._visitors) == 1
+        assert len(reader._pending) == 1

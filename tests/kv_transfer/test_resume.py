@@ -7,7 +7,15 @@ from support.kv_fakes import DECODE, PREFILL, Couple
 from common.cache.page_allocator import Owner
 from common.wire.messages import Connect, Grant, PrefillDone, Refused, TransferAck
 from kv_transfer.events import Completed
-from kv_transfer.receive.connections import ANSWER_S, BACKOFF_S, FIRST_ANSWER_S, MAX_TRIES, RESUME_LEASE_S, Link
+from kv_transfer.receive.connections import (
+    ANSWER_S,
+    BACKOFF_S,
+    FIRST_ANSWER_S,
+    MAX_BACKOFF_S,
+    MAX_TRIES,
+    Connection,
+)
+from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Fenced
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -20,16 +28,19 @@ def couple() -> Couple:
 # ---- how often, and when --------------------------------------------------------------------------------------------
 
 
-def test_pauses_double_and_end() -> None:
-    link = Link(1, "p")
+def test_pauses_double_up_to_a_limit() -> None:
+    connection = Connection(1, "p", was_attached=True)
     pauses = []
-    while link.broke(10.0):
-        assert link.retry_at is not None
-        pauses.append(link.retry_at - 10.0)
-        link.try_again(2, 10.0)
-        assert (link.retry_at, link.until, link.is_resuming) == (None, 10.0 + ANSWER_S, True)
+    while connection.broke("", 10.0):
+        assert connection.retry_at is not None
+        pauses.append(connection.retry_at - 10.0)
+        connection.offered_again(2, 10.0)
+        assert (connection.retry_at, connection.answer_by, connection.is_reconnecting) == (None, 10.0 + ANSWER_S, True)
     assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (1, 2, 4, 8)]
     assert len(pauses) == MAX_TRIES
+    connection = Connection(1, "p", num_tries=1_000)
+    connection.broke("", 10.0)
+    assert connection.retry_at == 10.0 + MAX_BACKOFF_S
 
 
 def test_the_prefill_node_waits_for_longer_than_all_tries_take() -> None:
@@ -101,7 +112,7 @@ def test_a_page_that_is_lost_with_the_connection_is_shipped_by_the_next() -> Non
     assert couple.pairs_lost == 0
 
 
-@pytest.mark.parametrize("is_before", [True, False], ids=["handoff before", "handoff amid"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["prefill_done before", "prefill_done amid"])
 def test_the_handoff_is_said_once_whenever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
     halfway(couple)
     if is_before:
@@ -170,12 +181,9 @@ def test_an_early_grant_is_granted_anew(couple: Couple) -> None:
 def test_requests_that_begin_amid_a_break_are_granted_when_it_is_mended(couple: Couple) -> None:
     snap(couple)
     couple.open(KEY, 3)
-    couple.begin(KEY, 3, reserve=1)
-    couple.extend(KEY, 1)
+    couple.begin(KEY, 3)
     couple.finish(KEY)
     assert not any(isinstance(message, Grant) for message in couple.to_prefill)
-    couple.run()
-    couple.extend(KEY, 1)
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
 

@@ -8,7 +8,8 @@ from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
 from common.wire.messages import Connect, Refused, Resend
 from kv_transfer.events import Completed, TransferFailed
-from kv_transfer.receive.connections import ANSWER_S, BACKOFF_S, MAX_TRIES, RESUME_LEASE_S
+from kv_transfer.receive.connections import ANSWER_S, BACKOFF_S, MAX_TRIES
+from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Fenced
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -79,7 +80,7 @@ def test_a_try_that_is_refused_or_not_answered_counts_as_one(couple: Couple, is_
             assert isinstance(couple.to_prefill.popleft(), Connect)
             num_connects += 1
             if not is_silent:
-                couple.to_decode.appendleft(Refused("no way there", couple.receiver._links.epoch))
+                couple.to_decode.appendleft(Refused("no way there", couple.receiver._connections.epoch))
                 couple.hear_prefill()
     assert num_connects == MAX_TRIES
     event = couple.events[KEY]

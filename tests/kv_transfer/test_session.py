@@ -6,30 +6,32 @@ import pytest
 
 from common.state_machine import IllegalTransitionError
 from kv_transfer.page_mapping import Units
-from kv_transfer.send.session import MAX_RESENDS, ReceiveSession, SendSession
-from kv_transfer.states import RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, Receiving, SendEvent, Sending
+from kv_transfer.receive.session import PageDelivery, ReceiveSession
+from kv_transfer.send.session import SendSession
+from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, ReceiveState, SendEvent, SendState
 
 KEY = ("r", 0)
 PAGES = Units(1)  # equal on both nodes
+WHOLE_PAGES = PageDelivery()
 
 # Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
 SEND = """
-         open   grant  compute finish start  written resend suspend received retract end     fence
-early    open   early  .       .      .      .       .      early   .        .       closing .
-open     .      open   open    handed open   open    open   open    .        open    closing .
-handed   .      handed .       .      handed handed  handed handed  closed   open    closing .
-closing  .      .      .       .      .      closing .      .       .        .       .       closed
-closed   .      .      .       .      .      .       .      .       .        .       .       .
+          open grant     compute finish    start     written   resend    suspend   acknowledged retract end     fence
+early     open early     .       .         .         .         .         early     .            .       closing .
+open      .    open      open    prefilled open      open      open      open      .            open    closing .
+prefilled .    prefilled .       .         prefilled prefilled prefilled prefilled closed       open    closing .
+closing   .    .         .       .         .         closing   .         .         .            .       .       closed
+closed    .    .         .       .         .         .         .         .         .            .       .       .
 """
 RECEIVE = """
-             grant    deliver corrupt land     handoff  suspend  cancel       lose         close  fence
-reserved     granted  .       .       .        reserved .        freed        freed        freed  freed
-granted      granted  granted granted landed   handed   reserved quarantined  quarantined  freed  freed
-handed       handed   handed  handed  complete .        reserved quarantined  quarantined  freed  freed
-landed       .        .       .       .        complete reserved quarantined  quarantined  freed  freed
-complete     .        .       .       .        .        .        .            .            .      .
-quarantined  .        .       .       .        .        .        .            .            freed  freed
-freed        .        .       .       .        .        .        .            .            .      .
+             grant      deliver    corrupt    land      prefill_done  suspend   cancel       lose         close  fence
+reserved     granted    .          .          .         reserved      .         freed        freed        freed  freed
+granted      granted    granted    granted    landed    prefilled     reserved  quarantined  quarantined  freed  freed
+prefilled    prefilled  prefilled  prefilled  complete  .             reserved  quarantined  quarantined  freed  freed
+landed       .          .          .          .         complete      reserved  quarantined  quarantined  freed  freed
+complete     .          .          .          .         .             .         .            .            .      .
+quarantined  .          .          .          .         .             .         .            .            freed  freed
+freed        .          .          .          .         .             .         .            .            .      .
 """
 
 
@@ -40,8 +42,8 @@ def _cells(grid: str, states: type[StrEnum], events: type[StrEnum]) -> list[tupl
     return [(states(row[0]), events(event), row[1 + i]) for row in rows for i, event in enumerate(header)]
 
 
-@pytest.mark.parametrize(("state", "event", "after"), _cells(SEND, Sending, SendEvent))
-def test_the_sending_end_goes_where_the_table_says(state: Sending, event: SendEvent, after: str) -> None:
+@pytest.mark.parametrize(("state", "event", "after"), _cells(SEND, SendState, SendEvent))
+def test_the_sending_end_goes_where_the_table_says(state: SendState, event: SendEvent, after: str) -> None:
     session = SendSession(KEY, "peer", state)
     assert session.accepts(event) == (after != ".")
     if after == ".":
@@ -53,9 +55,9 @@ def test_the_sending_end_goes_where_the_table_says(state: Sending, event: SendEv
         assert session.state == after
 
 
-@pytest.mark.parametrize(("state", "event", "after"), _cells(RECEIVE, Receiving, ReceiveEvent))
-def test_the_receiving_end_goes_where_the_table_says(state: Receiving, event: ReceiveEvent, after: str) -> None:
-    session = ReceiveSession(KEY, "peer", first=0, num_tokens=1)
+@pytest.mark.parametrize(("state", "event", "after"), _cells(RECEIVE, ReceiveState, ReceiveEvent))
+def test_the_receiving_end_goes_where_the_table_says(state: ReceiveState, event: ReceiveEvent, after: str) -> None:
+    session = receive_session(first=0, pages=[0], num_tokens=1)
     session.state = state
     assert session.accepts(event) == (after != ".")
     if after == ".":
@@ -67,9 +69,15 @@ def test_the_receiving_end_goes_where_the_table_says(state: Receiving, event: Re
         assert session.state == after
 
 
+def receive_session(
+    *, first: int, pages: list[int], num_tokens: int, delivery: PageDelivery = WHOLE_PAGES
+) -> ReceiveSession:
+    return ReceiveSession(KEY, "peer", first=first, pages=pages, num_tokens=num_tokens, delivery=delivery)
+
+
 def test_the_tables_name_nothing_else() -> None:
-    assert len(SEND_TABLE) == sum(after != "." for _, _, after in _cells(SEND, Sending, SendEvent))
-    assert len(RECEIVE_TABLE) == sum(after != "." for _, _, after in _cells(RECEIVE, Receiving, ReceiveEvent))
+    assert len(SEND_TABLE) == sum(after != "." for _, _, after in _cells(SEND, SendState, SendEvent))
+    assert len(RECEIVE_TABLE) == sum(after != "." for _, _, after in _cells(RECEIVE, ReceiveState, ReceiveEvent))
 
 
 def test_a_page_is_due_once_it_is_both_granted_and_computed() -> None:
@@ -111,7 +119,7 @@ def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
         session.fence()
     session.written([0])
     session.fence()
-    assert session.state is Sending.CLOSED
+    assert session.state is SendState.CLOSED
 
 
 def test_a_severed_session_is_closed_with_writes_under_way() -> None:
@@ -120,7 +128,7 @@ def test_a_severed_session_is_closed_with_writes_under_way() -> None:
     session.compute([3])
     session.start(1)
     session.sever()
-    assert session.state is Sending.CLOSED
+    assert session.state is SendState.CLOSED
 
 
 def test_a_prompt_that_is_granted_more_pages_than_it_has_is_noticed_at_its_end() -> None:
@@ -138,14 +146,13 @@ def test_computed_pages_cannot_become_fewer() -> None:
 
 
 def test_pages_land_when_every_part_of_each_is_there() -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_tokens=4, num_ranks=2)
-    session.reserve([8, 9])
+    session = receive_session(first=2, pages=[8, 9], num_tokens=4, delivery=PageDelivery(num_ranks=2))
     session.grant(3)
     assert session.deliver([2, 3], part=0) == []
     assert session.deliver([3], part=1) == [9]
     assert not session.is_landed
     assert session.deliver([2], part=1) == [8]
-    assert session.state is Receiving.LANDED
+    assert session.state is ReceiveState.LANDED
     session.check()
 
 
@@ -155,8 +162,7 @@ def test_pages_land_when_every_part_of_each_is_there() -> None:
     ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond"],
 )
 def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part: int) -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_tokens=4)
-    session.reserve([8, 9])
+    session = receive_session(first=2, pages=[8, 9], num_tokens=4)
     session.grant(1)
     session.deliver([2], part=0)
     assert not session.is_expected(indices, part)
@@ -164,15 +170,15 @@ def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part
 
 
 def test_a_prompt_that_lacks_no_page_has_landed_when_it_is_granted() -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_tokens=2)
+    session = receive_session(first=2, pages=[], num_tokens=2)
     session.grant(1)
-    assert session.state is Receiving.LANDED
+    assert session.state is ReceiveState.LANDED
 
 
-def test_more_pages_than_the_prompt_lacks_cannot_be_reserved() -> None:
-    session = ReceiveSession(KEY, "peer", first=2, num_tokens=3)
+@pytest.mark.parametrize("pages", [[], [1, 2]], ids=["fewer", "more"])
+def test_a_session_has_one_page_for_each_that_the_prompt_lacks(pages: list[int]) -> None:
     with pytest.raises(AssertionError):
-        session.reserve([1, 2])
+        receive_session(first=2, pages=pages, num_tokens=3)
 
 
 def test_only_what_was_written_is_written_again_and_only_so_often() -> None:
@@ -193,8 +199,7 @@ def test_only_what_was_written_is_written_again_and_only_so_often() -> None:
 
 
 def test_a_part_that_came_damaged_is_still_expected_and_only_so_often() -> None:
-    session = ReceiveSession(KEY, "peer", first=0, num_tokens=4, page_size=2)
-    session.reserve([8, 9])
+    session = receive_session(first=0, pages=[8, 9], num_tokens=4, delivery=PageDelivery(2))
     session.grant(1, 2)
     for _ in range(MAX_RESENDS):
         assert session.corrupt([0, 1], 1)
@@ -231,16 +236,14 @@ def test_a_prompt_that_was_written_whole_before_the_break_needs_nothing_more() -
 
 
 def test_after_a_break_only_what_has_not_wholly_arrived_is_lacking() -> None:
-    session = ReceiveSession(KEY, "peer", first=1, num_tokens=14, page_size=2)
-    session.reserve([11, 12, 13, 14, 15, 16])
+    session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], num_tokens=14, delivery=PageDelivery(2))
     session.grant(1, 2)
     for part in (0, 1):
         session.deliver([2, 5], part)
     session.deliver([3], 0)
     session.suspend()
-    assert (session.state, session.epoch) == (Receiving.RESERVED, 0)
-    assert session.lacking(1) == [(1, [11]), (3, [13, 14]), (6, [16])]
-    assert session.lacking(4) == [(4, [14]), (6, [16])]
+    assert (session.state, session.epoch) == (ReceiveState.RESERVED, 0)
+    assert session.lacking() == [(1, [11]), (3, [13, 14]), (6, [16])]
     session.grant(2, 2)
     assert session.is_expected([3], 0)
     assert not session.is_expected([2], 0)

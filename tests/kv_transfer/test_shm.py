@@ -100,17 +100,17 @@ def test_attaching_outlasts_a_full_backlog(
     store: MemfdStore, writer: ShmWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = ShmReader(store, DECODE)
-    reader._visitors._listener.listen(0)
+    reader._pending._listener.listen(0)
     endpoint = offer(reader)
     crowd = []
     for _ in range(3):
-        visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        pending = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         with contextlib.suppress(BlockingIOError):
-            visitor.connect(f"\0{reader._name}")
-        crowd.append(visitor)
+            pending.connect(f"\0{reader._name}")
+        crowd.append(pending)
     assert attach(reader, writer, endpoint) == ""
-    for visitor in crowd:
-        visitor.close()
+    for pending in crowd:
+        pending.close()
     reader.close()
 
 

@@ -37,11 +37,11 @@ def test_an_offer_is_good_for_one_visit(reader: ShmReader, writer: ShmWriter) ->
     ("change", "sentence"),
     [
         ({"endpoint": "baton-" + "0" * 32 + ":" + "0" * 64}, "is not on the host of this prefill node"),
-        ({"endpoint": "/etc/passwd"}, "offers an endpoint that shared memory does not understand"),
-        ({"endpoint": ""}, "offers an endpoint that shared memory does not understand"),
-        ({"epoch": 2}, "said one thing in its offer and another over its socket"),
-        ({"num_pages": NUM_PAGES + 1}, "said one thing in its offer and another over its socket"),
-        ({"num_pages": 2**50}, "said one thing in its offer and another over its socket"),
+        ({"endpoint": "/etc/passwd"}, "is not one of shared memory"),
+        ({"endpoint": ""}, "is not one of shared memory"),
+        ({"epoch": 2}, "over its socket differ"),
+        ({"num_pages": NUM_PAGES + 1}, "over its socket differ"),
+        ({"num_pages": 2**50}, "over its socket differ"),
     ],
     ids=["other host", "path", "empty", "other epoch", "other size", "huge"],
 )
@@ -63,15 +63,15 @@ def test_a_wrong_token_gets_nothing(reader: ShmReader, writer: ShmWriter) -> Non
 
 def test_a_token_with_more_behind_it_is_none(reader: ShmReader) -> None:
     token = bytes.fromhex(offer(reader).endpoint.split(":")[1])
-    with _visit(reader) as visitor:
-        visitor.send(token + b"!")
+    with _visit(reader) as pending:
+        pending.send(token + b"!")
         reader.poll(0.0)
-        assert visitor.recv(100) == b""
+        assert pending.recv(100) == b""
     assert reader.dropped == {"token": 1}
 
 
 def test_another_start_of_the_decode_node_is_not_the_one_that_was_meant(reader: ShmReader, writer: ShmWriter) -> None:
-    assert "said one thing" in attach(reader, writer, offer(reader), peer="e" * 32)
+    assert "over its socket differ" in attach(reader, writer, offer(reader), peer="e" * 32)
 
 
 def test_a_withdrawn_offer_is_void(reader: ShmReader, writer: ShmWriter) -> None:
@@ -92,7 +92,7 @@ def test_a_pool_of_another_size_than_it_says_is_not_mapped(store: MemfdStore, wr
 
 def test_a_pool_whose_file_has_another_size_is_refused_at_start(store: MemfdStore) -> None:
     store.num_pages += 1
-    with pytest.raises(ConfigError, match="the pool's file has 512 bytes, its pages have 576"):
+    with pytest.raises(ConfigError, match="the file of the KV pool has 512 bytes, its pages need 576"):
         ShmReader(store, DECODE)
 
 
@@ -106,13 +106,13 @@ def test_another_user_gets_nothing(child: Child, reader: ShmReader) -> None:
     connect = offer(reader)
     child.ask(do="setuid", uid=65_534)
     assert child.attach(reader, connect) == "decode-0 runs as another user than this prefill node"
-    visitor = _as_nobody(lambda: _visit(reader))
-    visitor.send(bytes.fromhex(connect.endpoint.split(":")[1]))
+    pending = _as_nobody(lambda: _visit(reader))
+    pending.send(bytes.fromhex(connect.endpoint.split(":")[1]))
     reader.poll(0.0)
     assert reader.dropped == {"user": 2}
     with pytest.raises(ConnectionResetError):
-        visitor.recv(100)
-    visitor.close()
+        pending.recv(100)
+    pending.close()
 
 
 def _as_nobody(act: Any) -> Any:
@@ -136,37 +136,37 @@ def _as_nobody(act: Any) -> Any:
 
 
 def _visit(reader: ShmReader) -> socket.socket:
-    visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    visitor.settimeout(20)
-    visitor.connect(f"\0{reader._name}")
-    return visitor
+    pending = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pending.settimeout(20)
+    pending.connect(f"\0{reader._name}")
+    return pending
 
 
 @pytest.mark.parametrize("garbage", [b"x", b"detached", b"\0" * 31, b"\0" * 33, b"\xff" * 60_000], ids=len)
 def test_garbage_harms_nobody(reader: ShmReader, writer: ShmWriter, garbage: bytes) -> None:
     num_before = open_descriptors()
-    with _visit(reader) as visitor:
-        socket.send_fds(visitor, [garbage], [0, 1, 2])
+    with _visit(reader) as pending:
+        socket.send_fds(pending, [garbage], [0, 1, 2])
         assert reader.poll(0.0) == []
         with contextlib.suppress(ConnectionResetError):
-            assert visitor.recv(100) == b""
+            assert pending.recv(100) == b""
     assert open_descriptors() <= num_before
     assert attach(reader, writer, offer(reader)) == ""
 
 
 def test_silent_visitors_are_dropped_in_time_and_in_number(reader: ShmReader, writer: ShmWriter) -> None:
     num_before = open_descriptors()
-    crowd = [_visit(reader) for _ in range(visitors.MAX_VISITORS + 5)]
+    crowd = [_visit(reader) for _ in range(visitors.MAX_PENDING + 5)]
     reader.poll(0.0)
     reader.poll(0.0)
     assert reader.dropped == {"crowd": 5}
-    assert len(reader._visitors) == visitors.MAX_VISITORS
+    assert len(reader._pending) == visitors.MAX_PENDING
     assert attach(reader, writer, offer(reader)) == ""
     writer.detach(DECODE)
     reader.poll(visitors.PATIENCE_S)
-    assert len(reader._visitors) == 0
-    for visitor in crowd:
-        visitor.close()
+    assert len(reader._pending) == 0
+    for pending in crowd:
+        pending.close()
     reader.poll(visitors.PATIENCE_S)
     assert open_descriptors() <= num_before
 
@@ -184,20 +184,20 @@ def test_a_writer_meets_a_reader_that_talks_nonsense(writer: ShmWriter) -> None:
         (b"hello", [], "as one file"),
         (hello, [], "as one file"),
         (hello, [directory, directory], "as one file"),
-        (hello + b"!", [directory], "said one thing"),
+        (hello + b"!", [directory], "over its socket differ"),
         (hello, [directory], "bytes long"),
         (b"", [], "would not hand over"),
     ]:
         writer.attach(DECODE, connect)
-        visitor, _ = listener.accept()
-        assert visitor.recv(100) == b"\0" * 32
+        pending, _ = listener.accept()
+        assert pending.recv(100) == b"\0" * 32
         if frame:
-            socket.send_fds(visitor, [frame], files)
+            socket.send_fds(pending, [frame], files)
         else:
-            visitor.close()
+            pending.close()
         (news,) = writer.poll()
         assert sentence in news.problem
-        visitor.close()
+        pending.close()
     os.close(directory)
     assert open_descriptors() <= num_before
     listener.close()

@@ -78,14 +78,14 @@ def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
 
 def test_a_silent_visitor_is_dropped_after_a_while(reader: TcpReader) -> None:
     stranger = Stranger(reader)
-    until(lambda: reader.poll(100.0) or reader._visitors)
+    until(lambda: reader.poll(100.0) or reader._pending)
     reader.poll(100.0 + visitors.PATIENCE_S)
     assert stranger.is_hung_up()
     assert reader.dropped == {"silent": 1}
 
 
 def test_a_crowd_of_visitors_keeps_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
-    crowd = [Stranger(reader) for _ in range(visitors.MAX_VISITORS + 10)]
+    crowd = [Stranger(reader) for _ in range(visitors.MAX_PENDING + 10)]
     join(writer, reader)
     assert reader.dropped["crowd"] >= 10
     for stranger in crowd:
@@ -100,7 +100,7 @@ def test_noise_on_the_port_harms_nobody(reader: TcpReader, noise: bytes) -> None
     stranger.connection.sendall(noise)
     stranger.turn()
     stranger.connection.close()
-    until(lambda: reader.poll(0.0) or not reader._visitors)
+    until(lambda: reader.poll(0.0) or not reader._pending)
 
 
 def test_a_writer_gets_in_after_all_of_that(reader: TcpReader, writer: TcpWriter) -> None:
@@ -179,7 +179,7 @@ def test_a_cut_connection_is_noticed_at_both_ends_and_the_pair_forms_anew(
     reader: TcpReader, writer: TcpWriter, store: MemfdStore
 ) -> None:
     join(writer, reader)
-    next(iter(writer._routes.values())).lanes[1].connection.shutdown(socket.SHUT_RDWR)
+    next(iter(writer._routes.values())).connections[1].sock.shutdown(socket.SHUT_RDWR)
     [broken] = until(writer.poll)
     assert broken.problem.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
     assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]

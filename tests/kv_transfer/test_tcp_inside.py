@@ -26,12 +26,12 @@ from support.tcp_stranger import (
     writer,
 )
 
-from kv_transfer.page_mapping import Fit
+from kv_transfer.page_mapping import PageMapping
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES
-from kv_transfer.transports.tcp.receive_thread import Inlet
+from kv_transfer.transports.tcp.receive_thread import ReceiveThread
 
 __all__ = ["_strangers_leave", "reader", "store", "stranger", "writer"]
 
@@ -85,16 +85,16 @@ def test_leave_of_another_epoch_is_no_leave(stranger: Stranger, store: MemfdStor
 def test_taking_leave_waits_for_the_copy_under_way(
     stranger: Stranger, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_copying, receive = threading.Event(), Inlet._receive
+    is_copying, receive = threading.Event(), ReceiveThread._receive
 
-    def slow(inlet: Inlet, into: list[memoryview]) -> int:
-        if inlet._lock.locked():  # not a header
+    def slow(thread: ReceiveThread, into: list[memoryview]) -> int:
+        if thread._lock.locked():  # not a header
             is_copying.set()
-            until(lambda: 2 not in inlet._leave._grants)
+            until(lambda: 2 not in thread._permissions._by_page)
             time.sleep(0.1)
-        return receive(inlet, into)
+        return receive(thread, into)
 
-    monkeypatch.setattr(Inlet, "_receive", slow)
+    monkeypatch.setattr(ReceiveThread, "_receive", slow)
     stranger.page(2, 7)
     assert is_copying.wait(20)
     stranger.reader.forbid([2])
@@ -127,10 +127,10 @@ def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger,
         {"page": 2, "size": 0},
         {"page": 2, "number": 1},
         {"page": 2, "magic": b"done"},
-        {"page": 2, "box": PageSlice(0, 1, 0, 1, 1, 4)},
-        {"page": 2, "box": PageSlice(0, 2, 0, 1, 0, 4), "size": 2 * SIZE},
-        {"page": 2, "box": PageSlice(0, 1, 0, 1, 0, 0), "size": 0},
-        {"page": 2, "box": PageSlice(0, 1, 0, 1, 0, 2)},
+        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 1, 4)},
+        {"page": 2, "page_slice": PageSlice(0, 2, 0, 1, 0, 4), "size": 2 * SIZE},
+        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 0, 0), "size": 0},
+        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 0, 2)},
     ],
 )
 def test_a_frame_that_cannot_be_meant_ends_the_connection(
@@ -184,14 +184,14 @@ def test_a_replayed_frame_ends_the_connection(stranger: Stranger, store: MemfdSt
     stranger.reader.allow(PREFILL, 1, [2])
     store.fill(2, 99)
     stranger.connection.sendall(frame)
-    assert "number 1 was to come" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert "frame 1 was expected" in until(lambda: stranger.reader.poll(0.0))[0].reason
     assert set(store.read(2)) == {99}
 
 
 def test_a_header_without_the_key_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
     header = stranger.header(2)
     stranger.connection.sendall(header[:-MAC_BYTES] + bytes(MAC_BYTES) + b"\7" * SIZE)
-    assert "no page of this writer" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert "not a page of this writer" in until(lambda: stranger.reader.poll(0.0))[0].reason
     assert set(store.read(2)) == {0}
 
 
@@ -206,7 +206,7 @@ def test_a_page_whose_bytes_were_changed_on_the_way_counts_for_nothing_and_ends_
     stranger.connection.sendall(frame)
     [fenced] = until(lambda: stranger.reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
-    assert "came changed" in fenced.reason
+    assert "were changed on the way" in fenced.reason
     assert stranger.answer() is None
     assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
 
@@ -223,7 +223,7 @@ def test_a_few_bytes_are_enough_to_go_on_after_many_were_waited_for(stranger: St
 def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stranger, store: MemfdStore) -> None:
     two, three = stranger.frame(2, 7), stranger.frame(3, 8)
     stranger.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])
-    assert "came changed" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason
 
 
 def test_pieces_travel_under_a_cluster_key(reader: TcpReader, store: MemfdStore) -> None:
@@ -235,8 +235,8 @@ def test_pieces_travel_under_a_cluster_key(reader: TcpReader, store: MemfdStore)
         reader.allow(PREFILL, 1, [3, 4])
         half = SIZE // 2
         source.memory[: 2 * SIZE] = b"a" * half + b"b" * half + b"c" * half + b"d" * half  # keys, then values
-        for target, piece in zip((3, 4), Fit(ours, GEOMETRY).pieces, strict=True):
-            writer.write(DECODE, [(0, target)], piece)
+        for target, slices in zip((3, 4), PageMapping(ours, GEOMETRY).slice_pairs, strict=True):
+            writer.write(DECODE, [(0, target)], slices)
         done: list[int] = []
         until(lambda: done.extend(writer.done()) or len(done) == 2)
         assert store.read(3) == b"a" * half + b"c" * half
@@ -251,9 +251,9 @@ def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -
     stranger.part(2, 7, first)
     assert stranger.answer() == (1, 2)
     size = second.num_bytes(GEOMETRY)
-    frame, other = (stranger.frame(2, value, size=size, box=second) for value in (8, 9))
+    frame, other = (stranger.frame(2, value, size=size, page_slice=second) for value in (8, 9))
     stranger.connection.sendall(frame[:-MAC_BYTES] + other[-MAC_BYTES:])
-    assert "came changed" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason
 
 
 @pytest.mark.parametrize(

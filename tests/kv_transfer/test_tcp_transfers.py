@@ -85,7 +85,7 @@ def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer
 
 def cut(writer: TcpWriter) -> None:
     for route in writer._routes.values():
-        route.lanes[0].connection.shutdown(socket.SHUT_RDWR)
+        route.connections[0].sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_cut_connection_is_mended_and_its_transfers_go_on(

@@ -29,7 +29,7 @@ def test_pages_leave_while_later_ones_are_computed(couple: Couple) -> None:
     couple.run()
     event = couple.events[KEY]
     assert isinstance(event, Completed)
-    assert event.handoff == PrefillDone("r", 0, 11, 5)
+    assert event.prefill_done == PrefillDone("r", 0, 11, 5)
     assert couple.released[KEY].ok
     counters = couple.sender.counters()
     assert (counters["pages_sent"], counters["bytes_sent"], counters["pages_overlapped"]) == (3, 192, 2)
@@ -79,7 +79,7 @@ def test_a_prompt_may_be_computed_before_anything_is_granted(couple: Couple) -> 
     couple.open(KEY, 2)
     couple.finish(KEY)
     couple.run()
-    assert not couple.events  # the handoff waits for the grant: before it, the decode node does not know the key
+    assert not couple.events  # the prefill_done waits for the grant: before it, the decode node does not know the key
     assert couple.receiver.counters()["stale_messages"] == 0
     couple.begin(KEY, 2)
     couple.run()
@@ -93,31 +93,6 @@ def test_a_transfer_may_begin_before_the_pair_is_connected() -> None:
     couple.begin(KEY, 2)
     couple.run()
     assert not couple.writer.written
-    couple.connect()
-    assert isinstance(couple.events[KEY], Completed)
-
-
-def test_grants_may_come_in_pieces(couple: Couple) -> None:
-    couple.open(KEY, 5)
-    couple.begin(KEY, 5, first=1, reserve=2)
-    couple.finish(KEY)
-    couple.run()
-    assert len(couple.writer.written) == 2
-    assert KEY not in couple.events
-    couple.extend(KEY, 1)
-    couple.run()
-    assert KEY not in couple.events
-    couple.extend(KEY, 1)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
-
-
-def test_pages_may_be_reserved_in_pieces_before_the_pair_is_connected() -> None:
-    couple = Couple()
-    couple.open(KEY, 3)
-    couple.begin(KEY, 3, reserve=1)
-    couple.extend(KEY, 2)
-    couple.finish(KEY)
     couple.connect()
     assert isinstance(couple.events[KEY], Completed)
 
@@ -156,7 +131,6 @@ def test_requests_are_written_in_the_order_in_which_they_became_ready(couple: Co
 
 def test_with_ranks_the_lowest_is_written_first(couple: Couple) -> None:
     ranks = {"a": 1.0, "b": 2.0}
-    couple.sender.order_by(lambda key: ranks[key[0]])
     pages = {}
     for rid in "ab":
         couple.open((rid, 0), 2)
@@ -164,9 +138,10 @@ def test_with_ranks_the_lowest_is_written_first(couple: Couple) -> None:
         couple.hear_decode()
     couple.compute(("b", 0), 2)
     couple.compute(("a", 0), 1)
-    couple.pump(max_pages=1)
+    couple.sender.pump(0.0, 1, rank=lambda key: ranks[key[0]])
     ranks["b"] = 0.0
-    couple.pump()
+    couple.sender.pump(0.0, rank=lambda key: ranks[key[0]])
+    couple.settle()
     assert couple.writer.written == [pages["a"][0], *pages["b"]]
 
 
@@ -179,7 +154,7 @@ def test_how_long_writes_take_is_measured_by_the_clock_handed_in(couple: Couple)
             self.instants += 0.5
             return self.instants
 
-    couple.sender._writes.clock = Stepping()
+    couple.sender._queue.clock = Stepping()
     couple.open(KEY, 2)
     couple.begin(KEY, 2)
     couple.hear_decode()

@@ -258,12 +258,12 @@ def test_tombstones_go_when_their_lease_is_over(couple: Couple) -> None:
 
 
 def test_tombstones_and_early_grants_are_bounded(couple: Couple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombs_module, "MAX_TOMBS", 3)
+    monkeypatch.setattr(tombs_module, "MAX_TOMBSTONES", 3)
     monkeypatch.setattr(outgoing_module, "MAX_EARLY", 2)
     for attempt in range(10):
         couple.to_prefill.append(AbortTransfer("c", attempt))
         couple.hear_decode()
-    assert len(couple.sender._outgoing.tombs) == 3
+    assert len(couple.sender._table.tombstones) == 3
     for attempt in range(3):
         couple.begin(("g", attempt), 1)
     couple.run()

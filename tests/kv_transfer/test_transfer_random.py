@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, Couple
 
 from common.cache.page_allocator import Owner
+from common.request import RequestKey
 from common.wire.messages import Message
 from kv_transfer.events import Completed
-from kv_transfer.send.session import Key
 from kv_transfer.send.tombstones import Reason
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -34,10 +34,10 @@ class Nodes:
     def __init__(self, latency: int, bytes_per_tick: int | None, faults: Faults) -> None:
         wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
         self.couple = Couple(wire, num_pages=12, wants_checksums=(bool(faults), False))
-        self.sizes: dict[Key, int] = {}
-        self.reserved: dict[Key, int] = {}  # pages that are here or granted, of keys that have begun
-        self.finished: dict[Key, None] = {}
-        self.called_off: dict[Key, None] = {}  # ended on purpose by either side
+        self.sizes: dict[RequestKey, int] = {}
+        self.begun: dict[RequestKey, None] = {}
+        self.finished: dict[RequestKey, None] = {}
+        self.called_off: dict[RequestKey, None] = {}  # ended on purpose by either side
         self.is_alive = True
         self.sender_must_notice = self.receiver_must_notice = False
         self.has_dialled = False
@@ -54,13 +54,13 @@ class Nodes:
         for key in pick((k for k, n in self.sizes.items() if k not in self.couple.source_pages and n <= free), number):
             self.couple.open(key, self.sizes[key])
 
-    def opened(self) -> list[Key]:
+    def opened(self) -> list[RequestKey]:
         keys = self.couple.source_pages if self.is_alive else ()
         return [k for k in keys if k not in self.couple.released and k not in self.finished]
 
     def compute(self, number: int) -> None:
         for key in pick(self.opened(), number):
-            num_known = len(self.couple.sender._outgoing.sessions[key].sources)
+            num_known = len(self.couple.sender._table.sessions[key].sources)
             self.couple.compute(key, max(num_known, min(number % 4, self.sizes[key] - 1)))
 
     def finish(self, number: int) -> None:
@@ -88,29 +88,18 @@ class Nodes:
 
     def begin(self, number: int) -> None:
         free = self.couple.books.num_free
-        for key in pick((k for k, n in self.sizes.items() if k not in self.reserved and n <= free), number):
+        for key in pick((k for k, n in self.sizes.items() if k not in self.begun and n <= free), number):
             first = min(number // 7 % 2, self.sizes[key])
-            count = (self.sizes[key] - first) // (2 if number % 5 == 0 else 1)
-            self.reserved[key] = first + count
-            self.couple.begin(key, self.sizes[key], first=first, reserve=count)
-
-    def extendable(self) -> list[Key]:
-        ended = self.called_off.keys() | self.couple.events.keys()
-        keys = self.reserved.items() if self.couple.books.num_free else ()
-        return [k for k, n in keys if n < self.sizes[k] and k not in ended]
-
-    def extend(self, number: int) -> None:
-        for key in pick(self.extendable(), number):
-            self.reserved[key] += 1
-            self.couple.extend(key, 1)
+            self.begun[key] = None
+            self.couple.begin(key, self.sizes[key], first=first)
 
     def cancel(self, number: int) -> None:
-        for key in pick(self.reserved, number):
+        for key in pick(self.begun, number):
             self.called_off[key] = None
             self.couple.cancel(key)
             self.settle()
 
-    def completed(self) -> list[Key]:
+    def completed(self) -> list[RequestKey]:
         return [e.key for e in self.couple.events.values() if isinstance(e, Completed) and self.couple.grants[e.key]]
 
     def give_back(self, number: int) -> None:
@@ -248,17 +237,14 @@ class Nodes:
         while self.opened():
             self.finish(0)
         self.run()
-        while self.extendable():
-            self.extend(0)
-        self.run()
-        for key, num_reserved in self.reserved.items():
-            is_wanted = num_reserved == self.sizes[key] and key in couple.source_pages and key not in self.called_off
+        for key in self.begun:
+            is_wanted = key in couple.source_pages and key not in self.called_off
             assert not is_wanted or key in couple.events, f"{key} hangs"
 
     def end_everything(self) -> None:
         """Called off and, with the writer alive or proven dead, every page is back where it came from."""
         couple = self.couple
-        for key in self.reserved:
+        for key in self.begun:
             couple.cancel(key)
         if self.is_alive:
             for key in self.sizes:
@@ -276,7 +262,7 @@ class Nodes:
         couple.close()
 
 
-def pick(keys: Iterable[Key], number: int) -> list[Key]:
+def pick(keys: Iterable[RequestKey], number: int) -> list[RequestKey]:
     """One of them, or none if there are none."""
     choices = list(keys)
     return [choices[number % len(choices)]] if choices else []
@@ -285,7 +271,7 @@ def pick(keys: Iterable[Key], number: int) -> list[Key]:
 WEIGHTS = {
     **dict.fromkeys(("arrive", "open", "begin", "compute"), 5),
     **dict.fromkeys(("go_on", "hear_prefill", "hear_decode", "pump", "tick", "finish", "give_back"), 3),
-    **dict.fromkeys(("extend", "poll", "cancel", "abort", "retract"), 2),
+    **dict.fromkeys(("poll", "cancel", "abort", "retract"), 2),
     **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die", "snap"), 1),
     **dict.fromkeys(("repeat", "overtake"), 1),
 }

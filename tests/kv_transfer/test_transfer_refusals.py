@@ -19,7 +19,7 @@ from common.wire.messages import (
 )
 from kv_transfer.events import Completed
 from kv_transfer.receive.receiver import Receiver
-from kv_transfer.states import Receiving
+from kv_transfer.states import ReceiveState
 from scripts.simulator.inprocess_transport import InProcessReader
 
 __all__ = ["couple"]
@@ -249,7 +249,7 @@ def test_a_retracted_prompt_hands_nothing_over_until_it_is_computed_again(couple
     couple.begin(KEY, 2)
     couple.run()
     assert not any(isinstance(message, PrefillDone) for message in couple.to_decode)
-    assert couple.receiver._incoming.sessions[KEY].state is Receiving.GRANTED
+    assert couple.receiver._table.sessions[KEY].state is ReceiveState.GRANTED
     couple.finish(KEY)
     couple.run()
     assert isinstance(couple.events[KEY], Completed)

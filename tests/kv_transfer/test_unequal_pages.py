@@ -37,7 +37,7 @@ def test_pieces_of_pages_arrive_bit_by_bit_from_another_process(
     for unit in range(num_units):
         source = sources[unit // per_source]
         pages = [(source, source, targets[unit // per_target])]  # seeded by its own number
-        tickets.append(writer.ask("write", peer=DECODE, pages=pages, piece=unit % max(per_source, per_target)))
+        tickets.append(writer.ask("write", peer=DECODE, pages=pages, slices=unit % max(per_source, per_target)))
     finished: list[int] = []
     until(lambda: finished.extend(writer.ask("finished")) or len(finished) == num_units)
     assert sorted(finished) == tickets

@@ -13,19 +13,21 @@ from support.kv_fakes import DECODE, PREFILL, MemfdStore
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
+from common.request import RequestKey
 from common.wire.messages import Connected, Grant, Message, PagesWritten, PrefillDone
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.page_mapping import Units
 from kv_transfer.receive.receiver import Receiver
+from kv_transfer.receive.session import PageDelivery, ReceiveSession
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key, ReceiveSession, SendSession
+from kv_transfer.send.session import SendSession
 from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 GEOMETRY = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
 POOL_TOKENS = 144
 
 
-def kv(key: Key, num_tokens: int) -> np.ndarray:
+def kv(key: RequestKey, num_tokens: int) -> np.ndarray:
     """[layer][side][head][token][head_dim] of a prompt; every number another one, none of them 0."""
     shape = (2, 2, 2, num_tokens, 1)
     return (1000.0 * (key[1] + 1) + np.arange(np.prod(shape), dtype=np.float32)).reshape(shape).astype(np.float32)
@@ -53,16 +55,16 @@ class Nodes:
         self.receiver = Receiver(reader, self.books, wants_checksums=wants_checksums)
         self.to_prefill: deque[Message] = deque([self.receiver.connect(PREFILL)])
         self.to_decode: deque[Message] = deque()
-        self.sizes: dict[Key, int] = {}
-        self.sources: dict[Key, list[int]] = {}
-        self.grants: dict[Key, tuple[int, list[int]]] = {}
-        self.completed: dict[Key, Completed] = {}
+        self.sizes: dict[RequestKey, int] = {}
+        self.sources: dict[RequestKey, list[int]] = {}
+        self.grants: dict[RequestKey, tuple[int, list[int]]] = {}
+        self.completed: dict[RequestKey, Completed] = {}
         self.failed: list[TransferFailed] = []
 
     def pages(self, store: MemfdStore) -> np.ndarray:
         return np.frombuffer(store.memory, np.float32).reshape(store.num_pages, *store.geometry.shape)
 
-    def open(self, num_tokens: int) -> Key:
+    def open(self, num_tokens: int) -> RequestKey:
         key = ("r", len(self.sizes))
         self.sizes[key] = num_tokens
         pages = self.source_books.alloc(self.source.geometry.num_pages(num_tokens), Owner.REQUEST)
@@ -71,35 +73,28 @@ class Nodes:
         self.sender.open(key, DECODE)
         return key
 
-    def compute(self, key: Key, num_pages: int) -> None:
+    def compute(self, key: RequestKey, num_pages: int) -> None:
         size = self.source.geometry.page_size
         prompt, view = kv(key, self.sizes[key]), self.pages(self.source)
         for index, page in enumerate(self.sources[key][:num_pages]):
             tokens = prompt[..., index * size : (index + 1) * size, :]
             view[page][..., : tokens.shape[3], :] = tokens
 
-    def computed(self, key: Key, num_pages: int) -> None:
+    def computed(self, key: RequestKey, num_pages: int) -> None:
         self.compute(key, num_pages)
         self.sender.computed(key, self.sources[key][:num_pages])
         self.settle()
 
-    def finish(self, key: Key) -> None:
+    def finish(self, key: RequestKey) -> None:
         self.compute(key, len(self.sources[key]))
         self.sender.finish(key, PrefillDone(*key, self.sizes[key], 1), self.sources[key])
         self.settle()
 
-    def begin(self, key: Key, first: int, count: int) -> None:
+    def begin(self, key: RequestKey, first: int, count: int) -> None:
         pages = self.books.alloc(count, Owner.GRANT)
         assert pages is not None
         self.grants[key] = (first, list(pages))
         self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=self.sizes[key])
-        self.settle()
-
-    def extend(self, key: Key, count: int) -> None:
-        pages = self.books.alloc(count, Owner.GRANT)
-        assert pages is not None
-        self.grants[key][1].extend(pages)
-        self.receiver.extend(key, pages)
         self.settle()
 
     def pump(self) -> None:
@@ -185,9 +180,7 @@ def test_every_token_of_every_prompt_arrives_whatever_the_order(
             nodes.computed(key, num_computed[which])
         elif action == "grant" and key not in nodes.grants:
             first = min(held, num_targets[which])
-            nodes.begin(key, first, (num_targets[which] - first) // (1 + number % 3))
-        elif action == "grant" and sum((nodes.grants[key][0], len(nodes.grants[key][1]))) < num_targets[which]:
-            nodes.extend(key, 1)
+            nodes.begin(key, first, num_targets[which] - first)
         elif action in ("pump", "hear"):
             getattr(nodes, action)()
         elif action == "tick":
@@ -197,9 +190,6 @@ def test_every_token_of_every_prompt_arrives_whatever_the_order(
             nodes.begin(key, 0, num_targets[which])
         nodes.finish(key)
         nodes.pump()
-        missing = num_targets[which] - nodes.grants[key][0] - len(nodes.grants[key][1])
-        if missing:
-            nodes.extend(key, missing)
     nodes.run()
     nodes.assert_all_arrived()
     assert nodes.receiver.counters()["stale_messages"] == nodes.sender.counters()["stale_messages"] == 0
@@ -281,13 +271,13 @@ def test_room_behind_the_prompts_end_is_never_due() -> None:
     session.finish([0, 1, 2, 3, 4], 9)
     assert not session.has_ungrantable()
     assert session.start(9) == [0, 1, 2, 3, 4]
-    assert session.way_of(4) == (4, 5)
+    assert session.pages_of(4) == (4, 5)
     session.check()
 
 
 def test_parts_of_a_page_behind_the_prompts_end_are_not_expected() -> None:
-    session = ReceiveSession(("r", 0), "peer", first=0, num_tokens=9, page_size=6)
-    session.reserve([4, 5])
+    delivery = PageDelivery(page_size=6)
+    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, delivery=delivery)
     session.grant(1, 3)
     assert session.is_expected([0, 1], 1)
     assert session.is_expected([0], 2)

@@ -136,7 +136,7 @@ def test_nobody_gets_in_by_a_mangled_handshake(changes: list[Change]) -> None:
             if b"".join(sent) != hello:
                 stranger.connection.shutdown(socket.SHUT_WR)
                 stranger.turn()
-                assert not reader._offers[PREFILL].inlets
+                assert not reader._offers[PREFILL].threads
         assert len(again.shake(offer_tcp(reader, 2))) == 32
     finally:
         stranger.connection.close()
@@ -192,13 +192,13 @@ def test_mangled_packets_get_nobody_a_pool(changes: list[Change], is_first: bool
         for packet in mangled([token], changes):
             if packet == token or not packet:
                 continue
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-                visitor.settimeout(5)
-                visitor.connect(f"\0{reader._name}")
-                visitor.send(packet)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as pending:
+                pending.settimeout(5)
+                pending.connect(f"\0{reader._name}")
+                pending.send(packet)
                 assert reader.poll(0.0) == []
                 with contextlib.suppress(ConnectionResetError):
-                    assert visitor.recv(100) == b""
+                    assert pending.recv(100) == b""
         assert not reader._writers
         assert attach_shm(reader, writer, connect if is_first else offer_shm(reader, 2)) == ""
     finally:
@@ -222,9 +222,9 @@ def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) 
         connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
         packets = [packet for packet in mangled([hello], changes) if packet] or [b"?"]
         writer.attach(DECODE, connect)
-        visitor, _ = listener.accept()
-        with visitor:
-            socket.send_fds(visitor, [packets[0]], [theirs.fd])
+        pending, _ = listener.accept()
+        with pending:
+            socket.send_fds(pending, [packets[0]], [theirs.fd])
             [news] = until(writer.poll)
         assert bool(news.problem) == (packets[0] != hello), news
         writer.detach(DECODE)
@@ -250,7 +250,8 @@ def nixl_ends() -> Iterator[tuple[End, End]]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    changes=changes, field=st.sampled_from(("agent", "pool_at", "probe_at", "door", "voided", "kind", "device", "seal"))
+    changes=changes,
+    field=st.sampled_from(("agent", "pool_at", "probe_at", "watch_address", "voided", "kind", "device", "seal")),
 )
 def test_a_mangled_nixl_offer_is_refused_and_the_next_is_taken(
     nixl_ends: tuple[End, End], changes: list[Change], field: str
@@ -271,7 +272,7 @@ def test_a_mangled_nixl_offer_is_refused_and_the_next_is_taken(
         assert until(lambda: writer.ask("news"), 30) == [[DECODE, 1, "", "nixl"]]
         until(lambda: writer.ask("detach", peer=DECODE))
     else:
-        assert problem.startswith("nixl: decode-0 offers an endpoint that nixl does not understand: "), problem
+        assert problem.startswith("nixl: the endpoint offered by decode-0 is not one of nixl: "), problem
     reader.ask("withdraw", peer=PREFILL)
     reader.ask("news")
     assert writer.ask("attach", peer=DECODE, connect=reader.ask("offer", peer=PREFILL, epoch=2)) == ""

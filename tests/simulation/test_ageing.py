@@ -52,7 +52,7 @@ def test_a_row_is_not_taken_from_who_stands_first(comes_at: float, is_taken: boo
     node.now = comes_at
     node.submit("urgent", 8, 10, new=20)
     assert node.run() == (["urgent", "old"] if is_taken else ["old", "urgent"])
-    assert node.scheduler.totals["pauses"] == is_taken
+    assert node.scheduler.totals()["pauses"] == is_taken
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
@@ -62,7 +62,7 @@ def test_pages_are_not_taken_from_who_stands_first(comes_at: float, is_taken: bo
     node.now = comes_at
     node.submit("urgent", 16, 10, new=8)
     assert node.run() == (["urgent", "old"] if is_taken else ["old", "urgent"])
-    assert node.scheduler.totals["retractions"] == is_taken
+    assert node.scheduler.totals()["retractions"] == is_taken
 
 
 @pytest.mark.parametrize(("comes_at", "victim"), [(4.0, "old"), (5.1, "urgent")])
@@ -96,7 +96,7 @@ def test_transfers_that_stand_lower_do_not_keep_who_stands_first_from_beginning(
     assert node.grant() == ["urgent"]
     node.receive("urgent")  # it is here, and there is no row
     late = request("old", 0, 1.0)  # it waited in the gateway until now
-    node.scheduler.submit(late)
+    node.scheduler.submit(late, source="prefill")
     assert node.grant() == ["old"]
 
 
@@ -107,7 +107,7 @@ def is_taken_from_old(node: PrefillNode, comes_at: float, *, old: int, urgent: i
     node.now = comes_at
     node.submit("urgent", urgent, 10)
     is_first = node.run() == ["urgent", "old"]
-    assert node.scheduler.totals["preemptions"] == is_first
+    assert node.scheduler.totals()["preemptions"] == is_first
     return is_first
 
 

@@ -59,7 +59,7 @@ def test_one_that_was_retracted_or_is_computed_goes_on_in_the_new_class() -> Non
     request = node.run_in("a", 8, new=9)
     node.submit("b", 32, is_local=True)
     node.step()
-    node.scheduler.giving_way.retract(request, node.now, "for the test")
+    node.scheduler._preemptor.retract(request, node.now, "for the test")
     for rid in "ab":
         node.scheduler.reprioritize((rid, 0), 0, node.now, priority_class="high")
     assert sorted(node.run()) == ["a", "b"]
@@ -85,7 +85,7 @@ def test_a_row_goes_to_the_class_that_was_served_least_whatever_priorities_the_o
     for rid, name, priority in (("a", "low", 90), ("b", "high", 1)):
         request = node.submit(rid, 8, priority)
         node.scheduler.reprioritize(request.key, priority, node.now, priority_class=name)
-        node.scheduler.line.admission.reserve(request, spare_tokens=0)
+        node.scheduler._reservations.reserve(request, spare_tokens=0)
         node.places.move(request, Event.GRANT)
     node.receive("a", "b")
     assert node.run() == ["busy", "b", "a"]

@@ -20,7 +20,7 @@ def travelling(said: Both, *, low_first: bool = False) -> Both:
     """What nodes hear of what the clients of a and b say."""
     options = SchedulingOptions(enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
     claims = PriorityResolver(options)
-    return claims.claim("", said[0], None).priority, claims.claim("", said[1], None).priority
+    return claims.resolve(said[0], None).priority, claims.resolve(said[1], None).priority
 
 
 #: Priorities of a and of b, and who ends first.
@@ -40,7 +40,7 @@ CASES = [
 def test_in_the_gateways_queue(priorities: Both, ends: str) -> None:
     """The nodes have one request at a time, so that nothing but the gateway can choose."""
     service = Service(
-        limits=Limits(max_running=1), enable_priority_scheduling=True, default_priority_value=0, gateway_lookahead=0
+        limits=Limits(max_running=1), enable_priority_scheduling=True, default_priority_value=0, max_dispatch_ahead=0
     )
     service.ask("busy", range(8), 6)
     for rid, priority in zip("ab", priorities, strict=True):
@@ -69,7 +69,7 @@ def test_between_the_chunks_of_a_prefill_node(priorities: Both, ends: str) -> No
     assert node.step() == [("a", 8)]
     node.submit("b", 64, second)
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["preemptions"] == 0
+    assert node.scheduler.totals()["preemptions"] == 0
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
@@ -80,7 +80,7 @@ def test_for_the_slot_of_a_prefill_node(priorities: Both, ends: str) -> None:
     node.step()
     node.submit("b", 32, second)
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["preemptions"] == (ends == "ba")
+    assert node.scheduler.totals()["preemptions"] == (ends == "ba")
 
 
 # ---- decode nodes ---------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_for_grants_of_pages(priorities: Both, ends: str) -> None:
         node.submit(rid, 12, priority)
     assert node.grant() == [ends[0]]
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["retractions"] == 0
+    assert node.scheduler.totals()["retractions"] == 0
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
@@ -104,11 +104,11 @@ def test_when_received_prompts_are_admitted_to_the_batch(priorities: Both, ends:
     node.run_in("busy", 8, 50, new=3)
     for rid, priority in zip("ab", priorities, strict=True):
         request = node.submit(rid, 8, priority)
-        node.scheduler.line.admission.reserve(request, spare_tokens=0)
+        node.scheduler._reservations.reserve(request, spare_tokens=0)
         node.places.move(request, Event.GRANT)
     node.receive("a", "b")
     assert "".join(node.run()) == "busy" + ends
-    assert node.scheduler.totals["pauses"] == 0
+    assert node.scheduler.totals()["pauses"] == 0
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
@@ -119,7 +119,7 @@ def test_for_a_row_of_the_running_batch(priorities: Both, ends: str) -> None:
     node.run_in("a", 8, first, new=20)
     node.submit("b", 8, second, new=20)
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["pauses"] == (ends == "ba")
+    assert node.scheduler.totals()["pauses"] == (ends == "ba")
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
@@ -129,7 +129,7 @@ def test_inside_a_step_of_the_running_batch(priorities: Both, ends: str) -> None
     node.run_in("a", 8, priorities[0], new=5)
     node.run_in("b", 8, priorities[1], new=4)
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["pauses"] == 0
+    assert node.scheduler.totals()["pauses"] == 0
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
@@ -140,7 +140,7 @@ def test_between_chunks_of_prompts_computed_on_a_decode_node(priorities: Both, e
     node.step()
     node.submit("b", 64, second, new=1, is_local=True)
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["preemptions"] == 0
+    assert node.scheduler.totals()["preemptions"] == 0
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
@@ -151,7 +151,7 @@ def test_when_pages_go_to_a_newcomer(priorities: Both, ends: str) -> None:
     node.run_in("a", 16, first, new=8)
     node.submit("b", 16, second, new=8)
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["retractions"] == (ends == "ba")
+    assert node.scheduler.totals()["retractions"] == (ends == "ba")
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES[:4])
@@ -166,4 +166,4 @@ def test_when_the_batch_outgrows_the_pool(priorities: Both, ends: str) -> None:
         node.step()
     assert [key[0] for key in node.places.retracted] == [ends[1]]
     assert "".join(node.run()) == ends
-    assert node.scheduler.totals["preemptions"] == 0
+    assert node.scheduler.totals()["preemptions"] == 0

@@ -26,8 +26,9 @@ ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 
 class History:
     """One history, up to its end; ``judge`` then says whether all went well."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_outstanding: int = 1) -> None:
         self.random = random = Random(seed)
+        self.num_outstanding = num_outstanding
         self.wanted: dict[str, tuple[tuple[int, ...], int, int | None]] = {}  # prompt, most tokens, where it stops
         self.given_up: dict[str, None] = {}
         self.in_haste: dict[str, None] = {}
@@ -70,6 +71,7 @@ class History:
             wants_checksums=self.wants_checksums,
             limits=self._limits(),
             wire=wire,
+            num_outstanding=self.num_outstanding,
         )
 
     def _faults(self) -> dict[int, Fault]:
@@ -225,8 +227,8 @@ class History:
                 assert len(prompt) + 1 > min(self.num_tokens), (rid, answer.error)
 
 
-def live(seed: int) -> History:
-    history = History(seed)
+def live(seed: int, num_outstanding: int = 1) -> History:
+    history = History(seed, num_outstanding)
     history.run()
     history.judge()
     return history
@@ -302,9 +304,12 @@ def test_who_has_become_as_urgent_by_waiting_does_not_give_way() -> None:
     assert cluster.counters(cluster.decode[0])["retractions"] == 0
 
 
+@pytest.mark.parametrize("num_outstanding", [1, 2])
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_each_request_ends_in_its_tokens_or_an_error_and_every_page_comes_back(seed: int) -> None:
-    live(seed)
+def test_whatever_happens_each_request_ends_in_its_tokens_or_an_error_and_every_page_comes_back(
+    seed: int, num_outstanding: int
+) -> None:
+    live(seed, num_outstanding)
 
 
 @pytest.mark.slow
@@ -312,6 +317,6 @@ def test_whatever_happens_each_request_ends_in_its_tokens_or_an_error_and_every_
 def test_many_more_histories(hundred: int) -> None:
     for seed in range(1_000 + 100 * hundred, 1_100 + 100 * hundred):
         try:
-            live(seed)
+            live(seed, 1 + seed % 2)
         except AssertionError as error:
             raise AssertionError(f"history {seed}") from error

@@ -9,7 +9,6 @@ from support.local_cluster import LocalCluster, assert_all_pages_are_back, promp
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
-from common.request import LOWEST_PRIORITY
 from common.sampling_params import SamplingParams
 from common.wire.messages import Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
 from decode_node.request_state import TABLE as DECODE_TABLE
@@ -139,7 +138,7 @@ def test_a_prompt_that_is_computed_again_is_as_urgent_there_as_it_was_and_has_wa
     lost = cluster.submit("lost", prompt_of(12), sampling(6), priority=5)
     while len(lost.tokens) < 2:
         cluster.step()
-    arrived_at = cluster.decode[0].role._scheduler.places.requests["lost", 0].arrived_at
+    arrived_at = cluster.decode[0].role._scheduler.requests["lost", 0].arrived_at
     cluster.clock.advance(1.0)
     cluster.submit("urgent", prompt_of(12, 1), sampling(4), priority=5)
     for rid, priority in (("lost", 7), ("urgent", 60)):
@@ -152,31 +151,6 @@ def test_a_prompt_that_is_computed_again_is_as_urgent_there_as_it_was_and_has_wa
     assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # but for the message's way
     cluster.run()
     assert lost.output == expected_output(prompt_of(12), 6)
-
-
-def test_a_prompt_is_as_urgent_as_who_waits_for_it_on_the_decode_node_for_as_long_as_that_waits() -> None:
-    cluster = LocalCluster(num_prefill=2, page_size=4, chunk_tokens=4, rules=PriorityRules(is_enabled=True))
-    answers = [cluster.submit("low", prompt_of(60), sampling(4), priority=1)]
-    cluster.step()
-    low, now = cluster.prefill[0].role._scheduler.requests["low", 0], cluster.clock.now()
-    cluster.prefill[0].role.on_peer("s" * 32, Reprioritize("low", 0, 50), now)  # of a stranger
-    assert low.inherited_priority == LOWEST_PRIORITY
-    urgent = cluster.submit("urgent", prompt_of(64), sampling(4), pair=(1, 0), priority=9)
-    for _ in range(3):
-        cluster.step()
-        assert low.inherited_priority == 9
-    cluster.tell(cluster.prefill[0], Reprioritize("low", 0, 2))  # as its client wants, which takes nothing back
-    cluster.step()
-    assert (low.priority, low.inherited_priority) == (2, 9)
-    urgent.finish = "aborted"
-    cluster.abort("urgent")
-    cluster.step()
-    cluster.step()
-    assert (low.priority, low.inherited_priority) == (2, LOWEST_PRIORITY)
-    cluster.run()
-    assert answers[0].output == expected_output(prompt_of(60), 4)
-    told = [decided.reason for decided in cluster.prefill[0].role._scheduler.decisions.last(99, 0.0)]
-    assert "9 by one that waits elsewhere" in told and "nothing any more" in told
 
 
 def test_a_strangers_resume_beyond_the_context_is_refused() -> None:
@@ -343,7 +317,7 @@ def test_both_nodes_hear_of_another_class() -> None:
         member.role.on_gateway(Reprioritize("a", 0, 7), cluster.clock.now())
     [prefill], [decode] = cluster.prefill, cluster.decode
     [computed] = prefill.role._scheduler.requests.values()
-    [decoded] = decode.role._scheduler.places.requests.values()
+    [decoded] = decode.role._scheduler.requests.values()
     assert (computed.priority, computed.priority_class) == (decoded.priority, decoded.priority_class) == (7, "high")
     cluster.run()
 

@@ -6,7 +6,7 @@ from typing import Any
 from support.kv_fakes import MemfdStore
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, Piece
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, AttachError, Fenced
 
 
@@ -35,7 +35,7 @@ class FakeWriter:
         news, self.news = self.news, []
         return news
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._ticket += 1
         return self._ticket
 

@@ -3,8 +3,8 @@
 import pytest
 from support.kv_fakes import DECODE, Couple
 
+from common.request import RequestKey
 from kv_transfer.events import TransferFailed
-from kv_transfer.send.session import Key
 from scripts.simulator.inprocess_transport import Wire
 
 KEY = ("r", 0)
@@ -24,14 +24,14 @@ def slow() -> Couple:
     return couple
 
 
-def failure(couple: Couple, key: Key = KEY) -> TransferFailed:
+def failure(couple: Couple, key: RequestKey = KEY) -> TransferFailed:
     event = couple.events[key]
     assert isinstance(event, TransferFailed)
     return event
 
 
 def shipped(couple: Couple, num_pages: int) -> None:
-    """A transfer whose pages and handoff have been written, of which nobody has heard yet."""
+    """A transfer whose pages and prefill_done have been written, of which nobody has heard yet."""
     couple.open(KEY, num_pages)
     couple.begin(KEY, num_pages)
     couple.hear_decode()

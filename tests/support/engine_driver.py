@@ -1,4 +1,4 @@
-"""Drive an executor with hand-written plans: pages handed out in a scattered order, no scheduler anywhere."""
+"""Drives an executor with plans made by hand, without a scheduler; pages are scattered over the pool."""
 
 from collections.abc import Sequence
 
@@ -10,24 +10,24 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Driver:
-    """Requests on one executor, stepped by hand."""
+    """Runs requests on one executor step by step."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
         self.page_size = executor.pool.geometry.page_size
-        # Every other page first, from the top: neighbours in a text are not neighbours in the pool.
+        # Even pages come after odd ones, so that neighbouring tokens are not on neighbouring pages.
         pages = range(executor.pool.num_pages)
         self.free = [*pages[::2], *pages[1::2]]
         self.steps = 0
 
     def start(self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: int = 0) -> "Text":
-        """Admit a request; ``shared`` lets it begin behind that many tokens, whose pages it is given afterwards."""
+        """Make a request; its first ``shared`` tokens are not computed, and the test sets their pages."""
         text = Text(self, slot, list(prompt), params)
         text.num_computed = shared
         return text
 
     def step(self, *extends: tuple["Text", int]) -> None:
-        """One step: each text goes on by so many tokens (0: all that are known)."""
+        """Run one step that extends each request by so many tokens (0: all known tokens)."""
         admits, deltas, rows, sampling = [], [], [], []
         for text, count in extends:
             admits += text.take_admit()
@@ -46,13 +46,13 @@ class Driver:
             text.logprobs.append(logprob)
 
     def finish(self, texts: Sequence["Text"], max_new: int, chunk: int = 0) -> None:
-        """Steps until every text has ``max_new`` tokens: prompts by chunks, decode rows riding along."""
+        """Run steps until every request has ``max_new`` output tokens; prompts are computed in chunks."""
         while waiting := [text for text in texts if len(text.output) < max_new]:
             self.step(*((text, chunk) for text in waiting))
 
 
 class Text:
-    """One request: its tokens, its pages, how far it is."""
+    """A request with its tokens, its pages and the number of computed tokens."""
 
     def __init__(self, driver: Driver, slot: int, prompt: list[int], params: SamplingParams) -> None:
         self.slot = slot

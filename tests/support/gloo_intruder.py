@@ -10,7 +10,7 @@ from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import Attached, to_message
-from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES, Line
+from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES, AuthenticatedConnection
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
@@ -54,13 +54,13 @@ class Intruder(Stranger):
 
     group: Group
 
-    def line(self, connect: Connect) -> Line:
+    def authenticated(self, connect: Connect) -> AuthenticatedConnection:
         assert len(self.shake(connect)) == 32
         assert self.terms is not None
-        return Line(self.connection, self.terms, KEY)
+        return AuthenticatedConnection(self.connection, self.terms, KEY)
 
     def join(self, connect: Connect, pages: Pages) -> None:
-        self.group = form(self.line(connect), "gloo", WRITER, pages)
+        self.group = form(self.authenticated(connect), "gloo", WRITER, pages)
         self.connection.settimeout(20.0)
 
     def announce(self, page: int, value: int) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
+from common.request import RequestKey
 from common.wire.messages import Message, PrefillDone
 from kv_transfer.events import Completed, Event, PairLost, Released
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key
 from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
 
 PREFILL = "p" * 32
@@ -55,7 +55,7 @@ class MemfdStore:
         os.close(self.fd)
 
 
-def content(key: Key, index: int) -> int:
+def content(key: RequestKey, index: int) -> int:
     """The byte that fills page ``index`` of this prompt; never ``JUNK``."""
     return (sum(key[0].encode()) * 31 + key[1] * 7 + index) % 200 + 1
 
@@ -83,13 +83,13 @@ class WatchedWriter(InProcessWriter):
         self._source_books = source_books
         self._target_books = target_books
 
-    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+    def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         if peer not in self._leaving:
             owner_of(self._source_books, source, Owner.REQUEST)
         owner = owner_of(self._target_books, target, Owner.GRANT, Owner.QUARANTINE)
         self.num_in_quarantine += owner is Owner.QUARANTINE
         self.written.append(target)
-        return super().put(peer, source, target, piece)
+        return super().put(peer, source, target, slices)
 
 
 @dataclass
@@ -118,10 +118,10 @@ class Couple:
         )
         self.to_decode: deque[Message] = deque()
         self.to_prefill: deque[Message] = deque()
-        self.source_pages: dict[Key, list[int]] = {}
-        self.grants: dict[Key, list[int]] = {}
-        self.released: dict[Key, Released] = {}
-        self.events: dict[Key, Event] = {}
+        self.source_pages: dict[RequestKey, list[int]] = {}
+        self.grants: dict[RequestKey, list[int]] = {}
+        self.released: dict[RequestKey, Released] = {}
+        self.events: dict[RequestKey, Event] = {}
         self.pairs_lost = 0
         self.now = 0.0
         for page in range(self.num_pages):
@@ -130,7 +130,7 @@ class Couple:
 
     # ---- the prefill node ---------------------------------------------------------------------------------------
 
-    def open(self, key: Key, num_pages: int) -> None:
+    def open(self, key: RequestKey, num_pages: int) -> None:
         """A request of that many pages, the last one partial, begins to be computed."""
         pages = self.source_books.alloc(num_pages, Owner.REQUEST)
         assert pages is not None
@@ -138,7 +138,7 @@ class Couple:
         self.sender.open(key, DECODE)
         self.settle()
 
-    def compute(self, key: Key, num_pages: int) -> None:
+    def compute(self, key: RequestKey, num_pages: int) -> None:
         """Whole pages 0 .. num_pages are computed."""
         pages = self.source_pages[key][:num_pages]
         for index, page in enumerate(pages):
@@ -146,7 +146,7 @@ class Couple:
         self.sender.computed(key, pages)
         self.settle()
 
-    def finish(self, key: Key, token: int = 7) -> None:
+    def finish(self, key: RequestKey, token: int = 7) -> None:
         pages = self.source_pages[key]
         for index, page in enumerate(pages):
             self.source.fill(page, content(key, index))
@@ -161,9 +161,9 @@ class Couple:
 
     # ---- the decode node ----------------------------------------------------------------------------------------
 
-    def begin(self, key: Key, num_pages: int, first: int = 0, reserve: int | None = None) -> list[int]:
+    def begin(self, key: RequestKey, num_pages: int, first: int = 0) -> list[int]:
         """Expect a prompt of that many pages, of which the first ``first`` are here; returns the reserved pages."""
-        pages = self.books.alloc(num_pages - first if reserve is None else reserve, Owner.GRANT)
+        pages = self.books.alloc(num_pages - first, Owner.GRANT)
         assert pages is not None
         for page in pages:
             self.target.fill(page, JUNK)
@@ -173,14 +173,7 @@ class Couple:
         self.settle()
         return pages
 
-    def extend(self, key: Key, count: int) -> None:
-        pages = self.books.alloc(count, Owner.GRANT)
-        assert pages is not None
-        self.grants[key] += pages
-        self.receiver.extend(key, pages)
-        self.settle()
-
-    def cancel(self, key: Key) -> None:
+    def cancel(self, key: RequestKey) -> None:
         self.receiver.cancel(key)
         self.settle()
 
@@ -232,12 +225,12 @@ class Couple:
         """Until nothing is left to do."""
         for _ in range(200):
             self.tick()
-            for link in self.receiver._links.by_peer.values():
+            for link in self.receiver._connections.by_peer.values():
                 self.now = max(self.now, link.retry_at or 0.0)
             self.poll()
             is_more = self.pump() or self.to_decode or self.to_prefill or self.wire.num_in_flight
             is_more = is_more or self.reader._news or self.writer._news
-            if not is_more and not any(link.retry_at for link in self.receiver._links.by_peer.values()):
+            if not is_more and not any(link.retry_at for link in self.receiver._connections.by_peer.values()):
                 return
             self.drain_to_decode()
             self.drain_to_prefill()
@@ -270,11 +263,11 @@ class Couple:
         if isinstance(event, Completed):
             assert list(event.pages) == self.grants[event.key]
             self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
-            first = GEOMETRY.num_pages(event.handoff.num_tokens) - len(event.pages)
+            first = GEOMETRY.num_pages(event.prefill_done.num_tokens) - len(event.pages)
             for index, page in enumerate(event.pages, first):
                 assert set(self.target.read(page)) == {content(event.key, index)}, f"page {index} has other bytes"
 
-    def give_back(self, key: Key) -> None:
+    def give_back(self, key: RequestKey) -> None:
         """The decode node is done with a completed request; its pages go to whoever comes next."""
         event = self.events[key]
         assert isinstance(event, Completed)

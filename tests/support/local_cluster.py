@@ -27,7 +27,7 @@ from decode_node import scheduler as decode
 from decode_node.role import DecodeRole
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from prefill_node import scheduler as prefill
 from prefill_node.role import PrefillRole
 from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
@@ -41,8 +41,9 @@ class Member:
     role: Any
     executor: Any
     transport: Any
-    plan: Any = None
+    plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
     is_alive: bool = True
+    is_planned_out: bool = False  # there was nothing to plan at the last attempt
 
     @property
     def peer(self) -> Peer:
@@ -85,6 +86,8 @@ class LocalCluster:
     options: what policies are made with.
     wants_checksums: of every page that travels.
     wire: instead of one with this latency.
+    num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is committed, the
+        latest that an engine could.
     """
 
     def __init__(
@@ -113,8 +116,10 @@ class LocalCluster:
         options: SchedulingOptions | None = None,
         wants_checksums: bool = False,
         wire: Wire | None = None,
+        num_outstanding: int = 1,
     ) -> None:
         self.clock = ManualClock()
+        self.num_outstanding = num_outstanding
         self.wire = wire or Wire(latency=latency)
         self.answers: dict[str, Answer] = {}
         self.num_starts = 0
@@ -159,7 +164,7 @@ class LocalCluster:
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
         limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
-        chosen = transport if self.wire.can_recall else ChoosingWriter([transport])
+        chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
         sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
         scheduler = prefill.PrefillScheduler(
             cache,
@@ -178,6 +183,9 @@ class LocalCluster:
         executor, eos = self._load(num_pages, page_size)
         books = PageAllocator(num_pages)
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
+        transport = InProcessReader(self.wire, executor.pool)
+        chosen = transport if self.wire.can_recall else NegotiatingReader([transport])
+        receiver = Receiver(chosen, books, name=name, digest="model")
         scheduler = decode.DecodeScheduler(
             cache,
             books,
@@ -193,10 +201,8 @@ class LocalCluster:
             order=self._order(cache),
             ratio=NewTokenRatio(constants_from({}), self._conservativeness),
             eos_token_ids=eos,
+            is_connected=receiver.is_connected,
         )
-        transport = InProcessReader(self.wire, executor.pool)
-        chosen = transport if self.wire.can_recall else ChoosingReader([transport])
-        receiver = Receiver(chosen, books, name=name, digest="model")
         role = DecodeRole(
             scheduler, receiver, cache=cache, books=books, vocab_size=VOCAB_SIZE, stream_interval=self._stream_interval
         )
@@ -253,7 +259,7 @@ class LocalCluster:
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
         """As kill -9. The others notice, and its requests fail, as the gateway would see to."""
         member.is_alive = False
-        member.plan = None
+        member.plans.clear()
         if member in self.prefill:
             member.transport.die()
         for rid, answer in self.answers.items():
@@ -293,19 +299,32 @@ class LocalCluster:
     def step(self) -> None:
         self.clock.advance(0.001)
         for member in self.members:
-            member.plan = member.role.plan(self.clock.now())
+            self.plan(member)
         self._deliver()
         for member in self.members:
             member.role.tick(self.clock.now())
         self._deliver()
         self.wire.tick()
         for member in self.members:
-            if member.plan is not None:
-                member.role.commit(member.executor.run(member.plan), self.clock.now())
-                member.plan = None
+            if member.plans and self.is_due(member):
+                self.commit(member)
             member.role.tick(self.clock.now())
         self._deliver()
         self.check()
+
+    def plan(self, member: Member) -> None:
+        """Plan one step more, if the node has something to compute."""
+        member.is_planned_out = (plan := member.role.plan(self.clock.now())) is None
+        if plan is not None:
+            member.plans.append(plan)
+
+    def is_due(self, member: Member) -> bool:
+        """Whether the oldest step is to be committed before another is planned."""
+        return len(member.plans) >= self.num_outstanding or member.is_planned_out
+
+    def commit(self, member: Member) -> None:
+        """Run the oldest step, and commit its result."""
+        member.role.commit(member.executor.run(member.plans.pop(0)), self.clock.now())
 
     def check(self) -> None:
         for member in self.members:

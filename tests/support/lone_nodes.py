@@ -12,10 +12,10 @@ from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.step_plan import StepPlan, StepResult
 from decode_node.request_state import State
-from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler import DecodeScheduler, PageGrant, Sampled
 from decode_node.scheduler import Limits as DecodeLimits
+from prefill_node.scheduler import Computed, PrefillScheduler
 from prefill_node.scheduler import Limits as PrefillLimits
-from prefill_node.scheduler import PrefillScheduler
 
 PAGE = 4
 ON = PriorityRules(is_enabled=True, preemption_threshold=2)
@@ -58,7 +58,7 @@ class PrefillNode:
             return []
         chunks = [(chunk.request.rid, chunk.num_tokens) for chunk in self.scheduler.chunks(plan)]
         for effect in self.scheduler.commit(result_of(plan)):
-            if effect.first is not None:
+            if isinstance(effect, Computed) and effect.first is not None:
                 self.done.append(effect.request.rid)
                 if is_sent:
                     self.scheduler.release(effect.request.key)
@@ -82,6 +82,7 @@ class DecodeNode:
         slots: int = 8,
         rules: PriorityRules = ON,
         policy: str = "fcfs",
+        ratio: NewTokenRatio | None = None,
         **limits: Any,
     ) -> None:
         self.books = PageAllocator(num_pages)
@@ -90,15 +91,17 @@ class DecodeNode:
         self.done: list[str] = []
         self.granted: list[str] = []
         self.num_submitted = 0
+        self.connected: set[str] = set()  # prefill nodes that would compute a request again
         self.scheduler = DecodeScheduler(
             self.cache,
             self.books,
             limits=DecodeLimits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
             order=RequestOrdering(make_policy(policy, self.cache), rules),
-            ratio=NewTokenRatio(RatioConstants(initial=0.0)),
+            ratio=ratio or NewTokenRatio(RatioConstants(initial=0.0)),
             eos_token_ids=(),
+            is_connected=self.connected.__contains__,
         )
-        self.places = self.scheduler.places
+        self.places = self.scheduler._table
 
     def submit(
         self,
@@ -116,7 +119,7 @@ class DecodeNode:
             rid, 0, tuple(range(start, start + length)), SamplingParams(max_new_tokens=new),
             priority=priority, arrived_at=self.now,
         )  # fmt: skip
-        self.scheduler.submit(request, is_local=is_local)
+        self.scheduler.submit(request, source=None if is_local else "prefill")
         return request
 
     def run_in(self, rid: str, length: int, priority: int = 0, **others: Any) -> Request:
@@ -128,9 +131,13 @@ class DecodeNode:
         return request
 
     def grant(self) -> list[str]:
-        """Who has all of its pages now."""
-        granted = self.scheduler.line.admit(self.now)
-        rids = [each.request.rid for each in granted if not each.reservation.num_lacking]
+        """Requests that get their pages now."""
+        self.scheduler.grant(self.now)
+        return self.take_grants()
+
+    def take_grants(self) -> list[str]:
+        effects = self.scheduler.take_effects()
+        rids = [effect.request.rid for effect in effects if isinstance(effect, PageGrant)]
         self.granted += rids
         return rids
 
@@ -139,19 +146,15 @@ class DecodeNode:
             self.scheduler.received((rid, 0), token=7)
 
     def step(self) -> list[str]:
-        """One step; who got a token, in order."""
+        """One step. Returns the requests that got a token, in order."""
         self.now += 1.0
-        if self.scheduler.giving_way.make_room(self.now):
-            self.grant()
         plan = self.scheduler.plan(self.now)
+        self.take_grants()
         self.check()
         if plan is None:
             return []
-        sampled = self.scheduler.commit(result_of(plan))
-        for one in sampled:
-            if one.finish:
-                self.scheduler.end(one.request.key)
-                self.done.append(one.request.rid)
+        sampled = [one for one in self.scheduler.commit(result_of(plan)) if isinstance(one, Sampled)]
+        self.done += [one.request.rid for one in sampled if one.finish]
         self.check()
         return [one.request.rid for one in sampled]
 
@@ -159,8 +162,7 @@ class DecodeNode:
         """To the end, with transfers that take no time."""
         for _ in range(1_000):
             self.grant()
-            partial = self.scheduler.line.partial
-            self.receive(*[rid for (rid, _), request in self.places.receiving.items() if request is not partial])
+            self.receive(*[rid for rid, _ in self.places.receiving])
             if not self.step() and not self.places.requests:
                 return self.done
         raise AssertionError(f"never ends: {self.places.states}")

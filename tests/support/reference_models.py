@@ -1,7 +1,7 @@
-"""Random tiny models and what ``transformers`` makes of them: the yardstick for greedy float32 tokens.
+"""Random tiny models, and the greedy float32 tokens that transformers generates with them.
 
-Prompts at which the reference has two top logits closer than ``CLOSE`` are redrawn before anybody sees them, so that
-a test which fails later has no such excuse.
+A prompt for which the two highest logits of the reference come closer than ``CLOSE`` is replaced by another, so that
+rounding cannot explain a failing test.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-#: the main job's models: family and overrides
+#: Families and overrides of the models that whole services are tested with.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
@@ -53,9 +53,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
-    """Save a random float32 model of a family into ``folder`` as ``transformers`` writes it.
+    """Save a random float32 model of a family into ``folder`` with transformers.
 
-    Weights are drawn wide enough that greedy outputs wander instead of repeating one token.
+    The weights have a variance at which greedy outputs do not repeat one token.
     """
     import transformers
 
@@ -78,7 +78,7 @@ def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overr
 
 
 def load_reference(folder: str | Path, device: str = "cpu") -> Any:
-    """The folder's model in ``transformers``, float32, eager attention."""
+    """Load the folder's model with transformers, in float32 and with eager attention."""
     from transformers import AutoModelForCausalLM
 
     return (
@@ -93,9 +93,11 @@ def load_reference(folder: str | Path, device: str = "cpu") -> Any:
 def draw_prompts(
     model: Any, lengths: list[int], max_new: int, seed: int = 0, params: SamplingParams | None = None
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """One (prompt, greedy output of ``max_new`` tokens) per length; ``model`` is ``load_reference``'s, or a folder.
+    """Return one (prompt, greedy output of ``max_new`` tokens) per length.
 
-    Of ``params`` only biases and penalties count.
+    Args:
+        model: result of ``load_reference``, or a folder.
+        params: only biases and penalties have an effect.
     """
     if isinstance(model, str | Path):
         model = load_reference(model)
@@ -115,7 +117,7 @@ def _draw_prompt(
 
 
 def generate(model: Any, prompt: tuple[int, ...], max_new: int, **options: Any) -> tuple[int, ...] | None:
-    """Greedy tokens by ``generate`` with its ``options``; None if two top scores came closer than ``CLOSE``."""
+    """Return greedy tokens by ``model.generate``; None if the two highest scores come closer than ``CLOSE``."""
     ids = torch.tensor([prompt], device=model.device)
     made = model.generate(
         ids,
@@ -135,7 +137,10 @@ def generate(model: Any, prompt: tuple[int, ...], max_new: int, **options: Any) 
 
 
 def penalties(params: SamplingParams, prompt_len: int) -> dict[str, Any]:
-    """Options of ``generate`` for biases and penalties: its own processors, and OpenAI's formula where it has none."""
+    """Return the options of ``model.generate`` for biases and penalties.
+
+    transformers has no presence and frequency penalties, so OpenAI's formula is applied to the scores.
+    """
     if not params.has_penalties and not params.logit_bias:
         return {}
 
@@ -151,7 +156,7 @@ def penalties(params: SamplingParams, prompt_len: int) -> dict[str, Any]:
 
 
 def prompt_logprobs(model: Any, prompt: tuple[int, ...]) -> torch.Tensor:
-    """``[len(prompt) - 1, vocab]``: row i is the log-probability of every token at position i + 1."""
+    """Return ``[len(prompt) - 1, vocab]``: row i holds the log-probability of every token at position i + 1."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt], device=model.device)).logits[0, :-1]
     return torch.log_softmax(logits, dim=-1)

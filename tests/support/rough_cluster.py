@@ -145,7 +145,7 @@ class RoughCluster(LocalCluster):
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
         """As kill -9: what it has sent still arrives, and then everybody hears of it, each in its time."""
         member.is_alive = False
-        member.plan = None
+        member.plans.clear()
         self._dead = (*self._dead, member)
         if member in self.prefill:
             member.transport.die()
@@ -182,8 +182,8 @@ class RoughCluster(LocalCluster):
         self.clock.advance(0.001)
         moving = [m for m in self.members if self._stands_still.get(m.name, 0) <= self.wire.num_ticks]
         for member in moving:
-            if member.plan is None:
-                member.plan = member.role.plan(self.clock.now())
+            if len(member.plans) < self.num_outstanding:
+                self.plan(member)
                 self._is_computing[member.name] = self.wire.num_ticks + self._draw()
         self._deliver()
         self._each(moving, lambda member: member.role.tick(self.clock.now()))
@@ -203,10 +203,9 @@ class RoughCluster(LocalCluster):
                 self._collect()
 
     def _commit(self, member: Member) -> None:
-        if member.plan is not None and self._is_computing[member.name] <= self.wire.num_ticks:
+        if member.plans and self.is_due(member) and self._is_computing[member.name] <= self.wire.num_ticks:
             self._num_events += 1
-            plan, member.plan = member.plan, None
-            member.role.commit(member.executor.run(plan), self.clock.now())
+            self.commit(member)
         member.role.tick(self.clock.now())
 
     def _is_still(self, num_events: int) -> bool:
@@ -214,7 +213,7 @@ class RoughCluster(LocalCluster):
         return (
             self._num_events == num_events
             and not any(self._links.values())
-            and all(member.plan is None for member in self.members)
+            and all(not member.plans for member in self.members)
             and not self.wire.num_in_flight
             and not self._unnoticed
             and all(until <= self.wire.num_ticks - 3 for until in self._stands_still.values())

@@ -107,10 +107,16 @@ class Stranger:
         return data
 
     def header(
-        self, page: int, *, number: int | None = None, size: int = SIZE, magic: bytes = b"page", box: PageSlice = WHOLE
+        self,
+        page: int,
+        *,
+        number: int | None = None,
+        size: int = SIZE,
+        magic: bytes = b"page",
+        page_slice: PageSlice = WHOLE,
     ) -> bytes:
         assert self.terms is not None
-        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *box)
+        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *page_slice)
         return header + self.terms.seal(KEY, b"pages").mac(header)
 
     def frame(self, page: int, value: int, *, size: int = SIZE, **words: Any) -> bytes:
@@ -126,8 +132,8 @@ class Stranger:
         self.connection.sendall(self.frame(page, value, **words))
         self.num_sent += 1
 
-    def part(self, page: int, value: int, box: PageSlice) -> None:
-        self.page(page, value, size=box.num_bytes(GEOMETRY), box=box)
+    def part(self, page: int, value: int, page_slice: PageSlice) -> None:
+        self.page(page, value, size=page_slice.num_bytes(GEOMETRY), page_slice=page_slice)
 
     def answer(self) -> tuple[int, int] | None:
         """(was it placed, page) of the next acknowledgement; None if the reader hung up."""

@@ -14,12 +14,12 @@ from support.kv_fakes import JUNK, MemfdStore
 from support.transport_node import GEOMETRY, NUM_PAGES
 
 from common.cache.page_allocator import Owner, PageAllocator
+from common.request import RequestKey
 from common.wire.messages import FromDecode, FromPrefill, PrefillDone
 from kv_transfer.events import Completed, PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 
 
 def num_tokens(num_pages: int) -> int:
@@ -27,7 +27,7 @@ def num_tokens(num_pages: int) -> int:
     return num_pages * GEOMETRY.page_size - 1
 
 
-def content(key: Key, index: int) -> bytes:
+def content(key: RequestKey, index: int) -> bytes:
     return random.Random(f"{key} {index}").randbytes(GEOMETRY.page_bytes)
 
 
@@ -52,11 +52,11 @@ class TransferEnd:
 
 
 class SenderEnd(TransferEnd):
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         super().__init__()
         self.transport = open_writer(self.store, settings)
         self.sender = Sender(self.transport, digest="model")
-        self.pages: dict[Key, list[int]] = {}
+        self.pages: dict[RequestKey, list[int]] = {}
         self.released: dict[str, bool] = {}
 
     def turn(self) -> None:
@@ -110,7 +110,7 @@ class SenderEnd(TransferEnd):
 
 
 class ReceiverEnd(TransferEnd):
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         super().__init__()
         self.transport = open_reader(self.store, settings)
         self.receiver = Receiver(self.transport, self.books, name="decode-0", digest="model")

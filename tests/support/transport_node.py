@@ -21,11 +21,11 @@ from support.kv_fakes import MemfdStore
 
 from common.cache.page_layout import PageLayout
 from common.wire.messages import Connect
-from kv_transfer.page_mapping import Fit
+from kv_transfer.page_mapping import PageMapping
 from kv_transfer.receive import table as incoming
 from kv_transfer.transports import pending_connections as visitors
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, from_message, to_message
-from kv_transfer.transports.negotiation import Settings, open_reader, open_writer
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
 from kv_transfer.transports.tcp import writer as tcp_writer
@@ -45,12 +45,12 @@ def geometry_here() -> PageLayout:
 
 
 class WriterEnd:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         self.store = MemfdStore(NUM_PAGES, geometry_here())
         self.transport: WriterTransport = open_writer(self.store, settings)
         self.news: list[Any] = []
         self.finished: list[int] = []
-        self.fits: dict[str, Fit] = {}
+        self.fits: dict[str, PageMapping] = {}
 
     def turn(self) -> None:
         self.news += [[a.peer, a.epoch, a.problem, a.transport] for a in self.transport.poll()]
@@ -58,20 +58,20 @@ class WriterEnd:
 
     def do_attach(self, peer: str, connect: str) -> str:
         offer = msgspec.json.decode(connect, type=Connect)
-        self.fits[peer] = Fit(self.store.geometry, from_message(offer.geometry))
+        self.fits[peer] = PageMapping(self.store.geometry, from_message(offer.geometry))
         try:
             self.transport.attach(peer, offer)
         except AttachError as error:
             return str(error)
         return ""
 
-    def do_write(self, peer: str, pages: list[tuple[int, int, int]], piece: int = 0) -> int:
-        """(seed, our page, the peer's page); the how-manieth piece of each, where pages are unequal"""
+    def do_write(self, peer: str, pages: list[tuple[int, int, int]], slices: int = 0) -> int:
+        """(seed, our page, the peer's page); the how-manieth slices of each, where pages are unequal"""
         size = self.store.geometry.page_bytes
         for seed, source, _ in pages:
             self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.geometry)
         moved = [(source, target) for _, source, target in pages]
-        return self.transport.write(peer, moved, self.fits[peer].pieces[piece])
+        return self.transport.write(peer, moved, self.fits[peer].slice_pairs[slices])
 
     def do_detach(self, peer: str) -> bool:
         return self.transport.detach(peer)
@@ -82,7 +82,7 @@ class WriterEnd:
 
 
 class ReaderEnd:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         self.store = MemfdStore(NUM_PAGES, geometry_here())
         self.transport: ReaderTransport = open_reader(self.store, settings)
         self.news: list[Any] = []
@@ -139,10 +139,10 @@ def _set_place() -> None:
     incoming.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", incoming.RECLAIM_S))
     if os.environ.get("TEST_FAR"):
         nixl_reader.host_id = lambda: "elsewhere"
-        nixl_reader.ShmReader.offer = lambda *_: "no door"  # type: ignore[method-assign]
+        nixl_reader.ShmReader.offer = lambda *_: "no watch_socket"  # type: ignore[method-assign]
 
 
-def _end(role: str, settings: Settings) -> Any:
+def _end(role: str, settings: TransportSettings) -> Any:
     if role == "writer":
         return WriterEnd(settings)
     if role == "reader":
@@ -152,7 +152,7 @@ def _end(role: str, settings: Settings) -> Any:
     return transfer_node.SenderEnd(settings) if role == "sender" else transfer_node.ReceiverEnd(settings)
 
 
-def _say(answers: TextIO, answer: Any) -> None:
+def _wake_loop(answers: TextIO, answer: Any) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
@@ -162,11 +162,11 @@ def main() -> None:
     incarnation = os.environ.get("TEST_INCARNATION", ("p" if role == "writer" else "d") * 32)
     host = os.environ.get("TEST_HOST", "127.0.0.1")
     _set_place()
-    end = _end(role, Settings(name, incarnation, host, key.encode()))
+    end = _end(role, TransportSettings(name, incarnation, host, key.encode()))
     _set_patience()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX and others say what they have to say on the standard output
-    _say(answers, os.getpid())
+    _wake_loop(answers, os.getpid())
     pending = b""
     while True:
         ready, _, _ = select.select([0, *end.transport.files()], [], [], 0.02)
@@ -190,11 +190,11 @@ def main() -> None:
             elif what == "close":
                 end.transport.close()
                 end.store.close()
-                _say(answers, "closed")
+                _wake_loop(answers, "closed")
                 return
             else:
                 answer = getattr(end, f"do_{what}")(**command)
-            _say(answers, answer)
+            _wake_loop(answers, answer)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ from support.two_nodes_parts import FAULTS, GEOMETRY, JUNK, Decode, Link, Prefil
 from support.two_nodes_state import Freezer, state_of
 
 from common.cache.page_allocator import Owner, PageAllocator
+from common.request import RequestKey
 from common.wire.messages import Message, PrefillDone
 from kv_transfer.events import Completed, Event, PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key
 from kv_transfer.send.table import EARLY_LEASE_S
 from kv_transfer.send.tombstones import LEASE_S
 from kv_transfer.transports.base import ReaderTransport, WriterTransport
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 
 
@@ -38,9 +38,9 @@ class TwoNodes:
         self.num_starts = 0
         self.wire = Wire(latency=1, can_recall=scope.can_recall)  # its time stands still: pages arrive by hand
         self.links: list[Link] = []
-        self.keys: list[Key] = [(chr(ord("a") + n), 0) for n in range(len(scope.sizes))]
+        self.keys: list[RequestKey] = [(chr(ord("a") + n), 0) for n in range(len(scope.sizes))]
         self.sizes = dict(zip(self.keys, scope.sizes, strict=True))
-        self.routes: dict[Key, tuple[str, str]] = {}  # the starts of both nodes that a request is given to
+        self.routes: dict[RequestKey, tuple[str, str]] = {}  # the starts of both nodes that a request is given to
         self.prefill = self._start_prefill()
         self.decode = self._start_decode()
 
@@ -49,19 +49,19 @@ class TwoNodes:
         name, store = f"p{self.num_starts}", Store(self.scope.num_pages)
         writer = WatchedWriter(self.wire, store, name)
         writer.world = self
-        transport: WriterTransport = writer if self.scope.can_recall else ChoosingWriter([writer])
+        transport: WriterTransport = writer if self.scope.can_recall else NegotiatingWriter([writer])
         return Prefill(name, store, PageAllocator(self.scope.num_pages), writer, transport, Sender(transport))
 
     def _start_decode(self) -> Decode:
         self.num_starts += 1
         name, store, books = f"d{self.num_starts}", Store(self.scope.num_pages), PageAllocator(self.scope.num_pages)
         reader = InProcessReader(self.wire, store, name)
-        transport: ReaderTransport = reader if self.scope.can_recall else ChoosingReader([reader])
+        transport: ReaderTransport = reader if self.scope.can_recall else NegotiatingReader([reader])
         return Decode(
             name, store, books, reader, transport, Receiver(transport, books, wants_checksums=self.scope.has_checksums)
         )
 
-    def content(self, key: Key, index: int) -> int:
+    def content(self, key: RequestKey, index: int) -> int:
         return 16 * (self.keys.index(key) + 1) + index
 
     # ---- what happens -------------------------------------------------------------------------------------------
@@ -81,17 +81,17 @@ class TwoNodes:
 
     # ---- the prefill node ---------------------------------------------------------------------------------------
 
-    def _route(self, key: Key) -> tuple[str, str]:
+    def _route(self, key: RequestKey) -> tuple[str, str]:
         return self.routes.setdefault(key, (self.prefill.name, self.decode.name))
 
-    def _open(self, key: Key) -> None:
+    def _open(self, key: RequestKey) -> None:
         node = self.prefill
         pages = node.books.alloc(self.sizes[key], Owner.REQUEST)
         assert pages is not None
         node.pages[key], node.num_computed[key] = pages, 0
         node.sender.open(key, self._route(key)[1])
 
-    def _compute(self, key: Key) -> None:
+    def _compute(self, key: RequestKey) -> None:
         """One more page of the prompt; with the last one it is computed."""
         node, size = self.prefill, self.sizes[key]
         index = node.num_computed[key]
@@ -106,16 +106,16 @@ class TwoNodes:
     def _pump(self) -> None:
         self.prefill.sender.pump(self.now, 1)
 
-    def _abort(self, key: Key) -> None:
+    def _abort(self, key: RequestKey) -> None:
         self.prefill.sender.abort(key, "aborted")
 
     _deadline_at_prefill = _abort
 
-    def _finish_early(self, key: Key) -> None:
+    def _finish_early(self, key: RequestKey) -> None:
         """The request ends with its first token."""
         self.prefill.sender.abort(key, "finished")
 
-    def _retract(self, key: Key) -> None:
+    def _retract(self, key: RequestKey) -> None:
         node = self.prefill
         node.sender.retract(key)
         for page in node.pages[key]:
@@ -129,13 +129,13 @@ class TwoNodes:
 
     _last_lease = _lease
 
-    def _tombs(self) -> None:
+    def _tombstones(self) -> None:
         self.now += LEASE_S
         self.prefill.sender.pump(self.now, 0)
 
     # ---- the decode node ----------------------------------------------------------------------------------------
 
-    def _begin(self, key: Key, count: int) -> None:
+    def _begin(self, key: RequestKey, count: int) -> None:
         node = self.decode
         peer = self._route(key)[0]
         if peer not in node.dialled:
@@ -145,13 +145,9 @@ class TwoNodes:
                 link.is_open_at_prefill, link.is_torn = False, True
             self.links.append(link)
             self._send_from_decode(peer, node.receiver.connect(peer))
-        node.begun[key] = self.scope.first + count
+        node.begun[key] = None
         pages = self._reserve(count)
         node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
-
-    def _extend(self, key: Key, count: int) -> None:
-        self.decode.begun[key] += count
-        self.decode.receiver.extend(key, self._reserve(count))
 
     def _reserve(self, count: int) -> list[int]:
         pages = self.decode.books.alloc(count, Owner.GRANT)
@@ -160,7 +156,7 @@ class TwoNodes:
             self.decode.store.fill(page, JUNK)
         return pages
 
-    def _cancel(self, key: Key) -> None:
+    def _cancel(self, key: RequestKey) -> None:
         self.decode.ended[key] = "cancelled"
         self.decode.receiver.cancel(key)
 
@@ -172,7 +168,7 @@ class TwoNodes:
     def _retry(self) -> None:
         """It is time to connect anew after a break."""
         receiver = self.decode.receiver
-        self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._links.by_peer.values()))
+        self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._connections.by_peer.values()))
         receiver.poll(self.now)
 
     def _lose_peer(self, peer: str) -> None:
@@ -306,13 +302,13 @@ class TwoNodes:
         assert set(self.prefill.store.read(source)) == {self.content(key, index)}, "a page leaves that is not computed"
         if not is_in_sight:
             return
-        session = self.decode.receiver._incoming.sessions.get(key)
+        session = self.decode.receiver._table.sessions.get(key)
         assert session is not None, f"page {target} is written for {key}, which is over"
         assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
 
     def _is_awaited(self, page: int) -> bool:
         """Is this page of the decode node set aside, in whatever state, for what has not come?"""
-        sessions = self.decode.receiver._incoming.sessions.values()
+        sessions = self.decode.receiver._table.sessions.values()
         found = [(s, s.first + s.pages.index(page)) for s in sessions if page in s.pages]
         return bool(found) and found[0][1] not in found[0][0]._arrived
 
@@ -351,13 +347,13 @@ class TwoNodes:
         held = sum(len(pages) for pages in self.prefill.pages.values())
         assert self.prefill.books.count(Owner.REQUEST) == held, "source pages leak"
         books = self.decode.books
-        known = sum(len(session.pages) for session in self.decode.receiver._incoming.sessions.values())
+        known = sum(len(session.pages) for session in self.decode.receiver._table.sessions.values())
         assert books.count(Owner.GRANT) + books.count(Owner.QUARANTINE) == known, "granted pages leak"
 
     def check_end(self) -> None:
         assert not self.wire.num_in_flight, "a page is on its way for ever"
-        assert not self.prefill.sender._outgoing.all(), "a transfer never ends at prefill"
-        assert not self.decode.receiver._incoming.sessions, "a transfer never ends at decode"
+        assert not self.prefill.sender._table.all(), "a transfer never ends at prefill"
+        assert not self.decode.receiver._table.sessions, "a transfer never ends at decode"
         assert not self.prefill.pages and self.prefill.books.num_free == self.scope.num_pages, "source pages leak"
         assert self.decode.books.num_free == self.scope.num_pages, "pages leak"
         assert not any(link.to_prefill or link.to_decode for link in self.links)

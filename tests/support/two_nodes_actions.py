@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from support.explore import Action
 from support.two_nodes_parts import PAGE_FAULTS
 
-from kv_transfer.send.session import Key
+from common.request import RequestKey
 
 if TYPE_CHECKING:
     from support.two_nodes import TwoNodes
@@ -33,7 +33,7 @@ def _of_prefill(world: "TwoNodes") -> Iterator[Action]:
         elif key in node.pages and key not in node.finished:
             yield ("compute", key)
     if (
-        node.sender._writes.has_due
+        node.sender._queue.has_due
         or node.writer.finished
         or node.writer._news
         or getattr(node.transport, "_draining", None)
@@ -48,14 +48,11 @@ def _of_decode(world: "TwoNodes") -> Iterator[Action]:
         if world.routes.get(key, ("", node.name))[1] != node.name or key in node.ended:
             continue
         num_lacking = world.sizes[key] - node.begun.get(key, world.scope.first)
-        if world.scope.is_piecemeal:
-            if num_lacking and node.books.num_free:
-                yield ("extend" if key in node.begun else "begin", key, 1)
-        elif key not in node.begun and num_lacking <= node.books.num_free:
+        if key not in node.begun and num_lacking <= node.books.num_free:
             yield ("begin", key, num_lacking)
     if node.reader._news or getattr(node.transport, "_news", None):
         yield ("poll",)
-    if any(link.retry_at is not None for link in node.receiver._links.by_peer.values()):
+    if any(link.retry_at is not None for link in node.receiver._connections.by_peer.values()):
         yield ("retry",)
 
 
@@ -93,13 +90,13 @@ def _faults(world: "TwoNodes") -> Iterator[Action]:
         if not world.prefill.sender.is_granted(key):
             yield ("retract", key)
     yield from (("cancel", key) for key in _expected(world))
-    if world.prefill.sender._outgoing.early:
+    if world.prefill.sender._table.early:
         yield ("lease",)
-    if len(world.prefill.sender._outgoing.tombs) and not any(link.to_prefill for link in world.links):
-        yield ("tombs",)  # a tombstone stands for longer than any message is on its way
+    if len(world.prefill.sender._table.tombstones) and not any(link.to_prefill for link in world.links):
+        yield ("tombstones",)  # a tombstone stands for longer than any message is on its way
 
 
-def _expected(world: "TwoNodes") -> list[Key]:
+def _expected(world: "TwoNodes") -> list[RequestKey]:
     return [key for key in world.decode.begun if key not in world.decode.ended]
 
 
@@ -108,5 +105,5 @@ def _of_time(world: "TwoNodes") -> Iterator[Action]:
     late = [("deadline at prefill", key) for key in world.prefill.pages]
     late += [("deadline at decode", key) for key in _expected(world)]
     yield from late
-    if not late and world.prefill.sender._outgoing.early:
+    if not late and world.prefill.sender._table.early:
         yield ("last lease",)

@@ -5,11 +5,11 @@ from typing import Protocol
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.page_layout import PageLayout
+from common.request import RequestKey
 from common.wire.messages import Connect, Message
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.session import Key
 from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
 from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter
 
@@ -20,7 +20,7 @@ MESSAGE_FAULTS = ("lose", "repeat", "overtake")
 PAGE_FAULTS = ("drop", "copy", "corrupt")
 NODE_FAULTS = ("tear", "refuse", "kill prefill", "kill decode")
 ROLE_FAULTS = ("abort", "finish early", "cancel", "retract")
-TIME_FAULTS = ("lease", "tombs")
+TIME_FAULTS = ("lease", "tombstones")
 CONNECTION_FAULTS = (*MESSAGE_FAULTS, "tear", "refuse")
 FAULTS = MESSAGE_FAULTS + PAGE_FAULTS[:2] + NODE_FAULTS + ROLE_FAULTS + TIME_FAULTS
 
@@ -36,7 +36,6 @@ class Scope:
         faults, num_faults: kinds, and how many in one run.
         can_recall: see ``Wire``.
         has_checksums: pages that come with a changed byte (``corrupt``) are noticed; else nobody would.
-        is_piecemeal: pages are granted one at a time.
     """
 
     sizes: tuple[int, ...] = (2, 1)
@@ -46,7 +45,6 @@ class Scope:
     num_faults: int = 1
     can_recall: bool = True
     has_checksums: bool = False
-    is_piecemeal: bool = False
 
 
 class Store:
@@ -91,9 +89,9 @@ class WatchedWriter(InProcessWriter):
             self.is_refused = False
             self._news[-1] = Attached(peer, connect.epoch, "it was not to be")
 
-    def put(self, peer: str, source: int, target: int, piece: Piece | None = None) -> int:
+    def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         self.world.watch(self, peer, source, target)
-        return super().put(peer, source, target, piece)
+        return super().put(peer, source, target, slices)
 
 
 @dataclass(eq=False)
@@ -106,10 +104,10 @@ class Prefill:
     writer: WatchedWriter
     transport: WriterTransport
     sender: Sender
-    pages: dict[Key, list[int]] = field(default_factory=dict)
-    num_computed: dict[Key, int] = field(default_factory=dict)
-    finished: dict[Key, None] = field(default_factory=dict)
-    released: dict[Key, bool] = field(default_factory=dict)
+    pages: dict[RequestKey, list[int]] = field(default_factory=dict)
+    num_computed: dict[RequestKey, int] = field(default_factory=dict)
+    finished: dict[RequestKey, None] = field(default_factory=dict)
+    released: dict[RequestKey, bool] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -122,8 +120,8 @@ class Decode:
     reader: InProcessReader
     transport: ReaderTransport
     receiver: Receiver
-    begun: dict[Key, int] = field(default_factory=dict)  # pages that are here or granted
-    ended: dict[Key, str] = field(default_factory=dict)
+    begun: dict[RequestKey, None] = field(default_factory=dict)
+    ended: dict[RequestKey, str] = field(default_factory=dict)
     dialled: dict[str, None] = field(default_factory=dict)
 
 

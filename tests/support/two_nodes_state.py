@@ -11,7 +11,7 @@ from support.two_nodes_parts import GEOMETRY, Scope
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
 from kv_transfer.page_mapping import Units
-from kv_transfer.transports.negotiation import ChoosingReader, ChoosingWriter
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 
 if TYPE_CHECKING:
     from support.two_nodes import TwoNodes
@@ -65,9 +65,9 @@ def _fresh_books(num_pages: int) -> PageAllocator:
     return PageAllocator(num_pages)
 
 
-_NOT_OF_SENDER = ("_transport", "_pairs", "_writes", "_totals")
-_NOT_OF_WRITES = ("_transport", "_pairs", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
-_NOT_OF_RECEIVER = ("_transport", "_incoming", "_links", "_checksums", "_totals")
+_NOT_OF_SENDER = ("_transport", "_connections", "_queue", "_totals")
+_NOT_OF_WRITES = ("_transport", "_connections", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
+_NOT_OF_RECEIVER = ("_transport", "_table", "_connections", "_checksums", "_totals")
 
 
 def _of_books(books: PageAllocator) -> object:
@@ -76,13 +76,13 @@ def _of_books(books: PageAllocator) -> object:
 
 def _of_choice(transport: object) -> object:
     """A writer's tickets are as many as those of the one below it, and are numbered alike."""
-    if isinstance(transport, ChoosingWriter):
+    if isinstance(transport, NegotiatingWriter):
         attempts = [
             (peer, a.connect.epoch, a.offers, len(a.rest), a.is_attached, a.failures)
             for peer, a in transport._attempts.items()
         ]
         return (attempts, list(transport._draining))
-    if isinstance(transport, ChoosingReader):
+    if isinstance(transport, NegotiatingReader):
         return (transport._offered, transport._chosen, transport._unasked, transport._news)
     return None
 
@@ -90,12 +90,12 @@ def _of_choice(transport: object) -> object:
 def state_of(world: "TwoNodes") -> object:
     """Everything that what follows depends on, in plain values: equal ones are one state."""
     prefill, decode = world.prefill, world.decode
-    writes = prefill.sender._writes
+    writes = prefill.sender._queue
     tickets = sorted(writes._tickets)
     rank = {ticket: number for number, ticket in enumerate(tickets)}
     sender = {name: value for name, value in vars(prefill.sender).items() if name not in _NOT_OF_SENDER}
     receiver = {name: value for name, value in vars(decode.receiver).items() if name not in _NOT_OF_RECEIVER}
-    incoming, links = decode.receiver._incoming, decode.receiver._links
+    incoming, links = decode.receiver._table, decode.receiver._connections
     return (
         world.now,
         (world.num_faults, world.num_breaks, world.is_late),
@@ -107,7 +107,11 @@ def state_of(world: "TwoNodes") -> object:
             for p in world.wire._pages.values()
         ],
         list(world.wire.offers),
-        (sender, prefill.sender._pairs.by_peer, {n: v for n, v in vars(writes).items() if n not in _NOT_OF_WRITES}),
+        (
+            sender,
+            prefill.sender._connections.by_peer,
+            {n: v for n, v in vars(writes).items() if n not in _NOT_OF_WRITES},
+        ),
         (sorted(prefill.pages.items()), sorted(prefill.num_computed.items()), sorted(prefill.finished)),
         (sorted(prefill.released.items()), prefill.store.memory, _of_books(prefill.books)),
         [(session.key, units) for session, units, _ in (writes._tickets[ticket] for ticket in tickets)],
@@ -116,7 +120,7 @@ def state_of(world: "TwoNodes") -> object:
         [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],
         (list(prefill.writer._leaving), prefill.writer.is_refused),
         _of_choice(prefill.transport),
-        (receiver, incoming.sessions, incoming.handoffs, incoming.events, links.by_peer, links.epoch),
+        (receiver, incoming.sessions, incoming.prefill_dones, incoming.events, links.by_peer, links.epoch),
         (sorted(decode.begun.items()), sorted(decode.ended.items()), list(decode.dialled)),
         (decode.store.memory, _of_books(decode.books)),
         [(w.incarnation, said) for w, said in decode.reader.writers.items()],

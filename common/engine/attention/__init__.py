@@ -1,4 +1,4 @@
-"""Attention over paged KV: one protocol, several backends that must all agree with ``reference``."""
+"""Attention over paged KV: one protocol and several backends, all of which must agree with ``reference``."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from common.errors import ConfigError
 
 __all__ = ["BACKENDS", "AttentionBackend", "StepAttention", "make_attention", "resolve_attention"]
 
-#: name -> made from a pool and the number of query heads
+#: Backends by name; each is built from a pool and the number of query heads.
 BACKENDS: dict[str, Callable[[KVPool, int], AttentionBackend]] = {
     "reference": lambda pool, _: ReferenceAttention(pool),
     "torch": lambda pool, _: TorchAttention(pool),
@@ -22,21 +22,21 @@ BACKENDS: dict[str, Callable[[KVPool, int], AttentionBackend]] = {
 
 
 def resolve_attention(name: str, device: torch.device) -> str:
-    """The name of a backend for pools on this device; ``auto`` is the fastest.
+    """Return the name of a backend for pools on this device; ``auto`` picks the fastest.
 
     Raises:
-        ConfigError: no such backend, or not for this device.
+        ConfigError: the backend is unknown, or does not run on this device.
     """
     is_cpu = device.type == "cpu"
     if name == "auto":
         return "cpu" if is_cpu else "torch"
     if name not in BACKENDS:
-        raise ConfigError(f"--attention-backend {name}: not one of auto, {', '.join(BACKENDS)}")
+        raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")
     if name == "cpu" and not is_cpu:
         raise ConfigError(f"--attention-backend cpu: the KV pool is on {device}; give auto, reference or torch")
     return name
 
 
 def make_attention(name: str, pool: KVPool, num_heads: int) -> AttentionBackend:
-    """The backend of that name (see ``resolve_attention``) over ``pool``."""
+    """Build the backend of that name (see ``resolve_attention``) over ``pool``."""
     return BACKENDS[resolve_attention(name, pool.device)](pool, num_heads)

@@ -1,10 +1,10 @@
-/* Attention of long extends in bfloat16 on processors with AMX: flash attention (Dao et al., arXiv 2205.14135) in tiles.
+/* Attention for long extends in bfloat16 on processors with AMX: flash attention (Dao et al., arXiv 2205.14135), tiled.
  *
- * Everything is computed transposed: scores are [tokens, queries], so that keys go into the matrix unit as they lie in
- * their pages, a query is one lane of a vector, and its maximum and its sum need no shuffling. Weights of two neighbouring
- * tokens, packed into one word, are just what the second product wants. Only values are copied first, pair by pair.
+ * Everything is computed transposed. Scores are [tokens, queries], so that tiles load keys directly from their pages,
+ * and a query is one lane of a vector, whose maximum and sum need no shuffles. The second product takes the weights of
+ * two neighbouring tokens packed into one word. Only values are copied first, pair by pair.
  *
- * Wants head_dim in multiples of 32 up to MAX_DIM, pages in multiples of 16 tokens, and a group of heads that divides 32.
+ * head_dim must be a multiple of 32 up to MAX_DIM, pages a multiple of 16 tokens, and the group size a divisor of 32.
  */
 #include "paged.h"
 
@@ -31,7 +31,7 @@ typedef struct {
     vf best[2], total[2];
 } __attribute__((aligned(64))) Flash;
 
-/* GCC does not know that its tile instructions read memory: everything stored so far through any pointer must be there. */
+/* GCC does not know that tile instructions read memory: this forces all earlier stores out. */
 #define SETTLE(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
 
 /* Four tiles (a 32 x 32 square of floats) += (tiles 4 over 5) times (tiles 6 beside 7). */
@@ -55,7 +55,7 @@ typedef struct {
         _tile_stored(right, &(rows)[0][16], sizeof *(rows)); \
     } while (0)
 
-/* Linux wants to be asked before a process uses AMX. */
+/* A process must ask Linux for permission to use AMX. */
 EXPORT int baton_has_amx(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -69,7 +69,7 @@ static void configure_tiles(TileConfig *before) {
     _tile_loadconfig(&ours);
 }
 
-/* As we found them: oneDNN remembers per thread what it configured last. */
+/* oneDNN remembers per thread its last tile configuration, so it must be restored. */
 static void restore_tiles(const TileConfig *before) {
     SETTLE(before);
     if (before->palette)
@@ -91,7 +91,7 @@ static void pack_values(const Paged *kv, long row, long head, long length, uint1
     }
 }
 
-/* scores[t][m] = key t . query m, for 32 tokens from `start` on; those past the end repeat others and are masked later. */
+/* scores[t][m] = key t . query m, for 32 tokens from `start` on; tokens past the end are masked later. */
 static void score_tokens(Flash *f, const Paged *kv, const Piece *piece, long head, long start, long length) {
     const char *keys[2];
     for (int half = 0; half < 2; half++) {
@@ -115,7 +115,7 @@ static void score_tokens(Flash *f, const Paged *kv, const Piece *piece, long hea
 
 INLINE vf top(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 
-/* 16 queries: scores to weights. `visible` counts, from this stretch's first token on, what each query may see. */
+/* Turn the scores of 16 queries into weights. Each query sees `visible` tokens, counted from this block's first. */
 static void weigh(Flash *f, int half, long tokens, vi visible, int is_masked, float scale, long dim) {
     const int at = 16 * half;
     vf best = f->best[half];
@@ -140,7 +140,7 @@ static void weigh(Flash *f, int half, long tokens, vi visible, int is_masked, fl
         store((char *)&f->sums[i][at], 0, load((const char *)&f->sums[i][at], 0, F32) * shrink, F32);
 }
 
-/* sums[i][m] += value t, number i * weight of t for query m, over a stretch of tokens (a multiple of 32). */
+/* sums[i][m] += number i of value t * weight of token t for query m, over a block of tokens (a multiple of 32). */
 static void add_values(Flash *f, const uint16_t *packed, long tokens, long dim) {
     SETTLE(f);
     for (long i = 0; i < dim; i += 32) {
@@ -158,7 +158,7 @@ static void add_values(Flash *f, const uint16_t *packed, long tokens, long dim) 
     }
 }
 
-/* Up to 32 queries, of `num_tokens` neighbouring tokens from number `first` of the piece on. */
+/* Up to 32 queries: those of `num_tokens` neighbouring tokens, from token `first` of the piece on. */
 static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head, long first, long num_tokens,
                         const uint16_t *packed, const char *q, long q_stride, char *out, float scale) {
     const long group = kv->heads / kv->kv_heads, dim = kv->dim, num = num_tokens * group;
@@ -211,7 +211,7 @@ static int attend_piece(const Paged *kv, const Piece *piece, long head, const ch
     return 1;
 }
 
-/* As baton_paged_attention, in bfloat16. Returns 0 when out of memory. */
+/* Like baton_paged_attention, for bfloat16. Returns 0 if out of memory. */
 EXPORT int baton_amx_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
                                char *out, float scale) {
     int is_done = 1;

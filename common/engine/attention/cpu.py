@@ -1,8 +1,8 @@
-"""The CPU backend: C straight over the pages, matrix instructions for long extends.
+"""The CPU backend: C kernels that read pages in place.
 
-Decode rows and short extends are bound by memory: the C kernel reads every key and value once, where it lies. Long
-extends are bound by arithmetic: in bfloat16 on a processor with AMX they have a kernel of their own, elsewhere torch's
-flash attention takes them, row by row.
+Memory bandwidth limits decode rows and short extends: one kernel reads every key and value once, without gathering.
+Arithmetic limits long extends: in bfloat16 on a processor with AMX a second kernel computes them with matrix
+instructions; elsewhere torch's flash attention does, row by row.
 """
 
 import ctypes
@@ -17,19 +17,14 @@ from common.engine.batch import StepBatch
 from common.engine.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, Paged, load_kernels
 from common.engine.kv_pool import KVPool
 
-#: From so many new tokens on, a row is worth matrix instructions.
+#: New tokens from which on matrix instructions or flash attention are faster for a row.
 LONG_EXTEND = 32
-#: New tokens of one row that one thread takes on at a time.
+#: New tokens of a long row in one unit of work for a thread.
 LONG_PIECE = 1024
 
 
 class CpuAttention:
-    """See the file's docstring.
-
-    Args:
-        num_heads: query heads of the model.
-        kernels: the compiled functions.
-    """
+    """``AttentionBackend`` on compiled kernels; ``num_heads`` counts the model's query heads."""
 
     def __init__(self, pool: KVPool, num_heads: int, kernels: Kernels) -> None:
         self.pool = pool
@@ -44,7 +39,7 @@ class CpuAttention:
 
 
 class CpuStep:
-    """One step of ``CpuAttention``: its rows cut into pieces, once for all layers."""
+    """One step of ``CpuAttention``; rows are cut into pieces once for all layers."""
 
     def __init__(self, backend: CpuAttention, batch: StepBatch) -> None:
         self._pool = backend.pool
@@ -52,8 +47,8 @@ class CpuStep:
         self._batch = batch
         is_long = batch.rows.num_new >= LONG_EXTEND
         longs = np.flatnonzero(is_long)
-        self._short = pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
-        self._tiled = pieces(batch, longs if backend.uses_amx else longs[:0], LONG_PIECE)
+        self._short = cut_into_pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
+        self._tiled = cut_into_pieces(batch, longs if backend.uses_amx else longs[:0], LONG_PIECE)
         self._rest = [] if backend.uses_amx else [ExtendRow(batch, int(row)) for row in longs]
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,20 +81,24 @@ class CpuStep:
         )
 
 
-def pieces(batch: StepBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]], most: int) -> Tensor:
-    """``[P, 4]`` int64: new tokens, at most ``most`` together; longest context first, to even out threads."""
+def cut_into_pieces(batch: StepBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]], max_tokens: int) -> Tensor:
+    """Cut rows into pieces of at most ``max_tokens`` new tokens, longest context first, to balance threads.
+
+    Returns:
+        ``[P, 4]`` int64, the ``Piece`` of paged.h.
+    """
     cut = [
-        (row, batch.first_new[row] + first, min(most, num_new - first), batch.rows.starts[row] + first)
+        (row, batch.first_new[row] + first, min(max_tokens, num_new - first), batch.rows.starts[row] + first)
         for row, num_new in zip(rows.tolist(), batch.rows.num_new[rows].tolist(), strict=True)
-        for first in range(0, num_new, most)
+        for first in range(0, num_new, max_tokens)
     ]
     cut.sort(key=lambda piece: -piece[3])
     return torch.from_numpy(np.array(cut, np.int64).reshape(-1, 4))
 
 
 def cpu_attention(pool: KVPool, num_heads: int) -> AttentionBackend:
-    """``CpuAttention``, or torch's where there is no compiler or the C kernel does not take heads of this shape."""
+    """Return ``CpuAttention``, or ``TorchAttention`` without a compiler or for head shapes that the kernels lack."""
     geometry = pool.geometry
-    is_taken = geometry.head_dim % LANES == 0 and geometry.head_dim <= MAX_DIM
-    kernels = load_kernels() if is_taken and num_heads // geometry.num_kv_heads <= MAX_QUERIES else None
+    is_supported = geometry.head_dim % LANES == 0 and geometry.head_dim <= MAX_DIM
+    kernels = load_kernels() if is_supported and num_heads // geometry.num_kv_heads <= MAX_QUERIES else None
     return CpuAttention(pool, num_heads, kernels) if kernels else TorchAttention(pool)

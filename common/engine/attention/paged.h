@@ -1,10 +1,10 @@
-/* What the attention kernels share: where keys and values lie, and which queries belong together. */
+/* Structs of the attention kernels: the location of keys and values, and a unit of work. */
 #ifndef BATON_PAGED_H
 #define BATON_PAGED_H
 
 #include "../kernels.h"
 
-/* Where one layer's keys and values lie. Strides in numbers; a token's numbers are contiguous. */
+/* Location of one layer's keys and values. Strides in elements; the elements of a token's head are contiguous. */
 typedef struct {
     char *keys, *values;
     const int32_t *page_table; /* [rows, table_width] */
@@ -12,7 +12,7 @@ typedef struct {
     long heads, kv_heads, dim;
 } Paged;
 
-/* Queries first_query .. first_query + num_queries of one row, whose first stands at `position` of its text. */
+/* Queries first_query .. first_query + num_queries - 1 of one row; the first has `position` in its request. */
 typedef struct {
     int64_t row, first_query, num_queries, position;
 } Piece;

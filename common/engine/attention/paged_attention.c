@@ -1,8 +1,8 @@
-/* Attention straight from the pages, without gathering them first: online softmax (Milakov and Gimelshein, arXiv
- * 1805.02867) over tiles of tokens, keys and values read once from where they lie.
+/* Attention that reads keys and values in their pages, each once: online softmax (Milakov and Gimelshein, arXiv
+ * 1805.02867) over tiles of tokens.
  *
- * The queries of one KV head that belong together (its group of heads, a few neighbouring tokens) share each read. Sums
- * are float32. head_dim is a multiple of 16 and at most MAX_DIM; the caller checks.
+ * The queries of one KV head (its group of heads, for a few neighbouring tokens) share each read. Sums are float32. The
+ * caller checks that head_dim is a multiple of 16 and at most MAX_DIM.
  */
 #include "paged.h"
 
@@ -16,7 +16,7 @@ typedef struct {
     float best[MAX_QUERIES], total[MAX_QUERIES];
 } Scratch;
 
-/* Scores of `count` queries from `first` on with one key. `count` is a constant: the sums stay in registers. */
+/* Scores of `count` queries, from `first` on, with one key. `count` is a constant, so that sums stay in registers. */
 INLINE void score(Scratch *s, int first, const int count, const char *keys, ptrdiff_t at, long dim, long t, int dtype) {
     vf parts[4] = {{0}};
     for (long i = 0; i < dim; i += LANES) {
@@ -26,7 +26,7 @@ INLINE void score(Scratch *s, int first, const int count, const char *keys, ptrd
     for (int m = 0; m < count; m++) s->scores[first + m][t] = sum(parts[m]);
 }
 
-/* Add `tokens` values, weighted, to the sums of `count` queries from `first` on, whose sums stay in registers. */
+/* Add `tokens` weighted values to the sums of `count` queries from `first` on; the sums stay in registers. */
 INLINE void add_values(Scratch *s, int first, const int count, const char *values, const ptrdiff_t *at, long tokens,
                        long dim, int dtype) {
     for (long i = 0; i < dim; i += LANES) {
@@ -40,10 +40,10 @@ INLINE void add_values(Scratch *s, int first, const int count, const char *value
     }
 }
 
-/* Scores to weights: keep the best so far as the zero point, and shrink older sums when it rises. */
+/* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. */
 INLINE void reweigh(Scratch *s, int m, long visible, long dim) {
     for (long t = visible < 0 ? 0 : visible; t < TILE; t++) s->scores[m][t] = -INFINITY;
-    if (visible <= 0) { /* a query that stands before the whole tile */
+    if (visible <= 0) { /* the whole tile comes after the query */
         memset(s->scores[m], 0, sizeof s->scores[m]);
         return;
     }
@@ -79,7 +79,7 @@ INLINE void each_four(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at,
 #undef PART
 }
 
-/* One piece of a row at one KV head. q, out: [tokens, heads, dim] with strides in numbers. */
+/* One piece of a row at one KV head. q, out: [tokens, heads, dim], strides in elements. */
 INLINE void attend(const Paged *kv, const Piece *piece, long kv_head, const char *q, long q_stride, char *out,
                    float scale, int dtype) {
     Scratch s;
@@ -130,7 +130,7 @@ EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num
     if (dtype == F16) attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F16);
 }
 
-/* New keys and values [tokens, kv_heads, dim] (strides in numbers) into their pages. */
+/* Write new keys and values [tokens, kv_heads, dim] (strides in elements) into their pages. */
 EXPORT void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens,
                            const char *k, const char *v, long stride, int dtype) {
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), head_bytes = kv->dim * item;

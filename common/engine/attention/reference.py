@@ -1,15 +1,15 @@
-"""The oracle: attention as its definition says, one row and one head at a time, in float32. Slow on purpose."""
+"""The reference backend: attention by its definition, one row and one head at a time, in float32. It is slow."""
 
 import torch
 from torch import Tensor
 
-from common.engine.attention.write import write_kv
+from common.engine.attention.protocol import write_kv
 from common.engine.batch import StepBatch
 from common.engine.kv_pool import KVPool
 
 
 class ReferenceAttention:
-    """See the file's docstring."""
+    """Tests compare all other backends with this one."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -19,8 +19,6 @@ class ReferenceAttention:
 
 
 class ReferenceStep:
-    """One step of ``ReferenceAttention``."""
-
     def __init__(self, pool: KVPool, batch: StepBatch) -> None:
         self._pool = pool
         self._batch = batch
@@ -43,7 +41,7 @@ class ReferenceStep:
         return out
 
     def _gather(self, paged: Tensor, row: int, head: int, length: int) -> Tensor:
-        """``[length, head_dim]`` float32: one KV head of one row, token by token through its page table."""
+        """Read one KV head of one row token by token through its page table: ``[length, head_dim]`` float32."""
         size = paged.shape[2]
         table = self._batch.rows.page_table[row]
         return torch.stack([paged[int(table[t // size]), head, t % size] for t in range(length)]).float()

@@ -1,6 +1,6 @@
-"""Attention out of torch's own pieces, on any device: gather a row's pages, then scaled-dot-product attention.
+"""The torch backend, for any device: gathers each row's pages, then calls torch's scaled-dot-product attention.
 
-Rows of several new tokens go one by one. Decode rows go together: padded to the longest, the padding masked away.
+Rows of several new tokens run one by one. Decode rows run together, padded to the longest, with the padding masked.
 """
 
 import numpy as np
@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.attention.write import write_kv
+from common.engine.attention.protocol import write_kv
 from common.engine.batch import StepBatch
 from common.engine.kv_pool import KVPool
 
 
 class TorchAttention:
-    """See the file's docstring."""
-
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
@@ -24,7 +22,7 @@ class TorchAttention:
 
 
 class TorchStep:
-    """One step of ``TorchAttention``: which rows are which, and the masks, worked out once."""
+    """One step of ``TorchAttention``; page tables and masks are computed once for all layers."""
 
     def __init__(self, pool: KVPool, batch: StepBatch) -> None:
         self._pool = pool
@@ -37,7 +35,7 @@ class TorchStep:
         self._has_decodes = len(decodes) > 0
         if self._has_decodes:
             num_pages = int(batch.rows.num_pages[decodes].max())
-            # Entries past a row's own pages are stale; page 0 stands in for them, and the mask hides it.
+            # Entries past a row's own pages are stale: page 0 replaces them, and the mask hides it.
             own = np.arange(num_pages)[None, :] < batch.rows.num_pages[decodes, None]
             table = np.where(own, batch.rows.page_table[decodes, :num_pages], 0)
             self._decode_table = torch.from_numpy(table.astype(np.int64)).to(device)
@@ -56,9 +54,9 @@ class TorchStep:
         return out
 
     def _decode(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        """``[D, heads, head_dim]`` of the D decode rows. Heads that share KV become query rows of one KV head."""
+        """Return ``[D, heads, head_dim]`` for D decode rows; heads that share KV become query rows of one KV head."""
         num_rows, heads, head_dim = q.shape
-        # What hides behind the mask must still be finite: 0 * NaN is NaN.
+        # Masked numbers must be finite: 0 * NaN is NaN.
         hidden = ~self._decode_visible.mT
         keys, values = (_gather(paged, self._decode_table).masked_fill(hidden, 0) for paged in kv)
         grouped = q.view(num_rows, keys.shape[1], heads // keys.shape[1], head_dim)
@@ -67,7 +65,7 @@ class TorchStep:
 
 
 class ExtendRow:
-    """One row of several new tokens."""
+    """Attention of one row with several new tokens."""
 
     def __init__(self, batch: StepBatch, row: int) -> None:
         self.first, self.end = batch.first_new[row : row + 2].tolist()
@@ -81,18 +79,22 @@ class ExtendRow:
             self._visible = old_and_new[None, :] <= old_and_new[start:, None]
 
     def attend(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        """``[n, heads, head_dim]`` of this row's n new tokens."""
+        """Return ``[n, heads, head_dim]`` for the row's n new tokens, whose queries are ``q``."""
         keys, values = (_gather(paged, self._table)[:, :, : self._length] for paged in kv)
         queries = q.transpose(0, 1)[None]
         if self._visible is None:
             out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         else:
-            # With both a mask and grouped heads torch has only its slow way on CUDA: repeat the heads instead.
+            # With a mask and grouped heads torch uses its slow implementation on CUDA: repeat the heads instead.
             keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
             out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._visible)
         return out[0].transpose(0, 1)
 
 
 def _gather(paged: Tensor, table: Tensor) -> Tensor:
-    """``[rows, kv_heads, pages * page_size, head_dim]`` of a layer's keys or values; ``table`` is ``[rows, pages]``."""
+    """Gather a layer's keys or values by ``table`` ``[rows, pages]``.
+
+    Returns:
+        ``[rows, kv_heads, pages * page_size, head_dim]``.
+    """
     return paged[table].transpose(1, 2).flatten(2, 3)

@@ -1,33 +1,33 @@
-"""Pages through NIXL: RDMA or whatever UCX finds between two machines, and shared memory or TCP on one.
+"""Pages through NIXL: RDMA or whatever else UCX finds between two machines, and shared memory or TCP on one.
 
-Pages of a GPU go through host memory at either end, unless it is told to move them directly (``--gpu-direct``): then
-the device's own memory is registered, and so is the room for probes.
+The pages of a GPU go through host memory at either end, unless ``--gpu-direct`` moves them directly: then the device's
+memory is registered, and so is the memory for probes.
 
-Each process has one agent, with its pool registered once. The reader's offer carries its agent's metadata; a writer
-loads it, writes a few bytes beside the pool and reads them back, and only then counts as attached. Pages are chosen by
-index from descriptor lists that were prepared for the whole pool.
+Each process has one agent, with which it registers its pool once. The reader's offer carries the metadata of its agent.
+A writer loads it, writes a few bytes beside the pool, reads them back, and only then counts as attached. Pages are
+chosen by index from descriptor lists that were prepared for the whole pool.
 
-Nobody is asked when the backend writes, so neither closing a connection nor deregistering memory is a fence here: UCX
-moves pages between processes of one host without the reader's doing, and a transfer handle that is released may go on
-(both said by NIXL's own makers). The fence is the writer's completion: ``done`` tells of a ticket only when NIXL says
-DONE, ``detach`` says True only when nothing is under way, and a write that ends in an error counts as under way for as
+The backend writes without the reader's consent, so neither closing a connection nor deregistering memory is a fence:
+UCX moves pages between processes of one host without the reader's doing, and a transfer handle that is released may go
+on (NIXL's makers say both). The fence is the writer's completion: ``done`` returns a ticket only when NIXL says DONE,
+``detach`` returns True only when nothing is under way, and a write that ends in an error counts as under way for as
 long as the reader lives. On one host the reader also watches the writer's process, as ``shm`` does, and its death is a
 fence.
 
-A writer on another host that dies or is out of reach proves nothing. What it was granted is taken back by local
-invalidation: the reader makes itself a new agent and lets go of the old one, with everything that UCX had for it. Other
-hosts reach our memory only through what is gone then: over TCP our own process places the bytes, from sockets that are
-closed; over RDMA they need the memory's registration and the queue pairs. Processes of this host may have ways in that
-need no agent (UCX copies from process to process), so one that cannot be watched is not let in at all, and while one is
-watched nothing is invalidated. Every pair that used the old agent breaks and is mended under a new epoch; the new offer
-tells their writers that what failed or hangs on their side cannot reach us any more, which is all that they wait for.
+A writer on another host that dies or is out of reach proves nothing. The pages granted to it are taken back by local
+invalidation: the reader makes a new agent and drops the old one, with everything that UCX had for it. Other hosts reach
+our memory only through what is gone then: over TCP our own process places the bytes, from sockets that are closed; over
+RDMA they need the memory's registration and the queue pairs. Processes of this host may have ways in that need no agent
+(UCX copies from process to process), so a process that cannot be watched is rejected, and nothing is invalidated while
+one is watched. Every pair that used the old agent breaks and is mended under a new epoch. The new offer tells their
+writers that writes which failed or hang on their side cannot reach us any more, and that is all they wait for.
 
-Of a reader on another host that dies in mid-write nobody will ever say so. Its writes count as under way for good,
-which costs the writer a handle each and no page: see ``Sender``.
+When a reader on another host dies during a write, no report of that ever comes. Its writes count as under way for good,
+which costs the writer a handle each and no page; see ``Sender``.
 
-NIXL authenticates nobody: who knows the metadata, which only ``Connect`` carries, may write. What ``Connect`` carries
-is sealed with the cluster's key, so that nobody else leads a writer astray. Keep it to an interface that is trusted
-(``UCX_NET_DEVICES``). ``UCX_TLS`` and the like are UCX's own and are left alone.
+NIXL authenticates no peer: a process that knows the metadata, which only ``Connect`` carries, may write. An offer is
+sealed with the cluster's key, so that no other process can mislead a writer. Use NIXL on a trusted interface only
+(``UCX_NET_DEVICES``). ``UCX_TLS`` and similar variables belong to UCX and are left alone.
 """
 
 import base64
@@ -35,20 +35,27 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ConfigError
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore, address_of
-from kv_transfer.transports.nixl.peer_state import Kind, Region, Route
+from kv_transfer.transports.nixl.peer_state import Kind, MemoryRegion, PeerState
 
 PROBE_BYTES = 4_096
+#: Attachments that can be probed at the same time, each in an area of its own.
+NUM_PROBE_AREAS = 256
 DEVICE_KIND: Kind = "VRAM"
 
 
-class Probe:
-    """Room where pages are, to try the way with: what goes out, and behind it what comes back.
+class ProbeMemory:
+    """Memory of the pool's kind in which attachments are tried out, divided into areas.
+
+    An area holds ``PROBE_BYTES`` that go out and behind them as many that come back. Two attachments that share an area
+    overwrite each other's bytes, so a writer takes an area for each attachment and gives it back afterwards. A reader,
+    which cannot know when a writer is done, hands areas out in turn.
 
     Raises:
         ConfigError: ``is_direct``, and the pool is not on a device.
@@ -59,40 +66,66 @@ class Probe:
         if is_direct and pages is None:
             raise ConfigError("--gpu-direct moves pages between GPUs, and this pool is in host memory")
         self.is_direct = is_direct
-        self._memory: Any = pages.new_zeros(2 * PROBE_BYTES) if is_direct else mmap.mmap(-1, 2 * PROBE_BYTES)
-        self.region = _on_device(self._memory) if is_direct else Region(address_of(self._memory))
+        self.num_bytes = 2 * PROBE_BYTES * NUM_PROBE_AREAS
+        self._memory: Any = pages.new_zeros(self.num_bytes) if is_direct else mmap.mmap(-1, self.num_bytes)
+        self._free = deque(range(NUM_PROBE_AREAS))
+        self.region = _on_device(self._memory) if is_direct else MemoryRegion(address_of(self._memory))
 
-    def put(self, sent: bytes) -> None:
+    def take(self) -> int | None:
+        """An area that no attachment of this writer uses; None while there is none."""
+        return self._free.popleft() if self._free else None
+
+    def give_back(self, area: int) -> None:
+        """The least recently used area is taken first."""
+        self._free.append(area)
+
+    def in_turn(self, number: int) -> int:
+        """The area of a reader's offer with this number."""
+        return number % NUM_PROBE_AREAS
+
+    def outgoing(self, area: int) -> tuple[int, int, int]:
+        """Descriptor of an area's bytes that go out."""
+        return self.region.run(2 * PROBE_BYTES * area, PROBE_BYTES)
+
+    def incoming(self, area: int) -> tuple[int, int, int]:
+        """Descriptor of an area's bytes that come back."""
+        return self.region.run(2 * PROBE_BYTES * area + PROBE_BYTES, PROBE_BYTES)
+
+    def put(self, area: int, sent: bytes) -> None:
+        """Write what is to go out, and clear what comes back."""
+        start = 2 * PROBE_BYTES * area
+        middle, end = start + PROBE_BYTES, start + 2 * PROBE_BYTES
         if self.is_direct:
-            self._memory[:PROBE_BYTES] = self._memory.new_tensor(list(sent))
-            self._memory[PROBE_BYTES:] = 0
-            self._memory.cpu()  # when this is over, so is what the device had to do before
+            self._memory[start:middle] = self._memory.new_tensor(list(sent))
+            self._memory[middle:end] = 0
+            self._memory[start:end].cpu()  # waits until the device has done both
         else:
-            self._memory[:PROBE_BYTES] = sent
-            self._memory[PROBE_BYTES:] = bytes(PROBE_BYTES)
+            self._memory[start:middle] = sent
+            self._memory[middle:end] = bytes(PROBE_BYTES)
 
-    def came_back(self) -> bytes:
-        back = self._memory[PROBE_BYTES:]
+    def came_back(self, area: int) -> bytes:
+        start = 2 * PROBE_BYTES * area + PROBE_BYTES
+        back = self._memory[start : start + PROBE_BYTES]
         return bytes(back.cpu().tolist()) if self.is_direct else bytes(back)
 
 
-def _on_device(tensor: Any) -> Region:
-    return Region(tensor.data_ptr(), DEVICE_KIND, tensor.device.index or 0)
+def _on_device(tensor: Any) -> MemoryRegion:
+    return MemoryRegion(tensor.data_ptr(), DEVICE_KIND, tensor.device.index or 0)
 
 
 class Agent:
-    """A process's NIXL agent with the pool and the room to probe with, both registered. ``lock`` goes around each call.
+    """A process's NIXL agent with the pool and the probe memory, both registered. Take ``lock`` around each call.
 
     Attributes:
         metadata: what others must know to reach the pool, in base64.
-        pool: where it is.
-        is_gone: NIXL has let go of everything, and so nothing comes in by this agent any more.
+        pool: where the pool is.
+        is_gone: NIXL has released everything, so nothing comes in through this agent any more.
 
     Raises:
         ConfigError: NIXL is not installed, or finds no way to transfer on this machine.
     """
 
-    def __init__(self, store: PageStore, name: str, probe: Probe) -> None:
+    def __init__(self, store: PageStore, name: str, probe: ProbeMemory) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs to stdout
         try:
             import nixl
@@ -102,40 +135,43 @@ class Agent:
         self.is_gone = False
         self.store = store
         self.probe = probe
-        self.pool = _on_device(store.device_pages) if probe.is_direct else Region(address_of(store.memory))
+        self.pool = _on_device(store.device_pages) if probe.is_direct else MemoryRegion(address_of(store.memory))
         num_bytes = store.geometry.pool_bytes(store.num_pages)
-        # Its own progress thread spins for ever; ours runs while there is something to do.
+        # NIXL's progress thread spins for ever; ours runs only while there is something to do.
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             self.nixl = nixl.nixl_agent(name, config)
-            runs = (self.pool.run(0, num_bytes), probe.region.run(0, 2 * PROBE_BYTES))
+            runs = (self.pool.run(0, num_bytes), probe.region.run(0, probe.num_bytes))
             self._registered = self.nixl.register_memory([(*run, "") for run in runs], self.pool.kind)
             self.metadata = base64.b64encode(self.nixl.get_agent_metadata()).decode()
         except Exception as error:  # NIXL's own errors have no common root
             what = "the GPU's memory (--gpu-direct)" if probe.is_direct else "the pool"
             raise ConfigError(f"--transport nixl cannot register {what}: {error}") from error
 
-    def page_list(self, agent: str | bytes, pool: Region, num_pages: int, size: int) -> Any:
-        """A prepared descriptor for every page of a pool, here (agent "NIXL_INIT_AGENT") or there; ``size``: bytes."""
+    def page_list(self, agent: str | bytes, pool: MemoryRegion, num_pages: int, size: int) -> Any:
+        """A prepared descriptor for every page of a pool, ours (agent "NIXL_INIT_AGENT") or a peer's; ``size`` in
+        bytes.
+        """
         return self.nixl.prep_xfer_dlist(agent, [pool.run(i * size, size) for i in range(num_pages)], pool.kind)
 
-    def prepare(self, sources: Any, route: Route, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Any:
-        """A write that has not begun: of whole pages by index from the lists that are prepared (``sources``: of ours),
-        of pieces by a list of all of their runs."""
-        if piece is None:
+    def prepare(self, sources: Any, peer: PeerState, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Any:
+        """A write that has not begun: of whole pages, by index in the prepared lists (``sources`` are ours), or of
+        slices, by a list of all their runs.
+        """
+        if slices is None:
             ours, theirs = [source for source, _ in pages], [target for _, target in pages]
-            return self.nixl.make_prepped_xfer("WRITE", sources, ours, route.pages, theirs)
-        here, there = self.pool, route.endpoint.pool
+            return self.nixl.make_prepped_xfer("WRITE", sources, ours, peer.pages, theirs)
+        here, there = self.pool, peer.endpoint.pool
         local, remote = [], []
         for source, target in pages:
-            for at, to, length in piece.runs:
-                local.append(here.run(source * piece.ours.page_bytes + at, length))
-                remote.append(there.run(target * piece.theirs.page_bytes + to, length))
+            for at, to, length in slices.runs:
+                local.append(here.run(source * slices.ours.page_bytes + at, length))
+                remote.append(there.run(target * slices.theirs.page_bytes + to, length))
         lists = self.nixl.get_xfer_descs(local, here.kind), self.nixl.get_xfer_descs(remote, there.kind)
-        return self.nixl.initialize_xfer("WRITE", *lists, route.agent)
+        return self.nixl.initialize_xfer("WRITE", *lists, peer.agent)
 
     def close(self) -> None:
-        """Let go of all that UCX has: connections, registered memory, its thread."""
+        """Release everything that UCX has: connections, registered memory, its thread."""
         with self.lock:
             self.nixl.deregister_memory(self._registered)
             left = weakref.ref(self.nixl)

@@ -1,4 +1,4 @@
-"""What NIXL's writer keeps of each reader and of each write under way. No calls to NIXL."""
+"""What NIXL's writer keeps of each reader and of each write under way. Makes no call to NIXL."""
 
 import hmac
 import os
@@ -16,7 +16,7 @@ from common.wire.messages import Connect
 
 
 def host_id() -> str:
-    """Which running system this is, whatever its containers are called; empty: it does not tell."""
+    """Identifies the running system, whatever its containers are called; empty if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -28,34 +28,34 @@ Kind = Literal["DRAM", "VRAM"]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """Memory as NIXL names it. ``device``: of VRAM, which GPU of its process."""
+class MemoryRegion:
+    """Memory as NIXL names it. ``device``: which GPU of its process, for VRAM."""
 
     at: int
     kind: Kind = "DRAM"
     device: int = 0
 
     def run(self, offset: int, size: int) -> tuple[int, int, int]:
-        """A descriptor of so many bytes from there on."""
+        """A descriptor of ``size`` bytes at this offset."""
         return self.at + offset, size, self.device
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader offers.
+    """A reader's offer.
 
     Attributes:
-        agent: its metadata, in base64.
+        agent: the metadata of its agent, in base64.
         pool_at, probe_at, kind, device: where its memory is.
-        door: where writers of its host ask to be watched.
-        host: as ``host_id`` says.
-        voided: what was offered under epochs up to this one reaches its memory no more.
+        watch_address: where writers of its host ask to be watched.
+        host: its ``host_id``.
+        voided: offers under epochs up to this one reach its memory no more.
         seal: over all the rest; see ``sealed``.
     """
 
     agent: str
     pool_at: int
     probe_at: int
-    door: str
+    watch_address: str
     host: str = ""
     voided: int = 0
     kind: Kind = "DRAM"
@@ -63,23 +63,30 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seal: str = ""
 
     @property
-    def pool(self) -> Region:
-        return Region(self.pool_at, self.kind, self.device)
+    def pool(self) -> MemoryRegion:
+        return MemoryRegion(self.pool_at, self.kind, self.device)
 
     @property
-    def probe(self) -> Region:
-        return Region(self.probe_at, self.kind, self.device)
+    def probe(self) -> MemoryRegion:
+        return MemoryRegion(self.probe_at, self.kind, self.device)
 
 
 def sealed(endpoint: Endpoint, key: bytes) -> str:
-    """An offer as it is sent. NIXL trusts what it is told of an agent: one bit that came wrong brings the process down,
-    or makes it refuse the true offer for good. So nothing reaches it but what a node said that has the cluster's key,
-    or, where there is none, what came as it was sent."""
+    """An offer as it is sent.
+
+    NIXL trusts the metadata of an agent: one wrong bit crashes the process, or makes NIXL refuse the true offer for
+    good. So only metadata from a node with the cluster's key reaches it, or, without a key, metadata that arrived
+    unchanged.
+    """
     return msgspec.json.encode(msgspec.structs.replace(endpoint, seal=_seal(endpoint, key))).decode()
 
 
 def opened(offer: str, key: bytes) -> Endpoint:
-    """The offer that ``sealed`` made. Raises ``ValueError`` if it is another one."""
+    """The offer that ``sealed`` made.
+
+    Raises:
+        ValueError: it was changed, or sealed with another key.
+    """
     endpoint = msgspec.json.decode(offer, type=Endpoint)
     if not hmac.compare_digest(endpoint.seal.encode(), _seal(endpoint, key).encode()):
         raise ValueError("it was changed, or sealed with another --cluster-key")
@@ -92,9 +99,9 @@ def _seal(endpoint: Endpoint, key: bytes) -> str:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Under way. ``ticket`` 0: a probe. ``is_failed``: NIXL gave up, but nothing proves that the bytes did."""
+    """A write under way. ``ticket`` 0: a probe. ``is_failed``: NIXL gave up, but the bytes may still move."""
 
-    route: "Route"
+    peer_state: "PeerState"
     ticket: int
     handle: Any
     num_bytes: int = 0
@@ -103,12 +110,13 @@ class Write:
 
 
 @dataclass(slots=True, eq=False)
-class Route:
+class PeerState:
     """A peer under one epoch.
 
     Attributes:
         num_open: writes that were asked for and are not over.
-        s_per_byte: how long it takes to begin a write, by the last one that told; before that, as a slow host copies.
+        s_per_byte: how long it takes to begin a write, measured by the last large one; at first, an estimate for a
+            slow host.
     """
 
     peer: str
@@ -119,25 +127,28 @@ class Route:
     key: tuple[bytes, int, int] = (b"", 0, 0)
     agent: Any = None
     pages: Any = None
-    door: socket.socket | None = None
+    watch_socket: socket.socket | None = None
     pidfd: int = -1
     num_open: int = 0
     s_per_byte: float = 2.5e-10
-    num_probes: int = 0  # the same, of the thread's own; they reach no page
-    failed: list[int] = field(default_factory=list)  # tickets that came to nothing before it was detached from
+    num_probes: int = 0  # probes under way; they reach no page
+    probe_area: int = -1  # area of the probe memory that it occupies; -1: none
+    failed: list[int] = field(default_factory=list)  # tickets that failed before it was detached
     is_detached: bool = False
     is_gone: bool = False
-    is_void: bool = False  # the reader says that nothing of it can reach its memory any more
-    steps: deque[Callable[[], bool]] = field(default_factory=deque)  # of attaching, each called until it says True
+    is_voided: bool = False  # the reader says that none of its writes can reach its memory any more
+    steps: deque[Callable[[], bool]] = field(
+        default_factory=deque
+    )  # of the attachment; each is called until it returns True
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.patience_s
 
-    def hang_up(self) -> None:
-        """To the reader this says nothing: what is under way goes on."""
-        if self.door is not None:
-            self.door.close()
-            self.door = None
+    def close_watch(self) -> None:
+        """Close the watch socket and the pidfd. The reader takes no meaning from that: writes under way go on."""
+        if self.watch_socket is not None:
+            self.watch_socket.close()
+            self.watch_socket = None
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1

@@ -1,7 +1,7 @@
-"""The decode node's side of NIXL: offer the agent's metadata, keep UCX going while pages may come, and take back what a
-writer on another host was granted that nobody hears of any more.
+"""The decode node's side of NIXL: offer the agent's metadata, keep UCX going while pages may come, and take back pages
+that were granted to a writer on another host that has fallen silent.
 
-See ``nixl`` for the whole story.
+The package's docstring describes the protocol.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced, InPlace, PageStore
-from kv_transfer.transports.nixl.agent import Agent, Probe
+from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
 from kv_transfer.transports.nixl.peer_state import Endpoint, host_id, sealed
 from kv_transfer.transports.shm.reader import ShmReader
 
 log = logging.getLogger(__name__)
 
-#: An offer that nobody has taken up by then needs no attention of ours.
+#: An offer that no writer has taken up by then needs no attention.
 OFFER_S = 15.0
-CLOSING_S = 1.0  # UCX needs to be called for so long to close what a writer has let go
+CLOSING_S = 1.0  # UCX must be called for so long to close what a writer has dropped
 PAUSE_S = 200e-6
-RENEWAL_S = 5.0  # between two invalidations: one bad pair must not keep all others from their work
-INVALIDATED = "the pool was registered with NIXL anew"
+RENEWAL_S = 5.0  # between two invalidations, so that one bad pair does not block all others
+INVALIDATED = "the pool was registered with NIXL again"
 
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """To one peer, under one epoch. ``agent``: whose metadata it carries."""
+    """An offer to one peer under one epoch. ``agent``: whose metadata it carries."""
 
     epoch: int
     agent: Agent
@@ -56,24 +56,24 @@ class NixlReader:
     names: Sequence[str] = ("nixl",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
-        # outlives the agents: a late writer of this host finds its address
-        self._probe = Probe(store, is_direct=is_direct)
+        # outlives the agents, since a late writer of this host may still use its address
+        self._probe = ProbeMemory(store, is_direct=is_direct)
         self.store = InPlace(store) if is_direct else store
         self._incarnation = incarnation
         self._key = key
-        self._door = ShmReader(store, incarnation, is_shared=False)  # watches writers of this host
+        self._watch = ShmReader(store, incarnation, is_shared=False)  # watches writers on this host
         self._host = host_id()
         try:
             self._agent = self._make_agent()
         except BaseException:
-            self._door.close()
+            self._watch.close()
             raise
-        self._old: Agent | None = None  # serves pairs that were formed with it, until it can go
+        self._old: Agent | None = None  # serves the pairs that were formed with it until it can be closed
         self._expected: dict[int, None] = {}  # pages that may be written
-        self._offers: dict[str, list[_Offer]] = {}  # by peer; those that are not known to be over
+        self._offers: dict[str, list[_Offer]] = {}  # by peer; offers that are not known to be over
         self._news: deque[Fenced] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # of the agent that is offered, and of the epochs that it is offered under
+        self._lock = threading.Lock()  # guards the offered agent and the epochs under which it is offered
         self._newest_epoch = self._last_of_old = self._voided = 0
         self._num_invalidations = 0
         self._closing_until = self._renewed_at = 0.0
@@ -92,15 +92,23 @@ class NixlReader:
             agent, self._newest_epoch = self._agent, epoch
             self._offers.setdefault(peer, []).append(_Offer(epoch, agent, time.monotonic()))
         self._is_awake.set()
-        pool, probe = agent.pool, agent.probe.region
-        door = self._door.offer(peer, epoch)
+        pool = agent.pool
+        probe_at, _, _ = agent.probe.outgoing(agent.probe.in_turn(epoch))
+        watch_address = self._watch.offer(peer, epoch)
         endpoint = Endpoint(
-            agent.metadata, pool.at, probe.at, door, self._host, self._voided, kind=pool.kind, device=pool.device
+            agent.metadata,
+            pool.at,
+            probe_at,
+            watch_address,
+            self._host,
+            self._voided,
+            kind=pool.kind,
+            device=pool.device,
         )
         return sealed(endpoint, self._key)
 
     def withdraw(self, peer: str) -> None:
-        self._door.withdraw(peer)
+        self._watch.withdraw(peer)
         self._keep(peer, [offer for offer in self._offers.get(peer, ()) if offer.is_chosen])
 
     def _keep(self, peer: str, offers: list[_Offer]) -> None:
@@ -112,11 +120,11 @@ class NixlReader:
         if transport != self.name:
             self.withdraw(peer)
             return False
-        # It attaches anew only when it has let go of what went before.
+        # The peer attaches again only when it has dropped its earlier attachment.
         self._keep(peer, [offer for offer in self._offers.get(peer, ()) if offer.epoch == epoch])
         for offer in self._offers.get(peer, ()):
             offer.is_chosen = True
-            if offer.agent.is_gone:  # it took longer to attach than we wait for
+            if offer.agent.is_gone:  # attaching took longer than we wait
                 self._news.append(Fenced(peer, epoch, INVALIDATED))
         return True
 
@@ -125,12 +133,12 @@ class NixlReader:
         self._is_awake.set()
 
     def forbid(self, pages: Sequence[int]) -> None:
-        """The writer cannot be stopped: it is fenced, or waited for."""
+        """Does nothing to the writer, which cannot be stopped: it is fenced, or waited for."""
         for page in pages:
             self._expected.pop(page, None)
 
     def poll(self, now: float) -> list[Fenced]:
-        fenced = self._door.poll(now)
+        fenced = self._watch.poll(now)
         if fenced:
             self._closing_until = time.monotonic() + CLOSING_S
             self._is_awake.set()
@@ -144,7 +152,9 @@ class NixlReader:
     # ---- what a writer on another host was granted ----------------------------------------------------------------
 
     def reclaim(self, peer: str, epoch: int) -> None:
-        """Not while a process of this host is watched that formed its pair with this agent: see ``nixl``."""
+        """Has no effect while a process of this host is watched that attached through this agent; the package's
+        docstring says why.
+        """
         offers = [offer for offer in self._offers.get(peer, ()) if offer.epoch == epoch]
         if not offers or self._has_failed or self._watched(self._offers):
             return
@@ -153,17 +163,17 @@ class NixlReader:
         self._is_awake.set()
 
     def _watched(self, peers: Iterable[str]) -> bool:
-        watched = self._door.watched()
+        watched = self._watch.watched()
         return any((peer, offer.epoch) in watched for peer in peers for offer in self._offers.get(peer, ()))
 
     def _invalidate(self) -> None:
-        """A step on the way to a new agent, of the thread's. The old one goes when nobody is attaching to it."""
+        """Make a step towards a new agent. Runs in the thread; the old agent goes when no writer is attaching to it."""
         if self._old is None:
             if self._renewed_at + RENEWAL_S <= time.monotonic():
                 self._replace()
             return
-        everybody = [(peer, offer) for peer, offers in list(self._offers.items()) for offer in offers]
-        others = [(peer, offer) for peer, offer in everybody if offer.agent is self._old]
+        all_offers = [(peer, offer) for peer, offers in list(self._offers.items()) for offer in offers]
+        others = [(peer, offer) for peer, offer in all_offers if offer.agent is self._old]
         since = time.monotonic() - OFFER_S
         is_attaching = any(not offer.is_chosen and offer.at > since for _, offer in others)
         if is_attaching or self._watched([peer for peer, _ in others]):
@@ -172,8 +182,8 @@ class NixlReader:
         with contextlib.suppress(Exception):  # NIXL's own errors have no common root
             old.close()
         if not old.is_gone:
-            self._has_failed = True  # for good: nothing may be called void that this agent lets in
-            log.error("NIXL did not let go of the pool: what lost prefill nodes were granted stays in quarantine")
+            self._has_failed = True  # for good: what this agent lets in must not be declared void
+            log.error("NIXL did not release the pool: pages granted to lost prefill nodes stay in quarantine")
             return
         self._voided = self._last_of_old
         self._num_invalidations += 1
@@ -186,7 +196,7 @@ class NixlReader:
             agent = self._make_agent()
         except ConfigError as error:
             self._has_failed, self._is_wanted_back = True, False
-            log.error("what lost prefill nodes were granted stays in quarantine: %s", error)
+            log.error("pages granted to lost prefill nodes stay in quarantine: %s", error)
             return
         with self._lock:
             self._old, self._agent, self._last_of_old = self._agent, agent, self._newest_epoch
@@ -195,7 +205,7 @@ class NixlReader:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _progress(self) -> None:
-        """Over TCP, UCX places bytes and answers only when it is called."""
+        """Call UCX, which over TCP places bytes and answers only when it is called."""
         while self._is_open:
             for agent in filter(None, (self._agent, self._old)):
                 with agent.lock:
@@ -215,10 +225,10 @@ class NixlReader:
         return not (self._expected or is_offering or self._is_wanted_back or self._closing_until > time.monotonic())
 
     def counters(self) -> dict[str, float]:
-        return {**self._door.counters(), "nixl_invalidations": float(self._num_invalidations)}
+        return {**self._watch.counters(), "nixl_invalidations": float(self._num_invalidations)}
 
     def files(self) -> Sequence[int]:
-        return (*self._door.files(), self._wake) if self._is_open else ()
+        return (*self._watch.files(), self._wake) if self._is_open else ()
 
     def close(self) -> None:
         if not self._is_open:
@@ -226,7 +236,7 @@ class NixlReader:
         self._is_open = False
         self._is_awake.set()
         self._thread.join()
-        self._door.close()
+        self._watch.close()
         for agent in filter(None, (self._agent, self._old)):
             agent.close()
         os.close(self._wake)

@@ -1,9 +1,9 @@
-"""The prefill node's side of NIXL: load a peer's metadata, prove the way with a few bytes, then write pages by index.
+"""The prefill node's side of NIXL: load a peer's metadata, probe the way with a few bytes, then write pages by index.
 
-A thread of its own looks after what is under way, and the loop never waits for it. But waking that thread and being
-woken by it take a quarter of a millisecond, so the loop itself begins a write unless that would hold it for long. Over
-a network it hardly ever does; between processes of one host UCX copies the pages there and then. How long it takes is
-learnt from every write. See ``nixl`` for the whole story.
+A thread of its own looks after writes under way, and the loop never waits for it. But waking that thread and being
+woken by it takes a quarter of a millisecond, so the loop itself begins a write unless that would hold it for long. Over
+a network it hardly ever does; between processes of one host UCX copies the pages there and then. The time that this
+takes is learnt from every large write. The package's docstring describes the protocol.
 """
 
 import base64
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, stage
-from kv_transfer.transports.nixl.agent import Agent, Probe
-from kv_transfer.transports.nixl.handshake import Attaching
-from kv_transfer.transports.nixl.peer_state import Route, Write, opened
+from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
+from kv_transfer.transports.nixl.handshake import Handshake
+from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
 from kv_transfer.transports.shm.protocol import DETACHED
 
 log = logging.getLogger(__name__)
@@ -31,19 +31,19 @@ log = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 10.0
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
-LONG_S, LONG_PAUSE_S = 5.0, 0.02  # what has taken that long is looked at more rarely
-STUCK_PAUSE_S = 1.0  # and what has failed as well, for the death of its reader
-#: Beginning writes may hold the loop for so long, and then it asks what is done. A lone write of that length is as soon
-#: over as it can be, and the engine has its next step already when pages are moved.
+LONG_S, LONG_PAUSE_S = 5.0, 0.02  # a write that has taken so long is checked more rarely
+STUCK_PAUSE_S = 1.0  # a failed write is checked so often, for the death of its reader
+#: Seconds for which beginning writes may hold the loop between two calls of ``done``. A single write of that length
+#: ends as early as it can, and the engine already has its next step when pages are moved.
 HOLD_S = 0.008
-TELLING_BYTES = 1 << 20  # a write of fewer says little of how long a long one takes
+MIN_MEASURED_BYTES = 1 << 20  # shorter writes say little about how long a large one takes
 
 
 class NixlWriter:
-    """``WriterTransport`` of a prefill node, to be used within ``ChoosingWriter``, which waits where ``detach`` must.
+    """``WriterTransport`` of a prefill node, for use in ``NegotiatingWriter``, which waits where ``detach`` must.
 
     Args:
-        key: the cluster's; what was not sealed with it is refused.
+        key: the cluster's; offers that were not sealed with it are refused.
         is_direct: pages leave from the GPU's own memory.
 
     Raises:
@@ -57,103 +57,108 @@ class NixlWriter:
         self.store = store
         self._key = key
         self._page_bytes, self._is_staged = store.geometry.page_bytes, not (store.is_mapped or is_direct)
-        probe = Probe(store, is_direct=is_direct)
+        probe = ProbeMemory(store, is_direct=is_direct)
         self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}", probe)
         self._sources = self._agent.page_list("NIXL_INIT_AGENT", self._agent.pool, store.num_pages, self._page_bytes)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._routes: dict[str, Route] = {}
-        self._leaving: dict[str, Route] = {}  # detached from, with writes under way
+        self._peers: dict[str, PeerState] = {}
+        self._leaving: dict[str, PeerState] = {}  # detached peers with writes under way
         self._jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._news: deque[Attached] = deque()
         self._done: deque[int] = deque()
-        self._spent: deque[Any] = deque()  # handles of writes that are over
-        self._lock = threading.Lock()  # of routes' is_detached and num_open
+        self._spent: deque[Any] = deque()  # handles of writes that are over, to be released
+        self._lock = threading.Lock()  # guards is_detached and num_open of peers
         self._num_tickets = 0
-        self._may_hold_s = HOLD_S  # the loop, until it asks what is done
-        self._num_bytes = self._num_bytes_here = 0  # written; by the thread and by the loop itself
+        self._hold_budget_s = HOLD_S  # for which writes may still hold the loop before the next call of done
+        self._num_bytes = self._num_bytes_here = 0  # written by the thread and by the loop itself
         self._num_stuck = 0
         self._is_copying = False
-        self._attaching = Attaching(self._agent, lambda: [route.key for route in list(self._routes.values())])
+        self._handshake = Handshake(self._agent, lambda: [peer_state.key for peer_state in list(self._peers.values())])
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
         self._thread.start()
 
     # ---- called by the loop -------------------------------------------------------------------------------------
 
     def attach(self, peer: str, connect: Connect) -> None:
-        assert peer not in self._routes and peer not in self._leaving, "detach first"
+        assert peer not in self._peers and peer not in self._leaving, "detach first"
         try:
             endpoint = opened(connect.endpoint, self._key)
             metadata = base64.b64decode(endpoint.agent, validate=True)
         except ValueError as error:
-            raise AttachError(f"{connect.name} offers an endpoint that nixl does not understand: {error}") from error
-        route = Route(peer, connect, endpoint, ATTACH_TIMEOUT_S)
-        self._routes[peer] = route
-        self._jobs.put(("attach", route, metadata))
+            raise AttachError(f"the endpoint offered by {connect.name} is not one of nixl: {error}") from error
+        peer_state = PeerState(peer, connect, endpoint, ATTACH_TIMEOUT_S)
+        self._peers[peer] = peer_state
+        self._jobs.put(("attach", peer_state, metadata))
 
     def poll(self) -> list[Attached]:
-        self._calm()
+        self._clear_wake()
         self._sweep(is_patient=False)
         news = [self._news.popleft() for _ in range(len(self._news))]
-        return [a for a in news if a.peer in self._routes and self._routes[a.peer].connect.epoch == a.epoch]
+        return [a for a in news if a.peer in self._peers and self._peers[a.peer].connect.epoch == a.epoch]
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
-        route = self._routes[peer]
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
+        peer_state = self._peers[peer]
         if self._is_staged:
             stage(self.store, [source for source, _ in pages])
         self._num_tickets += 1
-        num_bytes = len(pages) * (self._page_bytes if piece is None else piece.num_bytes)
-        write = Write(route, self._num_tickets, None, num_bytes)
-        if not self._write_here(write, pages, piece):
+        num_bytes = len(pages) * (self._page_bytes if slices is None else slices.num_bytes)
+        write = Write(peer_state, self._num_tickets, None, num_bytes)
+        if not self._write_here(write, pages, slices):
             with self._lock:
-                route.num_open += 1
-            self._jobs.put(("write", write, pages, piece))
+                peer_state.num_open += 1
+            self._jobs.put(("write", write, pages, slices))
         return write.ticket
 
-    def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], piece: Piece | None) -> bool:
-        """Begin to write without waking the thread; what is not over at once is its business. False: it shall try. A
-        copy pushes all that Python needs out of the caches, so what follows upon it is kept short."""
-        route = write.route
-        expected_s = write.num_bytes * route.s_per_byte
-        if not pages or expected_s > self._may_hold_s or not self._agent.lock.acquire(blocking=False):
+    def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> bool:
+        """Begin to write without waking the thread, which looks after the write unless it is over at once.
+
+        A copy evicts everything that Python needs from the CPU's caches, so little work follows it.
+
+        Returns:
+            False if the thread should begin the write.
+        """
+        peer_state = write.peer_state
+        expected_s = write.num_bytes * peer_state.s_per_byte
+        if not pages or expected_s > self._hold_budget_s or not self._agent.lock.acquire(blocking=False):
             return False
         try:
-            write.handle = self._agent.prepare(self._sources, route, pages, piece)
-        except Exception:  # nothing was begun; the thread will meet it, too
+            write.handle = self._agent.prepare(self._sources, peer_state, pages, slices)
+        except Exception:  # nothing was begun; the thread will meet the same error
             return False
         else:
             state = self._transfer(write)
         finally:
             self._agent.lock.release()
-        self._may_hold_s -= expected_s
-        if state == "DONE":  # who has called this will ask what is done, without being told to
+        self._hold_budget_s -= expected_s
+        if state == "DONE":  # the caller asks what is done next, without being woken
             self._num_bytes_here += write.num_bytes
             self._done.append(write.ticket)
             self._spent.append(write.handle)
             return True
         with self._lock:
-            route.num_open += 1
+            peer_state.num_open += 1
         if state == "ERR":
             self._mark_failed(write)
         self._jobs.put(("watch", write))
         return True
 
     def done(self) -> list[int]:
-        self._may_hold_s = HOLD_S
-        if not self._done:  # else what woke us, if anything, is read the next time
-            self._calm()
+        self._hold_budget_s = HOLD_S
+        if not self._done:  # otherwise a wake-up, if there is one, is read the next time
+            self._clear_wake()
         return [self._done.popleft() for _ in range(len(self._done))]
 
-    def _calm(self) -> None:
+    def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
     def detach(self, peer: str) -> bool:
-        route = self._routes.pop(peer, None)
-        if route is not None:
+        peer_state = self._peers.pop(peer, None)
+        if peer_state is not None:
             with self._lock:
-                route.is_detached = True
-            self._leaving[peer] = route
-            self._jobs.put(("detach", route))
+                peer_state.is_detached = True
+            self._leaving[peer] = peer_state
+            self._jobs.put(("detach", peer_state))
         leaving = self._leaving.get(peer)
         if leaving is None:
             return True
@@ -171,7 +176,7 @@ class NixlWriter:
             return
         with contextlib.suppress(ValueError):
             if leaving.connect.epoch <= opened(endpoint, self._key).voided:
-                leaving.is_void = True
+                leaving.is_voided = True
                 self._jobs.put(("look",))
 
     def counters(self) -> dict[str, float]:
@@ -184,7 +189,7 @@ class NixlWriter:
     def close(self) -> None:
         if self._wake < 0:
             return
-        for peer in list(self._routes):
+        for peer in list(self._peers):
             self.detach(peer)
         self._jobs.put(None)
         self._thread.join()
@@ -194,8 +199,8 @@ class NixlWriter:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Every call to NIXL is made here."""
-        attaching: list[Route] = []
+        """Make every call to NIXL but those of ``_write_here``."""
+        attaching: list[PeerState] = []
         writes: list[Write] = []
         while True:
             try:
@@ -204,72 +209,78 @@ class NixlWriter:
                 job = ()
             if job is None:
                 break
-            if self._attaching.closing_until > time.monotonic():
+            if self._handshake.closing_until > time.monotonic():
                 with self._agent.lock:
                     self._agent.nixl.get_new_notifs()
             if job and job[0] == "attach":
-                self._attaching.begin(job[1], job[2], writes)
+                self._handshake.begin(job[1], job[2], writes)
                 attaching.append(job[1])
             elif job and job[0] == "write":
                 writes += filter(None, [self._post(*job[1:])])
             elif job and job[0] == "watch":
                 writes.append(job[1])
             elif job and job[0] == "detach":
-                self._leave(job[1])
-            attaching = [route for route in attaching if not self._has_attached(route)]
+                self._release(job[1])
+            attaching = [peer_state for peer_state in attaching if not self._has_attached(peer_state)]
             looked_at = time.monotonic()
             over = [write for write in writes if self._is_over(write)]
-            # Between processes of one host UCX copies while it is asked; elsewhere asking costs next to nothing.
+            # Between processes of one host UCX copies during this check; elsewhere the check costs next to nothing.
             self._is_copying = bool(writes) and time.monotonic() - looked_at > COPYING_S
             for write in over:
                 writes.remove(write)
             self._sweep()
         self._shut(writes)
 
-    def _pause(self, attaching: list[Route], writes: list[Write]) -> float | None:
-        """How long to wait for a job: not long while something is about to happen."""
+    def _pause(self, attaching: list[PeerState], writes: list[Write]) -> float | None:
+        """Seconds to wait for a job: few while something is about to happen; None: until one comes."""
         now = time.monotonic()
         new = [write for write in writes if write.begun_at + LONG_S > now]
         if attaching or any(not write.is_failed for write in new):
             return 0.0 if self._is_copying else PAUSE_S
-        if new or self._attaching.closing_until > now or any(not write.is_failed for write in writes):
+        if new or self._handshake.closing_until > now or any(not write.is_failed for write in writes):
             return LONG_PAUSE_S
         return STUCK_PAUSE_S if writes else None
 
-    def _say(self) -> None:
+    def _wake_loop(self) -> None:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    def _has_attached(self, route: Route) -> bool:
-        """Go on attaching. True: it is over, one way or the other."""
-        if route.is_detached:
+    def _has_attached(self, peer_state: PeerState) -> bool:
+        """Go on attaching; returns whether that is over, one way or the other."""
+        if peer_state.is_detached:
+            self._handshake.end(peer_state)
             return True
-        problem = self._attaching.step(route)
+        problem = self._handshake.step(peer_state)
         if problem is None:
             return False
-        self._news.append(Attached(route.peer, route.connect.epoch, problem))
-        self._say()
+        self._handshake.end(peer_state)
+        self._news.append(Attached(peer_state.peer, peer_state.connect.epoch, problem))
+        self._wake_loop()
         return True
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def _post(self, write: Write, pages: Sequence[tuple[int, int]], piece: Piece | None) -> Write | None:
-        """Begin to write. None: it is over already; else what has begun is to be looked after."""
-        route = write.route
-        if route.is_detached:  # never begun
+    def _post(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Write | None:
+        """Begin to write.
+
+        Returns:
+            The write, if it must be looked after; None if it is over already.
+        """
+        peer_state = write.peer_state
+        if peer_state.is_detached:  # never begun
             self._count_over(write)
-            self._leave_if_still(route)
+            self._release_if_idle(peer_state)
             return None
         if not pages:
             self._finish(write)
             return None
         try:
             with self._agent.lock:
-                write.handle = self._agent.prepare(self._sources, route, pages, piece)
+                write.handle = self._agent.prepare(self._sources, peer_state, pages, slices)
         except Exception as error:  # NIXL's own errors have no common root; nothing was begun
-            self._fail(route, str(error))
+            self._fail(peer_state, str(error))
             self._count_over(write)
-            self._leave_if_still(route)
+            self._release_if_idle(peer_state)
             return None
         with self._agent.lock:
             state = self._transfer(write)
@@ -281,19 +292,19 @@ class NixlWriter:
         return write
 
     def _transfer(self, write: Write) -> str:
-        """Begin, and learn how long that takes. Some of it may have begun even if this says ERR."""
+        """Begin a write and measure how long that takes. Some of it may have begun even if this returns ERR."""
         begun_at = time.perf_counter()
         try:
             state = str(self._agent.nixl.transfer(write.handle))
         except Exception:  # NIXL's own errors have no common root
             return "ERR"
-        if write.num_bytes >= TELLING_BYTES:
-            write.route.s_per_byte = (time.perf_counter() - begun_at) / write.num_bytes
+        if write.num_bytes >= MIN_MEASURED_BYTES:
+            write.peer_state.s_per_byte = (time.perf_counter() - begun_at) / write.num_bytes
         return state
 
     def _is_over(self, write: Write) -> bool:
-        """Look after one write. A failed one is over when nobody is left whose memory it could reach."""
-        is_harmless = write.route.is_void or write.route.is_reader_dead
+        """Look after one write. A failed write is over when no reader is left whose memory it could reach."""
+        is_harmless = write.peer_state.is_voided or write.peer_state.is_reader_dead
         if write.is_failed or is_harmless:
             if not is_harmless:
                 return False
@@ -302,9 +313,9 @@ class NixlWriter:
                     write.handle.release()
             except Exception:  # still being called back
                 return False
-            self._fail(write.route, "its process has died")  # says nothing of one that was detached from
+            self._fail(write.peer_state, "its process has died")  # has no effect on a peer that was detached
             self._count_over(write)
-            self._leave_if_still(write.route)
+            self._release_if_idle(write.peer_state)
             return True
         try:
             with self._agent.lock:
@@ -320,12 +331,12 @@ class NixlWriter:
         return True
 
     def _end(self, write: Write) -> None:
-        """NIXL says that it is done. Who waits for that hears of it first."""
+        """NIXL says that the write is done. It is reported first, and its handle is released later."""
         self._finish(write)
         self._spent.append(write.handle)
 
     def _sweep(self, *, is_patient: bool = True) -> None:
-        """Give back what handles of writes that are over hold, though not if NIXL is busy and this is not patient."""
+        """Release the handles of writes that are over; if NIXL is busy, only when ``is_patient``."""
         if self._spent and self._agent.lock.acquire(blocking=is_patient):
             while self._spent:
                 with contextlib.suppress(Exception):
@@ -335,60 +346,64 @@ class NixlWriter:
     def _mark_failed(self, write: Write) -> None:
         write.is_failed = True
         self._num_stuck += 1
-        self._fail(write.route, "a transfer ended in an error")
+        self._fail(write.peer_state, "a transfer ended in an error")
 
-    def _fail(self, route: Route, why: str) -> None:
-        if not route.is_gone and not route.is_detached:
-            route.is_gone = True
-            problem = f"the nixl connection to decode node {route.connect.name} broke: {why}"
-            self._news.append(Attached(route.peer, route.connect.epoch, problem))
-            self._say()
+    def _fail(self, peer_state: PeerState, why: str) -> None:
+        if not peer_state.is_gone and not peer_state.is_detached:
+            peer_state.is_gone = True
+            problem = f"the nixl connection to decode node {peer_state.connect.name} broke: {why}"
+            self._news.append(Attached(peer_state.peer, peer_state.connect.epoch, problem))
+            self._wake_loop()
 
     def _count_over(self, write: Write, *, is_written: bool = False) -> None:
-        """Nothing of it is under way any more. One that came to nothing has failed with its pair, but for those of a
-        pair that was let go of before: their tickets are waited for, whatever became of them."""
+        """Nothing of a write is under way any more.
+
+        A write that failed has failed with its pair, except for a pair that was detached before: its tickets are waited
+        for, whatever became of them.
+        """
         if not write.ticket:
-            write.route.num_probes -= 1
+            write.peer_state.num_probes -= 1
+            self._handshake.give_back_area(write.peer_state)
             return
         with self._lock:
-            is_told = is_written or write.route.is_detached
-            (self._done if is_told else write.route.failed).append(write.ticket)
-            write.route.num_open -= 1
-        self._say()
+            is_told = is_written or write.peer_state.is_detached
+            (self._done if is_told else write.peer_state.failed).append(write.ticket)
+            write.peer_state.num_open -= 1
+        self._wake_loop()
 
     def _finish(self, write: Write) -> None:
         self._num_bytes += write.num_bytes
         self._count_over(write, is_written=True)
-        self._leave_if_still(write.route)
+        self._release_if_idle(write.peer_state)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    def _leave_if_still(self, route: Route) -> None:
-        if route.is_detached:
-            self._leave(route)
-            self._say()
+    def _release_if_idle(self, peer_state: PeerState) -> None:
+        if peer_state.is_detached:
+            self._release(peer_state)
+            self._wake_loop()
 
-    def _leave(self, route: Route) -> None:
-        """Forget the peer, if nothing is under way; and tell it so."""
+    def _release(self, peer_state: PeerState) -> None:
+        """Drop the peer if nothing is under way, and tell it so."""
         with self._lock:
-            if route.num_open or route.num_probes:
+            if peer_state.num_open or peer_state.num_probes:
                 return
-        if route.is_gone or route.is_void or route.is_reader_dead:
+        if peer_state.is_gone or peer_state.is_voided or peer_state.is_reader_dead:
             with self._agent.lock:
-                self._attaching.forget(route.key)
-        route.pages = route.agent = None
-        if route.door is not None:
+                self._handshake.forget(peer_state.key)
+        peer_state.pages = peer_state.agent = None
+        if peer_state.watch_socket is not None:
             with contextlib.suppress(OSError):
-                route.door.send(DETACHED)
-        route.hang_up()
+                peer_state.watch_socket.send(DETACHED)
+        peer_state.close_watch()
 
     def _shut(self, writes: list[Write]) -> None:
         for write in writes:
             with contextlib.suppress(Exception):
                 write.handle.release()
-            write.route.hang_up()
+            write.peer_state.close_watch()
         self._sweep()
-        self._attaching.forget_all()
+        self._handshake.forget_all()
         with contextlib.suppress(Exception):
             self._sources.release()
         with contextlib.suppress(Exception):

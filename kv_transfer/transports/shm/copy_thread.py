@@ -1,8 +1,8 @@
-"""The thread that copies pages into the pools of other processes, so that a node's loop never waits for memory.
+"""Copy pages into the pools of other processes in a thread, so that a node's loop never waits for memory.
 
-It lets go of the interpreter's lock while a page is copied. A pool is fenced by its own lock, which is held from the
-question whether it is still open to the last byte of one page: once ``Pool.shut`` has returned, nothing is written any
-more, and neither is one of our pages read for it.
+The thread releases the interpreter's lock while it copies a page. Every pool has a lock of its own, which is held from
+the check that the pool is still open to the last byte of one page. Once ``MappedPool.shut`` has returned, nothing more
+is written to that pool, and no page of ours is read for it.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kv_transfer.page_slices import Piece, copy
+from kv_transfer.page_slices import SlicePair, copy
 from kv_transfer.transports.base import PageStore, address_of, stage
 
 log = logging.getLogger(__name__)
 
 
-class Pool:
-    """A peer's pool, mapped. ``page_bytes``: of its pages."""
+class MappedPool:
+    """A peer's pool in our address space. ``page_bytes`` is the size of one of its pages."""
 
     def __init__(self, memory: mmap.mmap, page_bytes: int) -> None:
         self.memory = memory
@@ -30,24 +30,24 @@ class Pool:
         self.at = address_of(memory)
         self.lock = threading.Lock()
         self.is_open = True
-        self.problem = ""  # why a copy into it failed
+        self.problem = ""  # why a copy failed
 
     def shut(self) -> None:
-        """Waits for one page at most. After it nothing is copied, and the mapping is gone."""
-        self.is_open = False  # before the lock is asked for: the thread could have it again and again
+        """Wait for at most one page, then unmap the pool; nothing is copied into it afterwards."""
+        self.is_open = False  # set before the lock is taken: the thread could take it again and again
         with self.lock:
-            self.memory.close()  # raises if somebody still has a view of it, and then nothing is said
+            self.memory.close()  # raises while a view of it exists; the reader is then not told that we let go
 
 
-class Copier:
-    """Copies page after page, ticket after ticket. ``wake``: an eventfd of the owner's, written when one is over."""
+class CopyThread:
+    """Copies page after page, ticket after ticket, and writes to the eventfd ``wake`` after each ticket."""
 
     def __init__(self, store: PageStore, wake: int) -> None:
         self.num_bytes = 0  # copied
         self._store = store
         self._wake = wake
         self._at = address_of(store.memory) if store.is_mapped else 0
-        self._jobs: queue.SimpleQueue[tuple[Pool, int, Sequence[tuple[int, int]], Piece | None] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[MappedPool, int, Sequence[tuple[int, int]], SlicePair | None] | None] = (
             queue.SimpleQueue()
         )
         self._done: deque[int] = deque()
@@ -56,17 +56,17 @@ class Copier:
 
     # ---- called by the loop -------------------------------------------------------------------------------------
 
-    def begin(self, pool: Pool, ticket: int, pages: Sequence[tuple[int, int]], piece: Piece | None) -> None:
-        """Copy pages (ours, theirs). The ticket is never heard of if the pool is shut first, or a copy fails."""
+    def begin(self, pool: MappedPool, ticket: int, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> None:
+        """Copy pages (ours, theirs). The ticket is never reported if the pool is shut first or a copy fails."""
         assert all(0 <= s < self._store.num_pages and 0 <= t < pool.num_pages for s, t in pages), "no such page"
-        self._jobs.put((pool, ticket, pages, piece))
+        self._jobs.put((pool, ticket, pages, slices))
 
     def done(self) -> list[int]:
         """Tickets whose pages are all in place, each once."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
-        """Ends after what was begun; shut the pools first."""
+        """End after the copies that were begun; shut the pools first."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -74,10 +74,10 @@ class Copier:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            pool, ticket, pages, piece = job
+            pool, ticket, pages, slices = job
             try:
-                is_whole = all(self._copy(pool, source, target, piece) for source, target in pages)
-            except Exception as error:  # a device's, say; the loop must hear of it
+                is_whole = all(self._copy(pool, source, target, slices) for source, target in pages)
+            except Exception as error:  # for example the device's; the loop must learn of it
                 log.exception("a page could not be copied")
                 pool.problem = str(error) or type(error).__name__
                 is_whole = False
@@ -85,28 +85,28 @@ class Copier:
                 self._done.append(ticket)
             os.eventfd_write(self._wake, 1)
 
-    def _copy(self, pool: Pool, source: int, target: int, piece: Piece | None) -> bool:
-        """One page. False: the pool is shut, or a copy into it has failed."""
+    def _copy(self, pool: MappedPool, source: int, target: int, slices: SlicePair | None) -> bool:
+        """Copy one page. False: the pool is shut, or an earlier copy into it failed."""
         with pool.lock:
             if not pool.is_open or pool.problem:
                 return False
-            if piece is None and self._at:
+            if slices is None and self._at:
                 num_bytes = pool.page_bytes
                 ctypes.memmove(pool.at + target * num_bytes, self._at + source * num_bytes, num_bytes)
             else:
-                num_bytes = self._copy_view(pool, source, target, piece)
+                num_bytes = self._copy_view(pool, source, target, slices)
             self.num_bytes += num_bytes
         return True
 
-    def _copy_view(self, pool: Pool, source: int, target: int, piece: Piece | None) -> int:
-        """From a device, or in pieces; returns the bytes."""
+    def _copy_view(self, pool: MappedPool, source: int, target: int, slices: SlicePair | None) -> int:
+        """Copy from a device, or slice by slice; returns the number of bytes."""
         begin = target * pool.page_bytes
         with memoryview(pool.memory) as theirs, theirs[begin : begin + pool.page_bytes] as into:
-            if piece is None:
+            if slices is None:
                 self._store.export_page(source, into)
                 return pool.page_bytes
             stage(self._store, (source,))
             size = self._store.geometry.page_bytes
             with memoryview(self._store.memory) as ours, ours[source * size : (source + 1) * size] as page:
-                copy(piece, page, into)
-            return piece.num_bytes
+                copy(slices, page, into)
+            return slices.num_bytes

@@ -1,7 +1,7 @@
-"""What the two processes say to each other over the socket of a pool, and who it is that says it.
+"""Frames and credentials of the Unix socket over which a pool is handed to another process.
 
-Every frame is one packet of fixed size. Writer: the token of its offer. Reader: ``HELLO``, and with it the descriptor
-of its pool. Writer, at the end: ``DETACHED``.
+Every frame is one packet of fixed size. The writer sends the token of its offer; the reader answers with ``HELLO`` and
+the file descriptor of its pool; the writer ends with ``DETACHED``.
 """
 
 import re

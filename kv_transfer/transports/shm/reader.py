@@ -1,7 +1,7 @@
-"""The decode node's side of shared memory: let the right processes have the pool, and watch them until they cannot
+"""The decode node's side of shared memory: hand the pool to permitted processes, and watch them until they cannot
 write.
 
-See ``shm`` for the whole story.
+The package's docstring describes the protocol.
 """
 
 import fcntl
@@ -17,22 +17,26 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced, PageStore
-from kv_transfer.transports.pending_connections import Visitor, Visitors
+from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.shm.protocol import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
 
 log = logging.getLogger(__name__)
 
-_SO_PEERPIDFD = 77  # Linux 6.5: a pidfd of the very process that connected, whatever became of its number
+_SO_PEERPIDFD = 77  # Linux 6.5: a pidfd of the process that connected, even if its number is used again
 
 
 def peer_pidfd(connection: socket.socket) -> int:
-    """A pidfd of the process at the other end; raises OSError if it cannot be watched."""
+    """A pidfd of the process at the other end.
+
+    Raises:
+        OSError: the process cannot be watched.
+    """
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
         pidfd = os.pidfd_open(peer_credentials(connection)[0])
     try:
-        # The number could have been used again had the process died before; then its end is closed.
+        # If the process has died, its number may belong to another one by now; but then its end is closed.
         if connection.recv(1, socket.MSG_PEEK) == b"":
             raise ConnectionResetError("the peer has gone")
     except BlockingIOError:
@@ -49,15 +53,15 @@ def _is_dead(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _foreign(connection: socket.socket) -> str:
-    """Why whoever is at the other end is turned away unheard; empty: it is a process of our own user."""
+def _reason_to_reject(connection: socket.socket) -> str:
+    """Why the process at the other end is rejected unheard; empty if it runs as our own user."""
     pid, uid = peer_credentials(connection)
     return "user" if uid != os.geteuid() or pid <= 0 else ""
 
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """A process that may have our pool mapped. ``connection`` is None once it has closed its end."""
+    """A process that may have our pool mapped. ``connection`` is None once the process has closed its end."""
 
     peer: str
     epoch: int
@@ -69,12 +73,12 @@ class ShmReader:
     """``ReaderTransport`` of a decode node.
 
     Args:
-        store: the pool; its memfd is sealed here against changes of size, where it allows that.
-        incarnation: of this process; the writer compares it with the peer it means, unless it is empty.
+        store: the pool; its memfd is sealed here against changes of size, where the system allows that.
+        incarnation: of this process; the writer compares it with the peer that it expects, unless it is empty.
         is_shared: False: watch writers of this host that reach the pool by other means, and hand nothing over.
 
     Raises:
-        ConfigError: this kernel has no pidfds, or the pool's file has not the size of the pool.
+        ConfigError: this kernel has no pidfds, or the pool's file does not have the size of the pool.
     """
 
     name = "shm"
@@ -92,24 +96,28 @@ class ShmReader:
         listener.bind(f"\0{self._name}")
         listener.listen(1_024)
         self._epoll = select.epoll()
-        self._visitors = Visitors(listener, self._epoll, "the pool's socket", make=Visitor, screen=_foreign)
+        self._pending = PendingConnections(
+            listener, self._epoll, "the pool's socket", make=PendingConnection, screen=_reason_to_reject
+        )
         self._offers: dict[bytes, tuple[str, int]] = {}  # token -> peer, epoch
         self._writers: dict[int, _Writer] = {}  # by descriptor, of the connection and of the process
         self._news: list[Fenced] = []
 
     @property
     def dropped(self) -> Counter[str]:
-        """Visitors turned away, by reason."""
-        return self._visitors.dropped
+        """Rejected connections, by reason."""
+        return self._pending.dropped
 
     def _check_host(self) -> None:
         size = os.fstat(self.store.fd).st_size
         if size != self._num_bytes:
-            raise ConfigError(f"the pool's file has {size} bytes, its pages have {self._num_bytes}")
+            raise ConfigError(f"the file of the KV pool has {size} bytes, its pages need {self._num_bytes}")
         try:
             os.close(os.pidfd_open(os.getpid()))
         except OSError as error:
-            raise ConfigError(f"--transport shm needs pidfd_open, which this system refuses: {error}") from error
+            raise ConfigError(
+                f"--transport shm needs pidfd_open, which this system refuses ({error}); use --transport tcp"
+            ) from error
         try:
             fcntl.fcntl(self.store.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
@@ -130,35 +138,35 @@ class ShmReader:
         return transport == self.name
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
-        """A process that has the pool mapped needs no leave."""
+        """Does nothing: a process that has the pool mapped needs no permission."""
 
     def forbid(self, pages: Sequence[int]) -> None:
-        """A process that has the pool mapped cannot be stopped: it is fenced, or waited for."""
+        """Does nothing: a process that has the pool mapped cannot be stopped, only fenced or waited for."""
 
     def reclaim(self, peer: str, epoch: int) -> None:
-        """Nothing but its own word or its death keeps a process from memory that it has mapped."""
+        """Does nothing: only ``DETACHED`` or its death keeps a process from memory that it has mapped."""
 
     def watched(self) -> set[tuple[str, int]]:
-        """(peer, epoch) of processes that may reach the pool by themselves; from any thread."""
+        """(peer, epoch) of processes that may reach the pool by themselves. Thread-safe."""
         return {(writer.peer, writer.epoch) for writer in list(self._writers.values())}
 
     # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
-            if self._visitors.is_listener(descriptor):
-                self._visitors.let_in(now, self._greet)
-            elif visitor := self._visitors.get(descriptor):
-                self._greet(visitor)
+            if self._pending.is_listener(descriptor):
+                self._pending.accept(now, self._greet)
+            elif pending := self._pending.get(descriptor):
+                self._greet(pending)
             elif descriptor in self._writers:
                 self._hear(descriptor, self._writers[descriptor])
-        self._visitors.look_after(now)
+        self._pending.expire(now)
         news, self._news = self._news, []
         return news
 
-    def _greet(self, visitor: Visitor) -> None:
-        """Let the visitor show its token; hand over the pool if that is an offer's."""
-        connection = visitor.connection
+    def _greet(self, pending: PendingConnection) -> None:
+        """Read the token of a connection, and send the pool's descriptor if the token is an offer's."""
+        connection = pending.connection
         try:
             token = connection.recv(TOKEN_BYTES + 1)
         except BlockingIOError:
@@ -167,17 +175,17 @@ class ShmReader:
             token = b""
         offer = self._offers.pop(token, None)
         if offer is None:
-            self._visitors.turn_away(visitor, "token")
+            self._pending.reject(pending, "token")
             return
         peer, epoch = offer
         try:
             pidfd = peer_pidfd(connection)
         except OSError as error:
             log.warning("a prefill node on this host cannot be watched, so it gets no pool: %s", error)
-            self._visitors.turn_away(visitor, "pidfd")
+            self._pending.reject(pending, "pidfd")
             return
-        self._visitors.leave(visitor)
-        # Known as a writer before it has the descriptor, and until it is fenced, whatever happens to the connection.
+        self._pending.promote(pending)
+        # It counts as a writer before it has the descriptor and until it is fenced, whatever happens to the connection.
         writer = _Writer(peer, epoch, connection, pidfd)
         self._writers[connection.fileno()] = self._writers[pidfd] = writer
         for descriptor in (connection.fileno(), pidfd):
@@ -190,7 +198,7 @@ class ShmReader:
 
     def _hear(self, descriptor: int, writer: _Writer) -> None:
         if descriptor == writer.pidfd:
-            # Asked again: the event may be of an earlier process, whose descriptor had this number a moment ago.
+            # Check again: the event may be of an earlier process whose descriptor had this number a moment ago.
             if _is_dead(writer.pidfd):
                 self._fence(writer, "the prefill node's process has died", is_dead=True)
             return
@@ -204,10 +212,10 @@ class ShmReader:
         if word == DETACHED:
             self._fence(writer, "the prefill node has let go of the pool")
         else:
-            self._hang_up(writer)
+            self._close_connection(writer)
 
-    def _hang_up(self, writer: _Writer) -> None:
-        """The connection is of no use any more; the process may still have the pool mapped."""
+    def _close_connection(self, writer: _Writer) -> None:
+        """The connection has no further use; the process may still have the pool mapped."""
         if writer.connection is not None:
             del self._writers[writer.connection.fileno()]
             self._epoll.unregister(writer.connection)
@@ -215,7 +223,7 @@ class ShmReader:
             writer.connection = None
 
     def _fence(self, writer: _Writer, reason: str, *, is_dead: bool = False) -> None:
-        self._hang_up(writer)
+        self._close_connection(writer)
         del self._writers[writer.pidfd]
         self._epoll.unregister(writer.pidfd)
         os.close(writer.pidfd)
@@ -224,14 +232,14 @@ class ShmReader:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
-        return self._visitors.counters()
+        return self._pending.counters()
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
 
     def close(self) -> None:
         """Close every descriptor. Writers that have the pool mapped keep it."""
-        self._visitors.close()
+        self._pending.close()
         for descriptor, writer in self._writers.items():
             if descriptor == writer.pidfd:
                 os.close(descriptor)

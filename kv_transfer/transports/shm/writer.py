@@ -1,6 +1,6 @@
-"""The prefill node's side of shared memory: ask for a peer's pool, map it, and write into it.
+"""The prefill node's side of shared memory: ask for a peer's pool, map it, and copy pages into it.
 
-See ``shm`` for the whole story.
+The package's docstring describes the protocol.
 """
 
 import array
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message
-from kv_transfer.transports.shm.copy_thread import Copier, Pool
+from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool
 from kv_transfer.transports.shm.protocol import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
 
 
 @dataclass(slots=True, eq=False)
 class _Attaching:
-    """A pool that is being asked for. ``connection`` is None as long as the reader's backlog is full."""
+    """A pool that has been asked for. ``connection`` is None while the reader's backlog is full."""
 
     connect: Connect
     name: str
@@ -34,12 +34,12 @@ class _Mapping:
     connection: socket.socket
     epoch: int
     who: str
-    pool: Pool
+    pool: MappedPool
     is_broken: bool = False
 
 
 class ShmWriter:
-    """``WriterTransport`` of a prefill node. Pages are copied in a thread; see ``shm_copier``."""
+    """``WriterTransport`` of a prefill node. A thread copies the pages; see ``CopyThread``."""
 
     name = "shm"
     names: Sequence[str] = ("shm",)
@@ -52,7 +52,7 @@ class ShmWriter:
         self._num_tickets = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._copier = Copier(store, self._wake)
+        self._copy_thread = CopyThread(store, self._wake)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class ShmWriter:
         assert peer not in self._attaching and peer not in self._mappings, "detach first"
         endpoint = ENDPOINT.fullmatch(connect.endpoint)
         if endpoint is None:
-            raise AttachError(f"{connect.name} offers an endpoint that shared memory does not understand")
+            raise AttachError(f"the endpoint offered by {connect.name} is not one of shared memory")
         attaching = _Attaching(connect, endpoint[1], bytes.fromhex(endpoint[2]))
         self._dial(attaching)
         self._attaching[peer] = attaching
@@ -72,7 +72,7 @@ class ShmWriter:
             if peer_credentials(connection)[1] != os.geteuid():
                 raise AttachError(f"{attaching.connect.name} runs as another user than this prefill node")
             connection.send(attaching.token)
-        except BlockingIOError:  # its backlog is full: again at the next poll
+        except BlockingIOError:  # its backlog is full: dial again at the next poll
             connection.close()
         except OSError as error:
             connection.close()
@@ -103,7 +103,7 @@ class ShmWriter:
         return news
 
     def _broken(self) -> list[Attached]:
-        """Attachments that had worked until a copy failed."""
+        """Attachments that worked until a copy failed."""
         news = []
         for peer, mapping in self._mappings.items():
             if mapping.pool.problem and not mapping.is_broken:
@@ -113,7 +113,14 @@ class ShmWriter:
         return news
 
     def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
-        """Take the pool's descriptor and map it. False if it is not there yet; raises AttachError."""
+        """Receive the pool's descriptor and map it.
+
+        Returns:
+            False if the descriptor is not there yet.
+
+        Raises:
+            AttachError: the reader refuses, or sent something else.
+        """
         who = attaching.connect.name
         room = socket.CMSG_SPACE(array.array("i").itemsize)
         try:
@@ -137,7 +144,7 @@ class ShmWriter:
                 os.close(descriptor)
         self._epoll.unregister(connection)
         del self._attaching[peer]
-        pool = Pool(memory, from_message(attaching.connect.geometry).page_bytes)
+        pool = MappedPool(memory, from_message(attaching.connect.geometry).page_bytes)
         self._mappings[peer] = _Mapping(connection, attaching.connect.epoch, who, pool)
         return True
 
@@ -145,7 +152,7 @@ class ShmWriter:
         num_bytes = from_message(connect.geometry).pool_bytes(connect.num_pages)
         expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
         if hello not in expected:
-            raise AttachError(f"{connect.name} said one thing in its offer and another over its socket")
+            raise AttachError(f"the offer of {connect.name} and what it sent over its socket differ")
         size = os.fstat(descriptor).st_size
         if size != num_bytes:
             raise AttachError(f"the pool of {connect.name} is {size} bytes long, its pages have {num_bytes}")
@@ -153,28 +160,28 @@ class ShmWriter:
             memory = mmap.mmap(descriptor, num_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise AttachError(f"the pool of {connect.name} cannot be mapped: {error}") from error
-        memory.madvise(mmap.MADV_DONTFORK)  # a child could outlive us and the fence with us
+        memory.madvise(mmap.MADV_DONTFORK)  # a child process could outlive us and write behind the fence
         return memory
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._num_tickets += 1
-        self._copier.begin(self._mappings[peer].pool, self._num_tickets, pages, piece)
+        self._copy_thread.begin(self._mappings[peer].pool, self._num_tickets, pages, slices)
         return self._num_tickets
 
     def done(self) -> list[int]:
-        self._calm()
-        return self._copier.done()
+        self._clear_wake()
+        return self._copy_thread.done()
 
-    def _calm(self) -> None:
+    def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def voided(self, peer: str, endpoint: str) -> None:
-        """No reader can keep a write from its memory."""
+        """Does nothing: no reader can keep a write from its memory."""
 
     def detach(self, peer: str) -> bool:
         attaching = self._attaching.pop(peer, None)
@@ -187,13 +194,13 @@ class ShmWriter:
             connection = mapping.connection
         if connection is None:
             return True
-        with contextlib.suppress(OSError):  # the reader may have gone
+        with contextlib.suppress(OSError):  # the reader may be gone
             connection.send(DETACHED)
         connection.close()
         return True
 
     def counters(self) -> dict[str, float]:
-        return {"bytes_by_shm": float(self._copier.num_bytes)}
+        return {"bytes_by_shm": float(self._copy_thread.num_bytes)}
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
@@ -203,6 +210,6 @@ class ShmWriter:
             return
         for peer in [*self._attaching, *self._mappings]:
             self.detach(peer)
-        self._copier.close()
+        self._copy_thread.close()
         self._epoll.close()
         os.close(self._wake)

@@ -1,16 +1,17 @@
-"""What travels on a data connection, byte by byte: a handshake of four frames of fixed size, then pages and their
-acknowledgements. No sockets, but for how they are tuned.
+"""Frames of a data connection, byte by byte: a handshake of four frames, then pages and their acknowledgements.
 
     writer -> reader   HELLO     which offer, which of its connections, nonce
     reader -> writer   WELCOME   nonce, proof
     writer -> reader   proof
-    reader -> writer   proof     let in; pages are welcome
-    writer -> reader   PAGE header + mac, and the page's bytes     any number of times; with a cluster key + mac of both
+    reader -> writer   proof     accepted; pages may come
+    writer -> reader   PAGE header + mac, and the page's bytes     any number of times; with a cluster key + mac of
+    both
     reader -> writer   DONE header + mac                           one for every page, in order
 
-A proof is HMAC-SHA256 under the cluster key over both nonces and everything that the two ends must agree on. Frame keys
-are derived from the same, one per direction, so a frame of another connection, epoch or direction does not fit. A
+A proof is HMAC-SHA256 under the cluster key over both nonces and everything on which the two ends must agree. Frame
+keys are derived from the same, one per direction, so a frame of another connection, epoch or direction does not fit. A
 header has a mac of its own, since it says where the bytes go that follow; the mac after these covers header and bytes.
+This module opens no socket.
 """
 
 import hashlib
@@ -39,13 +40,13 @@ _NO_MAC = bytes(MAC_BYTES)
 _AGREED = struct.Struct("<HHQQQ")
 
 SOCKET_BUFFER_BYTES = 4 << 20
-#: An end that has vanished without a word is noticed after about this long.
+#: A peer that has vanished silently is detected after about this many seconds.
 SILENCE_S = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both ends of one connection must agree on, and prove that they do. ``magic``: of the transport."""
+    """What both ends of a connection must agree on, and prove that they do. ``magic`` names the transport."""
 
     magic: bytes
     token: bytes
@@ -58,7 +59,7 @@ class Terms:
     reader_nonce: bytes
 
     def proof(self, key: bytes, label: bytes) -> bytes:
-        """32 bytes that only one who knows the key can make. ``label`` tells the uses apart."""
+        """32 bytes that only a process with the key can make. ``label`` separates the uses."""
         agreed = _AGREED.pack(self.index, self.count, self.epoch, self.page_bytes, self.num_pages)
         message = b"\0".join((self.magic, label, agreed, self.token, self.writer_nonce, self.reader_nonce))
         return hmac.digest(key, message, hashlib.sha256)
@@ -66,27 +67,27 @@ class Terms:
     def is_proof(self, key: bytes, label: bytes, given: bytes) -> bool:
         return hmac.compare_digest(self.proof(key, label), given)
 
-    def seal(self, key: bytes, direction: bytes) -> "Seal":
-        return Seal(self.proof(key, b"frames " + direction) if key else b"")
+    def seal(self, key: bytes, direction: bytes) -> "FrameAuthenticator":
+        return FrameAuthenticator(self.proof(key, b"frames " + direction) if key else b"")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A connection whose ends have proven to each other that they know these terms, and the cluster key."""
+class AuthenticatedConnection:
+    """A connection whose ends have proven to each other that they know these terms and the cluster key."""
 
     connection: socket.socket
     terms: Terms
     key: bytes
 
-    def seal(self, direction: bytes) -> "Seal":
+    def seal(self, direction: bytes) -> "FrameAuthenticator":
         return self.terms.seal(self.key, direction)
 
     def proof(self, label: bytes) -> bytes:
         return self.terms.proof(self.key, label)
 
 
-class Seal:
-    """Authenticates the frames of one direction of one connection; without a key, all are taken."""
+class FrameAuthenticator:
+    """Authenticates the frames of one direction of one connection. Without a key, all frames are accepted."""
 
     __slots__ = ("_key",)
 
@@ -99,13 +100,13 @@ class Seal:
     def is_mine(self, header: bytes, mac: bytes) -> bool:
         return hmac.compare_digest(self.mac(header), mac)
 
-    def body(self, header: bytes) -> "Body | None":
-        """For the bytes that follow a header; None without a key, and then no mac follows them."""
-        return Body(self._key, header) if self._key else None
+    def body(self, header: bytes) -> "PayloadMac | None":
+        """The mac of the bytes that follow a header; None without a key, and then no mac follows them."""
+        return PayloadMac(self._key, header) if self._key else None
 
 
-class Body:
-    """The mac of a header and the bytes after it, made as they go by. Lets go of the interpreter's lock."""
+class PayloadMac:
+    """The mac of a header and the bytes after it, computed as they go by. Releases the interpreter's lock."""
 
     __slots__ = ("_hmac",)
 
@@ -120,7 +121,7 @@ class Body:
 
 
 def tune(connection: socket.socket) -> None:
-    """No waiting for more to send, room for a lot under way, and no end that is gone for ever unnoticed."""
+    """Disable Nagle's algorithm, enlarge the buffers, and detect a peer that has vanished."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)

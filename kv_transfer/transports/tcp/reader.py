@@ -1,6 +1,7 @@
-"""The decode node's side of TCP: listen, let the right writers in, and place what they send, where it is allowed.
+"""The decode node's side of TCP: listen, authenticate writers, and place their pages where that is permitted.
 
-Placing is one thread per connection; everything else happens in the loop's own thread. See ``tcp`` for the whole story.
+One thread per connection places the pages; everything else happens in the loop's thread. The package's docstring
+describes the protocol.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced, PageStore
-from kv_transfer.transports.pending_connections import Visitor, Visitors
+from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.tcp.protocol import (
     HELLO,
     MAGIC,
@@ -24,12 +25,12 @@ from kv_transfer.transports.tcp.protocol import (
     PROOF_BYTES,
     TOKEN_BYTES,
     WELCOME,
-    Line,
+    AuthenticatedConnection,
     Terms,
     family_of,
     tune,
 )
-from kv_transfer.transports.tcp.receive_thread import Inlet, Leave
+from kv_transfer.transports.tcp.receive_thread import ReceiveThread, WritePermissions
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ NUM_CONNECTIONS = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Visitor(Visitor):
-    """It has not proven anything yet. ``terms``: from its HELLO on."""
+class _PendingConnection(PendingConnection):
+    """A connection that has proven nothing yet. ``terms`` is set by its HELLO."""
 
     inbox: bytearray = field(default_factory=bytearray)
     terms: Terms | None = None
@@ -46,13 +47,13 @@ class _Visitor(Visitor):
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """What a peer may do under one epoch: dial these connections, write through those."""
+    """What a peer may do under one epoch: dial the connections ``awaited``, and write through ``threads``."""
 
     peer: str
     epoch: int
     token: bytes
     awaited: dict[int, None]
-    inlets: list[Inlet] = field(default_factory=list)
+    threads: list[ReceiveThread] = field(default_factory=list)
 
 
 class TcpReader:
@@ -63,7 +64,7 @@ class TcpReader:
         key: the cluster key; empty: none, and then the host should be loopback.
 
     Raises:
-        ConfigError: that address cannot be listened on.
+        ConfigError: the address cannot be bound.
     """
 
     name = "tcp"
@@ -88,17 +89,17 @@ class TcpReader:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._visitors = Visitors(listener, self._epoll, "the data port", make=_Visitor)
+        self._pending = PendingConnections(listener, self._epoll, "the data port", make=_PendingConnection)
         self._offers: dict[str, _Offer] = {}  # by peer
-        self._leave = Leave()
-        self._ended: deque[Inlet] = deque()  # said by their threads
-        self._closing: list[Inlet] = []
+        self._permissions = WritePermissions()
+        self._ended: deque[ReceiveThread] = deque()  # appended by their threads
+        self._closing: list[ReceiveThread] = []
         self._news: list[Fenced] = []
 
     @property
     def dropped(self) -> Counter[str]:
-        """Visitors turned away, by reason."""
-        return self._visitors.dropped
+        """Rejected connections, by reason."""
+        return self._pending.dropped
 
     @property
     def port(self) -> int:
@@ -119,10 +120,10 @@ class TcpReader:
     def _shut(self, offer: _Offer, reason: str) -> None:
         """The fence: after it no byte of this epoch is placed, and none can come in any more."""
         del self._offers[offer.peer]
-        for inlet in offer.inlets:
-            inlet.shut()
-        self._closing += offer.inlets
-        self._leave.revoke(offer.peer)
+        for thread in offer.threads:
+            thread.shut()
+        self._closing += offer.threads
+        self._permissions.revoke(offer.peer)
         self._news.append(Fenced(offer.peer, offer.epoch, reason))
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
@@ -131,71 +132,71 @@ class TcpReader:
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
         if again is None:
-            self._leave.give(peer, epoch, pages)
+            self._permissions.give(peer, epoch, pages)
         else:
-            self._leave.give_again((peer, epoch), pages, again)
+            self._permissions.give_again((peer, epoch), pages, again)
 
     def reclaim(self, peer: str, epoch: int) -> None:
-        """``withdraw`` has fenced it."""
+        """Does nothing: ``withdraw`` has fenced the peer."""
 
     def forbid(self, pages: Sequence[int]) -> None:
-        self._leave.take(pages)
+        self._permissions.take(pages)
         for offer in self._offers.values():
-            for inlet in offer.inlets:
-                inlet.wait_out(pages)
+            for thread in offer.threads:
+                thread.wait_out(pages)
 
     # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
-            if self._visitors.is_listener(descriptor):
-                self._visitors.let_in(now, self._hear)
+            if self._pending.is_listener(descriptor):
+                self._pending.accept(now, self._hear)
             elif descriptor == self._wake:
                 os.eventfd_read(self._wake)
-            elif visitor := self._visitors.get(descriptor):
-                self._hear(visitor)
+            elif pending := self._pending.get(descriptor):
+                self._hear(pending)
         while self._ended:
-            inlet = self._ended.popleft()
-            offer = self._offers.get(inlet.peer)
-            if offer is not None and inlet in offer.inlets:
-                self._shut(offer, f"the {self.name} connection to the prefill node ended: {inlet.why}")
-        self._closing = [inlet for inlet in self._closing if not inlet.collect()]
-        self._visitors.look_after(now)
+            thread = self._ended.popleft()
+            offer = self._offers.get(thread.peer)
+            if offer is not None and thread in offer.threads:
+                self._shut(offer, f"the {self.name} connection to the prefill node ended: {thread.why}")
+        self._closing = [thread for thread in self._closing if not thread.collect()]
+        self._pending.expire(now)
         news, self._news = self._news, []
         return news
 
-    def _hear(self, visitor: _Visitor) -> None:
-        """One more step of the handshake, as soon as its frame is there whole; never reads beyond it."""
-        size = HELLO.size if visitor.terms is None else PROOF_BYTES
+    def _hear(self, pending: _PendingConnection) -> None:
+        """Continue the handshake when its next frame is complete; never reads beyond that frame."""
+        size = HELLO.size if pending.terms is None else PROOF_BYTES
         try:
-            data = visitor.connection.recv(size - len(visitor.inbox))
+            data = pending.connection.recv(size - len(pending.inbox))
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._visitors.turn_away(visitor, "left")
+            self._pending.reject(pending, "left")
             return
-        visitor.inbox += data
-        if len(visitor.inbox) < size:
+        pending.inbox += data
+        if len(pending.inbox) < size:
             return
-        frame = bytes(visitor.inbox)
-        visitor.inbox.clear()
+        frame = bytes(pending.inbox)
+        pending.inbox.clear()
         try:
-            if visitor.terms is None:
-                self._greet(visitor, frame)
+            if pending.terms is None:
+                self._greet(pending, frame)
             else:
-                self._admit(visitor, visitor.terms, frame)
+                self._admit(pending, pending.terms, frame)
         except OSError:
-            self._visitors.turn_away(visitor, "left")
+            self._pending.reject(pending, "left")
 
-    def _greet(self, visitor: _Visitor, frame: bytes) -> None:
+    def _greet(self, pending: _PendingConnection, frame: bytes) -> None:
         magic, index, count, token, nonce = HELLO.unpack(frame)
         offer = self._offer_with(token)
         if magic != self.magic or offer is None or count != self._num_connections or index not in offer.awaited:
-            self._visitors.turn_away(visitor, "token" if magic == self.magic else "garbage")
+            self._pending.reject(pending, "token" if magic == self.magic else "garbage")
             return
-        visitor.terms = Terms(
+        pending.terms = Terms(
             magic=self.magic,
             token=token,
             index=index,
@@ -206,33 +207,37 @@ class TcpReader:
             writer_nonce=nonce,
             reader_nonce=secrets.token_bytes(NONCE_BYTES),
         )
-        proof = visitor.terms.proof(self._key, b"reader")
-        visitor.connection.send(WELCOME.pack(visitor.terms.reader_nonce, proof))
+        proof = pending.terms.proof(self._key, b"reader")
+        pending.connection.send(WELCOME.pack(pending.terms.reader_nonce, proof))
 
     def _offer_with(self, token: bytes) -> _Offer | None:
         return next((offer for offer in self._offers.values() if offer.token == token), None)
 
-    def _admit(self, visitor: _Visitor, terms: Terms, proof: bytes) -> None:
+    def _admit(self, pending: _PendingConnection, terms: Terms, proof: bytes) -> None:
         offer = self._offer_with(terms.token)
         if not terms.is_proof(self._key, b"writer", proof):
-            self._visitors.turn_away(visitor, "key")
+            self._pending.reject(pending, "key")
             return
-        if offer is None or terms.index not in offer.awaited:  # withdrawn, or taken by another in the meantime
-            self._visitors.turn_away(visitor, "token")
+        if (
+            offer is None or terms.index not in offer.awaited
+        ):  # withdrawn, or dialled by another connection in the meantime
+            self._pending.reject(pending, "token")
             return
-        visitor.connection.send(terms.proof(self._key, b"let in"))
+        pending.connection.send(terms.proof(self._key, b"let in"))
         del offer.awaited[terms.index]
-        self._visitors.leave(visitor)
-        inlet = self._inlet(Line(visitor.connection, terms, self._key), (offer.peer, offer.epoch))
-        offer.inlets.append(inlet)
-        inlet.start()
+        self._pending.promote(pending)
+        thread = self._make_receive_thread(
+            AuthenticatedConnection(pending.connection, terms, self._key), (offer.peer, offer.epoch)
+        )
+        offer.threads.append(thread)
+        thread.start()
 
-    def _inlet(self, line: Line, owner: tuple[str, int]) -> Inlet:
-        return Inlet(line, owner, self.store, self._leave, self._on_end)
+    def _make_receive_thread(self, authenticated: AuthenticatedConnection, owner: tuple[str, int]) -> ReceiveThread:
+        return ReceiveThread(authenticated, owner, self.store, self._permissions, self._on_end)
 
-    def _on_end(self, inlet: Inlet) -> None:
-        """Called in the inlet's own thread."""
-        self._ended.append(inlet)
+    def _on_end(self, thread: ReceiveThread) -> None:
+        """Called in the thread of a connection that has ended."""
+        self._ended.append(thread)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
@@ -240,9 +245,9 @@ class TcpReader:
 
     def counters(self) -> dict[str, float]:
         return {
-            f"bytes_by_{self.name}": float(self._leave.num_bytes),
-            "refused_pages": float(self._leave.num_refused),
-            **self._visitors.counters(),
+            f"bytes_by_{self.name}": float(self._permissions.num_bytes),
+            "refused_pages": float(self._permissions.num_refused),
+            **self._pending.counters(),
         }
 
     def files(self) -> Sequence[int]:
@@ -251,9 +256,9 @@ class TcpReader:
     def close(self) -> None:
         for peer in list(self._offers):
             self.withdraw(peer)
-        for inlet in self._closing:
-            inlet.join()
-        self._visitors.close()
+        for thread in self._closing:
+            thread.join()
+        self._pending.close()
         if not self._epoll.closed:
             self._epoll.close()
             os.close(self._wake)
@@ -263,11 +268,11 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family_of(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        tune(listener)  # accepted connections inherit it
+        tune(listener)  # accepted connections inherit these options
         listener.bind((host, port))
         listener.listen(1_024)
     except OSError as error:
         listener.close()
         where = f"{host} port {port}" if port else host
-        raise ConfigError(f"cannot listen for KV pages on {where} (--data-interface): {error.strerror}") from error
+        raise ConfigError(f"cannot bind --data-interface {where}: {error.strerror}") from error
     return listener

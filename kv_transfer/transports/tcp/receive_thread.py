@@ -1,8 +1,9 @@
-"""One connection's receiving end: a thread that places pages, each byte only while its page may be written.
+"""The thread that receives pages over one connection and places each byte only while its page may be written.
 
-``Leave`` is who may write which page now; the loop gives and takes it, inlets ask. An inlet asks before each single
-``recv_into`` and holds its lock from the question to the last byte copied, without ever waiting for data meanwhile. So
-once leave is taken and the lock was free for a moment, no byte reaches the page any more.
+``WritePermissions`` records which peer may write which page; the loop grants and revokes permissions, and threads claim
+them. A thread checks the permission before each ``recv_into`` and holds its lock from the check to the last byte
+copied, without waiting for data meanwhile. So once a permission is revoked and the lock was free for a moment, no byte
+reaches the page any more.
 """
 
 import contextlib
@@ -22,19 +23,19 @@ from kv_transfer.transports.tcp.protocol import (
     PAGE,
     PAGE_FRAME_BYTES,
     PAGE_MAGIC,
-    Body,
-    Line,
+    AuthenticatedConnection,
+    PayloadMac,
 )
 
 log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 64 << 10
 _WORTHWHILE_BYTES = 256 << 10
-MAX_BUFFERS = 64  # filled by one call; a tenth of a millisecond of copying at most
+MAX_BUFFERS = 64  # filled by one call, which copies for at most a tenth of a millisecond
 
 
-class Grant:
-    """Leave to write one page, given at one time. ``claimed``: parts of it that have come, or are coming."""
+class WritePermission:
+    """Permission to write one page, granted once. ``claimed``: slices that have come, or are coming."""
 
     __slots__ = ("claimed", "owner")
 
@@ -43,48 +44,48 @@ class Grant:
         self.claimed: list[PageSlice] = []
 
 
-class Leave:
-    """Which peer may write which page, under which epoch. Single dict operations, so safe between threads."""
+class WritePermissions:
+    """Which peer may write which page, under which epoch. Single dict operations, so thread-safe."""
 
     def __init__(self) -> None:
         self.num_bytes = 0  # placed
         self.num_refused = 0  # pages, or parts of some
-        self._grants: dict[int, Grant] = {}
-        self._lock = threading.Lock()  # of the totals and of claims
+        self._by_page: dict[int, WritePermission] = {}
+        self._lock = threading.Lock()  # guards the totals and the claims
 
     def give(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
         for page in pages:
-            self._grants[page] = Grant((peer, epoch))
+            self._by_page[page] = WritePermission((peer, epoch))
 
-    def give_again(self, owner: tuple[str, int], pages: Sequence[int], box: PageSlice) -> None:
-        """For this part, which has come, once more."""
+    def give_again(self, owner: tuple[str, int], pages: Sequence[int], page_slice: PageSlice) -> None:
+        """Permit a slice that has come to be written once more."""
         for page in pages:
-            grant = self._grants.get(page)
+            grant = self._by_page.get(page)
             with self._lock:
-                if grant is not None and grant.owner == owner and box in grant.claimed:
-                    grant.claimed.remove(box)
+                if grant is not None and grant.owner == owner and page_slice in grant.claimed:
+                    grant.claimed.remove(page_slice)
 
     def take(self, pages: Sequence[int]) -> None:
         for page in pages:
-            self._grants.pop(page, None)
+            self._by_page.pop(page, None)
 
     def revoke(self, peer: str) -> None:
-        """All of this peer's."""
-        for page in [page for page, grant in list(self._grants.items()) if grant.owner[0] == peer]:
-            self._grants.pop(page, None)
+        """Take back every permission of this peer."""
+        for page in [page for page, grant in list(self._by_page.items()) if grant.owner[0] == peer]:
+            self._by_page.pop(page, None)
 
-    def claim(self, owner: tuple[str, int], page: int, box: PageSlice) -> Grant | None:
-        """This part of the page begins to come: by which grant it may. Each byte once."""
-        grant = self._grants.get(page)
+    def claim(self, owner: tuple[str, int], page: int, page_slice: PageSlice) -> WritePermission | None:
+        """The permission under which this slice of the page may come; None if there is none. Each byte comes once."""
+        grant = self._by_page.get(page)
         with self._lock:
-            if grant is None or grant.owner != owner or any(box.overlaps(other) for other in grant.claimed):
+            if grant is None or grant.owner != owner or any(page_slice.overlaps(other) for other in grant.claimed):
                 return None
-            grant.claimed.append(box)
+            grant.claimed.append(page_slice)
         return grant
 
-    def holds(self, grant: Grant | None, page: int) -> bool:
-        """Was it not taken since, nor given anew?"""
-        return grant is not None and self._grants.get(page) is grant
+    def holds(self, grant: WritePermission | None, page: int) -> bool:
+        """Whether the permission is still in force: neither taken back nor replaced since."""
+        return grant is not None and self._by_page.get(page) is grant
 
     def count(self, num_bytes: int) -> None:
         with self._lock:
@@ -92,12 +93,12 @@ class Leave:
             self.num_refused += not num_bytes
 
 
-class Room:
-    """Where the bytes to come belong: runs of one page, filled in order.
+class Destination:
+    """The memory where the next bytes of a page go: runs of one page, filled in order.
 
     Attributes:
-        num_bytes: of all of it.
-        num_missing: that have not come.
+        num_bytes: size of all runs.
+        num_missing: bytes that have not come yet.
     """
 
     def __init__(self, memory: memoryview, base: int, runs: list[tuple[int, int]]) -> None:
@@ -109,7 +110,7 @@ class Room:
         self._at = 0  # bytes that it has already
 
     def buffers(self) -> list[memoryview]:
-        """The next places, as many as one call should fill."""
+        """The next runs, as many as one call should fill."""
         at, places = self._at, []
         for offset, length in self._runs[self._first : self._first + MAX_BUFFERS]:
             begin = self._base + offset
@@ -118,7 +119,7 @@ class Room:
         return places
 
     def next(self, num_bytes: int) -> list[memoryview]:
-        """The places of the next so many bytes."""
+        """The memory of the next ``num_bytes`` bytes."""
         places = []
         for place in self.buffers() if num_bytes else ():
             places.append(place[:num_bytes])
@@ -133,33 +134,35 @@ class Room:
             self._first += 1
 
 
-class Inlet:
-    """Args:
-    owner: (peer, epoch) whose line this is.
-    on_end: called in the thread when the connection ends.
+class ReceiveThread:
+    """One connection's receiving thread.
+
+    Args:
+        owner: (peer, epoch) to which the connection belongs.
+        on_end: called in the thread when the connection ends.
     """
 
     def __init__(
         self,
-        line: Line,
+        authenticated: AuthenticatedConnection,
         owner: tuple[str, int],
         store: PageStore,
-        leave: Leave,
-        on_end: "Callable[[Inlet], None]",
+        permissions: WritePermissions,
+        on_end: "Callable[[ReceiveThread], None]",
     ) -> None:
         self.peer = owner[0]
         self.why = ""
-        self._connection = line.connection
+        self._connection = authenticated.connection
         self._owner = owner
-        self._page_seal, self._done_seal = line.seal(b"pages"), line.seal(b"acknowledgements")
+        self._page_seal, self._done_seal = authenticated.seal(b"pages"), authenticated.seal(b"acknowledgements")
         self._store = store
         self._page_bytes = store.geometry.page_bytes
-        self._leave = leave
+        self._permissions = permissions
         self._on_end = on_end
-        self._layout: tuple[PageSlice, list[tuple[int, int]]] | None = None  # of the last part that came
+        self._layout: tuple[PageSlice, list[tuple[int, int]]] | None = None  # the last slice that came, and its runs
         self._lock = threading.Lock()
         self._is_open = True
-        self._page = -1  # being received
+        self._page = -1  # the page that is being received
         self._at_least = 1  # bytes that must have arrived for the connection to count as readable
         self._readable = select.poll()
         self._readable.register(self._connection, select.POLLIN)
@@ -173,20 +176,23 @@ class Inlet:
     # ---- called by the loop -------------------------------------------------------------------------------------
 
     def wait_out(self, pages: Sequence[int]) -> None:
-        """Leave for these was taken: return when no byte is on its way into them. Waits for one copy at most."""
+        """After permissions for these pages were taken back: return when no byte is on its way into them.
+
+        Waits for one copy at most.
+        """
         if self._page in pages:
             with self._lock:
                 pass
 
     def shut(self) -> None:
-        """Nothing is placed any more from here on. The thread ends soon; ``collect`` it."""
+        """Place nothing from here on. The thread ends soon; see ``collect``."""
         with self._lock:
             self._is_open = False
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def collect(self) -> bool:
-        """Has the thread ended? Then nothing is left of this connection."""
+        """Release what is left of the connection if its thread has ended; returns whether it has."""
         if self._thread.is_alive():
             return False
         self._connection.close()
@@ -210,13 +216,17 @@ class Inlet:
         self._on_end(self)
 
     def _serve(self, memory: memoryview) -> None:
-        """Page after page, until the other end closes. Raises OSError if that comes in the middle, or is not a page."""
+        """Receive page after page until the other end closes.
+
+        Raises:
+            OSError: the connection ended within a page, or something else than a page came.
+        """
         header = bytearray(PAGE_FRAME_BYTES)
         number = 0
         with memoryview(header) as view:
             while self._fill(view):
-                page, box = self._understood(bytes(header), number)
-                is_placed = self._place(memory, page, box, self._page_seal.body(bytes(header)))
+                page, page_slice = self._understood(bytes(header), number)
+                is_placed = self._place(memory, page, page_slice, self._page_seal.body(bytes(header)))
                 self._acknowledge(is_placed, page, number)
                 number += 1
 
@@ -226,7 +236,7 @@ class Inlet:
         while at < len(into):
             num_bytes = self._receive([into[at:]])
             if num_bytes < 0:
-                self._wait(len(into) - at)  # no more may come before it has been answered
+                self._wait(len(into) - at)  # wait for these bytes only: no more may come before an acknowledgement
                 continue
             if not num_bytes:
                 if at:
@@ -236,34 +246,47 @@ class Inlet:
         return True
 
     def _understood(self, frame: bytes, number: int) -> tuple[int, PageSlice]:
-        """What is to follow: a page, and which part of it. Raises ConnectionError for anything but the next one of a
-        writer we know."""
+        """The page that follows a header, and which slice of it.
+
+        Raises:
+            ConnectionError: it is not the next page of a writer that we know.
+        """
         header = frame[: PAGE.size]
         magic, num_bytes, page, given, *numbers = PAGE.unpack(header)
         if magic != PAGE_MAGIC or not self._page_seal.is_mine(header, frame[PAGE.size :]):
-            raise ConnectionError("something came that is no page of this writer")
+            raise ConnectionError("a frame came that is not a page of this writer")
         if given != number:
-            raise ConnectionError(f"page number {number} was to come, and {given} came")
-        box, geometry = PageSlice(*numbers), self._store.geometry
-        if page >= self._store.num_pages or not box.is_within(geometry) or num_bytes != box.num_bytes(geometry):
-            raise ConnectionError(f"a page came that this pool does not have: number {page}, {num_bytes} bytes, {box}")
-        return page, box
+            raise ConnectionError(f"frame {given} came where frame {number} was expected")
+        page_slice, geometry = PageSlice(*numbers), self._store.geometry
+        if (
+            page >= self._store.num_pages
+            or not page_slice.is_within(geometry)
+            or num_bytes != page_slice.num_bytes(geometry)
+        ):
+            raise ConnectionError(
+                f"a page came that this pool does not have: page {page}, {num_bytes} bytes, {page_slice}"
+            )
+        return page, page_slice
 
-    def _place(self, memory: memoryview, page: int, box: PageSlice, body: Body | None) -> bool:
-        """Receive the bytes of a page, into the pool as long as that is allowed, else into nowhere. Were all placed?
+    def _place(self, memory: memoryview, page: int, page_slice: PageSlice, body: PayloadMac | None) -> bool:
+        """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise.
 
-        Raises ConnectionError if they were, and are not the writer's.
+        Returns:
+            Whether all bytes were placed.
+
+        Raises:
+            ConnectionError: they were, and are not the bytes that the writer sent.
         """
-        room = Room(memory, page * self._page_bytes, self._runs_of(box))
-        grant = self._leave.claim(self._owner, page, box)
+        room = Destination(memory, page * self._page_bytes, self._runs_of(page_slice))
+        grant = self._permissions.claim(self._owner, page, page_slice)
         is_allowed = grant is not None
         self._page = page
         while room.num_missing:
             with self._lock:
                 if not self._is_open:
                     raise ConnectionError("it was closed on our side")
-                is_allowed = is_allowed and self._leave.holds(grant, page)
-                num_bytes = self._receive(room.buffers() if is_allowed else [self._nowhere(room.num_missing)])
+                is_allowed = is_allowed and self._permissions.holds(grant, page)
+                num_bytes = self._receive(room.buffers() if is_allowed else [self._discard(room.num_missing)])
             if not num_bytes:
                 raise ConnectionError("it was cut within a page")
             num_bytes = max(num_bytes, 0)
@@ -274,38 +297,38 @@ class Inlet:
                 self._wait(room.num_missing)
         mac = self._mac_after(body)
         with self._lock:
-            is_allowed = is_allowed and self._leave.holds(grant, page)
+            is_allowed = is_allowed and self._permissions.holds(grant, page)
         self._page = -1
         if is_allowed and body is not None and not hmac.compare_digest(body.mac(), mac):
-            raise ConnectionError("the bytes of a page came changed")
-        self._leave.count(room.num_bytes if is_allowed else 0)
+            raise ConnectionError("the bytes of a page were changed on the way")
+        self._permissions.count(room.num_bytes if is_allowed else 0)
         return is_allowed
 
     @staticmethod
-    def _hash(body: Body, places: list[memoryview]) -> None:
-        """Nobody else writes there as long as that page is allowed; if that ends, the mac is of no account."""
+    def _hash(body: PayloadMac, places: list[memoryview]) -> None:
+        """Add bytes in place: nothing else writes there while the page is permitted; otherwise the mac is unused."""
         for place in places:
             body.add(place)
             place.release()
 
-    def _mac_after(self, body: Body | None) -> bytes:
+    def _mac_after(self, body: PayloadMac | None) -> bytes:
         mac = bytearray(MAC_BYTES if body is not None else 0)
         with memoryview(mac) as view:
             if view and not self._fill(view):
                 raise ConnectionError("it was cut within a page")
         return bytes(mac)
 
-    def _runs_of(self, box: PageSlice) -> list[tuple[int, int]]:
-        """As ``PageSlice.runs``; one part comes many times in a row."""
-        if self._layout is None or self._layout[0] != box:
-            self._layout = (box, box.runs(self._store.geometry))
+    def _runs_of(self, page_slice: PageSlice) -> list[tuple[int, int]]:
+        """As ``PageSlice.runs``; cached, since the same slice comes many times in a row."""
+        if self._layout is None or self._layout[0] != page_slice:
+            self._layout = (page_slice, page_slice.runs(self._store.geometry))
         return self._layout[1]
 
-    def _nowhere(self, num_bytes: int) -> memoryview:
+    def _discard(self, num_bytes: int) -> memoryview:
         return memoryview(self._scratch)[:num_bytes]
 
     def _wait(self, num_missing: int) -> None:
-        """Until a good part of what is missing has arrived, so that few calls fetch much; or the connection ends."""
+        """Wait until much of what is missing has arrived, so that few calls fetch it, or until the connection ends."""
         at_least = min(num_missing, _WORTHWHILE_BYTES)
         if at_least != self._at_least:
             self._at_least = at_least
@@ -313,7 +336,7 @@ class Inlet:
         self._readable.poll()
 
     def _receive(self, into: list[memoryview]) -> int:
-        """What is there, without waiting. -1: nothing yet; 0: the other end closed."""
+        """Read what is there, without waiting. -1: nothing yet; 0: the other end closed."""
         try:
             return self._connection.recvmsg_into(into, 0, socket.MSG_DONTWAIT)[0]
         except BlockingIOError:

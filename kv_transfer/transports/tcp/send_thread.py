@@ -1,4 +1,4 @@
-"""One connection's sending end: a thread that only sends pages, or pieces of them, straight from the pool."""
+"""The thread that sends pages, or slices of them, over one connection, straight from the pool."""
 
 import contextlib
 import logging
@@ -7,25 +7,25 @@ import socket
 import threading
 from typing import Any
 
-from kv_transfer.page_slices import Piece, whole
+from kv_transfer.page_slices import SlicePair, whole
 from kv_transfer.transports.base import PageStore
-from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, Line
+from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, AuthenticatedConnection
 
 log = logging.getLogger(__name__)
 
-MAX_BUFFERS = 512  # of one call; systems allow 1,024
-JOIN_S = 5.0  # a thread that has been stopped does not take longer
+MAX_BUFFERS = 512  # in one call; Linux allows 1,024
+JOIN_S = 5.0  # a thread ends well within this time after it was stopped
 
-Job = tuple[int, int, Piece | None]  # our page, the peer's page, what of it
+Job = tuple[int, int, SlicePair | None]  # our page, the peer's page, and which slices of them; None: whole pages
 
 
-class Outlet:
-    """A line's thread, and what the loop says to it."""
+class SendThread:
+    """One connection's sending thread, and the queue through which the loop feeds it."""
 
-    def __init__(self, line: Line, store: PageStore) -> None:
-        self.why = ""  # it ended by itself
-        self._connection = line.connection
-        self._seal = line.seal(b"pages")
+    def __init__(self, authenticated: AuthenticatedConnection, store: PageStore) -> None:
+        self.why = ""  # why the thread ended by itself
+        self._connection = authenticated.connection
+        self._seal = authenticated.seal(b"pages")
         self._memory: Any = store.memory
         self._page_bytes = store.geometry.page_bytes
         self._whole = whole(store.geometry)
@@ -42,18 +42,18 @@ class Outlet:
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Send nothing more; the connection has been shut. ``is_idle`` tells when that is so."""
+        """Send nothing more; the connection has been shut down. ``is_idle`` says when that holds."""
         self._jobs.put(None)
-        self._thread.join()  # at once: its socket takes nothing more
+        self._thread.join()  # returns at once, since the socket accepts nothing more
 
     @property
     def is_idle(self) -> bool:
-        """Stopped, and nobody reads our pages."""
+        """Whether the thread has been stopped and reads none of our pages."""
         return self.is_over
 
     @property
     def is_over(self) -> bool:
-        """The thread has ended."""
+        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
@@ -69,36 +69,36 @@ class Outlet:
             self.why = error.strerror or str(error)
             log.debug("a page connection ends: %s", error)
             with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # the loop hears of it
+                self._connection.shutdown(socket.SHUT_RDWR)  # wakes the loop
 
     def _serve(self, memory: memoryview) -> None:
-        """Frame after frame, straight from the pool."""
+        """Send frame after frame, straight from the pool."""
         number = 0
         while (job := self._jobs.get()) is not None:
-            source, target, piece = job
-            header = self._header(target, piece, number)
+            source, target, slices = job
+            header = self._header(target, slices, number)
             with memory[source * self._page_bytes : (source + 1) * self._page_bytes] as page:
-                if piece is None:
+                if slices is None:
                     self._send(header, page)
                 else:
-                    self._gather(header, page, piece)
-                self._sign(header, page, piece)
+                    self._gather(header, page, slices)
+                self._sign(header, page, slices)
             number += 1
 
-    def _sign(self, header: bytes, page: memoryview, piece: Piece | None) -> None:
-        """The mac of what was sent, after it, so that it travels while the mac is made."""
+    def _sign(self, header: bytes, page: memoryview, slices: SlicePair | None) -> None:
+        """Send the mac of a page after its bytes, so that the bytes travel while the mac is computed."""
         body = self._seal.body(header)
         if body is None:
             return
-        for at, _, length in ((0, 0, len(page)),) if piece is None else piece.runs:
+        for at, _, length in ((0, 0, len(page)),) if slices is None else slices.runs:
             with page[at : at + length] as run:
                 body.add(run)
         self._connection.sendall(body.mac())
 
-    def _header(self, target: int, piece: Piece | None, number: int) -> bytes:
-        box = self._whole if piece is None else piece.target
-        num_bytes = self._page_bytes if piece is None else piece.num_bytes
-        header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *box)
+    def _header(self, target: int, slices: SlicePair | None, number: int) -> bytes:
+        page_slice = self._whole if slices is None else slices.target
+        num_bytes = self._page_bytes if slices is None else slices.num_bytes
+        header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *page_slice)
         return header + self._seal.mac(header)
 
     def _send(self, header: bytes, page: memoryview) -> None:
@@ -111,9 +111,9 @@ class Outlet:
             with page[at:] as rest:
                 at += self._connection.send(rest)
 
-    def _gather(self, header: bytes, page: memoryview, piece: Piece) -> None:
-        """Send the runs of a piece, many to a call."""
-        buffers = [memoryview(header), *(page[at : at + length] for at, _, length in piece.runs)]
+    def _gather(self, header: bytes, page: memoryview, slices: SlicePair) -> None:
+        """Send the runs of a slice, many to a call."""
+        buffers = [memoryview(header), *(page[at : at + length] for at, _, length in slices.runs)]
         first = 0
         while first < len(buffers):
             num_sent = self._connection.sendmsg(buffers[first : first + MAX_BUFFERS])

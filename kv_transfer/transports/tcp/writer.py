@@ -1,7 +1,7 @@
 """The prefill node's side of TCP: dial a peer's listener, and send pages straight from pool memory.
 
-Sending is one thread per connection; everything else, acknowledgements too, happens in the loop's own thread. See
-``tcp`` for the whole story.
+One thread per connection sends; everything else, acknowledgements included, happens in the loop's thread. The package's
+docstring describes the protocol.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
 from kv_transfer.transports.tcp.protocol import (
     DONE,
@@ -31,42 +31,42 @@ from kv_transfer.transports.tcp.protocol import (
     NONCE_BYTES,
     PROOF_BYTES,
     WELCOME,
-    Line,
-    Seal,
+    AuthenticatedConnection,
+    FrameAuthenticator,
     Terms,
     family_of,
     tune,
 )
-from kv_transfer.transports.tcp.send_thread import Outlet
+from kv_transfer.transports.tcp.send_thread import SendThread
 
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 10.0
-_ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: on close, forget what has not been sent
+_ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: on close, drop what has not been sent
 
 
 class Stage(Enum):
     DIALLING = auto()
-    GREETED = auto()  # a WELCOME is awaited
-    PROVEN = auto()  # to be let in
-    OPENING = auto()  # let in; the outlet has something to settle with the other end first
+    GREETED = auto()  # waits for WELCOME
+    PROVEN = auto()  # waits for the reader's last proof
+    OPENING = auto()  # accepted; the thread has to settle something with the other end first
     READY = auto()
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
-    """One connection. ``pending``: (ticket, page of the peer, bytes) handed to the outlet and not acknowledged."""
+class Connection:
+    """One connection. ``pending``: (ticket, page of the peer, bytes) given to its thread and not acknowledged."""
 
     index: int
-    connection: socket.socket
+    sock: socket.socket
     nonce: bytes
     stage: Stage = Stage.DIALLING
     terms: Terms | None = None
     inbox: bytearray = field(default_factory=bytearray)
     pending: deque[tuple[int, int, int]] = field(default_factory=deque)
     num_done: int = 0
-    outlet: Outlet | None = None
-    seal: Seal | None = None
+    thread: SendThread | None = None
+    seal: FrameAuthenticator | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +77,11 @@ class Route:
     connect: Connect
     address: tuple[str, int]
     token: bytes
-    lanes: list[Lane]
+    connections: list[Connection]
     until: float
     is_attached: bool = False
     is_broken: bool = False
-    is_late: bool = False  # it was detached from while pages were being read
+    is_late: bool = False  # pages were being read when it was detached
 
     @property
     def who(self) -> str:
@@ -104,9 +104,9 @@ class TcpWriter:
         self._key = key
         self._epoll = select.epoll()
         self._routes: dict[str, Route] = {}
-        self._lanes: dict[int, tuple[Route, Lane]] = {}  # by descriptor
-        self._leaving: dict[str, Route] = {}  # detached from, and our pages are still being read
-        self._ending: list[Outlet] = []  # stopped; their threads end soon
+        self._by_descriptor: dict[int, tuple[Route, Connection]] = {}  # by descriptor
+        self._leaving: dict[str, Route] = {}  # detached peers for which our pages are still being read
+        self._ending: list[SendThread] = []  # threads that were stopped and end soon
         self._remaining: dict[int, int] = {}  # ticket -> pages not acknowledged
         self._news: list[Attached] = []
         self._done: list[int] = []
@@ -119,7 +119,7 @@ class TcpWriter:
         assert peer not in self._routes and peer not in self._leaving, "detach first"
         endpoint = ENDPOINT.fullmatch(connect.endpoint)
         if endpoint is None or not 0 < int(endpoint[2]) < 65536 or not 0 < int(endpoint[4]) <= MAX_CONNECTIONS:
-            raise AttachError(f"{connect.name} offers an endpoint that {self.name} does not understand")
+            raise AttachError(f"the endpoint offered by {connect.name} is not one of {self.name}")
         address = (endpoint[1], int(endpoint[2]))
         route = Route(peer, connect, address, bytes.fromhex(endpoint[3]), [], time.monotonic() + ATTACH_TIMEOUT_S)
         self._routes[peer] = route
@@ -131,21 +131,21 @@ class TcpWriter:
             raise AttachError(f"{route.who} cannot be reached by {self.name}: {error.strerror or error}") from error
 
     def _dial(self, route: Route, index: int) -> None:
-        connection = socket.socket(family_of(route.address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        sock = socket.socket(family_of(route.address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            tune(connection)
+            tune(sock)
             with contextlib.suppress(BlockingIOError):
-                connection.connect(route.address)
+                sock.connect(route.address)
         except BaseException:
-            connection.close()
+            sock.close()
             raise
-        lane = Lane(index, connection, secrets.token_bytes(NONCE_BYTES))
-        route.lanes.append(lane)
-        self._lanes[connection.fileno()] = (route, lane)
-        self._epoll.register(connection, select.EPOLLIN | select.EPOLLOUT)
+        connection = Connection(index, sock, secrets.token_bytes(NONCE_BYTES))
+        route.connections.append(connection)
+        self._by_descriptor[sock.fileno()] = (route, connection)
+        self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
 
     def poll(self) -> list[Attached]:
-        self._turn()
+        self._process_events()
         now = time.monotonic()
         for route in self._routes.values():
             if not route.is_attached and not route.is_broken and route.until <= now:
@@ -156,117 +156,123 @@ class TcpWriter:
                 self.detach(attached.peer)
         return news
 
-    def _turn(self) -> None:
-        """Hear what the connections have to say."""
+    def _process_events(self) -> None:
+        """Read what the connections have received."""
         self._reap()
         for descriptor, _ in self._epoll.poll(0):
-            found = self._lanes.get(descriptor)
+            found = self._by_descriptor.get(descriptor)
             if found is None or found[0].is_broken:
                 continue
-            route, lane = found
+            route, connection = found
             try:
-                if lane.stage is Stage.READY:
-                    self._hear(lane)
+                if connection.stage is Stage.READY:
+                    self._read_acknowledgements(connection)
                 else:
-                    self._shake(route, lane)
+                    self._continue_handshake(route, connection)
             except OSError as error:
-                why = lane.outlet.why if lane.outlet is not None else ""
+                why = connection.thread.why if connection.thread is not None else ""
                 self._break(route, why or error.strerror or str(error))
 
     def _break(self, route: Route, why: str) -> None:
         route.is_broken = True
-        for lane in route.lanes:
+        for connection in route.connections:
             with contextlib.suppress(KeyError, FileNotFoundError, ValueError):
-                self._epoll.unregister(lane.connection)
+                self._epoll.unregister(connection.sock)
         verb = "broke" if route.is_attached else "could not be made"
         problem = f"the {self.name} connection to {route.who} {verb}: {why}"
         self._news.append(Attached(route.peer, route.connect.epoch, problem))
 
-    def _shake(self, route: Route, lane: Lane) -> None:
-        """One more step of the handshake, as soon as its frame is there whole. Raises OSError if it cannot go on."""
-        if lane.stage is Stage.DIALLING:
-            if error := lane.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+    def _continue_handshake(self, route: Route, connection: Connection) -> None:
+        """Make the next step of the handshake when its frame is complete.
+
+        Raises:
+            OSError: the handshake cannot go on.
+        """
+        if connection.stage is Stage.DIALLING:
+            if error := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, os.strerror(error))
-            lane.connection.send(HELLO.pack(self.magic, lane.index, len(route.lanes), route.token, lane.nonce))
-            lane.stage = Stage.GREETED
-            self._epoll.modify(lane.connection, select.EPOLLIN)
-        elif lane.stage is Stage.GREETED:
-            if (frame := self._frame(lane, WELCOME.size)) is None:
+            connection.sock.send(
+                HELLO.pack(self.magic, connection.index, len(route.connections), route.token, connection.nonce)
+            )
+            connection.stage = Stage.GREETED
+            self._epoll.modify(connection.sock, select.EPOLLIN)
+        elif connection.stage is Stage.GREETED:
+            if (frame := self._frame(connection, WELCOME.size)) is None:
                 return
             nonce, proof = WELCOME.unpack(frame)
-            lane.terms = self._terms(route, lane, nonce)
-            if not lane.terms.is_proof(self._key, b"reader", proof):
+            connection.terms = self._terms(route, connection, nonce)
+            if not connection.terms.is_proof(self._key, b"reader", proof):
                 raise ConnectionError("it does not know our cluster key, or offers another pool than it says")
-            lane.connection.send(lane.terms.proof(self._key, b"writer"))
-            lane.stage = Stage.PROVEN
-        elif lane.stage is Stage.PROVEN:
-            if (frame := self._frame(lane, PROOF_BYTES)) is None:
+            connection.sock.send(connection.terms.proof(self._key, b"writer"))
+            connection.stage = Stage.PROVEN
+        elif connection.stage is Stage.PROVEN:
+            if (frame := self._frame(connection, PROOF_BYTES)) is None:
                 return
-            assert lane.terms is not None
-            if not lane.terms.is_proof(self._key, b"let in", frame):
-                raise ConnectionError("it let us in without proof")
-            self._open(route, lane)
+            assert connection.terms is not None
+            if not connection.terms.is_proof(self._key, b"let in", frame):
+                raise ConnectionError("it accepted the connection without proof")
+            self._open(route, connection)
 
-    def _terms(self, route: Route, lane: Lane, nonce: bytes) -> Terms:
+    def _terms(self, route: Route, connection: Connection, nonce: bytes) -> Terms:
         return Terms(
             magic=self.magic,
             token=route.token,
-            index=lane.index,
-            count=len(route.lanes),
+            index=connection.index,
+            count=len(route.connections),
             epoch=route.connect.epoch,
             page_bytes=from_message(route.connect.geometry).page_bytes,
             num_pages=route.connect.num_pages,
-            writer_nonce=lane.nonce,
+            writer_nonce=connection.nonce,
             reader_nonce=nonce,
         )
 
     @staticmethod
-    def _frame(lane: Lane, size: int) -> bytes | None:
-        """The next so many bytes, once they are all there."""
+    def _frame(connection: Connection, size: int) -> bytes | None:
+        """The next ``size`` bytes once all of them are there, else None."""
         with contextlib.suppress(BlockingIOError):
-            data = lane.connection.recv(size - len(lane.inbox), socket.MSG_DONTWAIT)
+            data = connection.sock.recv(size - len(connection.inbox), socket.MSG_DONTWAIT)
             if not data:
                 raise ConnectionError("it closed the connection (another token, cluster key or epoch?)")
-            lane.inbox += data
-        if len(lane.inbox) < size:
+            connection.inbox += data
+        if len(connection.inbox) < size:
             return None
-        frame = bytes(lane.inbox)
-        lane.inbox.clear()
+        frame = bytes(connection.inbox)
+        connection.inbox.clear()
         return frame
 
-    def _open(self, route: Route, lane: Lane) -> None:
-        """Let in: pages can be sent."""
-        assert lane.terms is not None
-        line = Line(lane.connection, lane.terms, self._key)
-        lane.seal = line.seal(b"acknowledgements")
-        lane.outlet = self._outlet(line)
-        lane.outlet.start()
-        self._note_ready(route, lane)
+    def _open(self, route: Route, connection: Connection) -> None:
+        """The reader has accepted the connection: pages can be sent."""
+        assert connection.terms is not None
+        authenticated = AuthenticatedConnection(connection.sock, connection.terms, self._key)
+        connection.seal = authenticated.seal(b"acknowledgements")
+        connection.thread = self._make_send_thread(authenticated)
+        connection.thread.start()
+        self._mark_ready(route, connection)
 
-    def _outlet(self, line: Line) -> Outlet:
-        return Outlet(line, self.store)
+    def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
+        return SendThread(authenticated, self.store)
 
-    def _note_ready(self, route: Route, lane: Lane) -> None:
-        lane.stage = Stage.READY
-        if all(other.stage is Stage.READY for other in route.lanes):
+    def _mark_ready(self, route: Route, connection: Connection) -> None:
+        connection.stage = Stage.READY
+        if all(other.stage is Stage.READY for other in route.connections):
             route.is_attached = True
             self._news.append(Attached(route.peer, route.connect.epoch))
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def write(self, peer: str, pages: Sequence[tuple[int, int]], piece: Piece | None = None) -> int:
+    def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         route = self._routes[peer]
         assert route.is_attached, "not attached"
         self._num_tickets += 1
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
-        num_bytes = self.store.geometry.page_bytes if piece is None else piece.num_bytes
+        num_bytes = self.store.geometry.page_bytes if slices is None else slices.num_bytes
         for source, target in pages:
             self._stage(source)
-            lane = min(route.lanes, key=lambda lane: len(lane.pending))
-            assert lane.outlet is not None
-            lane.pending.append((ticket, target, num_bytes))
-            lane.outlet.put((source, target, piece))
+            connection = min(route.connections, key=lambda connection: len(connection.pending))
+            assert connection.thread is not None
+            connection.pending.append((ticket, target, num_bytes))
+            connection.thread.put((source, target, slices))
         if not pages:
             self._finish(ticket)
         return ticket
@@ -274,44 +280,48 @@ class TcpWriter:
     def _stage(self, page: int) -> None:
         stage(self.store, (page,))
 
-    def _hear(self, lane: Lane) -> None:
-        """Take acknowledgements. Raises OSError if one is not what must come next."""
-        assert lane.seal is not None
+    def _read_acknowledgements(self, connection: Connection) -> None:
+        """Take acknowledgements.
+
+        Raises:
+            OSError: one is not what must come next.
+        """
+        assert connection.seal is not None
         with contextlib.suppress(BlockingIOError):
-            data = lane.connection.recv(64 * DONE_FRAME_BYTES, socket.MSG_DONTWAIT)
+            data = connection.sock.recv(64 * DONE_FRAME_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 raise ConnectionError("it closed the connection")
-            lane.inbox += data
-        end = len(lane.inbox) // DONE_FRAME_BYTES * DONE_FRAME_BYTES
+            connection.inbox += data
+        end = len(connection.inbox) // DONE_FRAME_BYTES * DONE_FRAME_BYTES
         for at in range(0, end, DONE_FRAME_BYTES):
-            frame = bytes(lane.inbox[at : at + DONE_FRAME_BYTES])
+            frame = bytes(connection.inbox[at : at + DONE_FRAME_BYTES])
             header = frame[: DONE.size]
             magic, is_placed, page, number = DONE.unpack(header)
-            if magic != DONE_MAGIC or not lane.seal.is_mine(header, frame[DONE.size :]):
-                raise ConnectionError("it sent something that is no acknowledgement")
-            if number != lane.num_done or not lane.pending or lane.pending[0][1] != page:
+            if magic != DONE_MAGIC or not connection.seal.is_mine(header, frame[DONE.size :]):
+                raise ConnectionError("it sent a frame that is not an acknowledgement")
+            if number != connection.num_done or not connection.pending or connection.pending[0][1] != page:
                 raise ConnectionError("it acknowledged a page that was not sent")
-            lane.num_done += 1
-            ticket, _, num_bytes = lane.pending.popleft()
+            connection.num_done += 1
+            ticket, _, num_bytes = connection.pending.popleft()
             self._num_bytes += num_bytes if is_placed else 0
             self._remaining[ticket] -= 1
             if not self._remaining[ticket]:
                 self._finish(ticket)
-        del lane.inbox[:end]
+        del connection.inbox[:end]
 
     def _finish(self, ticket: int) -> None:
         del self._remaining[ticket]
         self._done.append(ticket)
 
     def done(self) -> list[int]:
-        self._turn()
+        self._process_events()
         tickets, self._done = self._done, []
         return tickets
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def voided(self, peer: str, endpoint: str) -> None:
-        """No write outlives its connection."""
+        """Does nothing: no write outlives its connection."""
 
     def detach(self, peer: str) -> bool:
         route = self._routes.pop(peer, None)
@@ -322,32 +332,40 @@ class TcpWriter:
         return self._let_go(peer)
 
     def _hang_up(self, route: Route) -> None:
-        for lane in route.lanes:
-            self._lanes.pop(lane.connection.fileno(), None)
+        for connection in route.connections:
+            self._by_descriptor.pop(connection.sock.fileno(), None)
             with contextlib.suppress(FileNotFoundError, ValueError):
-                self._epoll.unregister(lane.connection)
+                self._epoll.unregister(connection.sock)
             with contextlib.suppress(OSError):
-                if lane.pending:
-                    lane.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
-                lane.connection.shutdown(socket.SHUT_RDWR)
-        for lane in route.lanes:
-            if lane.outlet is not None:
-                lane.outlet.stop()
-                self._ending.append(lane.outlet)
+                if connection.pending:
+                    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        for connection in route.connections:
+            if connection.thread is not None:
+                connection.thread.stop()
+                self._ending.append(connection.thread)
 
     def _let_go(self, peer: str) -> bool:
-        """Is nobody reading our pages for this peer any more? Then nothing is left of its connections. Tickets that
-        were not over vanish, unless ``detach`` had to say False: then they are over now."""
+        """Close the connections to a detached peer once none of our pages is being read for it.
+
+        Tickets that were not over vanish, unless ``detach`` returned False: then they are over now.
+
+        Returns:
+            Whether nothing is left of the connections.
+        """
         route = self._leaving.get(peer)
         if route is None:
             return True
-        if any(lane.pending and lane.outlet is not None and not lane.outlet.is_idle for lane in route.lanes):
+        if any(
+            connection.pending and connection.thread is not None and not connection.thread.is_idle
+            for connection in route.connections
+        ):
             route.is_late = True
             return False
         del self._leaving[peer]
-        for lane in route.lanes:
-            lane.connection.close()
-        for ticket in {ticket: None for lane in route.lanes for ticket, _, _ in lane.pending}:
+        for connection in route.connections:
+            connection.sock.close()
+        for ticket in {ticket: None for connection in route.connections for ticket, _, _ in connection.pending}:
             del self._remaining[ticket]
             if route.is_late:
                 self._done.append(ticket)
@@ -356,7 +374,7 @@ class TcpWriter:
     def _reap(self) -> None:
         for peer in list(self._leaving):
             self._let_go(peer)
-        self._ending = [outlet for outlet in self._ending if not outlet.is_over]
+        self._ending = [thread for thread in self._ending if not thread.is_over]
 
     def counters(self) -> dict[str, float]:
         return {f"bytes_by_{self.name}": float(self._num_bytes)}
@@ -367,7 +385,7 @@ class TcpWriter:
     def close(self) -> None:
         for peer in list(self._routes):
             self.detach(peer)
-        for outlet in self._ending:
-            outlet.join()
+        for thread in self._ending:
+            thread.join()
         self._reap()
         self._epoll.close()

@@ -1,14 +1,14 @@
-"""A process group of two, one for each pair and epoch: ``torch.distributed``'s Gloo or NCCL. The only place with torch.
+"""A process group of two for each pair and epoch: ``torch.distributed``'s Gloo or NCCL. The only module with torch.
 
-Groups are built directly from the backend's class, over a store of the pair's own, so they come and go in any number
-beside each other and nothing global is touched. What the two backends do not share is here: where tensors live, how a
-group is opened, waited for and cut short.
+Groups are built directly from the backend's class, over a store of the pair's own, so any number of them come and go
+beside each other and nothing global is touched. The differences of the two backends are here: where tensors live, and
+how a group is opened, waited for and cut short.
 
-Gloo listens while a group forms, on the address that the pair talks over already, believes everything that it is told,
-and has no way to cut a group short. So the peer's address is checked before Gloo sees it, the port is closed to
-everybody once the group is formed (a packet filter that takes nothing; the port itself ends with the group), and a
-group is cut short by shutting its connection. NCCL's own sockets cannot be reached like that: ``NCCL_SOCKET_IFNAME``
-says where it listens.
+Gloo listens while a group forms, on the address that the pair already uses, believes everything that it is told, and
+cannot cut a group short. So the peer's address is checked before Gloo sees it, the port is closed to all once the group
+has formed (by a packet filter that accepts nothing; the port itself ends with the group), and a group is cut short by
+shutting its connection down. NCCL's own sockets cannot be reached like that: ``NCCL_SOCKET_IFNAME`` says where it
+listens.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ import torch.distributed
 from torch.distributed import HashStore as HashStore  # type: ignore[attr-defined]
 
 from common.errors import ConfigError
-from kv_transfer.page_slices import Piece
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore
 
 STALL_S = 10.0  # a page that takes longer than this breaks the group
@@ -64,26 +64,26 @@ class Pages:
         self.rows = rows.view(store.num_pages, store.geometry.page_bytes)
 
     def staging(self) -> torch.Tensor:
-        """Room for one page of ours, where our pages are."""
+        """Memory for one page of ours, where our pages are."""
         return torch.empty_like(self.rows[0])
 
     def read(self, part: torch.Tensor) -> memoryview:
-        """The bytes of one of these, for the CPU."""
+        """The bytes of a tensor of pages, for the CPU."""
         return part.cpu().numpy().data
 
-    def gather(self, page: int, piece: Piece | None, staging: torch.Tensor) -> torch.Tensor:
-        """What is to be sent of a page: all of it where it stands, or a piece put together in ``staging``."""
+    def gather(self, page: int, slices: SlicePair | None, staging: torch.Tensor) -> torch.Tensor:
+        """What is to be sent of a page: the page itself where it stands, or a slice put together in ``staging``."""
         row = self.rows[page]
-        if piece is None:
+        if slices is None:
             return row
         at = 0
-        for source, _, length in piece.runs:
+        for source, _, length in slices.runs:
             _copy(staging[at : at + length], row[source : source + length])
             at += length
         return staging[:at]
 
     def scatter(self, page: int, runs: Sequence[tuple[int, int]], staging: torch.Tensor) -> None:
-        """Copy what has come into the pool, run after run; over when it returns.
+        """Copy what has come into the pool, run after run; complete when it returns.
 
         Args:
             runs: (offset in the page, bytes).
@@ -105,7 +105,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """What torch or a backend says becomes a ConnectionError of one sentence."""
+    """Turn the errors of torch and its backends into a ConnectionError of one sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -115,7 +115,7 @@ def _named_errors() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Group:
-    """One group of two, formed. Sends and receives begin in order, and are over when ``wait`` returns."""
+    """One group of two that has formed. Sends and receives begin in order, and are over when ``wait`` returns."""
 
     peer: int  # its rank
     pages: Pages
@@ -131,7 +131,11 @@ class Group:
             return self._group.recv([tensor], self.peer, 0)
 
     def wait(self, work: Any) -> None:
-        """Raises ConnectionError when the other end is gone, or has not done its part within ``STALL_S``."""
+        """Wait for a send or a receive.
+
+        Raises:
+            ConnectionError: the other end is gone, or has not done its part within ``STALL_S``.
+        """
         with _named_errors():
             if self.pages.rows.is_cuda:
                 _poll(work, self.pages.rows.device)
@@ -139,17 +143,21 @@ class Group:
                 raise ConnectionError("it was cut short")
 
     def exchange(self, ours: bytes, theirs: bytes) -> None:
-        """Send these bytes and expect those, as many, rank 0 first. Raises ConnectionError if others come."""
+        """Send these bytes and expect those, as many, rank 0 first.
+
+        Raises:
+            ConnectionError: other bytes came.
+        """
         told = torch.frombuffer(bytearray(ours), dtype=torch.uint8).to(self.pages.rows.device)
         heard = torch.zeros_like(told)
         steps: list[Callable[[], Any]] = [lambda: self.send(told), lambda: self.receive(heard)]
         for step in steps if self.peer else reversed(steps):
             self.wait(step())
         if bytes(heard.cpu().tolist()) != theirs:
-            raise ConnectionError("somebody else answered within the group")
+            raise ConnectionError("another process answered within the group")
 
     def abort(self) -> None:
-        """Let what is under way fail, in whatever thread it is waited for. From any thread; idempotent."""
+        """Make what is under way fail, in whatever thread waits for it. Thread-safe and idempotent."""
         for wire in self._wires:
             with contextlib.suppress(OSError):
                 wire.shutdown(socket.SHUT_RDWR)
@@ -158,7 +166,7 @@ class Group:
             group.abort()
 
     def close(self) -> None:
-        """Dissolve the group; afterwards it touches no tensor. By the thread that used it, and nothing after it."""
+        """Dissolve the group, which touches no tensor afterwards. Called last, by the thread that used it."""
         self.abort()
         self._group = None
         for wire in self._wires:
@@ -176,7 +184,11 @@ def _poll(work: Any, device: torch.device) -> None:
 
 
 def check_available(backend: str) -> None:
-    """Raises ConfigError if this torch does not have the backend."""
+    """Check that this torch has the backend.
+
+    Raises:
+        ConfigError: it does not.
+    """
     is_there = torch.distributed.is_available() and hasattr(HashStore, "list_keys")
     has = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
     if not is_there or not has[backend]():
@@ -221,8 +233,11 @@ def _open_nccl(store: HashStore, rank: int, pages: Pages) -> Group:
 
 
 def is_sound(backend: str, value: bytes, host: str) -> bool:
-    """May this value of the peer's be put into the store? Gloo would follow its lengths wherever they lead, and dial
-    any address: it must be a host name, a socket address of the peer's host and at most two numbers."""
+    """Whether this value of the peer's may be put into the store.
+
+    Gloo would follow its lengths wherever they lead, and dial any address: it must be a host name, a socket address of
+    the peer's host and at most two numbers.
+    """
     if backend != "gloo":
         return True
     word = struct.calcsize("n")
@@ -238,7 +253,7 @@ def is_sound(backend: str, value: bytes, host: str) -> bool:
 
 
 def _sockets_of(published: bytes) -> list[socket.socket]:
-    """Sockets of this process whose one end is an address that stands in ``published``: the group's own."""
+    """Sockets of this process with one end at an address that stands in ``published``: the group's own."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -257,7 +272,7 @@ def _sockets_of(published: bytes) -> list[socket.socket]:
 
 
 def _addresses(one: socket.socket) -> Sequence[bytes]:
-    """Both ends, as the system writes them."""
+    """Addresses of both ends, as the system writes them."""
     if one.family not in (socket.AF_INET, socket.AF_INET6):
         return ()
     packed = []
@@ -271,7 +286,7 @@ def _addresses(one: socket.socket) -> Sequence[bytes]:
 
 
 def _close_to_all(listener: socket.socket) -> None:
-    """Nothing that comes from now on reaches it. Best effort: without it, strangers can fill our table of files."""
+    """Let nothing more reach this listener. Best effort: without it, strangers can use up our descriptors."""
     code = ctypes.create_string_buffer(_TAKE_NOTHING)
     with contextlib.suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))

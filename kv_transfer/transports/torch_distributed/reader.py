@@ -1,5 +1,7 @@
-"""The decode node's side of Gloo and NCCL: TCP's, but for the bytes, which come through a group and are copied into
-the pool here, one page at a time, where that is allowed at that moment. See ``group`` for the whole story.
+"""The decode node's side of Gloo and NCCL: as TCP's, but the bytes come through a group and are copied into the pool
+here.
+
+A page is copied at one moment, if it may be written then. The package's docstring describes the protocol.
 """
 
 import hmac
@@ -9,9 +11,9 @@ from typing import Any, NamedTuple
 
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import InPlace, PageStore
-from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES, Body, Line
+from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES, AuthenticatedConnection, PayloadMac
 from kv_transfer.transports.tcp.reader import TcpReader
-from kv_transfer.transports.tcp.receive_thread import Inlet, Leave
+from kv_transfer.transports.tcp.receive_thread import ReceiveThread, WritePermissions
 from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
 from kv_transfer.transports.torch_distributed.rendezvous import READER, form
 
@@ -38,33 +40,33 @@ class GroupReader(TcpReader):
         if backend == "nccl":
             self.store = InPlace(store)
 
-    def _inlet(self, line: Line, owner: tuple[str, int]) -> Inlet:
+    def _make_receive_thread(self, authenticated: AuthenticatedConnection, owner: tuple[str, int]) -> ReceiveThread:
         def join() -> Group:
-            return form(line, self.name, READER, self._pages)
+            return form(authenticated, self.name, READER, self._pages)
 
-        return GroupInlet(line, owner, self.store, self._leave, self._on_end, join=join)
+        return GroupReceiveThread(authenticated, owner, self.store, self._permissions, self._on_end, join=join)
 
 
 class _Coming(NamedTuple):
-    """A page, or a part of one, that is being received.
+    """A page, or a slice of one, that is being received.
 
     Attributes:
-        room: where it goes first.
+        room: memory into which it is received.
         work: to wait for.
-        body, mac: what is to come of it, with a cluster key.
+        body, mac: the expected mac, with a cluster key.
     """
 
     page: int
-    box: PageSlice
+    page_slice: PageSlice
     number: int
     room: Any
     work: Any
-    body: Body | None
+    body: PayloadMac | None
     mac: bytes
 
 
-class GroupInlet(Inlet):
-    """Receives into memory of its own, and copies from there under its lock, which those who take leave wait for.
+class GroupReceiveThread(ReceiveThread):
+    """Receives into memory of its own, and copies from there under its lock, for which ``forbid`` waits.
 
     Args:
         join: forms the group; blocks.
@@ -72,15 +74,15 @@ class GroupInlet(Inlet):
 
     def __init__(
         self,
-        line: Line,
+        authenticated: AuthenticatedConnection,
         owner: tuple[str, int],
         store: PageStore,
-        leave: Leave,
-        on_end: Callable[[Inlet], None],
+        permissions: WritePermissions,
+        on_end: Callable[[ReceiveThread], None],
         *,
         join: Callable[[], Group],
     ) -> None:
-        super().__init__(line, owner, store, leave, on_end)
+        super().__init__(authenticated, owner, store, permissions, on_end)
         self._join = join
         self._group: Group | None = None
 
@@ -101,7 +103,7 @@ class GroupInlet(Inlet):
             group.close()
 
     def _receive_pages(self, group: Group) -> None:
-        """As ``Inlet._serve``; up to ``DEPTH`` pages are on their way at once."""
+        """As ``ReceiveThread._serve``, with up to ``DEPTH`` pages on their way at once."""
         header = bytearray(PAGE_FRAME_BYTES)
         coming: deque[_Coming] = deque()
         spare = [group.pages.staging() for _ in range(DEPTH)]
@@ -111,11 +113,11 @@ class GroupInlet(Inlet):
                 while spare and (not coming or self._readable.poll(0)):
                     if not self._fill(view):
                         return
-                    page, box = self._understood(bytes(header), number)
-                    room, num_bytes = spare.pop(), box.num_bytes(self._store.geometry)
+                    page, page_slice = self._understood(bytes(header), number)
+                    room, num_bytes = spare.pop(), page_slice.num_bytes(self._store.geometry)
                     work = group.receive(room[:num_bytes])
                     body = self._page_seal.body(bytes(header))
-                    coming.append(_Coming(page, box, number, room, work, body, self._mac_after(body)))
+                    coming.append(_Coming(page, page_slice, number, room, work, body, self._mac_after(body)))
                     number += 1
                 first = coming.popleft()
                 group.wait(first.work)
@@ -123,25 +125,29 @@ class GroupInlet(Inlet):
                 spare.append(first.room)
 
     def _put(self, pages: Pages, came: _Coming) -> bool:
-        """Copy what has come whole into the pool, if that is allowed. Was it?
+        """Copy what has come whole into the pool, if that is permitted.
 
-        Raises ConnectionError if it is not what the writer sent.
+        Returns:
+            Whether it was.
+
+        Raises:
+            ConnectionError: it is not what the writer sent.
         """
-        num_bytes = came.box.num_bytes(self._store.geometry)
+        num_bytes = came.page_slice.num_bytes(self._store.geometry)
         if came.body is not None:
             came.body.add(pages.read(came.room[:num_bytes]))
             if not hmac.compare_digest(came.body.mac(), came.mac):
-                raise ConnectionError("the bytes of a page came changed")
-        grant = self._leave.claim(self._owner, came.page, came.box)
+                raise ConnectionError("the bytes of a page were changed on the way")
+        grant = self._permissions.claim(self._owner, came.page, came.page_slice)
         self._page = came.page
         with self._lock:
             if not self._is_open:
                 raise ConnectionError("it was closed on our side")
-            is_allowed = self._leave.holds(grant, came.page)
+            is_allowed = self._permissions.holds(grant, came.page)
             if is_allowed:
-                pages.scatter(came.page, self._runs_of(came.box), came.room)
+                pages.scatter(came.page, self._runs_of(came.page_slice), came.room)
         self._page = -1
-        self._leave.count(num_bytes if is_allowed else 0)
+        self._permissions.count(num_bytes if is_allowed else 0)
         return is_allowed
 
 

@@ -1,8 +1,8 @@
-"""How a group of two forms over a connection on which both ends have proven themselves.
+"""How a group of two forms over a connection on which both ends have authenticated themselves.
 
-Each end has a store of its own. What its backend sets there is sent to the other end, checked and set there too, so
-that the backends find each other without a store that anybody could reach. Then both prove over the group itself that
-no stranger took a place in it. Frames, both ways, until each end has said MADE:
+Each end has a store of its own. Entries that its backend sets there are sent to the other end, checked and set there
+too, so that the backends find each other without a store that strangers could reach. Then both ends prove over the
+group itself that no stranger took a place in it. Frames, both ways, until each end has sent MADE:
 
     ENTRY header + mac, key, value     at most ``MAX_ENTRIES``
     MADE header + mac                  the group works, seen from here
@@ -16,7 +16,7 @@ import threading
 import time
 from datetime import timedelta
 
-from kv_transfer.transports.tcp.protocol import MAC_BYTES, Line
+from kv_transfer.transports.tcp.protocol import MAC_BYTES, AuthenticatedConnection
 from kv_transfer.transports.torch_distributed.backend import (
     FORM_S,
     GRACE_S,
@@ -37,36 +37,38 @@ _PAUSE_MS = 1
 _ROLES = (b"writer", b"reader")
 
 
-def form(line: Line, backend: str, rank: int, pages: Pages) -> Group:
-    """Blocks for ``FORM_S`` at most. The connection is left as it was, at the byte after the peer's MADE.
+def form(authenticated: AuthenticatedConnection, backend: str, rank: int, pages: Pages) -> Group:
+    """Form the group; blocks for at most ``FORM_S``. The connection is left at the byte after the peer's MADE.
 
     Raises:
-        OSError: the peer left, did not answer in time, or said something that cannot be meant.
+        OSError: the peer left, did not answer in time, or sent something that cannot be meant.
     """
     store = HashStore()
     store.set_timeout(timedelta(seconds=FORM_S + GRACE_S))
-    maker = _Maker(store, line, backend, rank, pages)
+    maker = _Maker(store, authenticated, backend, rank, pages)
     maker.start()
     try:
-        _Talk(store, line, backend, rank).until_made(maker)
+        _Talk(store, authenticated, backend, rank).until_made(maker)
     except BaseException:
         maker.abandon()
         raise
     finally:
-        line.connection.setblocking(True)
+        authenticated.connection.setblocking(True)
     assert maker.group is not None
     return maker.group
 
 
 class _Maker(threading.Thread):
-    """Lets the backend form the group, which blocks, and proves to the other end over it who we are."""
+    """Lets the backend form the group, which blocks, and proves our identity to the other end over it."""
 
-    def __init__(self, store: HashStore, line: Line, backend: str, rank: int, pages: Pages) -> None:
+    def __init__(
+        self, store: HashStore, authenticated: AuthenticatedConnection, backend: str, rank: int, pages: Pages
+    ) -> None:
         super().__init__(name=f"form-{backend}", daemon=True)
         self.group: Group | None = None
         self.problem = ""
-        self._arguments = (backend, store, rank, line.connection.getsockname()[0], pages)
-        self._proofs = [line.proof(b"group " + _ROLES[i]) for i in (rank, 1 - rank)]
+        self._arguments = (backend, store, rank, authenticated.connection.getsockname()[0], pages)
+        self._proofs = [authenticated.proof(b"group " + _ROLES[i]) for i in (rank, 1 - rank)]
         self._lock = threading.Lock()
         self._is_abandoned = False
 
@@ -112,12 +114,12 @@ atexit.register(_Maker.wait_for_all)
 class _Talk:
     """What is said over the connection while the group forms."""
 
-    def __init__(self, store: HashStore, line: Line, backend: str, rank: int) -> None:
-        self._connection = line.connection
-        self._host: str = line.connection.getpeername()[0]
+    def __init__(self, store: HashStore, authenticated: AuthenticatedConnection, backend: str, rank: int) -> None:
+        self._connection = authenticated.connection
+        self._host: str = authenticated.connection.getpeername()[0]
         self._store = store
         self._backend = backend
-        seals = [line.seal(b"rendezvous " + role) for role in _ROLES]
+        seals = [authenticated.seal(b"rendezvous " + role) for role in _ROLES]
         self._our_seal, self._their_seal = seals[rank], seals[1 - rank]
         self._readable = select.poll()
         self._readable.register(self._connection, select.POLLIN)

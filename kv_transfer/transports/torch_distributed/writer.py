@@ -1,4 +1,4 @@
-"""The prefill node's side of Gloo and NCCL: TCP's, but for the bytes, which go through a group. See ``group``."""
+"""The prefill node's side of Gloo and NCCL: as TCP's, but the bytes go through a group. See the package's docstring."""
 
 import contextlib
 import os
@@ -11,16 +11,16 @@ from typing import Any
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import AttachError, PageStore
-from kv_transfer.transports.tcp.protocol import Line
-from kv_transfer.transports.tcp.send_thread import Job, Outlet
-from kv_transfer.transports.tcp.writer import Lane, Route, Stage, TcpWriter
+from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
+from kv_transfer.transports.tcp.send_thread import Job, SendThread
+from kv_transfer.transports.tcp.writer import Connection, Route, Stage, TcpWriter
 from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
 from kv_transfer.transports.torch_distributed.reader import DEPTH, magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
 
 
 class GroupWriter(TcpWriter):
-    """``WriterTransport`` of a prefill node, to be used within ``ChoosingWriter``, which waits where ``detach`` must.
+    """``WriterTransport`` of a prefill node, for use in ``NegotiatingWriter``, which waits where ``detach`` must.
 
     Args:
         backend: "gloo", or "nccl" for a pool on a CUDA device.
@@ -38,44 +38,44 @@ class GroupWriter(TcpWriter):
         super().__init__(store, key=key)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._opened: deque[GroupOutlet] = deque()  # said by their threads: a group is formed, or has ended
+        self._changed: deque[GroupSendThread] = deque()  # said by their threads: a group is formed, or has ended
 
     def attach(self, peer: str, connect: Connect) -> None:
         if not connect.endpoint.endswith(":1"):
             raise AttachError(f"{connect.name} offers an endpoint that {self.name} does not understand")
         super().attach(peer, connect)
 
-    def _outlet(self, line: Line) -> Outlet:
+    def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
         def join() -> Group:
-            return form(line, self.name, WRITER, self._pages)
+            return form(authenticated, self.name, WRITER, self._pages)
 
-        return GroupOutlet(line, self.store, join=join, tell=self._tell)
+        return GroupSendThread(authenticated, self.store, join=join, note_change=self._note_change)
 
-    def _tell(self, outlet: "GroupOutlet") -> None:
-        """Called in the outlet's thread."""
-        self._opened.append(outlet)
+    def _note_change(self, thread: "GroupSendThread") -> None:
+        """Called in the thread of a connection."""
+        self._changed.append(thread)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    def _note_ready(self, route: Route, lane: Lane) -> None:
-        """Not yet: until the group is formed, its thread alone reads from the connection."""
-        lane.stage = Stage.OPENING
-        self._epoll.unregister(lane.connection)
+    def _mark_ready(self, route: Route, connection: Connection) -> None:
+        """Wait for the group: until it has formed, only the thread reads from the connection."""
+        connection.stage = Stage.OPENING
+        self._epoll.unregister(connection.sock)
 
-    def _turn(self) -> None:
+    def _process_events(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        while self._opened:
-            outlet = self._opened.popleft()
-            for route, lane in list(self._lanes.values()):
-                if lane.outlet is not outlet or lane.stage is not Stage.OPENING or route.is_broken:
+        while self._changed:
+            thread = self._changed.popleft()
+            for route, connection in list(self._by_descriptor.values()):
+                if connection.thread is not thread or connection.stage is not Stage.OPENING or route.is_broken:
                     continue
-                if outlet.is_formed:
-                    self._epoll.register(lane.connection, select.EPOLLIN)
-                    super()._note_ready(route, lane)
+                if thread.is_formed:
+                    self._epoll.register(connection.sock, select.EPOLLIN)
+                    super()._mark_ready(route, connection)
                 else:
-                    self._break(route, outlet.why)
-        super()._turn()
+                    self._break(route, thread.why)
+        super()._process_events()
 
     def _stage(self, page: int) -> None:
         if self.name == "gloo":  # NCCL takes pages from where they are
@@ -87,19 +87,26 @@ class GroupWriter(TcpWriter):
             os.close(self._wake)
 
 
-class GroupOutlet(Outlet):
-    """Args:
-    join: forms the group; blocks.
-    tell: called in the thread when the group is formed, and when the thread needs no page any more.
+class GroupSendThread(SendThread):
+    """Forms a group, and sends pages through it.
+
+    Args:
+        join: forms the group; blocks.
+        note_change: called in the thread when the group has formed, and when the thread needs no page any more.
     """
 
     def __init__(
-        self, line: Line, store: PageStore, *, join: Callable[[], Group], tell: Callable[["GroupOutlet"], None]
+        self,
+        authenticated: AuthenticatedConnection,
+        store: PageStore,
+        *,
+        join: Callable[[], Group],
+        note_change: Callable[["GroupSendThread"], None],
     ) -> None:
-        super().__init__(line, store)
+        super().__init__(authenticated, store)
         self.is_formed = False
         self._join = join
-        self._tell = tell
+        self._note_change = note_change
         self._group: Group | None = None
         self._lock = threading.Lock()  # of the next two
         self._is_stopped = False
@@ -126,19 +133,19 @@ class GroupOutlet(Outlet):
             super()._run()
         finally:
             self._is_sending = False
-            self._tell(self)
+            self._note_change(self)
 
     def _serve(self, memory: memoryview) -> None:
         group = self._group = self._join()
         try:
             self.is_formed = True
-            self._tell(self)
+            self._note_change(self)
             self._send_pages(group)
         finally:
             group.close()
 
     def _send_pages(self, group: Group) -> None:
-        """As ``Outlet._serve``; up to ``DEPTH`` pages are on their way at once."""
+        """As ``SendThread._serve``, with up to ``DEPTH`` pages on their way at once."""
         going: deque[tuple[Any, Any]] = deque()  # what to wait for, and the room that it occupies
         spare = [group.pages.staging() for _ in range(DEPTH)]
         number = 0
@@ -147,9 +154,9 @@ class GroupOutlet(Outlet):
             if job is None or not self._may_send():
                 return
             if job:
-                source, target, piece = job
+                source, target, slices = job
                 room = spare.pop()
-                header, part = self._header(target, piece, number), group.pages.gather(source, piece, room)
+                header, part = self._header(target, slices, number), group.pages.gather(source, slices, room)
                 self._connection.sendall(header)
                 going.append((group.send(part), room))
                 if (body := self._seal.body(header)) is not None:
@@ -163,7 +170,7 @@ class GroupOutlet(Outlet):
                 self._is_sending = bool(going)
 
     def _next(self, *, is_waiting: bool) -> Job | tuple[()] | None:
-        """The next job, () if there is none and nobody waits for one, or None for the end."""
+        """The next job, () if there is none and none is waited for, or None for the end."""
         try:
             return self._jobs.get(block=is_waiting)
         except queue.Empty:

@@ -25,7 +25,7 @@ rows_strategy = st.lists(
 
 
 def make_step(rows: list[tuple[int, int]], page_size: int, num_pages: int, device: str, seed: int) -> StepBatch:
-    """A batch of (cached, new) rows whose pages are scattered over the pool, stale entries behind them."""
+    """A batch of (cached, new) rows with pages scattered over the pool and stale entries after them."""
     random = np.random.default_rng(seed)
     free = random.permutation(num_pages).tolist()
     width = max(-(-(start + new) // page_size) for start, new in rows) + 2
@@ -53,7 +53,7 @@ def compare(
     torch.manual_seed(0)
     content = torch.randn(pool.tensor.shape).to(pool.tensor)
     num_tokens = batch.num_tokens
-    # As the model hands them over: views into one merged matrix.
+    # As in the model: views into one merged matrix.
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(pool.tensor)
     parts = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     expected = attend("reference", pool, content, batch, parts)
@@ -93,7 +93,7 @@ def test_long_rows_keep_their_precision(backend: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(2, 2, 32), (4, 2, 64), (8, 1, 128), (4, 1, 256), (6, 2, 32)])
 @pytest.mark.parametrize("backend", FAST)
-def test_long_extends_equal_the_reference_whatever_their_tiles_cut(
+def test_long_extends_equal_the_reference_inside_and_on_the_edge_of_tiles(
     backend: str, heads: tuple[int, int, int], dtype: str, device: str
 ) -> None:
     """Rows ending inside and on the edge of tiles of 32 and 256 tokens, cold and with a prefix, one decoding."""
@@ -102,12 +102,12 @@ def test_long_extends_equal_the_reference_whatever_their_tiles_cut(
 
 
 @pytest.mark.parametrize("backend", FAST)
-def test_a_row_longer_than_one_thread_takes_on_is_cut_into_pieces(backend: str) -> None:
+def test_a_row_longer_than_one_unit_of_work_is_cut_into_pieces(backend: str) -> None:
     compare(backend, "cpu", "bfloat16", [(30, 1_100)], 64, (2, 1, 32))
 
 
-def test_products_after_attention_are_what_they_were_before() -> None:
-    """Matrix units have state, shared with oneDNN in the same thread."""
+def test_attention_leaves_the_state_of_matrix_units_to_onednn() -> None:
+    """AMX tiles have a configuration per thread, which oneDNN uses too."""
     torch.manual_seed(0)
     linear = Linear(torch.randn(64, 64).bfloat16())
     linear.pack()
@@ -119,8 +119,8 @@ def test_products_after_attention_are_what_they_were_before() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("backend", FAST)
-def test_what_lies_behind_a_row_in_its_last_page_is_never_read(backend: str, dtype: str) -> None:
-    """NaN in every place that no token of the row has reached."""
+def test_places_past_a_rows_last_token_are_never_read(backend: str, dtype: str) -> None:
+    """Every place without a token of the row holds NaN."""
     pool = KVPool(PageLayout(2, 2, 32, 16, dtype), 8)
     pool.tensor.fill_(float("nan"))
     batch = make_step([(0, 1), (0, 5), (0, 50)], 16, 8, "cpu", seed=0)
@@ -146,7 +146,7 @@ def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:
     pool.close()
 
 
-def test_an_unknown_backend_is_refused_with_the_list_of_those_there_are() -> None:
+def test_an_unknown_backend_is_refused_with_the_list_of_backends() -> None:
     pool = KVPool(PageLayout(1, 1, 2, 1, "float32"), 2)
     with pytest.raises(ConfigError, match=r"--attention-backend flash.*reference.*torch"):
         make_attention("flash", pool, 1)

@@ -1,4 +1,4 @@
-"""Greedy float32 tokens are those of ``transformers``: every family, any paging, chunking, caching and company."""
+"""Greedy float32 tokens equal those of transformers for every family, page size, chunk size, prefix and batch."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -36,7 +36,7 @@ MAX_NEW = 10
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Name -> (folder, [(prompt, expected)] of LENGTHS); each made once, when first asked for."""
+    """Return a function from a name to (folder, [(prompt, expected)] of LENGTHS); it makes each model once."""
 
     @cache
     def make(name: str) -> tuple[Path, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
@@ -60,7 +60,7 @@ def load(folder: Path, device: str, page_size: int, attention: str = "auto", num
 
 
 def every_case() -> Iterator[Any]:
-    """All; those on a CPU that are not slow have every two of a model, a page size and a chunk size together."""
+    """All cases; the cases without ``slow`` cover every pair of model, page size and chunk size."""
     for case in product(enumerate(MODELS), enumerate((1, 16, 64)), enumerate((0, 16, 100))):
         numbers, (name, page_size, chunk) = zip(*case, strict=True)
         for device in ("cpu", "cuda"):
@@ -70,7 +70,7 @@ def every_case() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "page_size", "chunk", "device"), list(every_case()))
-def test_tokens_equal_those_of_transformers_when_all_run_together(
+def test_tokens_equal_those_of_transformers_in_one_batch(
     models: Any, name: str, page_size: int, chunk: int, device: str
 ) -> None:
     folder, prompts = models(name)
@@ -108,7 +108,7 @@ def test_tokens_do_not_depend_on_the_attention_backend(models: Any, attention: s
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cached_prefix_gives_the_tokens_of_a_cold_start(models: Any, name: str, page_size: int, device: str) -> None:
-    """The second request is handed the first one's whole pages and computes only what comes after them."""
+    """The second request shares whole pages of the first and computes only the rest."""
     folder, prompts = models(name)
     prompt, expected = prompts[-2]
     driver = Driver(load(folder, device, page_size))
@@ -123,8 +123,8 @@ def test_a_cached_prefix_gives_the_tokens_of_a_cold_start(models: Any, name: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_late_comers_and_decode_rows_share_steps(models: Any, device: str) -> None:
-    """Short ones decode while a long one is still being extended; a new one starts in every step."""
+def test_extends_and_decode_rows_share_steps(models: Any, device: str) -> None:
+    """Short prompts decode while a long one is extended; a new request starts in every step."""
     folder, prompts = models("qwen3")
     driver = Driver(load(folder, device, page_size=16))
     texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(prompts)]
@@ -137,8 +137,8 @@ def test_late_comers_and_decode_rows_share_steps(models: Any, device: str) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_retracted_request_comes_back_with_the_same_tokens(models: Any, device: str) -> None:
-    """It loses slot and pages after four tokens; prompt and output are computed again elsewhere in one extend."""
+def test_a_retracted_request_goes_on_with_the_same_tokens(models: Any, device: str) -> None:
+    """The request loses slot and pages after four tokens; one extend computes prompt and output in another slot."""
     folder, prompts = models("llama3")
     prompt, expected = prompts[5]
     driver = Driver(load(folder, device, page_size=16))
@@ -153,8 +153,8 @@ def test_a_retracted_request_comes_back_with_the_same_tokens(models: Any, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_decode_node_goes_on_from_pages_and_a_first_token_made_elsewhere(models: Any, device: str) -> None:
-    """Two executors; pages travel by ``export_page`` and ``landed``, the first token by ``Admit.last_token``."""
+def test_a_decode_node_goes_on_from_transferred_pages_and_a_first_token(models: Any, device: str) -> None:
+    """Pages go from one executor to another by ``export_page`` and ``landed``, the token by ``Admit.last_token``."""
     from common.step_plan import Admit, PageDelta, Row, StepPlan
 
     folder, prompts = models("qwen3")

@@ -1,4 +1,4 @@
-"""What the executor keeps between steps, and the rules that a plan must not break."""
+"""The executor: the request table it keeps between steps, and the rules for plans."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_a_plan_without_rows_only_fills_the_table(executor: TorchExecutor) -> No
 
 
 def test_only_rows_that_sample_give_tokens_in_row_order(executor: TorchExecutor, folder: Path) -> None:
-    """Two of three rows sample; alone they give the same."""
+    """Two of three rows sample, and each samples the same token as alone."""
     prompts = [tuple(range(1, 12)), tuple(range(30, 70)), tuple(range(99, 90, -1))]
     admits = tuple(Admit(slot, GREEDY, len(prompt), None) for slot, prompt in enumerate(prompts))
     pages = (PageDelta(0, 0, (5,)), PageDelta(1, 0, (9, 2, 7)), PageDelta(2, 0, (0,)))
@@ -57,7 +57,7 @@ def test_only_rows_that_sample_give_tokens_in_row_order(executor: TorchExecutor,
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (plan(Row(1, 0, (1,), True)), "slot 1, which nobody has"),
+        (plan(Row(1, 0, (1,), True)), "slot 1, which is free"),
         (plan(Row(0, 0, (1,) * 33, True)), "no page for its last token"),
         (plan(Row(0, 32, None, True)), "no page for its last token"),
         (plan(Row(0, 0, (1,), True), Row(0, 1, (1,), True)), "two rows"),
@@ -66,17 +66,17 @@ def test_only_rows_that_sample_give_tokens_in_row_order(executor: TorchExecutor,
         (plan(pages=(PageDelta(0, 2, (40,)),)), "outside the pool"),
         (plan(pages=(PageDelta(0, 3, (4,)),)), "a gap in the page table"),
         (plan(pages=(PageDelta(0, 2, tuple(range(40)) * 2),)), "beyond the context"),
-        (plan(pages=(PageDelta(2, 0, (4,)),)), "slot 2, which nobody has"),
+        (plan(pages=(PageDelta(2, 0, (4,)),)), "slot 2, which is free"),
         (plan(admits=(Admit(4, GREEDY, 1, None),)), "slot 4 of 4"),
     ],
 )
-def test_a_plan_that_breaks_the_rules_is_our_own_bug(executor: TorchExecutor, bad: StepPlan, words: str) -> None:
+def test_a_plan_that_breaks_the_rules_fails_an_assertion(executor: TorchExecutor, bad: StepPlan, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         admitted(executor).run(bad)
     executor.close()
 
 
-def test_a_slot_taken_again_remembers_nothing(executor: TorchExecutor) -> None:
+def test_a_new_admission_clears_its_slot(executor: TorchExecutor) -> None:
     admitted(executor)
     executor.run(plan(admits=(Admit(0, GREEDY, 5, None),)))
     with pytest.raises(AssertionError, match="no page"):
@@ -85,7 +85,7 @@ def test_a_slot_taken_again_remembers_nothing(executor: TorchExecutor) -> None:
 
 
 def test_a_replaced_page_table_entry_is_the_one_read(executor: TorchExecutor) -> None:
-    """Page 1 of the table moves to a copy of its page; the next token is as before."""
+    """Page 1 of the table moves to a copy of its page; the next token stays the same."""
     first = admitted(executor).run(plan(Row(0, 0, tuple(range(20)), True))).tokens
     executor.pool.tensor[30] = executor.pool.tensor[1]
     executor.pool.tensor[1] = 0
@@ -94,8 +94,8 @@ def test_a_replaced_page_table_entry_is_the_one_read(executor: TorchExecutor) ->
     executor.close()
 
 
-def test_end_tokens_are_held_back_by_min_tokens_and_by_nothing_else(folder: Path) -> None:
-    """The reference's own third token is declared an end token."""
+def test_min_tokens_alone_holds_end_tokens_back(folder: Path) -> None:
+    """The third token of the reference is declared an end token."""
     ((prompt, expected),) = draw_prompts(folder, [30], 4, seed=1)
     third = expected[2]
     assert third not in expected[:2]
@@ -113,7 +113,7 @@ def test_end_tokens_are_held_back_by_min_tokens_and_by_nothing_else(folder: Path
     assert outputs[3][2] != third
 
 
-def test_seeded_tokens_do_not_depend_on_company(folder: Path) -> None:
+def test_seeded_tokens_do_not_depend_on_the_rest_of_the_batch(folder: Path) -> None:
     executor = load_executor(ModelConfig.load(str(folder)), dtype="float32", num_slots=4, num_pages=40, page_size=16)
     params = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=1234, logprobs=2)
     alone = Driver(executor).start(0, range(40), params)
@@ -128,9 +128,9 @@ def test_seeded_tokens_do_not_depend_on_company(folder: Path) -> None:
     executor.close()
 
 
-def test_warming_up_leaves_no_trace_in_the_table(executor: TorchExecutor) -> None:
+def test_warm_up_leaves_the_request_table_empty(executor: TorchExecutor) -> None:
     executor.warm_up()
-    with pytest.raises(AssertionError, match="nobody has"):
+    with pytest.raises(AssertionError, match="slot 0, which is free"):
         executor.run(plan(Row(0, 0, (1,), True)))
     executor.close()
 

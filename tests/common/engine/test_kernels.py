@@ -1,4 +1,4 @@
-"""The compiled kernels do what torch does, in torch's own threads; without a compiler torch does the work."""
+"""The compiled kernels equal torch and run in torch's threads; without a compiler torch does the work."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from common.compile_native import built
 from common.engine.attention import make_attention
 from common.engine.kernels import LIBRARY, Kernels, load_kernels
 from common.engine.kv_pool import KVPool
-from common.engine.operations import TorchOperations
+from common.engine.layers import TorchOperations
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -37,7 +37,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(rows=num_rows, width=st.sampled_from([16, 48, 1024]), dtype=dtypes, has_delta=st.booleans())
-def test_add_and_norm_equal_torchs(
+def test_add_rms_norm_equals_torch(
     compiled: Kernels, rows: int, width: int, dtype: torch.dtype, has_delta: bool
 ) -> None:
     torch.manual_seed(rows)
@@ -46,7 +46,7 @@ def test_add_and_norm_equal_torchs(
     theirs = x.clone()
     expected = TorchOperations().add_rms_norm(theirs, delta, weight, 1e-6)
     assert_same(compiled.add_rms_norm(x, delta, weight, 1e-6), expected)
-    assert torch.equal(x, theirs), "the running sum is rounded as torch rounds it"
+    assert torch.equal(x, theirs), "the residual stream is rounded as in torch"
 
 
 @settings(max_examples=30, deadline=None)
@@ -57,7 +57,7 @@ def test_add_and_norm_equal_torchs(
     dtype=dtypes,
     has_norms=st.booleans(),
 )
-def test_norm_and_rotation_equal_torchs(
+def test_norm_and_rotate_equals_torch(
     compiled: Kernels, rows: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, has_norms: bool
 ) -> None:
     torch.manual_seed(rows)
@@ -68,7 +68,7 @@ def test_norm_and_rotation_equal_torchs(
     turn = (angles.cos(), angles.sin())
     expected = TorchOperations().norm_and_rotate(qkv.clone(), num_heads, norms, turn, 1e-6)
     found = compiled.norm_and_rotate(qkv.clone(), num_heads, norms, turn, 1e-6)
-    # torch rounds between the two; ours once, at the end.
+    # torch rounds after the norm and after the rotation; the kernel rounds once.
     tolerance = 4 * TOLERANCE[dtype]
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
     assert torch.equal(found[:, num_heads + num_kv_heads :], qkv[:, num_heads + num_kv_heads :]), "values stay"
@@ -76,7 +76,7 @@ def test_norm_and_rotation_equal_torchs(
 
 @settings(max_examples=30, deadline=None)
 @given(rows=num_rows, width=st.sampled_from([16, 80, 3072]), dtype=dtypes, scale=st.sampled_from([1.0, 30.0, 100.0]))
-def test_gating_equals_torchs_even_far_out(
+def test_silu_and_multiply_equals_torch_for_large_inputs_too(
     compiled: Kernels, rows: int, width: int, dtype: torch.dtype, scale: float
 ) -> None:
     torch.manual_seed(rows)
@@ -93,7 +93,7 @@ def test_nan_is_not_rounded_to_a_number(compiled: Kernels) -> None:
 
 
 def test_torch_and_the_kernels_share_one_openmp_runtime(compiled: Kernels) -> None:
-    """In a process of its own, with both at work on two threads: one libgomp mapped, one team of threads."""
+    """Run both on two threads in a new process: it maps one libgomp and has one team of threads."""
     code = """if True:
         import os, re, torch
         torch.set_num_threads(2)
@@ -103,7 +103,7 @@ def test_torch_and_the_kernels_share_one_openmp_runtime(compiled: Kernels) -> No
         x @ torch.randn(1024, 1024)
         before = len(os.listdir("/proc/self/task"))
         kernels.add_rms_norm(x, None, torch.ones(1024), 1e-6)
-        assert len(os.listdir("/proc/self/task")) == before, "the kernels started threads of their own"
+        assert len(os.listdir("/proc/self/task")) == before, "the kernels started more threads"
         maps = open("/proc/self/maps").read()
         print(len(set(re.findall(r"\\S*lib(?:gomp|iomp5|omp)[^/\\s]*\\.so\\S*", maps))))
     """
@@ -130,7 +130,7 @@ def test_without_a_compiler_torch_does_the_work_and_the_log_says_so_once(
 
 
 def test_without_a_home_torch_does_the_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """As in a container whose user nobody has heard of."""
+    """A container may run as a user without an entry in /etc/passwd."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     load_kernels.cache_clear()

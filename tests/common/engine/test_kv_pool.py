@@ -1,4 +1,4 @@
-"""The pool is one memfd on the CPU, pages contiguous in it; on CUDA a memfd is where pages land."""
+"""The KV pool: on the CPU one memfd with contiguous pages; on CUDA a memfd receives pages."""
 
 import errno
 import mmap
@@ -22,7 +22,7 @@ def test_the_descriptor_holds_exactly_the_pool(device: str) -> None:
     pool.close()
 
 
-def test_every_number_lies_where_the_geometry_says() -> None:
+def test_every_number_lies_at_the_offset_of_the_geometry() -> None:
     pool = KVPool(GEOMETRY, 5)
     keys, values = pool.layer(2)
     assert keys.shape == values.shape == (5, 2, 8, 4)
@@ -53,7 +53,7 @@ def test_a_page_exported_into_another_pool_is_the_same_page(device: str, dtype: 
     source, target = KVPool(geometry, 3, device), KVPool(geometry, 4, device)
     source.tensor.normal_()
     if device != "cpu":
-        torch.cuda.synchronize()  # as a step does before it is over
+        torch.cuda.synchronize()  # as at the end of a step
     with memoryview(target.memory) as memory:
         with memory[3 * geometry.page_bytes : 4 * geometry.page_bytes] as place:
             source.export_page(1, place)
@@ -64,31 +64,31 @@ def test_a_page_exported_into_another_pool_is_the_same_page(device: str, dtype: 
     target.close()
 
 
-def test_a_pool_that_is_populated_has_all_of_its_memory_and_keeps_what_is_in_it() -> None:
+def test_populate_allocates_all_memory_and_keeps_the_content() -> None:
     pool = KVPool(GEOMETRY, 5)
     pool.tensor[4].fill_(2.0)
     assert os.fstat(pool.fd).st_blocks * 512 < 5 * GEOMETRY.page_bytes
     if not (taken := pool.populate()):
-        pytest.skip("this kernel cannot populate memory")
+        pytest.skip("no kernel support for populating memory")
     assert taken == 5 * GEOMETRY.page_bytes <= os.fstat(pool.fd).st_blocks * 512
     assert pool.tensor[:4].count_nonzero() == 0 and (pool.tensor[4] == 2.0).all()
     pool.close()
 
 
-def test_a_pool_is_populated_from_its_first_page_on_for_as_long_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_populate_starts_with_the_first_page_and_stops_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")  # 1 KiB a page
     monkeypatch.setattr("common.engine.kv_pool._POPULATE_AT_ONCE", 64 << 10)
     pool = KVPool(geometry, 1024)
     assert pool.populate(0.0) == 0
-    instants = iter([0.0, 0.0, 1.0, 2.0])  # begun, and before each piece
+    instants = iter([0.0, 0.0, 1.0, 2.0])  # at the start, then before each piece
     monkeypatch.setattr("common.engine.kv_pool.time.monotonic", lambda: next(instants))
-    assert pool.populate(2.0) in (0, 128 << 10)  # 0: this kernel cannot
+    assert pool.populate(2.0) in (0, 128 << 10)  # 0: no kernel support
     assert os.fstat(pool.fd).st_blocks * 512 in (0, 128 << 10)
     pool.close()
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EFAULT])
-def test_a_kernel_that_cannot_populate_leaves_the_pool_to_its_first_use(number: int) -> None:
+def test_populate_does_nothing_without_kernel_support_and_raises_without_memory(number: int) -> None:
     class Memory(bytearray):
         def madvise(self, *asked: int) -> None:
             raise OSError(number, os.strerror(number))
@@ -98,13 +98,13 @@ def test_a_kernel_that_cannot_populate_leaves_the_pool_to_its_first_use(number: 
     if number == errno.EINVAL:
         assert not pool.populate()
     else:
-        with pytest.raises(MemoryError, match=r"7680 bytes for KV pages are not to be had"):
+        with pytest.raises(MemoryError, match=r"the machine has no 7680 bytes for KV pages"):
             pool.populate()
     pool.memory = memory
     pool.close()
 
 
-def test_closing_gives_the_descriptor_back_and_twice_is_once() -> None:
+def test_close_releases_the_descriptor_and_is_idempotent() -> None:
     pool = KVPool(GEOMETRY, 2)
     view = pool.layer(0)[0]
     fd = pool.fd

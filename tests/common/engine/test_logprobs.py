@@ -1,4 +1,4 @@
-"""Log-probabilities: worked out by hand, a few rows at a time, and of the prompt tokens that a row names."""
+"""Log-probabilities of sampled tokens and of prompt tokens, against values computed by hand and a reference."""
 
 import math
 from pathlib import Path
@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from support.devices import DEVICES
-from support.reference_models import load_reference, make_model, prompt_logprobs
+from support.reference_models import load_reference, make_model
+from support.reference_models import prompt_logprobs as reference_logprobs
 
 from common.engine.executor import load_executor
-from common.engine.logprobs import ROWS_AT_ONCE, judge, token_logprobs
 from common.engine.model_config import ModelConfig
+from common.engine.sampler import ROWS_AT_ONCE, prompt_logprobs, token_logprobs
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
@@ -19,8 +20,8 @@ GREEDY = SamplingParams(temperature=0.0)
 TOP_2 = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs_from=1)
 
 
-def test_each_row_gets_its_own_token_and_as_many_of_the_likeliest_as_it_asked_for() -> None:
-    """Weights 1, 2, 5 of 8, whatever is added to the logits."""
+def test_each_row_gets_its_token_and_the_number_of_alternatives_that_it_asked_for() -> None:
+    """The probabilities are 1/8, 2/8 and 5/8; adding a constant to a row's logits changes nothing."""
     logits = torch.tensor([[1.0, 2.0, 5.0]]).log().expand(3, -1) + torch.tensor([[0.0], [3.0], [-50.0]])
     found = token_logprobs(logits, torch.tensor([0, 2, 1]), [2, 0, 9])
     assert np.allclose([row.token for row in found], np.log([1 / 8, 5 / 8, 2 / 8]), atol=1e-5)
@@ -28,7 +29,7 @@ def test_each_row_gets_its_own_token_and_as_many_of_the_likeliest_as_it_asked_fo
     assert np.allclose([value for _, value in found[0].top], np.log([5 / 8, 2 / 8]))
 
 
-def test_a_long_prompt_is_judged_in_pieces() -> None:
+def test_logits_of_a_long_prompt_are_computed_in_pieces() -> None:
     """Row i of 150 has a logit of i at token 1, and 0 at token 0."""
     sizes = []
 
@@ -36,7 +37,7 @@ def test_a_long_prompt_is_judged_in_pieces() -> None:
         sizes.append(len(hidden))
         return torch.cat([torch.zeros_like(hidden), hidden], dim=1)
 
-    found = judge(torch.arange(150.0)[:, None], logits, [0, 1] * 75, [1] * 150)
+    found = prompt_logprobs(torch.arange(150.0)[:, None], logits, [0, 1] * 75, [1] * 150)
     assert sizes == [ROWS_AT_ONCE, ROWS_AT_ONCE, 22]
     for row, logprobs in enumerate(found):
         assert math.isclose(logprobs.token, (row if row % 2 else 0) - math.log(1 + math.exp(row)), abs_tol=1e-4)
@@ -49,8 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_targets_come_row_by_row_whatever_else_is_in_the_step(folder: Path, device: str) -> None:
-    """Of four rows the second samples and names nothing, the first and last name targets, one of them samples too."""
+def test_prompt_logprobs_come_row_by_row_beside_other_rows(folder: Path, device: str) -> None:
+    """The first and last of four rows have targets; the second and last sample."""
     config = ModelConfig.load(str(folder))
     executor = load_executor(config, device=device, dtype="float32", num_slots=4, num_pages=40, page_size=16)
     random = np.random.default_rng(0)
@@ -72,7 +73,7 @@ def test_targets_come_row_by_row_whatever_else_is_in_the_step(folder: Path, devi
     assert len(result.tokens) == 2
     assert [len(found) for found in result.prompt_logprobs] == [75, 29]
     for found, prompt, start in zip(result.prompt_logprobs, (first, last), (15, 1), strict=True):
-        expected = prompt_logprobs(reference, prompt)
+        expected = reference_logprobs(reference, prompt)
         for position, logprobs in enumerate(found, start):
             assert abs(logprobs.token - expected[position - 1, prompt[position]].item()) < 1e-4
             assert [token for token, _ in logprobs.top] == expected[position - 1].topk(2).indices.tolist()
@@ -82,7 +83,7 @@ def test_targets_come_row_by_row_whatever_else_is_in_the_step(folder: Path, devi
 
 
 @pytest.mark.parametrize("row", [Row(0, 0, (1, 2), True, (3, 4, 5)), Row(0, 0, (1, 2), True, (3,), 2)])
-def test_a_target_behind_the_rows_last_token_is_our_own_bug(folder: Path, row: Row) -> None:
+def test_a_target_past_the_rows_last_token_fails_an_assertion(folder: Path, row: Row) -> None:
     config = ModelConfig.load(str(folder))
     executor = load_executor(config, dtype="float32", num_slots=1, num_pages=4, page_size=16)
     with pytest.raises(AssertionError, match="a target that follows no token"):

@@ -1,4 +1,4 @@
-"""What is read from a model's folder, in both spellings of its time, and what is refused by name."""
+"""Model configurations: both spellings of rope, unsupported settings, damaged files, and weights that do not match."""
 
 import json
 import math
@@ -14,8 +14,7 @@ from support.reference_models import LLAMA3_ROPE, make_model
 
 from common.engine.executor import load_executor
 from common.engine.layers import inverse_frequencies
-from common.engine.model_config import ModelConfig
-from common.engine.rope_config import Llama3Scaling, RopeConfig, YarnScaling
+from common.engine.model_config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from common.errors import ConfigError, UnsupportedModelError
 
 
@@ -40,7 +39,7 @@ def executor(folder: Path) -> None:
     load_executor(load(folder), num_slots=1, num_pages=2, page_size=16).close()
 
 
-def test_a_small_model_is_what_was_saved(folder: Path) -> None:
+def test_a_configuration_has_the_values_that_were_saved(folder: Path) -> None:
     config = load(folder)
     assert (config.family, config.num_layers, config.hidden_size) == ("llama", 1, 48)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
@@ -95,7 +94,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
     ],
 )
 @pytest.mark.parametrize("head_dim", [32, 128])
-def test_yarn_is_what_transformers_computes(folder: Path, changes: dict[str, Any], head_dim: int) -> None:
+def test_yarn_frequencies_equal_those_of_transformers(folder: Path, changes: dict[str, Any], head_dim: int) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -110,8 +109,8 @@ def test_yarn_is_what_transformers_computes(folder: Path, changes: dict[str, Any
     assert rope.attention_factor == attention_factor
 
 
-def test_yarn_lengthens_the_context_if_its_first_length_is_named(folder: Path) -> None:
-    """Model cards tell users to add the scaling and nothing else. 1,024 is what the model was saved with."""
+def test_yarn_extends_the_context_if_the_original_length_is_given(folder: Path) -> None:
+    """Model cards tell users to add only the scaling. The model was saved with a context of 1,024."""
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     rewrite(folder, rope_parameters=None, rope_theta=10_000.0, rope_scaling=old)
     assert load(folder).context_length == 4096
@@ -122,18 +121,18 @@ def test_yarn_lengthens_the_context_if_its_first_length_is_named(folder: Path) -
     assert load(folder).context_length == 1024
 
 
-def test_end_tokens_come_from_both_files_each_once(folder: Path) -> None:
+def test_end_tokens_come_from_both_files_without_duplicates(folder: Path) -> None:
     rewrite(folder, eos_token_id=[5, 7])
     rewrite(folder, "generation_config.json", eos_token_id=[9, 5])
     assert load(folder).eos_token_ids == (9, 5, 7)
 
 
-def test_generation_defaults_count_whether_or_not_the_file_says_do_sample(folder: Path) -> None:
+def test_generation_defaults_apply_with_and_without_do_sample(folder: Path) -> None:
     rewrite(folder, "generation_config.json", do_sample=False, temperature=0.6, top_k=20, top_p=0.95, max_length=9)
     assert load(folder).generation == {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95}
 
 
-def test_the_digest_follows_configuration_and_shapes_not_the_folders_name(folder: Path, tmp_path: Path) -> None:
+def test_the_digest_depends_on_configuration_and_shapes_not_on_the_folder(folder: Path, tmp_path: Path) -> None:
     digest = load(folder).digest
     assert len(digest) == 64
     moved = folder.rename(tmp_path / "elsewhere")
@@ -156,32 +155,32 @@ def test_the_digest_follows_configuration_and_shapes_not_the_folders_name(folder
         ({"hidden_act": "gelu"}, "gelu.*silu"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(folder: Path, changes: dict[str, Any], words: str) -> None:
+def test_an_unsupported_setting_is_refused_by_name(folder: Path, changes: dict[str, Any], words: str) -> None:
     rewrite(folder, **changes)
     with pytest.raises(UnsupportedModelError, match=words):
         load(folder)
 
 
-def test_mistrals_window_must_be_null_since_a_missing_one_is_not_none(tmp_path: Path) -> None:
+def test_mistrals_window_must_be_null_since_a_missing_key_means_4096(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "mistral", num_hidden_layers=1, head_dim=None)
     config = load(folder)
     assert (config.family, config.head_dim, config.has_qkv_bias, config.has_o_bias) == ("mistral", 12, False, False)
     rewrite(folder, sliding_window=4096)
-    with pytest.raises(UnsupportedModelError, match="sliding windows are not served; known"):
+    with pytest.raises(UnsupportedModelError, match="sliding windows are not supported; only"):
         load(folder)
     rewrite(folder, sliding_window=None)  # takes the key away
     with pytest.raises(UnsupportedModelError, match="a missing sliding_window means 4096"):
         load(folder)
 
 
-def test_qwen2s_window_counts_only_if_it_is_turned_on(tmp_path: Path) -> None:
+def test_qwen2s_window_counts_only_if_it_is_enabled(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen2", num_hidden_layers=1)
     rewrite(folder, sliding_window=4096, use_sliding_window=False, max_window_layers=1, layer_types=None)
     config = load(folder)
     assert (config.family, config.has_qkv_bias, config.has_o_bias) == ("qwen2", True, False)
     executor(folder)
     rewrite(folder, use_sliding_window=True)
-    with pytest.raises(UnsupportedModelError, match="sliding windows are not served; known"):
+    with pytest.raises(UnsupportedModelError, match="sliding windows are not supported; only"):
         load(folder)
 
 
@@ -191,11 +190,11 @@ def test_qwen2s_window_counts_only_if_it_is_turned_on(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers should be a positive integer, not 0"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size.*'many'"),
-        ({"num_key_value_heads": 3}, "4 heads do not divide among 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
     ],
 )
-def test_numbers_that_cannot_be_are_named(folder: Path, changes: dict[str, Any], words: str) -> None:
+def test_impossible_numbers_are_refused_by_key(folder: Path, changes: dict[str, Any], words: str) -> None:
     rewrite(folder, **changes)
     with pytest.raises(ConfigError, match=words):
         load(folder)
@@ -213,15 +212,15 @@ def test_numbers_that_cannot_be_are_named(folder: Path, changes: dict[str, Any],
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_values_of_another_kind_are_a_sentence(folder: Path, changes: dict[str, Any]) -> None:
+def test_values_of_a_wrong_type_are_refused_by_file(folder: Path, changes: dict[str, Any]) -> None:
     rewrite(folder, **changes)
     with pytest.raises(ConfigError, match=r"config\.json"):
         load(folder)
 
 
-def test_a_checkpoint_of_no_tensors_or_of_an_odd_index_is_a_sentence(folder: Path) -> None:
+def test_a_checkpoint_without_tensors_or_with_a_wrong_index_is_refused(folder: Path) -> None:
     save_file({}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="no tensors"):
+    with pytest.raises(ConfigError, match="hold no tensors"):
         load(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
     with pytest.raises(ConfigError, match="weight_map"):
@@ -229,12 +228,12 @@ def test_a_checkpoint_of_no_tensors_or_of_an_odd_index_is_a_sentence(folder: Pat
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", "", "~/nothing", "~nobody-here/model"])
-def test_a_path_that_does_not_exist_is_said_to_be_one(path: str) -> None:
+def test_a_path_that_does_not_exist_is_refused_as_a_folder(path: str) -> None:
     with pytest.raises(ConfigError, match=r"--model.*no such folder"):
         ModelConfig.load(path)
 
 
-def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unavailable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -258,7 +257,7 @@ def test_damaged_files_are_named(folder: Path) -> None:
         load(folder)
 
 
-def test_a_sharded_checkpoint_is_the_same_model(folder: Path) -> None:
+def test_a_sharded_checkpoint_has_the_same_digest(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     whole = load(folder)
     names = sorted(tensors)
@@ -271,7 +270,7 @@ def test_a_sharded_checkpoint_is_the_same_model(folder: Path) -> None:
     assert load(folder).digest == whole.digest
     executor(folder)
     (folder / "model-00002.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model-00002\.safetensors: named by the index, but missing"):
+    with pytest.raises(ConfigError, match=r"model-00002\.safetensors: missing, although the index names it"):
         load(folder)
 
 
@@ -283,7 +282,7 @@ def test_a_sharded_checkpoint_is_the_same_model(folder: Path) -> None:
         ("misshapen", r"model\.norm\.weight is \[47\], should be \[48\] of the wrong shape"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(folder: Path, change: str, words: str) -> None:
+def test_tensors_that_do_not_match_are_named(folder: Path, change: str, words: str) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     norm = tensors["model.norm.weight"]
@@ -307,15 +306,15 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, change: str, words: str
         ({"attention": "flash"}, "--attention-backend flash.*reference"),
     ],
 )
-def test_options_that_cannot_be_are_refused_with_the_flags_name(
-    folder: Path, options: dict[str, Any], words: str
-) -> None:
+def test_impossible_options_are_refused_by_flag(folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_executor(load(folder), num_slots=1, num_pages=2, page_size=16, **options)
 
 
 @pytest.mark.parametrize("where", ["load_weights", "KVPool"])
-def test_a_device_that_is_too_small_is_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_device_with_too_little_memory_is_refused_by_flag(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 

@@ -1,4 +1,4 @@
-"""Biases and penalties: the formulas by hand, any text, any company, and ``transformers`` as the judge."""
+"""Biases and penalties: formulas worked out by hand, random texts and batches, and comparison with transformers."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from support.reference_models import draw_prompts, make_model
 
 from common.engine.executor import load_executor
 from common.engine.model_config import ModelConfig
-from common.engine.penalties import History, adjust
-from common.engine.sampler import Draw, sample
+from common.engine.penalties import TokenHistory, apply_penalties
+from common.engine.sampler import SamplingRow, sample
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
@@ -32,13 +32,13 @@ def adjusted(
     logits: list[float], params: SamplingParams, tokens: tuple[int, ...] = (), prompt_len: int = 0
 ) -> list[float]:
     row = torch.tensor([logits])
-    adjust(row, [Draw(params, len(tokens), prompt_len, history=History(tokens, prompt_len))])
+    apply_penalties(row, [SamplingRow(params, len(tokens), prompt_len, history=TokenHistory(tokens, prompt_len))])
     found: list[float] = row[0].tolist()
     return found
 
 
-def test_repetition_divides_what_is_positive_and_multiplies_what_is_not_once_per_token() -> None:
-    """Token 0 is in the prompt, 1 in both, 2 twice in the output, 3 nowhere."""
+def test_repetition_divides_positive_logits_and_multiplies_others_once_per_token() -> None:
+    """Token 0 is in the prompt, 1 in prompt and output, 2 twice in the output, 3 in neither."""
     params = SamplingParams(repetition_penalty=2.0)
     assert adjusted([4.0, -1.0, 3.0, 5.0], params, (0, 1, 1, 2, 2), prompt_len=2) == [2.0, -2.0, 1.5, 5.0]
 
@@ -49,7 +49,7 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 
 
 def test_a_bias_comes_before_the_penalties() -> None:
-    """Token 0: (1 + 3) / 2 - 0.5. Without the order it would be 3.0 or another."""
+    """Token 0: (1 + 3) / 2 - 0.5 = 1.5. Any other order gives another value."""
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, logit_bias=((0, 3.0), (2, -1.0)))
     assert adjusted([1.0, 1.0, 1.0], params, (0,)) == [1.5, 1.0, 0.0]
 
@@ -58,15 +58,15 @@ def test_negative_penalties_encourage() -> None:
     assert adjusted([1.0, 1.0], SamplingParams(presence_penalty=-1.0, frequency_penalty=-0.5), (1, 1)) == [1.0, 3.0]
 
 
-def test_what_ends_the_output_too_early_stays_forbidden_whatever_its_bias() -> None:
-    draw = Draw(SamplingParams(temperature=0.0, min_tokens=1, logit_bias=((1, 100.0),)), 5, 5, end_ids=(1,))
+def test_a_bias_does_not_lift_min_tokens() -> None:
+    draw = SamplingRow(SamplingParams(temperature=0.0, min_tokens=1, logit_bias=((1, 100.0),)), 5, 5, end_ids=(1,))
     assert sample(torch.zeros(1, 3), [draw])[0].item() != 1
 
 
 def test_reported_log_probabilities_are_those_before_penalties() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=5.0, logit_bias=((0, 100.0),), logprobs=1)
     logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
-    tokens, logprobs = sample(logits, [Draw(params, 3, 2, history=History((1, 1, 1), 2))])
+    tokens, logprobs = sample(logits, [SamplingRow(params, 3, 2, history=TokenHistory((1, 1, 1), 2))])
     assert tokens.tolist() == [0]
     assert logprobs[0] is not None
     assert np.isclose(logprobs[0].token, np.log(0.1))
@@ -86,7 +86,7 @@ params_strategy = st.builds(
 
 
 def naive(logits: list[float], params: SamplingParams, tokens: tuple[int, ...], prompt_len: int) -> list[float]:
-    """One token of the vocabulary after another."""
+    """The definition, applied to one token of the vocabulary after another."""
     found = []
     for token, logit in enumerate(logits):
         logit += dict(params.logit_bias).get(token, 0.0)
@@ -105,16 +105,16 @@ def test_any_batch_is_adjusted_as_the_definition_says_row_by_row(device: str) ->
         logits = torch.from_numpy(np.random.default_rng(len(rows)).normal(0, 3, (len(rows), 41)).astype(np.float32))
         draws = []
         for params, prompt, output in rows:
-            history = History(prompt, len(prompt))
+            history = TokenHistory(prompt, len(prompt))
             for token in output:
                 history.append(token)
-            draws.append(Draw(params, len(prompt + output), len(prompt), history=history))
+            draws.append(SamplingRow(params, len(prompt + output), len(prompt), history=history))
         together = logits.clone().to(device)
-        adjust(together, draws)
+        apply_penalties(together, draws)
         for row, (draw, (params, prompt, output)) in enumerate(zip(draws, rows, strict=True)):
             alone = logits[row : row + 1].clone().to(device)
-            rebuilt = History(prompt + output, len(prompt))  # as after a retraction, or on another node
-            adjust(alone, [Draw(params, draw.position, draw.prompt_len, history=rebuilt)])
+            rebuilt = TokenHistory(prompt + output, len(prompt))  # as after a retraction, or on another node
+            apply_penalties(alone, [SamplingRow(params, draw.position, draw.prompt_len, history=rebuilt)])
             assert torch.equal(alone[0], together[row])
             expected = naive(logits[row].tolist(), params, prompt + output, len(prompt))
             assert np.allclose(alone[0].tolist(), expected, atol=1e-5)
@@ -129,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", [REPETITION, ALL])
-def test_penalised_tokens_are_those_of_transformers_alone_together_and_after_a_retraction(
+def test_penalised_tokens_equal_transformers_alone_in_a_batch_and_after_a_retraction(
     folder: Path, params: SamplingParams, device: str
 ) -> None:
     cases = draw_prompts(folder, [1, 17, 60], 20, seed=2, params=params)
@@ -151,7 +151,7 @@ def test_penalised_tokens_are_those_of_transformers_alone_together_and_after_a_r
 
 
 def test_a_decode_node_counts_the_first_token_that_was_sampled_elsewhere(folder: Path) -> None:
-    """With last_token the history holds it already: it is counted once."""
+    """The history of the admission holds ``last_token``, so that it is counted once."""
     ((prompt, expected),) = draw_prompts(folder, [30], 12, seed=6, params=ALL)
     config = ModelConfig.load(str(folder))
     executor = load_executor(config, dtype="float32", num_slots=2, num_pages=9, page_size=16)
@@ -168,7 +168,7 @@ def test_a_decode_node_counts_the_first_token_that_was_sampled_elsewhere(folder:
     executor.close()
 
 
-def test_a_request_with_penalties_must_bring_its_tokens(folder: Path) -> None:
+def test_a_request_with_penalties_must_be_admitted_with_its_tokens(folder: Path) -> None:
     config = ModelConfig.load(str(folder))
     executor = load_executor(config, dtype="float32", num_slots=2, num_pages=9, page_size=16)
     with pytest.raises(AssertionError, match="without its tokens"):

@@ -1,4 +1,4 @@
-"""Sampling: worked examples of every cut, a naive oracle for all of them, and independence of neighbours."""
+"""Sampling: worked examples of top-k, top-p and min-p, a naive reference, and independence of other rows."""
 
 import math
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.devices import DEVICES
 
 from common.engine import sampler
-from common.engine.sampler import Draw, sample, uniforms
+from common.engine.sampler import SamplingRow, sample, uniforms
 from common.sampling_params import SamplingParams
 
 
@@ -19,20 +19,20 @@ def log_of(*probabilities: float) -> torch.Tensor:
 
 
 def tokens_of(logits: torch.Tensor, params: SamplingParams, num_draws: int = 400) -> list[int]:
-    """One row drawn at many positions."""
-    draws = [Draw(params, position, 0) for position in range(num_draws)]
+    """Sample one row at many positions."""
+    draws = [SamplingRow(params, position, 0) for position in range(num_draws)]
     tokens, _ = sample(logits.expand(num_draws, -1).clone(), draws)
     return tokens.tolist()
 
 
-def is_acceptable(token: int, logits: list[float], draw: Draw) -> bool:
-    """Whether the definition draws this; on the very edge of a cut or between two tokens, either side will do."""
+def is_acceptable(token: int, logits: list[float], draw: SamplingRow) -> bool:
+    """Whether the definition samples this token; within rounding error of a limit either side is accepted."""
     nudges = (0.0, -1e-5, 1e-5)
     return any(naive(logits, draw, cut, where) == token for cut in nudges for where in nudges)
 
 
-def naive(logits: list[float], draw: Draw, cut_nudge: float = 0.0, where_nudge: float = 0.0) -> int:
-    """The definition, in float64, one token after another."""
+def naive(logits: list[float], draw: SamplingRow, cut_nudge: float = 0.0, where_nudge: float = 0.0) -> int:
+    """Sample by the definition, in float64, one token after another."""
     params = draw.params
     masked = [
         -math.inf if draw.is_end_masked and token in draw.end_ids else logit for token, logit in enumerate(logits)
@@ -71,7 +71,7 @@ def test_the_uniform_numbers_are_splitmix64() -> None:
 
 
 def test_greedy_takes_the_likeliest() -> None:
-    tokens, logprobs = sample(log_of(0.2, 0.5, 0.3), [Draw(SamplingParams(temperature=0.0), 5, 2)])
+    tokens, logprobs = sample(log_of(0.2, 0.5, 0.3), [SamplingRow(SamplingParams(temperature=0.0), 5, 2)])
     assert tokens.tolist() == [1]
     assert logprobs == ()
 
@@ -105,7 +105,7 @@ def test_temperature_sharpens_and_flattens() -> None:
         (SamplingParams(temperature=1e-6), {2}),
     ],
 )
-def test_cuts_keep_the_tokens_that_they_should(params: SamplingParams, kept: set[int]) -> None:
+def test_top_k_top_p_and_min_p_keep_exactly_their_tokens(params: SamplingParams, kept: set[int]) -> None:
     assert set(tokens_of(log_of(0.2, 0.3, 0.4, 0.1), params)) == kept
 
 
@@ -114,9 +114,9 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
 
 
 def test_end_tokens_wait_for_min_tokens() -> None:
-    """Output tokens number 0 and 1 may not end the output, number 2 may; others are not affected."""
+    """Output tokens 0 and 1 may not end the output, token 2 may; other tokens are not affected."""
     params = SamplingParams(temperature=0.0, min_tokens=2, logprobs=1)
-    draws = [Draw(params, position, 10, end_ids=(1, 2)) for position in (10, 11, 12)]
+    draws = [SamplingRow(params, position, 10, end_ids=(1, 2)) for position in (10, 11, 12)]
     tokens, logprobs = sample(log_of(0.1, 0.5, 0.4).expand(3, -1).clone(), draws)
     assert tokens.tolist() == [0, 0, 1]
     assert logprobs[0] is not None
@@ -126,7 +126,11 @@ def test_end_tokens_wait_for_min_tokens() -> None:
 
 def test_log_probabilities_are_the_models_own() -> None:
     params = SamplingParams(temperature=0.1, top_k=1, logprobs=2)
-    draws = [Draw(params, 4, 4), Draw(SamplingParams(temperature=0.0), 4, 4), Draw(SamplingParams(logprobs=0), 4, 4)]
+    draws = [
+        SamplingRow(params, 4, 4),
+        SamplingRow(SamplingParams(temperature=0.0), 4, 4),
+        SamplingRow(SamplingParams(logprobs=0), 4, 4),
+    ]
     _, logprobs = sample(log_of(0.2, 0.5, 0.3).expand(3, -1).clone() + 7.0, draws)
     assert logprobs[0] is not None
     assert math.isclose(logprobs[0].token, math.log(0.5), rel_tol=1e-5)
@@ -151,18 +155,18 @@ params_strategy = st.builds(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [1, 7, 701, 9_000])
-def test_any_batch_draws_what_the_definition_draws_row_by_row(vocab: int, device: str) -> None:
-    """Rows with unlike parameters share a batch, and each gets what it would get alone."""
+def test_every_row_of_a_batch_samples_what_the_definition_samples(vocab: int, device: str) -> None:
+    """Rows with different parameters share a batch, and each samples the same token as alone."""
 
     @settings(max_examples=30, deadline=None)
     @given(params=st.lists(params_strategy, min_size=1, max_size=5), seed=st.integers(0, 1000), spread=st.floats(0, 4))
     def check(params: list[SamplingParams], seed: int, spread: float) -> None:
         random = np.random.default_rng(seed)
-        # On a grid, so that ties are plenty and exact.
+        # Values on a grid give many exact ties.
         steps = np.round(random.normal(0, spread, (len(params), vocab)) * 32) / 32
         logits = torch.from_numpy(steps.astype(np.float32)).to(device)
         ends = (0,) if vocab > 1 else ()
-        draws = [Draw(p, int(random.integers(8, 14)), 9, ends) for p in params]
+        draws = [SamplingRow(p, int(random.integers(8, 14)), 9, ends) for p in params]
         tokens, _ = sample(logits.clone(), draws)
         alone = [sample(logits[i : i + 1].clone(), [draw])[0].item() for i, draw in enumerate(draws)]
         assert tokens.tolist() == alone
@@ -172,8 +176,8 @@ def test_any_batch_draws_what_the_definition_draws_row_by_row(vocab: int, device
     check()
 
 
-def test_a_nearly_flat_distribution_is_ranked_in_full() -> None:
-    """The nucleus is wider than all strips that are looked at first; ties keep all of the better 20,000."""
+def test_a_nearly_flat_distribution_is_searched_as_a_whole() -> None:
+    """More tokens are kept than the strips that are searched first hold: ties keep all of the better 20,000."""
     logits = torch.zeros(1, 60_000)
     logits[0, ::3] += 1e-3
     for params in (SamplingParams(top_p=0.3), SamplingParams(top_k=15_000), SamplingParams(min_p=0.9995)):
@@ -182,10 +186,12 @@ def test_a_nearly_flat_distribution_is_ranked_in_full() -> None:
         assert len({token // 6_000 for token in tokens}) == 10
 
 
-def test_the_likely_strips_give_what_the_whole_row_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likely_strips_sample_the_same_tokens_as_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (40, 30_000)).astype(np.float32))
     draws = [
-        Draw(SamplingParams(top_k=20, top_p=0.95, seed=row) if row % 2 else SamplingParams(top_p=0.5, seed=row), row, 0)
+        SamplingRow(
+            SamplingParams(top_k=20, top_p=0.95, seed=row) if row % 2 else SamplingParams(top_p=0.5, seed=row), row, 0
+        )
         for row in range(40)
     ]
     narrow, _ = sample(logits.clone(), draws)

@@ -5,24 +5,35 @@ import os
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.fake_engine import VOCAB_SIZE, FakeExecutor
 from support.processes import ROOT
 from support.service import Service, running
 from support.service_client import prompt_of
 
+from common.cache.page_allocator import PageAllocator
+from common.clock import ManualClock
 from common.config.node import NodeConfig
 from common.config.shared import SCHEDULING_VARIABLES
 from common.errors import ConfigError
 from common.node.memory_plan import Capacity
 from common.node.recording import format as frames
-from common.node.recording.recorder import RecordedTransport, Recorder, config_from, plain_config
+from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, config_from, plain_config
+from common.node.worker_context import Parts, cache_for
+from common.node.worker_main import start_recording
+from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import sharing_limits_from
 from common.scheduling.new_token_ratio import constants_from
 from common.step_plan import PageDelta, Row, StepPlan
-from common.wire.messages import Abort, Geometry
+from common.wire.messages import Abort, Generate, Geometry, Peer
+from decode_node.__main__ import build as build_decode
+from kv_transfer.transports.negotiation import ChoosingReader
+from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
+from scripts.simulator.replay import replay
 
 OPENING = frames.Opening(
     version=frames.VERSION,
@@ -112,7 +123,7 @@ def test_a_configuration_comes_back_as_it_was_but_for_secrets() -> None:
 
 
 def test_checksums_of_pages_cannot_be_recorded() -> None:
-    with pytest.raises(ConfigError, match="--record holds no pages"):
+    with pytest.raises(ConfigError, match="--record and --kv-checksum exclude each other"):
         NodeConfig(role="decode", record="x", kv_checksum=True)
 
 
@@ -178,6 +189,58 @@ def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
     _, done, write = frames.read_frames(recorder.path)
     assert isinstance(done, frames.News) and (done.method, done.call, bytes(done.result)) == ("done", 2, b"\x91\x07")
     assert isinstance(write, frames.News) and (write.method, write.call) == ("write", 0)
+
+
+def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) -> None:
+    """The order of plans and commits is part of the recording; requests come, are retracted and leave in between."""
+    config = NodeConfig(role="decode", page_size=4, record=str(tmp_path / "f"))
+    capacity = Capacity(num_slots=4, num_pages=14, max_queued=99, chunk_tokens=8)
+    executor = FakeExecutor(capacity.num_pages, config.page_size, capacity.num_slots)
+    books = PageAllocator(capacity.num_pages)
+    parts = Parts(
+        config=config,
+        capacity=capacity,
+        pool=executor.pool,
+        books=books,
+        cache=cache_for(config, books),
+        clock=ManualClock(),
+        digest="d",
+        incarnation="i" * 16,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        environ={"BATON_INIT_NEW_TOKEN_RATIO": "0"},  # admits more than there is room for
+    )
+    transport = ChoosingReader([InProcessReader(Wire(), executor.pool)])
+    recorder = start_recording(parts, transport)
+    role = RecordedRole(build_decode(parts, RecordedTransport(transport, recorder)), recorder)
+    plans: list[StepPlan] = []
+    for turn in range(80):
+        now = float(turn)
+        if turn % 4 == 0:
+            prompt = tuple(range(turn, turn + 9))
+            sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
+            role.on_gateway(
+                Generate(f"r{turn}", 0, prompt, sampling, None, Peer("d", "d" * 16, "here:1"), timeout_s=99.0), now
+            )
+        if turn % 20 == 13:
+            role.on_gateway(Abort(f"r{turn - 1}", 0), now)
+        plan = role.plan(now)
+        plans += [] if plan is None else [plan]
+        if len(plans) == 2 or (plans and plan is None):
+            role.commit(executor.run(plans.pop(0)), now)
+        role.tick(now)
+        role.check()
+        role.outbox.gateway.clear()
+    assert role.counters()["retractions"] > 0
+    recorder.close()
+    told = [
+        frame for frame in frames.read_frames(recorder.path) if isinstance(frame, frames.Planned | frames.Committed)
+    ]
+    planned = [isinstance(frame, frames.Planned) and frame.plan is not None for frame in told]
+    assert any(map(all, pairwise(planned))), "no two plans were outstanding at once"
+    found = replay(recorder.path)
+    assert found.difference == ()
+    assert found.num_plans > 30
 
 
 # ---- live -----------------------------------------------------------------------------------------------------------

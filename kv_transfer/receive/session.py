@@ -1,0 +1,162 @@
+"""One transfer at the decode node: which pages are granted, and which parts of them have arrived. Pure.
+
+A transfer is known by (rid, attempt). The decode node grants destination pages for the page indices of the prompt that
+it lacks; the prefill node's end is ``kv_transfer.send.session``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import invariant
+from common.request import RequestKey
+from common.state_machine import advance
+from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, ReceiveEvent, ReceiveState
+
+
+@dataclass(frozen=True, slots=True)
+class PageDelivery:
+    """How pages arrive: tokens of a page, and the ranks of the writer, each of which delivers its own share."""
+
+    page_size: int = 1
+    num_ranks: int = 1
+
+
+class ReceiveSession:
+    """The decode node's end of a transfer; arrivals are counted by (page index, part).
+
+    A part is one of the writer's units within a page or, where several ranks write, one rank's share of it.
+
+    Attributes:
+        key, peer: which transfer, and the incarnation of the prefill node.
+        first: index of the first page that is shipped.
+        pages: destinations of index ``first`` and on, up to the end of the prompt.
+        num_tokens, num_pages: of the whole prompt.
+        epoch: of the connection when the pages were granted; 0 before.
+        num_units: units in which a whole page comes from every rank; known when the pages are granted.
+    """
+
+    def __init__(
+        self,
+        key: RequestKey,
+        peer: str,
+        *,
+        first: int,
+        pages: Sequence[int],
+        num_tokens: int,
+        delivery: PageDelivery,
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.num_pages = -(-num_tokens // delivery.page_size)
+        assert first >= 0 and first + len(pages) == self.num_pages, "one page for each that the prompt lacks"
+        self.key = key
+        self.peer = peer
+        self.state = ReceiveState.RESERVED
+        self.first = first
+        self.pages = list(pages)
+        self.epoch = 0
+        self.num_units = 1
+        self._page_size = delivery.page_size
+        self._num_ranks = delivery.num_ranks
+        self._arrived: dict[int, set[int]] = {}  # index -> parts
+        self._num_whole = 0
+        self._num_corrupt: dict[tuple[int, int], int] = {}  # by (index, part)
+
+    def accepts(self, event: ReceiveEvent) -> bool:
+        return (self.state, event) in RECEIVE_TABLE
+
+    def apply(self, event: ReceiveEvent) -> None:
+        self.state = advance(RECEIVE_TABLE, self.state, event)
+
+    def grant(self, epoch: int, num_units: int = 1) -> None:
+        """The writer is told of the pages; it writes each in ``num_units`` units."""
+        self.apply(ReceiveEvent.GRANT)
+        assert self.epoch in (0, epoch)
+        self.epoch = epoch
+        self.num_units = num_units
+        if self.is_landed:
+            self.apply(ReceiveEvent.LAND)
+
+    def _num_parts(self, index: int) -> int:
+        """Parts of the page with this index; the last page of a prompt may have fewer."""
+        num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
+        return -(-num_tokens * self.num_units // self._page_size) * self._num_ranks
+
+    def suspend(self) -> None:
+        """The writer cannot write any more; pages that have not wholly arrived will be granted again."""
+        self.apply(ReceiveEvent.SUSPEND)
+        self.epoch = 0
+        self._num_corrupt.clear()  # the writer may not have received what we asked for again
+        whole = {index for index, parts in self._arrived.items() if len(parts) == self._num_parts(index)}
+        self._arrived = {index: parts for index, parts in self._arrived.items() if index in whole}
+
+    def lacking(self) -> list[tuple[int, list[int]]]:
+        """Rows of pages that have not arrived, as (first index, pages)."""
+        rows: list[tuple[int, list[int]]] = []
+        for index in range(self.first, self.num_pages):
+            if index in self._arrived:
+                continue
+            if rows and sum((rows[-1][0], len(rows[-1][1]))) == index:
+                rows[-1][1].append(self.page_of(index))
+            else:
+                rows.append((index, [self.page_of(index)]))
+        return rows
+
+    @property
+    def is_landed(self) -> bool:
+        return self._num_whole == self.num_pages - self.first
+
+    def is_expected(self, indices: Sequence[int], part: int, num_resends: int | None = None) -> bool:
+        """Whether a peer could truthfully report that this part of these pages has just been written.
+
+        Args:
+            num_resends: how often the part has been written again by then; None: any number. A report from before
+                we asked for a part again says nothing about what the page holds now.
+        """
+        return (
+            len(set(indices)) == len(indices)
+            and all(self.first <= i < self.num_pages and part < self._num_parts(i) for i in indices)
+            and all(part not in self._arrived.get(i, ()) for i in indices)
+            and (num_resends is None or all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices))
+        )
+
+    def deliver(self, indices: Sequence[int], part: int) -> list[int]:
+        """Record what has been written.
+
+        Returns:
+            The destination pages that are whole now.
+        """
+        assert self.is_expected(indices, part)
+        self.apply(ReceiveEvent.DELIVER)
+        whole = []
+        for index in indices:
+            parts = self._arrived.setdefault(index, set())
+            parts.add(part)
+            if len(parts) == self._num_parts(index):
+                whole.append(self.page_of(index))
+        self._num_whole += len(whole)
+        if whole and self.is_landed:
+            self.apply(ReceiveEvent.LAND)
+        return whole
+
+    def corrupt(self, indices: Sequence[int], part: int) -> bool:
+        """Record that this part of these pages came with other bytes.
+
+        Returns:
+            False: that has happened too often to one of them.
+        """
+        assert self.is_expected(indices, part)
+        self.apply(ReceiveEvent.CORRUPT)
+        for index in indices:
+            self._num_corrupt[index, part] = self._num_corrupt.get((index, part), 0) + 1
+        return all(self._num_corrupt[index, part] <= MAX_RESENDS for index in indices)
+
+    def page_of(self, index: int) -> int:
+        return self.pages[index - self.first]
+
+    def check(self) -> None:
+        whole = sum(len(parts) == self._num_parts(index) for index, parts in self._arrived.items())
+        invariant(whole == self._num_whole, "arrived pages are miscounted")
+        invariant(len(set(self.pages)) == len(self.pages), "a page is reserved twice")
+        is_waiting = self.state in (ReceiveState.GRANTED, ReceiveState.PREFILLED)
+        invariant(not (is_waiting and self.is_landed), "every page is here and the state does not say so")
+        invariant(self.state is not ReceiveState.LANDED or self.is_landed, "a landed transfer lacks pages")

@@ -1,0 +1,168 @@
+"""Mailboxes: delivery, lost peers, bounded memory, and the refusal of malformed messages."""
+
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from common.wire import mailbox
+from common.wire.mailbox import Mailbox
+from common.wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Deregister,
+    FromGateway,
+    FromNode,
+    Header,
+    Heartbeat,
+    Ping,
+    Refused,
+)
+from common.wire.process_id import new_incarnation
+
+
+@pytest.fixture
+def context():
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def bound(context):
+    made = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
+    yield made
+    made.close()
+
+
+def dial(context, bound):
+    return Mailbox(context, new_incarnation(), FromGateway, connect=bound.address)
+
+
+def wait_for(what, timeout_s=20.0):
+    until = time.monotonic() + timeout_s
+    while not (found := what()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return found
+
+
+def test_messages_go_both_ways_with_their_sender(context, bound):
+    node = dial(context, bound)
+    node.send(Deregister())
+    (envelope,) = wait_for(bound.receive)
+    assert (envelope.sender, envelope.message) == (node.incarnation, Deregister())
+    assert bound.send(Abort("r", 0), target=node.incarnation)
+    (envelope,) = wait_for(node.receive)
+    assert (envelope.sender, envelope.message) == (bound.incarnation, Abort("r", 0))
+    node.close()
+
+
+def test_sending_to_an_unknown_peer_returns_false(bound):
+    assert not bound.send(Ping(), target="f" * 32)
+
+
+def test_only_the_peer_that_closes_is_lost(context, bound):
+    nodes = [dial(context, bound) for _ in range(3)]
+    for node in nodes:
+        node.send(Deregister())
+    heard = []
+    wait_for(lambda: heard.extend(bound.receive()) or len(heard) == 3)
+    watched = [node.incarnation for node in nodes]
+    assert bound.lost_peers(watched) == []
+    nodes[1].close()
+    assert wait_for(lambda: bound.lost_peers(watched)) == [watched[1]]
+    for node in (nodes[0], nodes[2]):
+        node.close()
+
+
+def test_repeated_probing_finds_a_peer_whose_route_closes_late(bound, monkeypatch):
+    class Told:
+        connected = False
+        disconnected = True
+
+    answers = iter([True, True, False])
+    monkeypatch.setattr(bound, "_send", lambda frames, target: next(answers))
+    monkeypatch.setattr(bound, "connection_events", Told)
+    assert bound.lost_peers(["a"]) == []
+    Told.disconnected = False
+    assert wait_for(lambda: bound.lost_peers(["a"])) == ["a"]
+
+
+def test_probing_ends_after_a_few_probes(bound, monkeypatch):
+    probed = []
+    monkeypatch.setattr(bound, "_send", lambda frames, target: not probed.append(target))
+    monkeypatch.setattr(bound, "connection_events", type("Told", (), {"connected": False, "disconnected": True}))
+    bound.lost_peers(["a"])
+    monkeypatch.setattr(bound, "connection_events", type("Quiet", (), {"connected": False, "disconnected": False}))
+    wait_for(lambda: not bound.lost_peers(["a"]) and not bound.is_probing)
+    assert 1 < len(probed) < 10
+
+
+def test_unsent_bytes_to_a_peer_that_does_not_read_are_bounded(context, bound, monkeypatch):
+    """When the peer reads again, all accepted messages arrive, and new ones are accepted."""
+    monkeypatch.setattr(mailbox, "MAX_LARGE_BYTES", 1 << 20)
+    silent = context.socket(zmq.DEALER)
+    for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 1 << 16), (zmq.ROUTING_ID, b"s" * 32)):
+        silent.set(option, value)
+    silent.connect(bound.address)
+    silent.send_multipart(frames(Header(PROTOCOL_VERSION, "s" * 32, ""), Deregister()))
+    wait_for(bound.receive)
+    large = Refused("x" * 4_096)
+    num_taken, until = 0, time.monotonic() + 20
+    while bound.send(large, target="s" * 32):
+        num_taken += 1
+        assert time.monotonic() < until and num_taken < 10_000, "the bytes are not bounded"
+    assert num_taken > 200
+    assert bound.send(Ping(), target="s" * 32), "small messages are counted by ZMQ"
+    heard = 0
+    while heard < num_taken + 1:
+        assert silent.poll(20_000)
+        silent.recv_multipart()
+        heard += 1
+    assert wait_for(lambda: bound.send(large, target="s" * 32))
+    silent.close(0)
+
+
+def test_a_batch_of_large_messages_ends_early(context, bound, monkeypatch):
+    monkeypatch.setattr(mailbox, "MAX_BATCH_BYTES", 3)
+    node = dial(context, bound)
+    for _ in range(2):
+        node.send(Deregister())
+    for _ in range(2):
+        assert len(wait_for(bound.receive)) == 1
+    node.close()
+
+
+def frames(header, message):
+    return [msgspec.msgpack.encode(header), msgspec.msgpack.encode(message)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "make"),
+    [
+        ("frames", lambda me, other: [b"one"]),
+        ("frames", lambda me, other: [b"1", b"2", b"3"]),
+        ("malformed", lambda me, other: [b"\xc1", b"\xc1"]),
+        ("malformed", lambda me, other: frames(Header(PROTOCOL_VERSION, me, ""), {"type": "nothing"})),
+        ("malformed", lambda me, other: frames(Header(PROTOCOL_VERSION, me, ""), {"type": "deregister", "more": 1})),
+        ("malformed", lambda me, other: frames(Header(PROTOCOL_VERSION, me, ""), Abort("r", 0))),
+        ("malformed", lambda me, other: frames(Header(PROTOCOL_VERSION, me, ""), Heartbeat(-1, 0, 0, 0, 0, {}))),
+        ("malformed", lambda me, other: [frames(Header(PROTOCOL_VERSION, me, ""), Deregister())[0], b"\x91" * 100_000]),
+        ("version", lambda me, other: frames(Header(PROTOCOL_VERSION + 1, me, ""), Deregister())),
+        ("sender", lambda me, other: frames(Header(PROTOCOL_VERSION, other, ""), Deregister())),
+        ("target", lambda me, other: frames(Header(PROTOCOL_VERSION, me, other), Deregister())),
+    ],
+)
+def test_a_bad_message_is_counted_and_dropped_and_the_next_one_received(context, bound, reason, make):
+    me, other = new_incarnation(), new_incarnation()
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.ROUTING_ID, me.encode())
+    socket.connect(bound.address)
+    socket.send_multipart(make(me, other))
+    socket.send_multipart(frames(Header(PROTOCOL_VERSION, me, bound.incarnation), Deregister()))
+    (envelope,) = wait_for(bound.receive)
+    assert envelope.message == Deregister()
+    assert bound.dropped == {reason: 1}
+    socket.close(0)

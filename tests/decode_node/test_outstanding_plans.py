@@ -1,0 +1,137 @@
+"""A decode node plans a second step before it commits the first."""
+
+import pytest
+from support.lone_nodes import DecodeNode, result_of
+
+from common.config.scheduling import PriorityRules
+from common.request import Request
+from common.step_plan import StepPlan, StepResult
+from decode_node.request_state import State
+from decode_node.scheduler import Sampled
+
+
+def plan_of(node: DecodeNode) -> StepPlan:
+    plan = node.scheduler.plan(node.now)
+    node.take_grants()
+    node.check()
+    assert plan is not None
+    return plan
+
+
+def commit(node: DecodeNode, plan: StepPlan, *, token: int = 7) -> list[tuple[str, int]]:
+    """The requests that got a token, and the token."""
+    result = StepResult(plan.step, tuple(token for row in plan.rows if row.sample))
+    effects = node.scheduler.commit(result)
+    node.check()
+    return [(effect.request.rid, effect.token) for effect in effects if isinstance(effect, Sampled)]
+
+
+def ready(node: DecodeNode, rid: str, length: int, priority: int = 0, *, new: int = 9) -> Request:
+    """A request whose prompt has arrived."""
+    request = node.submit(rid, length, priority, new=new)
+    assert node.grant() == [rid]
+    node.receive(rid)
+    return request
+
+
+def test_the_second_plan_continues_where_the_first_ends() -> None:
+    node = DecodeNode()
+    request = ready(node, "a", 6)
+    first, second = plan_of(node), plan_of(node)
+    assert [(row.start, row.tokens) for plan in (first, second) for row in plan.rows] == [(6, None), (7, None)]
+    assert (request.num_computed, request.num_scheduled, request.num_sampling) == (6, 8, 2)
+    assert commit(node, first, token=1) == [("a", 1)]
+    assert commit(node, second, token=2) == [("a", 2)]
+    assert request.output == [7, 1, 2]
+    assert (request.num_computed, request.num_scheduled, request.num_sampling) == (8, 8, 0)
+
+
+def test_a_page_is_allocated_for_a_token_that_an_outstanding_step_samples() -> None:
+    node = DecodeNode()
+    request = ready(node, "a", 7)
+    assert [delta.pages for delta in plan_of(node).pages] == [tuple(request.pages)]
+    [delta] = plan_of(node).pages
+    assert (delta.first, delta.pages) == (2, (request.pages[2],))
+
+
+def test_no_token_beyond_the_longest_output_is_scheduled() -> None:
+    node = DecodeNode()
+    ready(node, "a", 6, new=3)  # its first token came with the prompt
+    first, second = plan_of(node), plan_of(node)
+    assert node.scheduler.plan(node.now) is None
+    commit(node, first)
+    assert commit(node, second) == [("a", 7)]
+    assert not node.scheduler.requests
+
+
+def test_a_row_behind_the_token_that_ended_its_request_is_ignored() -> None:
+    node = DecodeNode()
+    node.scheduler._eos = frozenset({2})
+    ready(node, "a", 6)
+    first, second = plan_of(node), plan_of(node)
+    assert commit(node, first, token=2) == [("a", 2)]
+    assert commit(node, second) == []
+    assert node.books.num_free + node.cache.num_pages == node.books.num_pages
+
+
+def test_a_late_result_never_reaches_another_request_in_the_slot_of_an_aborted_one() -> None:
+    node = DecodeNode(slots=1)
+    gone = ready(node, "gone", 6)
+    slot = (first := plan_of(node)).rows[0].slot
+    node.scheduler.abort(gone.key)
+    other = ready(node, "other", 6)
+    second = plan_of(node)
+    assert second.rows[0].slot == slot
+    assert commit(node, first, token=1) == []
+    assert commit(node, second, token=2) == [("other", 2)]
+    assert (gone.output, other.output) == ([7], [7, 2])
+
+
+def test_a_late_result_of_a_retracted_request_is_dropped_when_it_has_been_admitted_again() -> None:
+    node = DecodeNode()
+    request = ready(node, "a", 6)
+    first = plan_of(node)
+    node.scheduler._preemptor.retract(request, node.now, "for the test")
+    second = plan_of(node)
+    assert node.state("a") is State.EXTENDING
+    assert second.rows[0].tokens is not None
+    assert commit(node, first, token=1) == []
+    assert request.output == [7]
+    assert commit(node, second, token=2) == [("a", 2)]
+    assert request.output == [7, 2]
+
+
+def test_a_late_result_of_a_paused_request_is_dropped_when_it_is_in_the_batch_again() -> None:
+    node = DecodeNode(slots=1)
+    low = ready(node, "low", 6)
+    first = plan_of(node)
+    urgent = ready(node, "urgent", 6, 9)
+    second = plan_of(node)
+    assert node.state("low") is State.PAUSED
+    node.scheduler.abort(urgent.key)
+    third = plan_of(node)
+    assert [(row.slot, row.start) for row in third.rows] == [(low.slot, 6)]
+    assert [admit.last_token for admit in third.admits] == [7]
+    assert commit(node, first, token=1) == commit(node, second, token=2) == []
+    assert commit(node, third, token=3) == [("low", 3)]
+    assert low.output == [7, 3]
+
+
+def test_pages_that_linger_keep_further_requests_from_being_retracted() -> None:
+    node = DecodeNode(num_pages=6, rules=PriorityRules())
+    for rid in ("a", "b", "c"):
+        ready(node, rid, 7).expected_output = 1  # two pages each, both of which are full after one more token
+    first = plan_of(node)
+    assert node.scheduler.plan(node.now) is None, "every page is in the outstanding step"
+    assert len(node.places.retracted) == 1, "its pages are enough for the others"
+    commit(node, first)
+    assert len(plan_of(node).rows) == 2
+
+
+def test_steps_are_committed_in_the_order_in_which_they_were_planned() -> None:
+    node = DecodeNode()
+    ready(node, "a", 6)
+    plan_of(node)
+    second = plan_of(node)
+    with pytest.raises(AssertionError, match="step 2 is committed before step 1"):
+        node.scheduler.commit(result_of(second))
