@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config.scheduling import PriorityRules
@@ -123,6 +123,10 @@ RULES = [
 ]
 
 
+STRANDED_FIRST = [("push", 2, 0, ""), ("push", 0, 0, "high"), ("push", 1, 1, ""), ("strand", 1, 0, "")]
+
+
+@example(rules=RULES[-1], steps=STRANDED_FIRST)  # the class of a stranded request does not lose its turn
 @given(
     rules=st.sampled_from(RULES),
     steps=st.lists(
