@@ -7,28 +7,10 @@ SGLang matches all waiting requests again before each step.
 
 from collections.abc import Callable
 
-from common.cache.tree_node import TOKEN_BYTES, TokenKey, TreeNode
+from common.cache.tree_node import TOKEN_BYTES, PrefixWatch, TokenKey, TreeNode
 from common.errors import invariant
 
-#: Watches by the page that follows their cached tokens; empty bytes if less than a page follows.
-Watchers = dict[bytes, "dict[PrefixWatch, None]"]
-
-
-class PrefixWatch:
-    """The cached length of one waiting request.
-
-    Attributes:
-        key: packed tokens of the request that may be cached.
-        num_tokens: number of them that are cached now, in whole pages.
-        node: deepest node of the cached tokens: a root if nothing is cached, None if the cache is disabled.
-    """
-
-    __slots__ = ("key", "node", "num_tokens")
-
-    def __init__(self, key: TokenKey) -> None:
-        self.key = key
-        self.num_tokens = 0
-        self.node: TreeNode | None = None
+__all__ = ["PrefixWatch", "WatchIndex"]
 
 
 class WatchIndex:
@@ -43,7 +25,6 @@ class WatchIndex:
     def __init__(self, page_bytes: int, descend: Callable[[TreeNode, TokenKey, int], TreeNode]) -> None:
         self._page_bytes = page_bytes
         self._descend = descend
-        self.moved: dict[PrefixWatch, None] | None = None  # watches with a new cached length; None: not asked for yet
 
     def place(self, watch: PrefixWatch, node: TreeNode, offset: int) -> None:
         """Store a watch at the deepest matching ready node; ``node`` matches its first ``offset`` bytes."""
@@ -63,8 +44,6 @@ class WatchIndex:
         if not group:
             del node.watchers[page]
         watch.node = None
-        if self.moved is not None:
-            self.moved.pop(watch, None)
 
     def node_added(self, node: TreeNode) -> None:
         """Move watches down to a node that became ready."""
@@ -92,8 +71,6 @@ class WatchIndex:
     def _store(self, watch: PrefixWatch, node: TreeNode, num_tokens: int) -> None:
         watch.node = node
         watch.num_tokens = num_tokens
-        if self.moved is not None:
-            self.moved[watch] = None
         page = self._next_page(watch)
         group = node.watchers.get(page)
         if group is None:

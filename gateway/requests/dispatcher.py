@@ -328,7 +328,7 @@ class Dispatcher:
                 now, request.rid, (request.priority, request.priority_class), (priority_now, class_now)
             )
             if flight.queued is not None:
-                flight.pool.queue.change(flight.queued, priority_now, class_now)
+                flight.pool.queue.reprioritize(flight.queued, priority_now, class_now)
             for incarnation in flight.nodes:
                 self._channel.send(Reprioritize(request.rid, flight.attempt, priority_now, priority_class), incarnation)
         return len(flights)

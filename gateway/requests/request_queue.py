@@ -57,9 +57,9 @@ class RequestQueue:
         self._stranded.pop(request.key, None)
         self._stranded_at.pop(request.key, None)
 
-    def change(self, request: Request, priority: int, priority_class: str) -> None:
+    def reprioritize(self, request: Request, priority: int, priority_class: str) -> None:
         """Changes the urgency of a request; it keeps its arrival order among equals."""
-        self._waiting.change(request, priority, priority_class)
+        self._waiting.reprioritize(request, priority, priority_class)
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The next ``count`` requests in order. They stay in the queue until they are removed."""
@@ -83,10 +83,10 @@ class RequestQueue:
 
     def _lower(self, request: Request, others: Sequence[Request]) -> list[Request]:
         """Less urgent requests of the same class, least urgent first, newest first among equals."""
-        standing = self.order.standing
-        bound = standing(request)
-        lower = [o for o in reversed(others) if o.priority_class == request.priority_class and standing(o) < bound]
-        return sorted(lower, key=standing)
+        priority_of = self.order.effective_priority
+        bound = priority_of(request)
+        lower = [o for o in reversed(others) if o.priority_class == request.priority_class and priority_of(o) < bound]
+        return sorted(lower, key=priority_of)
 
     # ---- missing nodes ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode, RequestError
 from common.plugins import load_policy
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
 from gateway.requests.admission import Admission
 from gateway.requests.request_queue import RequestQueue
@@ -56,7 +56,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPo
         max_dispatch_ahead=config.max_dispatch_ahead,
     )
     max_queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
-    order = make_order(config, own_policy=load_policy(config.schedule_policy))
+    order = make_ordering(config, own_policy=load_policy(config.schedule_policy))
     return WorkerPool(
         model, registry, router, Admission(max_queued), RequestQueue(order, patience_s=config.heartbeat_timeout)
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.config.gateway import GatewayConfig, also_served
 from common.errors import ConfigError
-from common.scheduling.output_length_predictor import Predictor
+from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.workers.pool import WorkerPool, make_pool
@@ -28,7 +28,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    predictor: Predictor
+    predictor: OutputLengthPredictor
     pool: WorkerPool
 
 
@@ -47,7 +47,7 @@ def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str,
         file = config.chat_template if not models else None
         template = ChatTemplate.load(folder, None if file is None else Path(file))
         models[name] = ServedModel(
-            name, tokenizer, template, Predictor(), make_pool(config, name, tokenizer.vocab_size)
+            name, tokenizer, template, OutputLengthPredictor(), make_pool(config, name, tokenizer.vocab_size)
         )
     return models
 

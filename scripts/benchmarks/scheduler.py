@@ -17,14 +17,15 @@ from functools import partial
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import TOKEN_BYTES, RadixCache, pack
 from common.errors import ConfigError
+from common.node.memory_plan import MAX_QUEUED
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
-from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.factory import make_policy
+from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
-from decode_node.scheduler import DecodeScheduler, Limits
-from scripts.benchmarks.policies import ROWS, bench_lpm, bench_plan, measured_steps, print_plans, print_steps
+from decode_node.scheduler import DecodeLimits, DecodeScheduler
+from scripts.benchmarks.options import comma_separated
+from scripts.benchmarks.policies import ROWS, bench_plan, print_plans
 from scripts.benchmarks.tree import CHAIN_NODES, LEAF_TOKENS, PAGE_SIZE, PROBE_TOKENS, Figure, Tree, figure, timed
 
 SHORTEST = ("--repeats=3", "--policies=fcfs", "--waiting=1000")
@@ -87,18 +88,22 @@ def bench_evict(tree: Tree, num_repeats: int) -> Figure:
     return figure("evict 100,000 tokens", times, python=724, rust=403)
 
 
-def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
-    """Measure ``plan`` and ``commit`` of 256 decode rows; each starts a new page every 16 steps, at different times."""
-    pages_each = (1_024 + num_steps) // PAGE_SIZE + 2
-    books = PageAllocator(NUM_ROWS * pages_each)
+def bench_step(num_steps: int, name: str = "fcfs", *, num_waiting: int = 0) -> Figure:
+    """Measure a step of 256 decode rows: ``plan``, ``commit`` and ``grant``.
+
+    Each row starts a new page every 16 steps, at different times. Waiting requests find no free pages.
+    """
+    max_new = num_steps + 8
+    books = PageAllocator(NUM_ROWS * ((1_016 + max_new) // PAGE_SIZE + 1))  # 256 rows fit to their ends, and no more
     ratio = NewTokenRatio(RatioConstants())
-    limits = Limits(max_running=NUM_ROWS)
+    limits = DecodeLimits(max_running=NUM_ROWS)
     cache = RadixCache(books, PAGE_SIZE)
+    sampling = SamplingParams(max_new_tokens=max_new, ignore_eos=True)
     scheduler = DecodeScheduler(
         cache,
         books,
         limits=limits,
-        order=RequestOrdering(make_policy(policy, cache)),
+        ordering=make_ordering(ROWS[name], cache),
         ratio=ratio,
         eos_token_ids=(2,),
         is_connected=lambda source: False,
@@ -106,27 +111,41 @@ def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
     for number in range(NUM_ROWS):
         length = 1_000 + number % PAGE_SIZE
         prompt = tuple(range(number * 2_000, number * 2_000 + length))
-        scheduler.submit(
-            Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8), tenant=f"t{number % 9}"),
-            source="prefill",
-        )
+        scheduler.submit(Request(f"r{number}", 0, prompt, sampling, tenant=f"t{number % 9}"), source="prefill")
     scheduler.grant(0.0)
     scheduler.take_effects()
     for key in list(scheduler.requests):
         scheduler.received(key, token=7)
+    for number in range(NUM_ROWS, NUM_ROWS + num_waiting):
+        scheduler.submit(_waiting(number), source="prefill")
     times = []
     for number in range(num_steps):
         result = StepResult(number + 1, (7,) * NUM_ROWS)
-        times.append(timed(partial(plan_and_commit, scheduler, number * 0.01, result)))
-    assert len(scheduler.requests) == NUM_ROWS
-    assert all(len(request.output) == num_steps + 1 for request in scheduler.requests.values())
+        times.append(timed(partial(run_step, scheduler, number * 0.01, result)))
+    assert len(scheduler.requests) == NUM_ROWS + num_waiting
+    assert sum(len(request.output) == num_steps + 1 for request in scheduler.requests.values()) == NUM_ROWS
     scheduler.check()
-    return figure(f"plan + commit, 256 decode rows, {policy}", times[1:], mark=PLAN_MARK_US)
+    waiting = f", {num_waiting:,} waiting" if num_waiting else ""
+    return figure(f"256 decode rows{waiting}, {name}", times[1:], mark=PLAN_MARK_US)
 
 
-def plan_and_commit(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
+def _waiting(number: int) -> Request:
+    """A request that waits for pages."""
+    return Request(
+        f"r{number}",
+        0,
+        tuple(range(number, number + 8_192)),
+        SamplingParams(max_new_tokens=600),
+        priority=-(number % 7),
+        priority_class=("high", "normal", "low")[number % 3],
+        arrived_at=number * 1e-6,
+    )
+
+
+def run_step(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
     scheduler.plan(now)
     scheduler.commit(result)
+    scheduler.grant(now)
 
 
 def measure(num_repeats: int) -> list[Figure]:
@@ -141,8 +160,9 @@ def measure(num_repeats: int) -> list[Figure]:
     figures.append(bench_evict(tree, num_repeats))
     tree.cache.check()
     tree.books.check()
-    figures += [bench_step(max(20, num_repeats), policy) for policy in ("fcfs", "fair")]
-    figures += bench_lpm(num_repeats)
+    figures += [bench_step(max(20, num_repeats), name) for name in ("fcfs", "fair")]
+    for name in ("fcfs", "fcfs+priorities", "fcfs+classes"):
+        figures.append(bench_step(max(20, num_repeats // 4), name, num_waiting=MAX_QUEUED))
     gc.enable()
     return figures
 
@@ -163,35 +183,31 @@ def print_table(figures: Sequence[Figure]) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=400, help="repetitions (%(default)s); evict: a twentieth")
     parser.add_argument("--only-plans", action="store_true", help="do not measure the cache and the decode step")
-    parser.add_argument("--policies", default=",".join(ROWS), metavar="NAME,...", help="of %(default)s")
-    parser.add_argument("--waiting", default="1000,10000", metavar="COUNT,...", help="queue lengths (%(default)s)")
     parser.add_argument(
-        "--step", action="append", default=[], metavar="NAME:MS", help="an engine step time to print for comparison"
+        "--policies", type=comma_separated(str, among=ROWS), default=",".join(ROWS), help="of %(default)s"
+    )
+    parser.add_argument(
+        "--waiting", type=comma_separated(int), default="1000,10000", help="queue lengths (%(default)s)"
     )
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
     if options.repeats < 1:
         raise ConfigError("--repeats must be at least 1")
-    if unknown := [name for name in options.policies.split(",") if name not in ROWS]:
-        raise ConfigError(f"--policies: {unknown[0]!r} is none of {', '.join(ROWS)}")
     rows = [] if options.only_plans else measure(options.repeats)
     if rows:
         print_table(rows)
     gc.collect()
     gc.disable()
-    sizes = [int(count) for count in options.waiting.split(",")]
     plans = [
         bench_plan(name, ROWS[name], size, max(3, options.repeats // (10 if size < 10_000 else 40)))
-        for name in options.policies.split(",")
-        for size in sizes
+        for name in options.policies
+        for size in options.waiting
     ]
     gc.enable()
     print_plans(plans)
-    steps = measured_steps(max(3, options.repeats // 20))
-    print_steps(steps, options.step)
     figures = {f"{row.name}, us": row.median_us for row in rows}
     for plan in plans:
         figures[f"{plan.name}, {plan.num_waiting:,} waiting, plan us"] = plan.plan.median_us
         figures[f"{plan.name}, {plan.num_waiting:,} waiting, commit us"] = plan.commit.median_us
-    return figures | {f"{name}, ms": value for name, value in steps.items()}
+    return figures

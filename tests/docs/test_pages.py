@@ -130,7 +130,9 @@ def test_every_metric_is_made_somewhere(page: Path) -> None:
 # ---- links and lengths ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: f"{page.parent.name}-{page.name}")
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: f"{page.parent.name}-{page.name}"
+)
 def test_every_link_leads_to_a_file(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)", text_of(page))
     missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]

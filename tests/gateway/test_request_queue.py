@@ -45,7 +45,7 @@ def test_without_priorities_requests_are_in_order_of_arrival():
 
 def test_a_changed_priority_takes_effect_at_once():
     waiting = backlog(request("a"), request("b"))
-    waiting.change(waiting.requests()[1], 1, "")
+    waiting.reprioritize(waiting.requests()[1], 1, "")
     assert rids(waiting.first(1, 0.0)) == ["b"]
 
 
@@ -150,7 +150,7 @@ def test_the_order_equals_that_of_sorting_all_requests(
             stranded.discard(number)
             waiting.remove(there.pop(number))
         elif number in there and what == "change":
-            waiting.change(there[number], priority, name)
+            waiting.reprioritize(there[number], priority, name)
         elif number in there and what == "strand":
             stranded.add(number)
             waiting.strand(there[number], 0.0)
@@ -161,10 +161,8 @@ def test_the_order_equals_that_of_sorting_all_requests(
         for count in (1, 3, 99):
             assert rids(waiting.first(count, 0.0)) == rids(line[:count])
         newcomer = request("new", priority, float(at), priority_class=name)
-        lower = sorted(
-            (one for one in reversed(waiting.requests())
-             if one.priority_class == name and waiting.order.standing(one) < waiting.order.standing(newcomer)),
-            key=waiting.order.standing,
-        )  # fmt: skip
+        priority_of = waiting.order.effective_priority
+        others = [one for one in reversed(waiting.requests()) if one.priority_class == name]
+        lower = sorted((one for one in others if priority_of(one) < priority_of(newcomer)), key=priority_of)
         expected = lower[:2] if len(lower) >= 2 and rules.is_enabled else []
         assert rids(waiting.eviction_candidates(newcomer, 2)) == rids(expected)

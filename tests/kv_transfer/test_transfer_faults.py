@@ -1,8 +1,8 @@
-"""Real processes die, or stand still for longer than anyone waits, at every step of a transfer; by every transport.
+"""Real processes die, or are stopped for longer than every timeout, at every step of a transfer, by every transport.
 
-Afterwards the books of whoever is left balance, no page that went to another use was touched, and the next requests
+Afterwards the books of the survivors balance, no page that went to another use was touched, and the next requests
 succeed, the last of them with every page of the pool. The test carries the control messages, so it can stop a transfer
-between any two of them; that a control connection is gone it says to both ends, as the control plane does.
+between any two of them; it tells both ends when a control connection is gone, as the control plane does.
 """
 
 import itertools
@@ -185,11 +185,11 @@ def _failed(victim: str) -> Any:
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
-def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
+def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
-    """What it may still write to stays aside meanwhile; another node serves from the rest of the pool, to the last
-    page, and whatever the first one does when it wakes, it does to nobody."""
+    """Pages to which it may still write stay in quarantine meanwhile; another node serves from the rest of the pool, to
+    the last page, and what the first one writes when it wakes reaches no page in use."""
     cluster = make(transport)
     decode = cluster.start("d0", TEST_PATIENCE_S=str(PATIENCE_S))
     prefill, other = cluster.start("p0", TEST_PATIENCE_S=str(PATIENCE_S)), cluster.start("p1")
@@ -221,7 +221,7 @@ def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
-def test_a_decode_node_stands_still_for_longer_than_anyone_waits(
+def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
     make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
     cluster = make(transport)

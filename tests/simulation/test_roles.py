@@ -1,4 +1,4 @@
-"""Both roles under everything that can happen to them, over an engine whose tokens betray every wrong page."""
+"""Both roles together, on an engine whose tokens reveal every wrong page."""
 
 from random import Random
 from typing import Any
@@ -20,7 +20,7 @@ from prefill_node.request_state import Event as PrefillEvent
 from prefill_node.request_state import State as PrefillState
 
 
-def test_a_prompt_computed_here_is_continued_there() -> None:
+def test_a_prompt_computed_by_one_node_is_continued_by_the_other() -> None:
     cluster = LocalCluster(chunk_tokens=16)
     answer = cluster.submit("a", prompt_of(100), sampling(20))
     cluster.run()
@@ -30,7 +30,7 @@ def test_a_prompt_computed_here_is_continued_there() -> None:
 
 
 @pytest.mark.parametrize("latency", [0, 7])
-def test_the_way_to_the_second_token_is_told_stage_by_stage(latency: int) -> None:
+def test_timings_cover_every_stage_up_to_the_second_token(latency: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=latency)
     answer = cluster.submit("a", prompt_of(40), sampling(4))  # three chunks, at 1, 2 and 3 ms
     cluster.run()
@@ -63,7 +63,7 @@ def test_a_stop_token_ends_the_output_on_whichever_node_it_is_sampled() -> None:
         assert_all_pages_are_back(cluster)
 
 
-def test_what_a_node_answers_carries_the_number_of_the_question() -> None:
+def test_an_answer_carries_the_number_of_its_question() -> None:
     cluster = LocalCluster()
     for member in cluster.members:
         for question in (Flush(7), GetDecisions(5, 8)):
@@ -118,7 +118,7 @@ def test_a_prompt_larger_than_a_pool_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("pair", [(0, 0), (None, 0)])
 @pytest.mark.parametrize(("length", "max_new", "is_taken"), [(40, 8, True), (40, 9, False), (48, 1, False)])
-def test_what_exceeds_the_context_is_refused_whatever_the_pool_holds(
+def test_a_request_beyond_the_context_is_refused(
     pair: tuple[int | None, int], length: int, max_new: int, is_taken: bool
 ) -> None:
     cluster = LocalCluster(limits={"context_length": 48})
@@ -130,7 +130,7 @@ def test_what_exceeds_the_context_is_refused_whatever_the_pool_holds(
     assert_all_pages_are_back(cluster)
 
 
-def test_a_prompt_that_is_computed_again_is_as_urgent_there_as_it_was_and_has_waited_as_long() -> None:
+def test_a_prompt_computed_again_keeps_its_priority_and_its_age() -> None:
     cluster = LocalCluster(
         page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1.0),
@@ -148,13 +148,13 @@ def test_a_prompt_that_is_computed_again_is_as_urgent_there_as_it_was_and_has_wa
         cluster.step()
     again = at_prefill["lost", RESUMED]
     assert (again.priority, again.priority_class) == (7, "high")
-    assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # but for the message's way
+    assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # except for the time of the message
     cluster.run()
     assert lost.output == expected_output(prompt_of(12), 6)
 
 
-def test_a_strangers_resume_beyond_the_context_is_refused() -> None:
-    """It broke a step, and with it the node."""
+def test_a_resume_beyond_the_context_is_refused() -> None:
+    """A regression: it broke a step and stopped the node."""
     cluster = LocalCluster(limits={"context_length": 48})
     [member], stranger = cluster.prefill, "s" * 32
     member.role.on_peer(stranger, Resume("a", 0, prompt_of(48), timeout_s=9.0), 0.0)
@@ -176,7 +176,7 @@ def test_a_strangers_resume_beyond_the_context_is_refused() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_node_takes_no_number_that_would_break_a_step(fields: dict[str, Any]) -> None:
+def test_a_node_refuses_sampling_parameters_that_would_break_a_step(fields: dict[str, Any]) -> None:
     cluster = LocalCluster()
     answer = cluster.submit("a", prompt_of(8), SamplingParams(max_new_tokens=2, **fields))
     cluster.run()
@@ -185,14 +185,14 @@ def test_a_node_takes_no_number_that_would_break_a_step(fields: dict[str, Any]) 
     assert_all_pages_are_back(cluster)
 
 
-def test_an_output_that_outgrows_the_whole_pool_ends_in_a_typed_error_after_every_token_it_had_room_for() -> None:
+def test_an_output_that_outgrows_the_pool_fails_after_the_last_token_with_room() -> None:
     cluster = LocalCluster(page_size=4, decode_pages=10)
     answer = cluster.submit("a", prompt_of(30), sampling(50))
     cluster.run()
     assert answer.error is not None
     assert answer.error.code is ErrorCode.OUT_OF_PAGES
-    assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and the token after them
-    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last that could run gave its own pages away"
+    assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and one token more
+    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last request that could run was retracted"
     cluster.settle()
     assert_all_pages_are_back(cluster)
 
@@ -204,7 +204,7 @@ def test_a_lone_request_may_fill_the_pool_to_the_last_token() -> None:
     assert answer.output == expected_output(prompt_of(39), 2)
 
 
-def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+def test_a_deadline_ends_a_request_in_every_state() -> None:
     for num_steps in range(12):
         cluster = LocalCluster(chunk_tokens=16, latency=2)
         answer = cluster.submit("a", prompt_of(64), sampling(1000), timeout_s=1.0)
@@ -219,10 +219,10 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
 
 
 @pytest.mark.parametrize(("before_s", "is_missed"), [(0.11, False), (0.09, True), (-6.0, True)])
-def test_one_that_is_ended_at_its_deadline_or_just_before_has_missed_it_for_the_policy_of_either_node(
+def test_a_request_ended_close_to_its_deadline_counts_as_missed_on_both_nodes(
     monkeypatch: pytest.MonkeyPatch, before_s: float, is_missed: bool
 ) -> None:
-    """The gateway ends it, or in the end the node by itself."""
+    """The gateway ends it, or finally the node itself."""
     cluster, missed = LocalCluster(chunk_tokens=16), []
     for member in cluster.members:
         policy = member.role._scheduler.policy
@@ -240,7 +240,7 @@ def test_one_that_is_ended_at_its_deadline_or_just_before_has_missed_it_for_the_
 
 
 @pytest.mark.parametrize("num_steps", range(14))
-def test_an_abort_gives_every_page_back_wherever_the_request_is(num_steps: int) -> None:
+def test_an_abort_returns_all_pages_in_every_state(num_steps: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=3)
     answer = cluster.submit("a", prompt_of(64), sampling(1000))
     for _ in range(num_steps):
@@ -253,7 +253,7 @@ def test_an_abort_gives_every_page_back_wherever_the_request_is(num_steps: int) 
 
 @pytest.mark.parametrize("num_steps", range(14))
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_death_of_either_node_frees_the_other_wherever_the_request_is(num_steps: int, role: str) -> None:
+def test_the_death_of_a_node_frees_the_other_in_every_state(num_steps: int, role: str) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=3)
     cluster.submit("a", prompt_of(64), sampling(1000))
     for _ in range(num_steps):
@@ -280,7 +280,7 @@ def test_a_lost_gateway_ends_everything() -> None:
     assert_all_pages_are_back(cluster)
 
 
-def test_a_full_batch_gives_way_to_a_finished_transfer_instead_of_deadlock() -> None:
+def test_a_full_batch_and_a_finished_transfer_do_not_deadlock() -> None:
     cluster = LocalCluster(page_size=4, decode_pages=12, max_running=1)
     first = cluster.submit("a", prompt_of(8), sampling(36))
     second = cluster.submit("b", prompt_of(8, 50), sampling(36))
@@ -291,7 +291,7 @@ def test_a_full_batch_gives_way_to_a_finished_transfer_instead_of_deadlock() -> 
     assert_all_pages_are_back(cluster)
 
 
-def test_nodes_whose_pools_are_all_full_do_not_wait_for_each_other_in_a_circle() -> None:
+def test_nodes_with_full_pools_do_not_deadlock() -> None:
     cluster = LocalCluster(num_prefill=2, num_decode=2, page_size=4, prefill_pages=20, decode_pages=14, max_running=3)
     random = Random(5)
     wanted = {}
@@ -309,7 +309,7 @@ def test_nodes_whose_pools_are_all_full_do_not_wait_for_each_other_in_a_circle()
     assert_all_pages_are_back(cluster)
 
 
-def test_both_nodes_hear_of_another_class() -> None:
+def test_both_nodes_take_in_a_new_class() -> None:
     cluster = LocalCluster(page_size=4, prefill_pages=20, decode_pages=20, max_running=2)
     cluster.submit("a", prompt_of(12), sampling(4))
     for member in cluster.members:
@@ -326,7 +326,7 @@ def test_both_nodes_hear_of_another_class() -> None:
     ("table", "states", "events"),
     [(PREFILL_TABLE, PrefillState, PrefillEvent), (DECODE_TABLE, DecodeState, DecodeEvent)],
 )
-def test_a_lifecycle_table_ends_every_life_and_revives_none(table: Any, states: Any, events: Any) -> None:
+def test_a_state_table_reaches_done_from_every_state_and_never_leaves_it(table: Any, states: Any, events: Any) -> None:
     done = next(state for state in states if state.value == "done")
     assert not [event for event in events if (done, event) in table]
     for state in states:
@@ -339,19 +339,17 @@ def test_a_lifecycle_table_ends_every_life_and_revives_none(table: Any, states: 
         assert done in reached, f"{state} never ends"
 
 
-def test_tokens_may_travel_several_to_a_message() -> None:
+def test_a_message_may_carry_several_tokens() -> None:
     for interval, num_messages in ((1, 10), (4, 4), (100, 2)):
         cluster = LocalCluster(stream_interval=interval)
         answer = cluster.submit("a", (1, 2, 3), sampling(10))
         cluster.run()
         assert answer.output == expected_output((1, 2, 3), 10)
-        assert answer.num_messages == num_messages  # the first token alone, then 9 by fours: 4, 4, 1
+        assert answer.num_messages == num_messages  # the first token alone, then 9 tokens as 4, 4 and 1
 
 
 @pytest.mark.parametrize(("latency", "num_overlapped"), [(0, 1), (20, 0)])
-def test_prompts_that_were_cut_are_counted_once_and_those_of_which_a_page_was_there_before_the_last_chunk(
-    latency: int, num_overlapped: int
-) -> None:
+def test_chunked_prompts_and_overlapped_transfers_are_counted_once(latency: int, num_overlapped: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=latency)
     for rid, prompt, num_cut in [
         ("cut", prompt_of(40), 1),  # 16, 16 and 8 tokens

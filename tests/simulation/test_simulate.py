@@ -14,7 +14,8 @@ import pytest
 
 from common.config.cli import parse
 from common.errors import ConfigError
-from scripts.load_tester.workload.workload import make_plan
+from scripts.load_tester.workload.plan import make_plan
+from scripts.simulator.client import PlannedTokens
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import Simulation, main, simulate
 from scripts.simulator.report import table
@@ -81,6 +82,10 @@ def test_requests_with_a_higher_limit_end_at_the_same_token() -> None:
     assert loose["requests"]["answered"] == 10
 
 
+def test_a_retracted_request_may_be_computed_again_after_request_0_has_ended() -> None:
+    assert list(PlannedTokens(1, 100).answer(0)) == []
+
+
 def test_a_closed_loop_keeps_its_concurrency() -> None:
     simulation = Simulation(given := config("--concurrency=4", "--num-requests=30"), make_plan(given))
     most = 0
@@ -140,7 +145,7 @@ def test_the_table_shows_the_figures() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--prefill=0"], "--prefill 0 leaves no node"),
+        (["--prefill=0"], "--prefill 0 leaves no node to compute prompts"),
         (["--kv-bytes-per-token=300"], "--kv-bytes-per-token must be a multiple of 256"),
         (["--step-cost=fast"], "--step-cost must be seconds"),
         (["--schedule-policy=best"], "--schedule-policy best is unknown"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def actions_of(world: "TwoNodes") -> Iterator[Action]:
-    """Everything that may happen next; nothing when nobody holds anything."""
+    """Everything that may happen next; nothing when no node holds anything."""
     free = [*_of_prefill(world), *_of_decode(world), *_of_links(world)]
     yield from free
     if world.num_faults < world.scope.num_faults:

@@ -32,7 +32,7 @@ MAX_ENTRIES, MAX_KEY_BYTES, MAX_VALUE_BYTES = 16, 256, 4_096
 HEADER = struct.Struct("<4sHI")  # magic, bytes of the key, bytes of the value
 ENTRY_MAGIC, MADE_MAGIC = b"entr", b"made"
 EXIT_S = 2.0
-NOBODY = struct.pack("NN", 0, 0) + b"?"  # no address: Gloo refuses it, and so waits no longer
+NO_ADDRESS = struct.pack("NN", 0, 0) + b"?"  # Gloo refuses it, and so waits no longer
 _PAUSE_MS = 1
 _ROLES = (b"writer", b"reader")
 
@@ -95,7 +95,7 @@ class _Maker(threading.Thread):
             maker.join(max(0.0, until - time.monotonic()))
 
     def abandon(self) -> None:
-        """Nobody wants the group any more. Ends soon if the peer's address is still waited for."""
+        """The group is not wanted any more. Ends soon if the peer's address is still waited for."""
         with self._lock:
             self._is_abandoned = True
             group, self.group = self.group, None
@@ -103,7 +103,7 @@ class _Maker(threading.Thread):
         for key in store.list_keys() if backend == "gloo" else ():
             other = key.removesuffix(str(rank)) + str(1 - rank)
             if key.endswith(str(rank)) and not store.check([other]):
-                store.set(other, NOBODY)  # type: ignore[arg-type]  # bytes are what it keeps
+                store.set(other, NO_ADDRESS)  # type: ignore[arg-type]  # bytes are what it keeps
         if group is not None:
             group.close()
 
@@ -134,7 +134,7 @@ class _Talk:
             if not is_made_here:
                 is_made_here = self._tell_of(maker)
             if is_made_here and self._is_made_there:
-                return  # what comes next is not for us
+                return  # the next bytes belong to the page frames
             if self._readable.poll(_PAUSE_MS):
                 self._hear()
             elif self._until <= time.monotonic():
@@ -165,17 +165,17 @@ class _Talk:
         is_entry = magic == ENTRY_MAGIC and 0 < key_bytes <= MAX_KEY_BYTES and value_bytes <= MAX_VALUE_BYTES
         is_made = magic == MADE_MAGIC and not key_bytes and not value_bytes
         if self._is_made_there or not (is_entry or is_made):
-            raise ConnectionError("something came that has no place while a group forms")
+            raise ConnectionError("a frame came that has no place while a group forms")
         mac = self._exactly(MAC_BYTES)
         key, value = self._exactly(key_bytes), self._exactly(value_bytes)
         if not hmac.compare_digest(self._their_seal.mac(header + key + value), mac):
-            raise ConnectionError("something came that the peer did not say")
+            raise ConnectionError("a frame came that the peer did not send")
         if is_made:
             self._is_made_there = True
             return
         name = key.decode("ascii", "strict") if key.isascii() else ""
         if not name or name in self._said or name in self._heard or len(self._heard) >= MAX_ENTRIES:
-            raise ConnectionError("it offered what was settled already, or too much")
+            raise ConnectionError("it sent an entry that is settled already, or too many")
         if not is_sound(self._backend, value, self._host):
             raise ConnectionError("it gave an address that is not its own")
         self._heard[name] = None

@@ -38,11 +38,11 @@ class GroupWriter(TcpWriter):
         super().__init__(store, key=key)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._changed: deque[GroupSendThread] = deque()  # said by their threads: a group is formed, or has ended
+        self._changed: deque[GroupSendThread] = deque()  # appended by threads whose group has formed, or has ended
 
     def attach(self, peer: str, connect: Connect) -> None:
         if not connect.endpoint.endswith(":1"):
-            raise AttachError(f"{connect.name} offers an endpoint that {self.name} does not understand")
+            raise AttachError(f"the endpoint offered by {connect.name} is not one of {self.name}")
         super().attach(peer, connect)
 
     def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
@@ -108,7 +108,7 @@ class GroupSendThread(SendThread):
         self._join = join
         self._note_change = note_change
         self._group: Group | None = None
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # guards the next two
         self._is_stopped = False
         self._is_sending = False  # our pages are being read
 
@@ -146,7 +146,7 @@ class GroupSendThread(SendThread):
 
     def _send_pages(self, group: Group) -> None:
         """As ``SendThread._serve``, with up to ``DEPTH`` pages on their way at once."""
-        going: deque[tuple[Any, Any]] = deque()  # what to wait for, and the room that it occupies
+        going: deque[tuple[Any, Any]] = deque()  # what to wait for, and the memory that it occupies
         spare = [group.pages.staging() for _ in range(DEPTH)]
         number = 0
         while True:
