@@ -95,7 +95,7 @@ class RequestQueue:
         self._stranded[request.key] = None
         self._stranded_at.setdefault(request.key, now)
 
-    def nodes_came(self) -> None:
+    def retry_stranded(self) -> None:
         """Lets stranded requests try again."""
         self._stranded.clear()
 
