@@ -30,7 +30,7 @@ from common.scheduling.new_token_ratio import ratio_constants_from_environ
 from common.step_plan import PageDelta, Row, StepPlan
 from common.wire.messages import Abort, Generate, Geometry, Peer
 from decode_node.__main__ import build as build_decode
-from kv_transfer.transports.negotiation import ChoosingReader
+from kv_transfer.transports.negotiation import NegotiatingReader
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
 from scripts.simulator.replay import replay
@@ -214,7 +214,7 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
         eos_token_ids=(),
         environ={"BATON_INIT_NEW_TOKEN_RATIO": "0"},  # admits more than there is room for
     )
-    transport = ChoosingReader([InProcessReader(Wire(), executor.pool)])
+    transport = NegotiatingReader([InProcessReader(Wire(), executor.pool)])
     recorder = start_recording(parts, transport)
     role = RecordedRole(build_decode(parts, RecordedTransport(transport, recorder)), recorder)
     plans: list[StepPlan] = []
