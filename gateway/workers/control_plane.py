@@ -249,20 +249,20 @@ class ControlPlane:
     def _admit(self, sender: str, message: Register) -> None:
         if self._channel.is_closed:
             return
-        known_in = self.pools.of(sender)
-        if known_in is not None:  # it has reconnected and ended all its requests
-            self._forget(known_in, sender, message.name)
+        known_pool = self.pools.of(sender)
+        if known_pool is not None:  # it has reconnected and ended all its requests
+            self._clear_state(known_pool, sender, message.name)
         answer = self.pools.register(sender, message, self._clock.now())
         if not self._channel.send(answer, sender):
             self.lose(sender)
         elif isinstance(answer, Registered):
-            if known_in is None:
+            if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
                 self._dispatcher.on_workers_added(self.pools[message.model])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
-            if known_in is not None:
-                known_in.registry.remove(sender)
+            if known_pool is not None:
+                known_pool.registry.remove(sender)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
@@ -276,9 +276,9 @@ class ControlPlane:
         if pool is None or node is None:
             return
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._forget(pool, incarnation, node.name)
+        self._clear_state(pool, incarnation, node.name)
 
-    def _forget(self, pool: WorkerPool, incarnation: str, name: str) -> None:
+    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str) -> None:
         """Clears the state of a node that is no longer registered, and ends its requests."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
