@@ -156,7 +156,7 @@ class Registry:
         """The registered worker with this name."""
         return next((node for node in self.workers.values() if node.name == name), None)
 
-    def heard(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
+    def on_message(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
         """Records a message of a worker; False if it is not registered."""
         node = self.workers.get(incarnation)
         if node is None:
@@ -192,7 +192,7 @@ class Registry:
         self._changed()
         return node
 
-    def silent(self, now: float) -> list[str]:
+    def silent_workers(self, now: float) -> list[str]:
         """Incarnations of workers that have sent nothing for too long."""
         return [node.incarnation for node in self.workers.values() if now - node.seen_at > self._lost_after_s]
 

@@ -123,11 +123,11 @@ def test_an_empty_registry_accepts_another_deployment():
 def test_a_node_is_lost_without_heartbeats():
     nodes = pair()
     heartbeat = Heartbeat(1, 2, 3, 4, 0, {"steps": 7.0})
-    assert nodes.heard(A, 9.0, heartbeat)
-    assert nodes.silent(10.0) == []
-    assert nodes.silent(10.5) == [B]
+    assert nodes.on_message(A, 9.0, heartbeat)
+    assert nodes.silent_workers(10.0) == []
+    assert nodes.silent_workers(10.5) == [B]
     assert nodes.workers[A].heartbeat == heartbeat
-    assert not nodes.heard(D, 9.0)
+    assert not nodes.on_message(D, 9.0)
 
 
 def test_with_local_prefill_decode_nodes_are_enough():
