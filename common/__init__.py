@@ -1,1 +1,1 @@
-"""What every part of Baton shares: messages, configuration, pages, the radix cache, scheduling and the step plan."""
+"""Code that several parts of Baton share: configuration, messages, cache, scheduling, engine, node process."""

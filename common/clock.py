@@ -1,4 +1,4 @@
-"""Time, handed in. Seconds as floats, monotonic; never the wall clock."""
+"""Clocks, which are passed to the code that needs the time. Monotonic seconds as floats, never the wall clock."""
 
 import time
 from typing import Protocol
@@ -6,19 +6,19 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds since some fixed instant; never goes back."""
+        """Return the seconds since a fixed instant; the value never falls."""
         ...
 
 
 class MonotonicClock:
-    """The machine's own."""
+    """The monotonic clock of the machine."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
 class ManualClock:
-    """A clock that a test or a simulation turns by hand."""
+    """A clock that a test or a simulation advances."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,7 +1,7 @@
-"""C files of the package, compiled once for this machine into a shared library that is kept.
+"""Compiles C files into a shared library, once per machine.
 
-The system's C compiler makes it; it lies in ``~/.cache/baton`` (or ``XDG_CACHE_HOME``) under a hash of sources, flags
-and processor, so that a changed file or another machine gets a library of its own.
+The system's C compiler builds the library. Its file is in ``~/.cache/baton`` (or ``$XDG_CACHE_HOME/baton``) and its
+name holds a hash of sources, flags and processor, so that a changed file or another machine gets a new library.
 """
 
 import hashlib
@@ -16,13 +16,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Library:
-    """What a shared library is made of.
+    """Sources and flags of a shared library.
 
     Attributes:
-        name: of the file, in front of the hash.
-        sources, headers: C files; each source is compiled by itself.
-        flags: of the compiler, beside those that a shared library needs.
-        libraries: to link with, as ``-lm``.
+        name: start of the file's name.
+        sources: C files, each compiled separately.
+        headers: included files, which count in the hash.
+        flags: compiler flags beside those that a shared library needs.
+        libraries: linker flags, such as ``-lm``.
     """
 
     name: str
@@ -32,17 +33,17 @@ class Library:
     libraries: Sequence[str] = ()
 
 
-#: What ``built`` may raise; the last of them if there is no home.
-NOT_BUILT = (OSError, subprocess.SubprocessError, RuntimeError)
+#: Errors of ``build_library``; RuntimeError means that the user has no home folder.
+BUILD_ERRORS = (OSError, subprocess.SubprocessError, RuntimeError)
 _FLAGS = ("-fPIC", "-fvisibility=hidden")
 
 
-def built(library: Library, timeout_s: float = 120.0) -> Path:
-    """The library's file, compiled now if it never was.
+def build_library(library: Library, timeout_s: float = 120.0) -> Path:
+    """Return the library's file; compile it if it does not exist yet.
 
     Raises:
-        OSError, subprocess.SubprocessError, RuntimeError: there is no compiler, or it fails or takes longer than
-            ``timeout_s`` for a file; there is nowhere to keep the library.
+        OSError, subprocess.SubprocessError, RuntimeError: there is no compiler, it fails, it takes longer than
+            ``timeout_s`` seconds for a file, or the library cannot be stored.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
     file = folder / f"{library.name}-{_fingerprint(library)}.so"
@@ -50,12 +51,12 @@ def built(library: Library, timeout_s: float = 120.0) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = _compile(library, Path(place), timeout_s)
-            made.replace(file)  # whole or not at all, whoever else compiles at the same time
+            made.replace(file)  # atomic, as other processes may compile at the same time
     return file
 
 
-def reason_of(error: BaseException) -> str:
-    """Why ``built`` failed, in the compiler's own words if it has said any."""
+def build_failure(error: BaseException) -> str:
+    """Return the compiler's output, or else the message of the error."""
     return str(getattr(error, "stderr", None) or error).strip()[:500]
 
 
@@ -65,7 +66,7 @@ def _compile(library: Library, place: Path, timeout_s: float) -> Path:
     for source, target in zip(library.sources, objects, strict=True):
         _run(timeout_s, compiler, *_FLAGS, *library.flags, "-c", str(source), "-o", str(target))
     made = place / "library.so"
-    # Without the flags: a runtime that one of them brings along (-fopenmp) must not be linked in.
+    # Without the flags, since -fopenmp would link an OpenMP runtime.
     _run(timeout_s, compiler, "-shared", *map(str, objects), *library.libraries, "-o", str(made))
     return made
 
@@ -85,7 +86,7 @@ def _fingerprint(library: Library) -> str:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: model and features of the first processor."""
+    """Return model and features of the first processor, on which ``-march=native`` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Whose deadline passes next: a heap, so that asking costs what has expired and not what waits. Pure."""
+"""Finds requests whose deadlines have passed, in time proportional to their number. Pure."""
 
 import heapq
 from collections.abc import Mapping
@@ -7,8 +7,10 @@ from common.request import Request, RequestKey
 
 
 class Deadlines:
-    """Args:
-    requests: those that are there, by key; whoever is not in it any more is passed over.
+    """Deadlines of the requests of a scheduler.
+
+    Args:
+        requests: current requests by key; deadlines of other requests are ignored.
     """
 
     def __init__(self, requests: Mapping[RequestKey, Request]) -> None:
@@ -16,17 +18,17 @@ class Deadlines:
         self._heap: list[tuple[float, RequestKey]] = []
 
     def add(self, request: Request) -> None:
-        """A request that is there from now on. One without a deadline costs nothing."""
+        """Add a request; does nothing if it has no deadline."""
         if request.deadline_at == float("inf"):
             return
         heapq.heappush(self._heap, (request.deadline_at, request.key))
-        if len(self._heap) > 2 * len(self._requests) + 64:  # most have ended long before their deadlines
+        if len(self._heap) > 2 * len(self._requests) + 64:  # most requests end long before their deadlines
             self._heap = [entry for entry in self._heap if self._is_of(entry)]
             heapq.heapify(self._heap)
 
     def passed(self, now: float) -> list[Request]:
-        """Those whose deadline has passed, earliest first; each is told once."""
-        found: dict[RequestKey, Request] = {}  # a key that came again has two entries
+        """Return the requests whose deadlines have passed, earliest first, each only once."""
+        found: dict[RequestKey, Request] = {}  # a request that was added again has two entries
         while self._heap and self._heap[0][0] <= now:
             entry = heapq.heappop(self._heap)
             if self._is_of(entry):

@@ -1,7 +1,7 @@
-"""The last decisions of a scheduler, a node or the gateway, each with its reason, for whoever asks why. Pure.
+"""Keeps the last decisions of a scheduler or of the gateway with their reasons, for ``/v1/requests``. Pure.
 
-Noting one is cheap enough for every request: a template and its arguments are kept as they are, and made into a
-sentence only when somebody asks.
+Noting a decision stores a template and its arguments, which is cheap enough for every request. The sentence is
+formatted when it is read.
 """
 
 from collections import OrderedDict, deque
@@ -9,18 +9,18 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 MAX_REASON = 4_000
-#: Requests of which it is remembered why they wait.
+#: Number of requests whose last reason for waiting is remembered.
 MAX_WAITS = 10_000
 
 
 class Decided(NamedTuple):
-    """One decision, as it is told; the fields are those of ``messages.Decision``.
+    """One decision, with the fields of ``messages.Decision``.
 
     Attributes:
-        ago_s: seconds before the question.
-        rid: the request it was about; empty for the whole node.
-        action: what was done, in a word: admit, pause, retract, refuse ...
-        reason: a sentence.
+        ago_s: age of the decision in seconds.
+        rid: request id; empty if the decision is about the whole node.
+        action: one word: admit, pause, retract, refuse ...
+        reason: reason in words.
     """
 
     ago_s: float
@@ -33,21 +33,21 @@ class Decisions:
     """A ring of the last ``maxlen`` decisions.
 
     Attributes:
-        num_noted: how many there have been since the start.
+        num_noted: number of decisions since the start.
     """
 
     def __init__(self, maxlen: int = 1_024) -> None:
         self._ring: deque[tuple[float, str, str, str, tuple[Any, ...]]] = deque(maxlen=maxlen)
-        self._waits: OrderedDict[str, tuple[Any, ...]] = OrderedDict()  # why each waits of whom that was told last
+        self._waits: OrderedDict[str, tuple[Any, ...]] = OrderedDict()  # last noted reason of each waiting request
         self.num_noted = 0
 
     def note(self, now: float, rid: str, action: str, reason: str, *args: Any) -> None:
-        """Remembers one decision, and forgets the oldest if there are too many.
+        """Note a decision, and drop the oldest if there are too many.
 
         Args:
             now: seconds of the caller's clock.
-            reason: for ``str.format`` with ``args``, which are numbers and texts: what could change until somebody
-                asks must not be handed in.
+            reason: template for ``str.format``.
+            args: numbers and strings for the template; mutable objects could change before they are formatted.
         """
         self.num_noted += 1
         if rid in self._waits:
@@ -55,7 +55,7 @@ class Decisions:
         self._ring.append((now, rid, action, reason, args))
 
     def note_wait(self, now: float, rid: str, reason: str, *args: Any) -> None:
-        """Remembers that a request is passed over, and why; once, as long as that is what there is to tell of it."""
+        """Note why a request waits, unless the last decision noted for it says the same."""
         why = (reason, *args)
         if self._waits.get(rid) != why:
             self.note(now, rid, "wait", reason, *args)
@@ -64,10 +64,10 @@ class Decisions:
                 self._waits.popitem(last=False)
 
     def note_change(self, now: float, rid: str, before: tuple[int, str], after: tuple[int, str | None]) -> None:
-        """Remembers that a request counts otherwise from now on: its priority and class, before and after.
+        """Note a change of a request's priority and class.
 
         Args:
-            after: with a class of None the class stays.
+            before, after: priority and class; a class of None in ``after`` means that the class stays.
         """
         (priority, name), (priority_now, name_now) = before, after
         if name_now is None or name_now == name:
@@ -77,7 +77,7 @@ class Decisions:
             self.note(now, rid, "reprioritize", reason, priority, priority_now, name, name_now)
 
     def last(self, limit: int, now: float) -> tuple[Decided, ...]:
-        """At most ``limit`` of the latest, newest last."""
+        """Return at most ``limit`` of the latest decisions, newest last."""
         newest = list(islice(reversed(self._ring), limit))
         return tuple(
             Decided(max(now - at, 0.0), rid, action, reason.format(*args)[:MAX_REASON])

@@ -1,14 +1,14 @@
-"""Every way in which a request or a start can fail, by name.
+"""The errors of requests, of starts and of our own code.
 
-A request ends in tokens or in exactly one of these. The code travels between processes and to the client; the HTTP
-status is decided here, once. ``ConfigError`` stops a process at start, with a sentence that names the flag.
+A request ends in tokens or in exactly one ``ErrorCode``, which nodes, gateway and clients see. Its HTTP status is
+defined here. A ``ConfigError`` ends a process at start, with a message that names the flag.
 """
 
 from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Why a request failed; the value is what clients see as ``error.code``."""
+    """Cause of a failed request; clients see the value as ``error.code``."""
 
     INVALID_REQUEST = "invalid_request"
     AUTHENTICATION = "authentication"
@@ -51,25 +51,25 @@ HTTP_STATUS: dict[ErrorCode, int] = {
 
 
 class BatonError(Exception):
-    """Root of the named errors."""
+    """Base class of Baton's errors, except for failed assertions."""
 
 
 class ConfigError(BatonError):
-    """A flag, environment variable or file asks for something that cannot be; the message names it and the fix."""
+    """A flag, environment variable or file is wrong; the message names it and says what to do."""
 
 
 class UnsupportedModelError(ConfigError):
-    """The checkpoint is of a kind that Baton does not serve; the message lists what it does."""
+    """Baton does not support the checkpoint; the message lists what it supports."""
 
 
 class RequestError(BatonError):
     """One request failed.
 
     Attributes:
-        code: which way.
-        message: a sentence for the client.
-        param: the body field at fault, if one is.
-        retry_after_s: for ``QUEUE_FULL``, when a retry should succeed.
+        code: cause of the failure.
+        message: description for the client.
+        param: name of the body field that is wrong; None if no field is.
+        retry_after_s: with ``QUEUE_FULL``, seconds after which a retry should succeed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RequestError(BatonError):
 
 
 class InvariantError(AssertionError):
-    """The state of our own code contradicts itself; the message says where. Raised by every ``check``."""
+    """The state of our own code is inconsistent; the message says where. Every ``check`` raises it."""
 
 
 def invariant(holds: object, message: str) -> None:

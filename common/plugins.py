@@ -1,7 +1,6 @@
-"""What users write themselves: a policy (``--schedule-policy MODULE:NAME``) and a function that sets priorities.
+"""Loads code of the user: a policy (``--schedule-policy MODULE:NAME``) and a function that sets priorities.
 
-Both are loaded once, at start, outside of the pure part, and run behind a guard: what they raise or get wrong is logged
-once and does not harm the requests.
+Both are loaded at start. Errors that they raise and invalid results are logged once, and do not affect requests.
 """
 
 import importlib
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.scheduling import is_own
+from common.config.scheduling import is_user_defined
 from common.errors import ConfigError
 from common.request import LOWEST_PRIORITY, Request
 from common.scheduling.policies.base import Policy
@@ -22,15 +21,15 @@ _HOOKS = ("order", "arrived", "left", "served")
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What a priority function is told about a request.
+    """Properties of a request that a priority function may use.
 
     Attributes:
-        model: its name in the API.
-        tenant, priority_class: empty if it has none.
-        priority: that the user named; None if none. Higher is more urgent here, whatever the flags say.
-        num_prompt_tokens, max_new_tokens: what it asks for.
-        expected_output: output tokens that it will probably have; 0 if nothing is known.
-        deadline_s: seconds until its deadline.
+        model: name of the model in the API.
+        tenant, priority_class: empty: none.
+        priority: priority in the request; None: none. Higher is more urgent here, whatever the flags say.
+        num_prompt_tokens, max_new_tokens: length of the prompt, and largest length of the output.
+        expected_output: predicted number of output tokens; 0: unknown.
+        deadline_s: seconds until the deadline.
     """
 
     model: str
@@ -43,8 +42,8 @@ class RequestFacts:
     deadline_s: float
 
 
-class _Complaints:
-    """Says the first time what the user's code got wrong, and counts."""
+class _FailureLog:
+    """Counts the failures of a user's code, and logs the first."""
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
@@ -53,42 +52,42 @@ class _Complaints:
     def add(self, what: str, *, error: Exception | None = None) -> None:
         self.count += 1
         if self.count == 1:
-            log.warning("%s %s; this is said once", self._spec, what, exc_info=error)
+            log.warning("%s %s; later failures are not logged", self._spec, what, exc_info=error)
 
 
 class PriorityFunction:
-    """A user's function from ``RequestFacts`` to a priority."""
+    """Calls a user's function from ``RequestFacts`` to a priority."""
 
     def __init__(self, function: Callable[[RequestFacts], Any], spec: str) -> None:
         self._function = function
-        self._complaints = _Complaints(f"--priority-function {spec}")
+        self._failures = _FailureLog(f"--priority-function {spec}")
 
     @property
     def num_failures(self) -> int:
-        return self._complaints.count
+        return self._failures.count
 
     def __call__(self, facts: RequestFacts) -> int | None:
-        """The priority, higher is more urgent; None, and the request's own holds, if the function has none to give."""
+        """Return the priority, higher is more urgent; None: keep the priority of the request."""
         try:
             priority = self._function(facts)
         except Exception as error:
-            self._complaints.add("failed, and requests keep their own priorities", error=error)
+            self._failures.add("failed, so requests keep their own priorities", error=error)
             return None
         if priority is None:
             return None
         if type(priority) is not int or not LOWEST_PRIORITY < priority <= -LOWEST_PRIORITY - 1:
-            self._complaints.add(f"gave {priority!r}, which is no whole number of 32 bits")
+            self._failures.add(f"returned {priority!r}, which is not a 32-bit integer")
             return None
         return priority
 
 
-class OwnPolicy(Policy):
-    """A user's policy. Whenever it fails, or loses or invents requests, the order of arrival holds."""
+class UserPolicy(Policy):
+    """Calls a user's policy. If it fails, or returns other requests, the order of arrival is used."""
 
     def __init__(self, policy: Any, spec: str) -> None:
         self.name = spec
         self._policy = policy
-        self._complaints = _Complaints(f"--schedule-policy {spec}")
+        self._failures = _FailureLog(f"--schedule-policy {spec}")
 
     @property
     def reason(self) -> str:  # type: ignore[override]  # the user's
@@ -104,19 +103,19 @@ class OwnPolicy(Policy):
 
     @property
     def num_failures(self) -> int:
-        return self._complaints.count
+        return self._failures.count
 
     def totals(self) -> dict[str, float]:
-        return {"own_policy_failures": float(self._complaints.count)}
+        return {"own_policy_failures": float(self._failures.count)}
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         try:
             ordered = list(self._policy.order(list(waiting), now))
         except Exception as error:
-            self._complaints.add("failed, and the order of arrival holds", error=error)
+            self._failures.add("failed, so requests are ordered by arrival", error=error)
             return waiting
         if len(ordered) != len(waiting) or set(map(id, ordered)) != set(map(id, waiting)):
-            self._complaints.add("did not give back the requests that wait, each once, and the order of arrival holds")
+            self._failures.add("did not return every waiting request once, so requests are ordered by arrival")
             return waiting
         return ordered
 
@@ -137,16 +136,16 @@ class OwnPolicy(Policy):
         try:
             hook(*args, **counts)
         except Exception as error:
-            self._complaints.add("failed", error=error)
+            self._failures.add("failed", error=error)
 
 
 def load_policy(spec: str) -> Policy | None:
-    """A user's policy, made; None if ``--schedule-policy`` names one of ours.
+    """Load and construct a user's policy; None if ``spec`` is a built-in policy.
 
     Raises:
-        ConfigError: it cannot be imported or made, or is no policy.
+        ConfigError: the policy cannot be imported or constructed, or lacks a method.
     """
-    if not is_own(spec):
+    if not is_user_defined(spec):
         return None
     flag = f"--schedule-policy {spec}"
     policy = _made(_imported(spec, flag), flag)
@@ -154,25 +153,24 @@ def load_policy(spec: str) -> Policy | None:
     if missing:
         raise ConfigError(
             f"{flag} lacks {', '.join(missing)}: a policy is a class with order(waiting, now), arrived(request), "
-            "left(request) and served(request, num_input=, num_output=); "
-            "from common.scheduling.policies.base.Policy it inherits what "
-            "it does not need"
+            "left(request) and served(request, num_input=, num_output=); derive it from "
+            "common.scheduling.policies.base.Policy to inherit defaults"
         )
-    return OwnPolicy(policy, spec)
+    return UserPolicy(policy, spec)
 
 
 def load_priority_function(spec: str | None) -> PriorityFunction | None:
-    """A user's priority function; None without ``--priority-function``.
+    """Load a user's priority function; None without ``--priority-function``.
 
     Raises:
-        ConfigError: it cannot be imported, or is no function.
+        ConfigError: the function cannot be imported, or is not callable.
     """
     if spec is None:
         return None
     flag = f"--priority-function {spec}"
     function = _imported(spec, flag)
     if not callable(function):
-        raise ConfigError(f"{flag} is no function: it must take RequestFacts and return a priority")
+        raise ConfigError(f"{flag} is not a function: it must take RequestFacts and return a priority")
     return PriorityFunction(function, spec)
 
 
@@ -180,19 +178,19 @@ def _imported(spec: str, flag: str) -> Any:
     module_name, _, name = spec.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does
-        raise ConfigError(f"{flag} cannot be imported: {error} (is its folder in PYTHONPATH?)") from error
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(f"{flag} cannot be imported: {error}; its folder must be in PYTHONPATH") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{flag}: there is no {name} in {found.__name__}")
+            raise ConfigError(f"{flag}: {found.__name__} has no {name}")
         found = getattr(found, part)
     return found
 
 
 def _made(found: Any, flag: str) -> Any:
     if not callable(found):
-        raise ConfigError(f"{flag} is no class, and nothing else that makes a policy when it is called")
+        raise ConfigError(f"{flag} is not a class or a function that returns a policy")
     try:
         return found()
-    except Exception as error:  # whatever the user's class does
-        raise ConfigError(f"{flag} could not be made without arguments: {error}") from error
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"{flag} cannot be constructed without arguments: {error}") from error

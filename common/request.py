@@ -1,4 +1,4 @@
-"""One request as a node's scheduler sees it: its tokens, its pages, and how far it has come."""
+"""A request in a node's scheduler: its tokens, its pages and its progress."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,45 +9,44 @@ if TYPE_CHECKING:
     from common.cache.prefix_watch import PrefixWatch
     from common.cache.radix_cache import TreeNode
 
-#: The request id and the number of the attempt: one request on one pair of nodes.
+#: Request id and attempt; an attempt is one try on one pair of nodes.
 RequestKey = tuple[str, int]
 
-#: Below every priority that a user can name.
+#: Lower than every priority that a user can give.
 LOWEST_PRIORITY = -(2**31)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request on one node. Changed only by that node's scheduler and ``PrefillAdder``.
+    """A request on one node. Only the node's scheduler and its ``PrefillAdder`` change it.
 
     Attributes:
-        rid, attempt: who it is; an attempt is one try on one pair of nodes.
-        prompt: token ids as the user sent them.
+        rid, attempt: request id and number of the attempt.
+        prompt: token ids of the prompt.
         sampling: validated parameters.
         salt: requests with different salts never share cached pages.
         priority: higher is more urgent.
-        priority_class, tenant: on whose account it is served; empty for nobody's in particular.
-        expected_output: output tokens that it will probably have in all; 0 if nothing is known.
-        arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock. What it waited elsewhere before
-            counts: it arrived here so much earlier.
-        waited_s: what it had waited before it came here.
-        inherited_priority: the highest of those that wait for it.
-        num_passed: requests that were admitted before it since it did not fit.
-        watch: while it waits on a node, how much of it is cached there.
-        is_charged: its prompt is on its tenant's and class's account.
+        priority_class, tenant: the class and tenant that are charged; empty: none.
+        expected_output: predicted number of output tokens; 0: unknown.
+        arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock. ``arrived_at`` is earlier than
+            the arrival on this node by ``waited_s``.
+        waited_s: seconds that the request had waited before it arrived on this node.
+        inherited_priority: highest priority of the requests that wait for this one.
+        num_passed: number of requests that were admitted before this one because it did not fit.
+        watch: cached length on this node, while the request waits.
+        is_charged: whether the prompt has been charged to tenant and class.
         output: tokens sampled so far, on any node.
-        pages: page table; page i holds the KV of tokens ``i * page_size`` and on.
-        own: those of ``pages`` that belong to the request (``Owner.REQUEST``), not to the radix cache.
-        node: the radix node whose path is locked for this request.
-        num_computed: tokens whose KV is in ``pages``, as far as committed steps tell.
-        num_scheduled: the same once all planned steps have run; never less.
-        num_sampling: output tokens that planned steps sample and that are not in ``output`` yet.
-        num_cached: prompt tokens that were found in this node's cache when it was admitted first.
-        prompt_logprobs: of prompt tokens from ``sampling.prompt_logprobs_from`` on, as far as they are computed.
-        slot: row of the executor's request table; -1 while it has none.
-        admission: number of its stay in that slot; 0 while it has none. See ``common/scheduling/slots.py``.
-        packed: its first tokens in the radix cache's packed form, kept by ``request_pages.packed_tokens``. Tokens are
-            only ever appended, so it stays true.
+        pages: page table; page i holds the KV of tokens from ``i * page_size`` on.
+        own: the entries of ``pages`` that belong to the request (``Owner.REQUEST``) and not to the radix cache.
+        node: radix node whose path is locked for this request.
+        num_computed: tokens whose KV is in ``pages`` after all committed steps.
+        num_scheduled: tokens whose KV is in ``pages`` after all planned steps; at least ``num_computed``.
+        num_sampling: output tokens of planned steps that are not in ``output`` yet.
+        num_cached: prompt tokens that were in this node's cache at the first admission.
+        prompt_logprobs: log-probabilities computed so far, of prompt tokens from ``sampling.prompt_logprobs_from`` on.
+        slot: row of the executor's request table; -1: none.
+        admission: number of the request's admission to that slot; 0: none. See ``common/scheduling/slots.py``.
+        packed: the first tokens in packed form, which ``request_kv.packed_tokens`` extends.
     """
 
     rid: str
@@ -90,25 +89,26 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Output tokens it may still produce."""
+        """Number of output tokens that the request may still produce."""
         return self.sampling.max_new_tokens - len(self.output)
 
     @property
     def num_uncached(self) -> int:
-        """Tokens that are still to be computed, as far as is known while it waits."""
+        """Number of tokens that a waiting request must still compute."""
         num_found = self.num_computed if self.watch is None else self.watch.num_tokens
         return len(self.prompt) + len(self.output) - num_found
 
     @property
     def num_decodable(self) -> int:
-        """Tokens whose KV it takes to decode its next token: the prompt, or all but the token sampled last."""
+        """Number of tokens whose KV is needed to decode the next one: the prompt, or all but the last sampled token."""
         return self.num_tokens - 1 if self.output else len(self.prompt)
 
     @property
     def num_cacheable(self) -> int:
-        """Tokens that a cached prefix may stand for: the rest must be computed, since something of it is wanted.
+        """Number of first tokens that may come from the cache; the logits of all later ones are needed.
 
-        The last token's logits always are; with prompt log-probabilities, those before each token asked for.
+        These are the logits of the last token and, with prompt log-probabilities, of the tokens before each token asked
+        for.
         """
         first = self.sampling.prompt_logprobs_from
         if first is None or self.output:
@@ -116,7 +116,7 @@ class Request:
         return max(0, min(self.num_tokens, first) - 1)
 
     def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
-        """Prompt and output tokens at positions ``start .. end``."""
+        """Return prompt and output tokens at positions ``start .. end - 1``."""
         end = self.num_tokens if end is None else end
         num_prompt = len(self.prompt)
         if end <= num_prompt:

@@ -1,7 +1,7 @@
-"""How one request wants its tokens chosen.
+"""Sampling parameters of a request, and log-probabilities of its tokens.
 
-The parameters travel once, at admission, and never change. Together with the logits, the seed and the position they
-decide a token completely: whatever else is in the batch, on whichever node, before or after a retraction.
+A node gets the parameters once, at admission, and they never change. Together with the logits and the position they
+determine a token, independent of the batch, of the node and of retractions.
 """
 
 from dataclasses import dataclass
@@ -12,27 +12,27 @@ MAX_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of one request, already validated and completed with the model's defaults by the gateway.
+    """Sampling parameters of one request, which the gateway has validated and completed with the model's defaults.
 
     Attributes:
-        max_new_tokens: output tokens at most, at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        max_new_tokens: largest number of output tokens, at least 1.
+        temperature: divides logits; 0 takes the most likely token.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
-        min_p: drop tokens less likely than this share of the likeliest one; 0 keeps all.
+        min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
         seed: 64-bit unsigned; the token at a position is a pure function of (logits, parameters, seed, position).
-        stop_token_ids: a sampled token among these ends the output (after ``min_tokens``).
-        ignore_eos: the model's own end tokens do not end the output.
+        stop_token_ids: tokens that end the output (after ``min_tokens``).
+        ignore_eos: the end tokens of the model do not end the output.
         min_tokens: end and stop tokens cannot be sampled before this many output tokens.
-        logprobs: None for none; n for the log-probability of each output token and of the n likeliest at its place; of
-            the model's own distribution, before biases, penalties, temperature and cuts.
-        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied
-            (CTRL, arXiv:1909.05858).
-        presence_penalty: subtracted from the logits of tokens that are in the output.
-        frequency_penalty: subtracted from a token's logit as often as it is in the output.
-        logit_bias: (token id, addend to its logit), before everything else.
-        prompt_logprobs_from: None for none; otherwise the log-probability of each prompt token from this position on,
-            at least 1 (the first token follows nothing), with as many alternatives as ``logprobs`` asks for.
+        logprobs: n asks for log-probabilities of each output token and of the n most likely tokens at its position,
+            before biases, penalties, temperature, top-k, top-p and min-p; None asks for none.
+        repetition_penalty: divides positive logits, and multiplies others, of tokens in prompt or output (CTRL,
+            arXiv:1909.05858).
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted from a token's logit once for each time that it occurs in the output.
+        logit_bias: pairs of a token id and a number that is added to its logit before anything else.
+        prompt_logprobs_from: first position, at least 1, whose prompt token gets a log-probability, with as many
+            alternatives as ``logprobs``; None: no prompt token does.
     """
 
     max_new_tokens: int = 128
@@ -53,7 +53,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the next token depends on which tokens came before, beyond the logits."""
+        """Whether sampling needs the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -63,11 +63,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural) at one output position, of the model's own distribution before anything changes it.
+    """Natural log-probabilities at one position, of the unchanged distribution of the model.
 
     Attributes:
-        token: log-probability of the token that was chosen.
-        top: (token id, log-probability) of the likeliest tokens, best first.
+        token: log-probability of the sampled token or prompt token.
+        top: (token id, log-probability) of the most likely tokens, best first.
     """
 
     token: float

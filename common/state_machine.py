@@ -1,4 +1,4 @@
-"""Lifecycles as tables: (state, event) -> state. What a table does not name is our own bug and stops the process."""
+"""State machines as tables from (state, event) to state. A pair outside the table is a bug and ends the process."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -11,11 +11,11 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class IllegalTransitionError(InvariantError):
-    """An event reached a state in which it cannot happen."""
+    """An event happened in a state whose table has no entry for it."""
 
 
 def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    """The state after ``event``; raises ``IllegalTransitionError`` outside the table."""
+    """Return the state after ``event``. Raises IllegalTransitionError: the table has no such entry."""
     try:
         return table[state, event]
     except KeyError:

@@ -1,8 +1,8 @@
-"""The one step type: what a scheduler asks of the executor, and what comes back.
+"""The plan of a step, which a scheduler gives to the executor, and its result.
 
-A plan is integers only. It may travel to other ranks as it is. Prefill chunks, cached prefixes, resumed requests and
-decode rows are all the same thing, a ``Row``: *extend slot s by these tokens, starting at position p*. A decode row is
-an extend of one token, the token sampled last, which the executor still has.
+A plan holds only integers, so that it can be sent to other ranks. Prefill chunks, requests with cached prefixes,
+resumed requests and decode rows are all a ``Row``, which extends a slot by tokens from a position on. A decode row
+extends by one token, the token sampled last, which the executor has kept.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 
 
 class Admit(NamedTuple):
-    """A request takes a slot (row of the executor's request table). Sent once, before the slot's first row."""
+    """Assigns a slot of the executor's request table to a request. Sent once, before the first row of the slot."""
 
     slot: int
     sampling: SamplingParams
-    prompt_len: int  # tokens of the original prompt: output number i sits at position prompt_len + i
-    last_token: int | None  # sampled elsewhere, its KV still to be computed; None while the prompt is extended
+    prompt_len: int  # tokens of the original prompt: output token i has position prompt_len + i
+    last_token: int | None  # sampled on another node, its KV not computed yet; None: the prompt is not computed yet
     history: tuple[int, ...] = ()  # all tokens so far, prompt and output; only if ``sampling.has_penalties``
 
 
 class PageDelta(NamedTuple):
-    """Pages appended to (or replaced in) a slot's page table: entries ``first .. first + len(pages)``."""
+    """Sets entries ``first .. first + len(pages) - 1`` of a slot's page table."""
 
     slot: int
     first: int
@@ -30,13 +30,13 @@ class PageDelta(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Extend one slot. KV of positions ``0 .. start`` is already in its pages."""
+    """Extends one slot. The KV of positions ``0 .. start - 1`` is already in its pages."""
 
     slot: int
     start: int
     tokens: tuple[int, ...] | None  # None: one token, the one sampled (or admitted) last for this slot
     sample: bool  # sample a token from the logits of the row's last position
-    targets: tuple[int, ...] = ()  # prompt tokens to be judged: targets[i] follows tokens[first_target + i]
+    targets: tuple[int, ...] = ()  # targets[i], a prompt token, follows tokens[first_target + i]
     first_target: int = 0
 
     @property
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine. Applied in this order: admits, page deltas, rows."""
+    """One step of the engine. The executor applies admits, then page deltas, then rows."""
 
     step: int
     admits: tuple[Admit, ...]
@@ -56,13 +56,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced.
+    """Result of a step.
 
     Attributes:
-        step: number of the plan that was run.
+        step: number of the plan.
         tokens: one sampled token id for each row with ``sample``, in row order.
-        logprobs: aligned with ``tokens``; None for rows that did not ask. Empty when no row asked.
-        prompt_logprobs: for each row with ``targets``, in row order, one per target.
+        logprobs: aligned with ``tokens``; None for rows that did not ask. Empty if no row asked.
+        prompt_logprobs: one tuple for each row with ``targets``, in row order, with one entry per target.
     """
 
     step: int

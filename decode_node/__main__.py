@@ -1,14 +1,14 @@
-"""``python -m decode_node``: one decode node, dialling the gateway until it is told to stop."""
+"""``python -m decode_node``: runs one decode node until it is stopped."""
 
 import sys
 
 from common.config.cli import resolve
 from common.config.node import NodeConfig
-from common.node.worker_context import Parts
+from common.node.worker_context import WorkerContext
 from common.node.worker_main import run
 from common.scheduling.new_token_ratio import NewTokenRatio
 from decode_node.role import DecodeRole
-from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
 from kv_transfer.transports.negotiation import TransportSettings, open_reader
@@ -16,15 +16,15 @@ from kv_transfer.transports.negotiation import TransportSettings, open_reader
 HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
-def open_transport(parts: Parts) -> ReaderTransport:
-    """The transport that the configuration names, over the process's pool."""
-    return open_reader(parts.pool, TransportSettings.of(parts.config, parts.incarnation))
+def open_transport(context: WorkerContext) -> ReaderTransport:
+    """The transport that the configuration names, over the pool of the process."""
+    return open_reader(context.pool, TransportSettings.of(context.config, context.incarnation))
 
 
-def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
-    """The role and its transfer endpoint, over the process's pool and books."""
-    config, capacity = parts.config, parts.capacity
-    limits = Limits(
+def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
+    """Build the role with its scheduler and its end of the transfer plane."""
+    config, capacity = context.config, context.capacity
+    limits = DecodeLimits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
         context_length=capacity.context_length,
@@ -33,8 +33,8 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
         cut=capacity.cut,
         max_requests=config.prefill_max_requests,
         is_mixed=config.enable_mixed_chunk,
-        sharing=parts.sharing,
-        clip_tokens=parts.constants.clip,
+        sharing=context.sharing,
+        clip_tokens=context.constants.clip,
         max_skip_ahead=config.max_skip_ahead,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
@@ -42,26 +42,26 @@ def build(parts: Parts, transport: ReaderTransport) -> DecodeRole:
     )
     receiver = Receiver(
         transport,
-        parts.books,
+        context.allocator,
         name=config.node_name,
-        digest=parts.digest,
+        digest=context.digest,
         wants_checksums=config.kv_checksum,
     )
     scheduler = DecodeScheduler(
-        parts.cache,
-        parts.books,
+        context.cache,
+        context.allocator,
         limits=limits,
-        order=parts.order(),
-        ratio=NewTokenRatio(parts.constants, config.schedule_conservativeness),
-        eos_token_ids=parts.eos_token_ids,
+        ordering=context.ordering(),
+        ratio=NewTokenRatio(context.constants, config.schedule_conservativeness),
+        eos_token_ids=context.eos_token_ids,
         is_connected=receiver.is_connected,
     )
     return DecodeRole(
         scheduler,
         receiver,
-        cache=parts.cache,
-        books=parts.books,
-        vocab_size=parts.vocab_size,
+        cache=context.cache,
+        allocator=context.allocator,
+        vocab_size=context.vocab_size,
         stream_interval=config.stream_interval,
     )
 

@@ -44,9 +44,9 @@ class AllocationFailure(Enum):
 class PageReservations:
     """The reservations of one decode node, by request."""
 
-    def __init__(self, cache: RadixCache, books: PageAllocator) -> None:
+    def __init__(self, cache: RadixCache, allocator: PageAllocator) -> None:
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self.by_key: dict[RequestKey, Reservation] = {}
 
     @property
@@ -56,7 +56,7 @@ class PageReservations:
     @property
     def num_available(self) -> int:
         """Pages that are free or could be evicted."""
-        return self._books.num_free + self._cache.num_evictable_pages
+        return self._allocator.num_free + self._cache.num_evictable_pages
 
     def match(self, request: Request) -> Match:
         """The cached part of the tokens that it takes to decode the request's next token."""
@@ -79,8 +79,8 @@ class PageReservations:
             without: requests whose pages count as free.
         """
         match = self.match(request)
-        num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._books.num_lingering
-        return not has_room(self._cache, self._books, num_pages=num_pages, keep=match.node, without=without)
+        num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._allocator.num_lingering
+        return not has_room(self._cache, self._allocator, num_pages=num_pages, keep=match.node, without=without)
 
     def reserve(self, request: Request, *, spare_tokens: int) -> Reservation | AllocationFailure:
         """Reserve the pages that the prompt lacks, or change nothing.
@@ -115,8 +115,8 @@ class PageReservations:
 
     def _allocate(self, count: int) -> list[int] | None:
         """``count`` pages. None while pages evicted for them linger, since an outstanding step may read them."""
-        self._cache.evict(count - self._books.num_free)
-        return self._books.alloc(count, Owner.GRANT)
+        self._cache.evict(count - self._allocator.num_free)
+        return self._allocator.alloc(count, Owner.GRANT)
 
     def awaited_from(self, request: Request) -> RequestKey | None:
         """The request whose transfer brings the prefix that this request waits for."""
@@ -136,7 +136,7 @@ class PageReservations:
             self._cache.unlock(request.node)
             request.node = node
             own = own[request.num_decodable // self._cache.page_size - reservation.first :]
-        self._books.move(own, Owner.GRANT, Owner.REQUEST)
+        self._allocator.move(own, Owner.GRANT, Owner.REQUEST)
         request.own = own
         request.num_computed = request.num_scheduled = request.num_decodable
 

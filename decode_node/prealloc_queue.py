@@ -24,7 +24,7 @@ from decode_node.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DecodeLimits:
     """Bounds of a decode node; None means no bound.
 
     Attributes:
@@ -85,9 +85,9 @@ class PreallocQueue:
         self,
         reservations: PageReservations,
         table: RequestTable,
-        order: RequestOrdering,
+        ordering: RequestOrdering,
         *,
-        limits: Limits,
+        limits: DecodeLimits,
         ratio: NewTokenRatio,
         is_connected: Callable[[str], bool],
     ) -> None:
@@ -96,7 +96,7 @@ class PreallocQueue:
         self.short: dict[RequestKey, Request] = {}
         self._reservations = reservations
         self._table = table
-        self._order = order
+        self._ordering = ordering
         self._limits = limits
         self._ratio = ratio
         self._is_connected = is_connected
@@ -107,7 +107,7 @@ class PreallocQueue:
     def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
         """``begun``, retracted and waiting requests in the order in which they are served."""
         retracted = sorted(self._table.retracted.values(), key=lambda request: request.arrived_at)
-        return self._order.merge([*begun, *retracted], list(self._table.waiting.values()), now)
+        return self._ordering.merge([*begun, *retracted], list(self._table.waiting.values()), now)
 
     def step_candidates(self, now: float) -> Iterator[Request]:
         """Requests that the next step may compute a chunk of, in order, and requests that are short of pages.
@@ -116,7 +116,7 @@ class PreallocQueue:
         """
         table, short = self._table, self.short
         begun = list(table.extending.values())
-        if not (begun or table.retracted or table.num_waiting_here or short):
+        if not (begun or table.retracted or table.num_waiting_local or short):
             return
         for request in self.sort(now, begun):
             key = request.key
@@ -150,7 +150,7 @@ class PreallocQueue:
         Called after every event. It does nothing while nothing has changed since the last call.
         """
         table = self._table
-        num_awaiting = len(table.waiting) - table.num_waiting_here
+        num_awaiting = len(table.waiting) - table.num_waiting_local
         if not num_awaiting and all(self.is_computed_here(request) for request in table.retracted.values()):
             return []
         num_outputs = sum(len(request.output) for request in table.running.values())
@@ -164,10 +164,10 @@ class PreallocQueue:
     def is_full_for(self, request: Request) -> bool:
         """Whether as many requests, no less urgent than this, are received or wait for a slot as there are slots."""
         ahead = [*self._table.receiving.values(), *self._table.ready.values()]
-        if len(ahead) < self._limits.max_running or not self._order.rules.is_enabled:
+        if len(ahead) < self._limits.max_running or not self._ordering.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
-        priority = self._order.effective_priority(request)
-        return sum(self._order.effective_priority(other) >= priority for other in ahead) >= self._limits.max_running
+        standing = self._ordering.effective_priority(request)
+        return sum(self._ordering.effective_priority(other) >= standing for other in ahead) >= self._limits.max_running
 
     def _grant_in_order(self, now: float) -> list[PageGrant]:
         granted: list[PageGrant] = []
@@ -201,7 +201,7 @@ class PreallocQueue:
             self.totals["resumed_remotely"] += 1
         else:
             request.admitted_at = now
-            self._order.admitted(request, num_input=len(request.prompt) - request.num_cached)
+            self._ordering.admitted(request, num_input=len(request.prompt) - request.num_cached)
         self._table.move(request, Event.GRANT)
         self.totals["skipped_ahead"] += bool(passing)
         num_pages = (len(reservation.pages), reservation.num_pages)

@@ -30,32 +30,34 @@ class Preemptor:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageAllocator,
+        allocator: PageAllocator,
         table: RequestTable,
         *,
         queue: PreallocQueue,
-        order: RequestOrdering,
+        ordering: RequestOrdering,
         is_by_priority: bool,
     ) -> None:
         self.totals: Counter[str] = Counter(retractions=0, preemptions=0, pauses=0)
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._table = table
         self._queue = queue
-        self._order = order
+        self._ordering = ordering
         self._is_by_priority = is_by_priority
 
     def preempt_for_first(self, now: float) -> bool:
         """Retract less urgent requests if that gives the first in the queue its pages. True if any was retracted."""
         table = self._table
-        if not self._order.rules.is_enabled or not (table.waiting or table.retracted):
+        if not self._ordering.rules.is_enabled or not (table.waiting or table.retracted):
             return False
         holders = table.preemptible()
-        retracted = map(self._order.priority, table.retracted.values())
-        if not self._order.may_preempt_any(max([table.waiting.highest_priority, *retracted]), holders):
+        retracted = map(self._ordering.priority, table.retracted.values())
+        if not self._ordering.may_preempt_any(max([table.waiting.highest_priority, *retracted]), holders):
             return False
         first = self._queue.sort(now)[0]
-        weaker = self._order.in_preemption_order(other for other in holders if self._order.may_preempt(first, other))
+        weaker = self._ordering.in_preemption_order(
+            other for other in holders if self._ordering.may_preempt(first, other)
+        )
         if not weaker or self._waits_for_another(first):
             return False
         if not self._queue.lacks_pages(first) or self._queue.lacks_pages(first, weaker):
@@ -76,7 +78,7 @@ class Preemptor:
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
         """Take the pages of a request; its KV stays cached while there is room."""
-        release(self._cache, self._books, request, keep=True)
+        release(self._cache, self._allocator, request, keep=True)
         self._table.move(request, Event.RETRACT, with_slot=False)
         self.totals["retractions"] += 1
         self._queue.decisions.note(now, request.rid, "retract", reason, *args)
@@ -84,11 +86,13 @@ class Preemptor:
     def _slot_victim(self, request: Request) -> Request | None:
         """The least urgent request in a slot, if this one may take its place."""
         in_slots = [*self._table.running.values(), *self._table.extending.values()]
-        weaker = self._order.in_preemption_order(other for other in in_slots if self._order.may_preempt(request, other))
+        weaker = self._ordering.in_preemption_order(
+            other for other in in_slots if self._ordering.may_preempt(request, other)
+        )
         return weaker[0] if weaker else None
 
     def can_have_slot(self, request: Request) -> bool:
-        return self._table.has_slot or (self._order.rules.is_enabled and self._slot_victim(request) is not None)
+        return self._table.has_slot or (self._ordering.rules.is_enabled and self._slot_victim(request) is not None)
 
     def free_slot(self, request: Request, now: float) -> None:
         """Make sure that a slot is free: pause the least urgent request, or retract it if it is half computed."""
@@ -110,14 +114,14 @@ class Preemptor:
         It is the least urgent, or the one with the least work to lose: fewest output tokens, then longest prompt, then
         newest.
         """
-        table, order = self._table, self._order
+        table, ordering = self._table, self._ordering
         num_able = len(table.running) + len(table.ready) + len(table.paused)
         if num_able < 2:
             return None
         return min(
             [*table.running.values(), *table.paused.values()],
             key=lambda r: (
-                order.retraction_rank(r) if self._is_by_priority else (0.0, 0.0),
+                ordering.retraction_rank(r) if self._is_by_priority else (0.0, 0.0),
                 len(r.output),
                 -len(r.prompt),
                 -r.arrived_at,

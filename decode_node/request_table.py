@@ -23,7 +23,7 @@ class RequestTable:
         local: requests whose prompts are computed here, in whatever state.
         waiting, receiving, ready, paused, retracted, extending, running: by state, in the order in which they entered.
         num_moves: how often a request has come, gone, or changed its state.
-        num_waiting_here: requests that are both in ``waiting`` and in ``local``.
+        num_waiting_local: requests that are both in ``waiting`` and in ``local``.
     """
 
     def __init__(self, num_slots: int, waiting: WaitingQueue) -> None:
@@ -48,7 +48,7 @@ class RequestTable:
             State.RUNNING: self.running,
         }
         self.num_moves = 0
-        self.num_waiting_here = 0
+        self.num_waiting_local = 0
         self._slots = SlotPool(num_slots)
 
     @property
@@ -63,7 +63,7 @@ class RequestTable:
         self.states[request.key] = State.WAITING
         if source is None:
             self.local[request.key] = None
-            self.num_waiting_here += 1
+            self.num_waiting_local += 1
         else:
             self.sources[request.key] = source
 
@@ -75,7 +75,7 @@ class RequestTable:
         """
         self.num_moves += 1
         before = self.states[request.key]
-        self.num_waiting_here -= before is State.WAITING and request.key in self.local
+        self.num_waiting_local -= before is State.WAITING and request.key in self.local
         del self._queues[before][request.key]
         if with_slot:
             self._slots.take(request)
@@ -92,7 +92,7 @@ class RequestTable:
         self.num_moves += 1
         state = self.states.pop(key)
         advance(TABLE, state, Event.END)
-        self.num_waiting_here -= state is State.WAITING and key in self.local
+        self.num_waiting_local -= state is State.WAITING and key in self.local
         del self._queues[state][key]
         self.local.pop(key, None)
         self.sources.pop(key, None)
@@ -127,7 +127,7 @@ class RequestTable:
         invariant(self.local.keys() | self.sources.keys() == self.requests.keys(), "a request comes from nowhere")
         self.waiting.check()
         num_here = sum(key in self.local for key in self.waiting)
-        invariant(self.num_waiting_here == num_here, "waiting local requests are miscounted")
+        invariant(self.num_waiting_local == num_here, "waiting local requests are miscounted")
         for state, queue in self._queues.items():
             has_slot = state in (State.RUNNING, State.EXTENDING)
             right = all((request.slot >= 0) == has_slot for request in queue.values())

@@ -16,10 +16,10 @@ from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
     check_generate,
-    explained,
-    prove_pages,
-    request_from,
-    tell_if_missed,
+    check_pages,
+    decisions_message,
+    report_missed_deadline,
+    request_from_generate,
 )
 from common.request import Request, RequestKey
 from common.step_plan import StepPlan, StepResult
@@ -66,7 +66,7 @@ class DecodeRole:
         receiver: Receiver,
         *,
         cache: RadixCache,
-        books: PageAllocator,
+        allocator: PageAllocator,
         vocab_size: int,
         stream_interval: int = 1,
     ) -> None:
@@ -74,7 +74,7 @@ class DecodeRole:
         self._scheduler = scheduler
         self._receiver = receiver
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._vocab_size = vocab_size
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
         self._unanswered: dict[str, float] = {}  # the instant by which a dialled one must have answered
@@ -92,14 +92,14 @@ class DecodeRole:
             key = (message.rid, message.attempt)
             request = self._scheduler.requests.get(key)
             self._end(key)
-            tell_if_missed(self._scheduler.policy, request, now)
+            report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, GetDecisions):
-            self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
+            self.outbox.gateway.append(decisions_message(self._scheduler.decisions, message, now))
         self._settle(now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
@@ -135,7 +135,7 @@ class DecodeRole:
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node", now)
-            tell_if_missed(self._scheduler.policy, request, now)
+            report_missed_deadline(self._scheduler.policy, request, now)
         for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
             self._drop_peer(peer, "the prefill node was lost", now)
         self._receiver.poll(now)
@@ -174,12 +174,14 @@ class DecodeRole:
                 self._begin_transfer(effect, now)
             else:
                 request = effect.request
-                message = f"the pool of {self._books.num_pages} pages cannot hold {request.num_tokens} tokens and one"
+                message = (
+                    f"the pool of {self._allocator.num_pages} pages cannot hold {request.num_tokens} tokens and one"
+                )
                 message += " more (--max-total-tokens of the decode node)"
                 self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
 
     def _generate(self, message: Generate, now: float) -> None:
-        request = request_from(message, now)
+        request = request_from_generate(message, now)
         if request.key in self._scheduler.requests:
             return  # a repetition
         self._totals["requests"] += 1
@@ -276,7 +278,7 @@ class DecodeRole:
         else:
             self._forget(key)
             self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the prefill node computed another prompt")
-        self._books.free(event.pages, Owner.GRANT)
+        self._allocator.free(event.pages, Owner.GRANT)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
@@ -321,9 +323,9 @@ class DecodeRole:
         return Load(
             num_waiting=num_waiting,
             num_running=len(self._scheduler.requests) - num_waiting,
-            num_free_pages=self._books.num_free,
+            num_free_pages=self._allocator.num_free,
             num_cached_pages=self._cache.num_pages,
-            num_quarantined_pages=self._books.count(Owner.QUARANTINE),
+            num_quarantined_pages=self._allocator.count(Owner.QUARANTINE),
         )
 
     def counters(self) -> dict[str, float]:
@@ -335,6 +337,6 @@ class DecodeRole:
         }
 
     def check(self) -> None:
-        prove_pages(self._books, self._cache, self._scheduler.requests.values())
+        check_pages(self._allocator, self._cache, self._scheduler.requests.values())
         self._scheduler.check()
         self._receiver.check()

@@ -31,7 +31,7 @@ from common.scheduling.slots import OutstandingSteps
 from common.scheduling.waiting_queue import WaitingQueue
 from common.step_plan import PageDelta, Row, StepPlan, StepResult
 from decode_node.page_reservation import PageReservations
-from decode_node.prealloc_queue import Limits as Limits
+from decode_node.prealloc_queue import DecodeLimits as DecodeLimits
 from decode_node.prealloc_queue import PageGrant as PageGrant
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.preemption import Preemptor
@@ -79,40 +79,40 @@ class DecodeScheduler:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageAllocator,
+        allocator: PageAllocator,
         *,
-        limits: Limits,
-        order: RequestOrdering,
+        limits: DecodeLimits,
+        ordering: RequestOrdering,
         ratio: NewTokenRatio,
         eos_token_ids: Collection[int],
         is_connected: Callable[[str], bool],
     ) -> None:
-        self.policy = order.policy
+        self.policy = ordering.policy
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._limits = limits
-        self._order = order
+        self._ordering = ordering
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
-        self._capacity = books.num_pages * cache.page_size
-        self._table = RequestTable(limits.max_running, WaitingQueue(order, cache))
+        self._capacity = allocator.num_pages * cache.page_size
+        self._table = RequestTable(limits.max_running, WaitingQueue(ordering, cache))
         self._deadlines = Deadlines(self._table.requests)
-        self._reservations = PageReservations(cache, books)
+        self._reservations = PageReservations(cache, allocator)
         self._queue = PreallocQueue(
-            self._reservations, self._table, order, limits=limits, ratio=ratio, is_connected=is_connected
+            self._reservations, self._table, ordering, limits=limits, ratio=ratio, is_connected=is_connected
         )
         self._preemptor = Preemptor(
             cache,
-            books,
+            allocator,
             self._table,
             queue=self._queue,
-            order=order,
+            ordering=ordering,
             is_by_priority=limits.is_retracted_by_priority,
         )
         self.decisions = self._queue.decisions
         self._totals = {"budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0}
         self._totals["prompt_tokens_computed"] = 0
-        self._steps: OutstandingSteps[Step] = OutstandingSteps(books)
+        self._steps: OutstandingSteps[Step] = OutstandingSteps(allocator)
         self._joining: dict[RequestKey, Request] = {}  # in a slot of which no plan has told the executor yet
         self._were_chunks_alone = False
         self._effects: list[Effect] = []
@@ -162,7 +162,7 @@ class DecodeScheduler:
         """The prefill node does not compute this retracted request again; it is computed here instead."""
         request = self._table.receiving[key]
         self._reservations.withdraw(request)
-        self._table.move(request, Event.LOSE)
+        self._table.move(request, Event.TRANSFER_LOST)
         self._table.local[key] = None
         self.decisions.note(now, request.rid, "resume", "here, since no prefill node does")
 
@@ -178,7 +178,7 @@ class DecodeScheduler:
         if is_receiving:
             self._reservations.withdraw(request)
         self._queue.short.pop(key, None)
-        release(self._cache, self._books, request, keep=True)
+        release(self._cache, self._allocator, request, keep=True)
         return request
 
     def take_effects(self) -> list[Effect]:
@@ -241,7 +241,7 @@ class DecodeScheduler:
         chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
         begun = [request for request in begun if request.slot >= 0]
-        self._order.note_policy_change(self.decisions, now)
+        self._ordering.note_policy_change(self.decisions, now)
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
         rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:
@@ -286,13 +286,13 @@ class DecodeScheduler:
 
     def _join_batch(self, now: float) -> None:
         """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""
-        for request in self._order.by_priority([*self._table.paused.values(), *self._table.ready.values()]):
+        for request in self._ordering.by_priority([*self._table.paused.values(), *self._table.ready.values()]):
             if not self._preemptor.can_have_slot(request):
                 break
             self._preemptor.free_slot(request, now)
             if self._table.states[request.key] is State.PAUSED:
                 self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
-            self._table.move(request, Event.TAKE_UP, with_slot=True)
+            self._table.move(request, Event.JOIN_BATCH, with_slot=True)
             self._joining[request.key] = request
 
     # ---- decode rows ------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class DecodeScheduler:
     def _rows(self) -> list[Request]:
         """Those of them that have room for it, most urgent first."""
         page_size = self._cache.page_size
-        growing = self._order.by_effective_priority(self._growing())
+        growing = self._ordering.by_effective_priority(self._growing())
         return [r for r in growing if len(r.pages) * page_size > r.num_scheduled]
 
     def _grow(self, now: float) -> list[Request]:
@@ -318,13 +318,13 @@ class DecodeScheduler:
         num_awaited = 0  # lingering pages that are meant for requests
         page_size = self._cache.page_size
         full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
-        for request in self._order.by_effective_priority(full):
+        for request in self._ordering.by_effective_priority(full):
             while request.key in self._table.running and len(request.pages) * page_size <= request.num_scheduled:
                 if pages := self._allocate_page(num_awaited):
                     request.pages += pages
                     request.own += pages
                     grown.append(request)
-                elif self._books.num_lingering > num_awaited:
+                elif self._allocator.num_lingering > num_awaited:
                     num_awaited += 1
                     break
                 elif victim := self._preemptor.victim():
@@ -335,9 +335,9 @@ class DecodeScheduler:
         return grown
 
     def _allocate_page(self, num_awaited: int) -> list[int] | None:
-        if not self._books.num_free and self._books.num_lingering <= num_awaited:
+        if not self._allocator.num_free and self._allocator.num_lingering <= num_awaited:
             self._cache.evict(1)
-        return self._books.alloc(1, Owner.REQUEST)
+        return self._allocator.alloc(1, Owner.REQUEST)
 
     # ---- chunks -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class DecodeScheduler:
                     break
                 self._waits_for_prefix(request, sharing, lent, now)
             elif not self._queue.is_computed_here(request):
-                if request.key in self._queue.short and (table.has_holders or self._books.num_lingering):
+                if request.key in self._queue.short and (table.has_holders or self._allocator.num_lingering):
                     skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
             elif self._waits_for_prefix(request, sharing, lent, now):
                 pass
@@ -389,7 +389,7 @@ class DecodeScheduler:
             return False
         holder = sharing.holder_of(request, self._cache)
         if holder is not None:
-            self._order.inherit_priority(request, holder, lent)
+            self._ordering.inherit_priority(request, holder, lent)
             self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
         return holder is not None
 
@@ -401,7 +401,7 @@ class DecodeScheduler:
         is_new = self._table.states[request.key] is State.WAITING
         if is_new:
             request.admitted_at = now
-            self._order.admitted(request, num_input=num_new)
+            self._ordering.admitted(request, num_input=num_new)
         action = "admit" if is_new else "resume"
         reason = "computes {} of {} tokens" + (PASSING if has_passed else "")
         self.decisions.note(now, request.rid, action, reason, num_new, request.num_tokens)
@@ -409,7 +409,7 @@ class DecodeScheduler:
 
     def _adder(self) -> PrefillAdder:
         holders = self._table.holders()
-        total = (self._books.num_free + self._cache.num_evictable_pages) * self._cache.page_size
+        total = (self._allocator.num_free + self._cache.num_evictable_pages) * self._cache.page_size
         if holders:
             total -= self._queue.expected(holders)
         else:
@@ -418,7 +418,7 @@ class DecodeScheduler:
         budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.cut)
         return PrefillAdder(
             self._cache,
-            self._books,
+            self._allocator,
             budgets,
             max_requests=self._limits.max_requests,
             clip=clip,
@@ -457,7 +457,7 @@ class DecodeScheduler:
                 request.inherited_priority = LOWEST_PRIORITY
                 self._table.move(request, Event.SAMPLED)
                 sampled.append(self._sampled(request, *found.sampled))
-        self._order.decoded([one.request for one in sampled])
+        self._ordering.decoded([one.request for one in sampled])
         for one in sampled:
             self._effects.append(one)
             if one.finish:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from common.node.outbox import Outbox
-from common.node.role import first_tokens
+from common.node.role import first_token_message
 from common.request import Request, RequestKey
 from common.wire.messages import Tokens
 from decode_node.scheduler import Sampled
@@ -61,7 +61,7 @@ class TokenOutput:
         request = sampled.request
         self.totals["local_prefills"] += 1
         self.totals["prompt_tokens_cached"] += request.num_cached
-        self._outbox.gateway.append(first_tokens(request, sampled.token, sampled.logprobs, sampled.finish, now))
+        self._outbox.gateway.append(first_token_message(request, sampled.token, sampled.logprobs, sampled.finish, now))
 
     def _send(self, unsent: list[Sampled], now: float) -> None:
         """Send the last tokens of a request."""

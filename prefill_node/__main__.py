@@ -1,29 +1,29 @@
-"""``python -m prefill_node``: one prefill node, dialling the gateway until it is told to stop."""
+"""``python -m prefill_node``: runs one prefill node until it is stopped."""
 
 import sys
 
 from common.config.cli import resolve
 from common.config.node import NodeConfig
-from common.node.worker_context import Parts
+from common.node.worker_context import WorkerContext
 from common.node.worker_main import run
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import WriterTransport
 from kv_transfer.transports.negotiation import TransportSettings, open_writer
 from prefill_node.role import PrefillRole
-from prefill_node.scheduler import Limits, PrefillScheduler
+from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
 HELP = "Compute prompts and hand their KV pages to decode nodes."
 
 
-def open_transport(parts: Parts) -> WriterTransport:
-    """The transport that the configuration names, over the process's pool."""
-    return open_writer(parts.pool, TransportSettings.of(parts.config, parts.incarnation))
+def open_transport(context: WorkerContext) -> WriterTransport:
+    """The transport that the configuration names, over the pool of the process."""
+    return open_writer(context.pool, TransportSettings.of(context.config, context.incarnation))
 
 
-def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
-    """The role and its transfer endpoint, over the process's pool and books."""
-    config, capacity = parts.config, parts.capacity
-    limits = Limits(
+def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
+    """Build the role with its scheduler and its end of the transfer plane."""
+    config, capacity = context.config, context.capacity
+    limits = PrefillLimits(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
         context_length=capacity.context_length,
@@ -31,19 +31,21 @@ def build(parts: Parts, transport: WriterTransport) -> PrefillRole:
         chunk_tokens=capacity.chunk_tokens,
         cut=capacity.cut,
         max_requests=config.prefill_max_requests,
-        sharing=parts.sharing,
+        sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
-    sender = Sender(transport, digest=parts.digest, wants_checksums=config.kv_checksum, clock=parts.clock)
+    sender = Sender(transport, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
     scheduler = PrefillScheduler(
-        parts.cache,
-        parts.books,
+        context.cache,
+        context.allocator,
         limits=limits,
-        order=parts.order(),
-        eos_token_ids=parts.eos_token_ids,
+        ordering=context.ordering(),
+        eos_token_ids=context.eos_token_ids,
         is_granted=sender.is_granted,
     )
-    return PrefillRole(scheduler, sender, cache=parts.cache, books=parts.books, vocab_size=parts.vocab_size)
+    return PrefillRole(
+        scheduler, sender, cache=context.cache, allocator=context.allocator, vocab_size=context.vocab_size
+    )
 
 
 def main() -> int:

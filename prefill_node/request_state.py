@@ -1,29 +1,29 @@
-"""The life of a request on a prefill node.
+"""The lifecycle of a request on a prefill node.
 
-Source pages go back on one event only, ``RELEASED``: the transfer plane says that nothing reads them any more. Every
-other end (the first token ends the output, an abort, a deadline) first closes the transfer and then waits for it.
+Source pages are given back on one event only, ``RELEASED``: the transfer plane says that nothing reads them any more.
+Every other end (the first token ends the output, an abort, a deadline) closes the transfer first and waits for it.
 
-Only a request for which the decode node has granted nothing yet can be retracted, since nothing of it is on its way.
-That is what keeps several nodes from waiting for each other in a circle: a request with pages on both sides never waits
-for one that has pages on the prefill side alone.
+A request can be retracted only while the decode node has granted no pages for it, since none of its pages is in transit
+then. So a request with pages on both nodes never waits for a request with pages on the prefill node alone, and nodes
+cannot wait for one another in a circle.
 """
 
 from enum import StrEnum
 
 
 class State(StrEnum):
-    WAITING = "waiting"  # in the queue, no pages
-    EXTENDING = "extending"  # holds all its pages and a slot; chunk after chunk is computed
-    SENDING = "sending"  # the prompt is computed; pages are held until the decode node has them
-    CLOSING = "closing"  # ended early; pages are held until the last write is over
+    WAITING = "waiting"  # in the queue, without pages
+    EXTENDING = "extending"  # has a slot and all of its pages; its chunks are computed one after the other
+    SENDING = "sending"  # the prompt is computed; pages stay until the decode node has them
+    CLOSING = "closing"  # ended early; pages stay until the last write is over
     DONE = "done"
 
 
 class Event(StrEnum):
     ADMIT = "admit"
-    SAMPLED = "sampled"  # the last chunk is computed, and the output goes on elsewhere
-    CLOSE = "close"  # first token ended it, abort, deadline, failure
-    RETRACT = "retract"  # nobody waits for its pages yet, and somebody whose pages are awaited needs the room
+    SAMPLED = "sampled"  # the last chunk is computed; the decode node continues the output
+    CLOSE = "close"  # the first token ended the output, or an abort, a deadline or a failure
+    RETRACT = "retract"  # a more important request gets its pages
     RELEASED = "released"
 
 

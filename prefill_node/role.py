@@ -1,7 +1,7 @@
-"""The prefill role: scheduler and sender, joined.
+"""The prefill role: joins the scheduler and the sender.
 
-The scheduler decides what is computed; the sender decides when a page may leave. This file passes the one's effects to
-the other and answers the gateway: the first token goes straight to it, and so does every error.
+The scheduler decides what is computed. The sender decides when a page may leave. The first token of a request and every
+error go straight to the gateway.
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
     check_generate,
+    check_pages,
     check_tokens,
-    explained,
-    first_tokens,
-    prove_pages,
-    request_from,
-    resumed_request,
-    tell_if_missed,
+    decisions_message,
+    first_token_message,
+    report_missed_deadline,
+    request_from_generate,
+    request_from_resume,
 )
 from common.request import Request, RequestKey
 from common.step_plan import StepPlan, StepResult
@@ -41,11 +41,10 @@ from common.wire.messages import (
     Resume,
 )
 from kv_transfer.send.sender import Reason, Sender
-from prefill_node.request_state import State
-from prefill_node.scheduler import Computed, Effect, FirstToken, PrefillScheduler, Retracted
+from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted
 
-#: Monotonic totals, beside those of the sender. ``overlapped_transfers``: of the prompts that were cut into chunks,
-#: those whose first page was in place before their last chunk began.
+#: Monotonic totals of the role itself. ``overlapped_transfers`` counts the ``chunked_requests`` whose first page was
+#: delivered before their last chunk began.
 COUNTERS = (
     "requests",
     "failed_requests",
@@ -60,16 +59,26 @@ COUNTERS = (
 
 
 class PrefillRole:
-    """Everything a prefill node decides. See ``common.node.role.Role`` for the calls."""
+    """Everything a prefill node decides. See ``common.node.role.Role`` for the calls.
+
+    Args:
+        vocab_size: token ids outside of it are refused.
+    """
 
     def __init__(
-        self, scheduler: PrefillScheduler, sender: Sender, *, cache: RadixCache, books: PageAllocator, vocab_size: int
+        self,
+        scheduler: PrefillScheduler,
+        sender: Sender,
+        *,
+        cache: RadixCache,
+        allocator: PageAllocator,
+        vocab_size: int,
     ) -> None:
         self.outbox = Outbox()
         self._scheduler = scheduler
         self._sender = sender
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._vocab_size = vocab_size
         self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -83,15 +92,15 @@ class PrefillRole:
         elif isinstance(message, Abort):
             key = (message.rid, message.attempt)
             request = self._scheduler.requests.get(key)
-            self._close(key, "aborted", "the gateway ended it")
-            tell_if_missed(self._scheduler.policy, request, now)
+            self._end(key, "aborted", "the gateway ended it")
+            report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, GetDecisions):
-            self.outbox.gateway.append(explained(self._scheduler.decisions, message, now))
+            self.outbox.gateway.append(decisions_message(self._scheduler.decisions, message, now))
         self._settle()
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
@@ -105,7 +114,7 @@ class PrefillRole:
 
     def gateway_lost(self, now: float) -> None:
         for key in list(self._scheduler.requests):
-            self._close(key, "failed", "the prefill node lost the gateway")
+            self._end(key, "failed", "the prefill node lost the gateway")
         self._settle()
 
     def peer_lost(self, peer: str, now: float) -> None:
@@ -127,7 +136,7 @@ class PrefillRole:
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
-            tell_if_missed(self._scheduler.policy, request, now)
+            report_missed_deadline(self._scheduler.policy, request, now)
         more = self._sender.pump(now, rank=self._rank)
         self._settle()
         return more
@@ -139,23 +148,42 @@ class PrefillRole:
 
     # ---- what follows -----------------------------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        """Send what the sender has queued, and give back the pages that it no longer needs."""
+        messages, released = self._sender.take()
+        self.outbox.peers.extend(messages)
+        for release in released:
+            request = self._scheduler.requests[release.key]
+            was_closing = self._scheduler.is_closing(release.key)
+            self._scheduler.release(release.key)
+            is_resumed = self._resumed.pop(release.key, release) is None
+            if not (release.ok or was_closing or is_resumed or release.is_told):
+                self._answer_failure(request.key, release.code, release.reason)
+
+    def _perform(self, effects: Sequence[Effect], now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Retracted):
+                self._sender.retract(effect.key)
+            else:
+                self._on_computed(effect, now)
+
     def _generate(self, message: Generate, now: float) -> None:
-        request = request_from(message, now)
+        request = request_from_generate(message, now)
         if request.key in self._scheduler.requests:
-            return  # said twice
+            return  # a repetition
         self._totals["requests"] += 1
         try:
             check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
         except RequestError as error:
             self._sender.reject(request.key, message.decode.incarnation, error.message, error.code)
-            self._answer_failure(request, error.code, error.message)
+            self._answer_failure(request.key, error.code, error.message)
         else:
             self._sender.open(request.key, message.decode.incarnation)
 
     def _resume(self, peer: str, message: Resume, now: float) -> None:
-        """Compute once more what a decode node has lost. It hears of every end by ``Closed``, the gateway of none."""
-        request = resumed_request(message, now)
+        """Compute again what a decode node has retracted. Failures are reported to it, not to the gateway."""
+        request = request_from_resume(message, now)
         if request.key in self._scheduler.requests:
             return
         try:
@@ -168,69 +196,48 @@ class PrefillRole:
         self._resumed[request.key] = None
         self._sender.open(request.key, peer)
 
-    def _perform(self, effects: Sequence[Effect], now: float) -> None:
-        for effect in effects:
-            if isinstance(effect, Retracted):
-                self._sender.retract(effect.key)
-            else:
-                self._on_computed(effect, now)
-
     def _on_computed(self, computed: Computed, now: float) -> None:
-        """Let pages leave; after the last chunk, answer the gateway and hand the request over."""
+        """Let pages leave. After the last chunk, answer the gateway and hand the request over."""
         request, first = computed.request, computed.first
         self._totals["prompt_tokens_computed"] += computed.num_tokens
         if first is None:
             self._sender.computed(request.key, request.pages[: computed.num_pages])
             return
         if not first.is_repeat and request.key not in self._resumed:
-            self._answer_first(request, first, now)
+            self._totals["output_tokens"] += 1
+            self._totals["prompt_tokens_cached"] += request.num_cached
+            message = first_token_message(request, first.token, first.logprobs, first.finish, now)
+            self.outbox.gateway.append(message)
         if first.finish:
             self._sender.abort(request.key, "finished")
         else:
-            prefill_done = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
-            self._sender.finish(request.key, prefill_done, request.pages)
-
-    def _answer_first(self, request: Request, first: FirstToken, now: float) -> None:
-        self._totals["output_tokens"] += 1
-        self._totals["prompt_tokens_cached"] += request.num_cached
-        self.outbox.gateway.append(first_tokens(request, first.token, first.logprobs, first.finish, now))
-
-    def _close(
-        self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
-    ) -> bool:
-        if not self._scheduler.abort(key):
-            return False
-        self._sender.abort(key, reason, message, code)
-        return True
-
-    def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
-        if self._close(request.key, "failed", message, code) and request.key not in self._resumed:
-            self._answer_failure(request, code, message)
-
-    def _answer_failure(self, request: Request, code: ErrorCode, message: str) -> None:
-        self._totals["failed_requests"] += 1
-        self.outbox.gateway.append(Failed(request.rid, request.attempt, code, message))
-
-    def _settle(self) -> None:
-        """Take what the sender wants sent, and give back what it no longer needs."""
-        messages, released = self._sender.take()
-        self.outbox.peers.extend(messages)
-        for release in released:
-            request = self._scheduler.requests[release.key]
-            was_closing = self._scheduler.states[release.key] is State.CLOSING
-            self._scheduler.release(release.key)
-            is_resumed = self._resumed.pop(release.key, release) is None
-            if release.ok or was_closing or is_resumed or release.is_told:
-                continue
-            self._answer_failure(request, release.code, release.reason)
-
-    # ---- what others may know ---------------------------------------------------------------------------------------
+            done = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
+            self._sender.finish(request.key, done, request.pages)
 
     def _count_overlap(self, plan: StepPlan) -> None:
         for chunk in self._scheduler.chunks(plan):
             if chunk.is_last and chunk.start > chunk.request.num_cached:
                 self._totals["chunked_requests"] += 1
                 self._totals["overlapped_transfers"] += self._sender.has_delivered(chunk.request.key)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _end(self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> bool:
+        """Stop computing and sending a request. False if it is unknown or has ended already."""
+        if not self._scheduler.abort(key):
+            return False
+        self._sender.abort(key, reason, message, code)
+        return True
+
+    def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
+        if self._end(request.key, "failed", message, code) and request.key not in self._resumed:
+            self._answer_failure(request.key, code, message)
+
+    def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
+        self._totals["failed_requests"] += 1
+        self.outbox.gateway.append(Failed(*key, code, message))
+
+    # ---- state ------------------------------------------------------------------------------------------------------
 
     def files(self) -> Sequence[Any]:
         return self._sender.files()
@@ -245,18 +252,19 @@ class PrefillRole:
         return self._sender.peers()
 
     def load(self) -> Load:
+        num_waiting = self._scheduler.num_waiting
         return Load(
-            num_waiting=len(self._scheduler.waiting),
-            num_running=len(self._scheduler.requests) - len(self._scheduler.waiting),
-            num_free_pages=self._books.num_free,
+            num_waiting=num_waiting,
+            num_running=len(self._scheduler.requests) - num_waiting,
+            num_free_pages=self._allocator.num_free,
             num_cached_pages=self._cache.num_pages,
-            num_quarantined_pages=self._books.count(Owner.QUARANTINE),
+            num_quarantined_pages=self._allocator.count(Owner.QUARANTINE),
         )
 
     def counters(self) -> dict[str, float]:
         return {**self._totals, **self._scheduler.totals(), **self._sender.counters()}
 
     def check(self) -> None:
-        prove_pages(self._books, self._cache, self._scheduler.requests.values())
+        check_pages(self._allocator, self._cache, self._scheduler.requests.values())
         self._scheduler.check()
         self._sender.check()

@@ -44,7 +44,7 @@ from prefill_node.request_state import TABLE, Event, State
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PrefillLimits:
     """Bounds of a prefill node; None means no bound.
 
     Attributes:
@@ -117,32 +117,32 @@ class PrefillScheduler:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageAllocator,
+        allocator: PageAllocator,
         *,
-        limits: Limits,
-        order: RequestOrdering,
+        limits: PrefillLimits,
+        ordering: RequestOrdering,
         eos_token_ids: Collection[int],
         is_granted: Callable[[RequestKey], bool],
     ) -> None:
-        self.policy = order.policy
+        self.policy = ordering.policy
         self.requests: dict[RequestKey, Request] = {}  # every request that may hold pages
-        self.states: dict[RequestKey, State] = {}
-        self.waiting = WaitingQueue(order, cache)
-        self.extending: dict[RequestKey, Request] = {}  # requests with a slot
+        self._states: dict[RequestKey, State] = {}
+        self._waiting = WaitingQueue(ordering, cache)
+        self._extending: dict[RequestKey, Request] = {}  # requests with a slot
         self.decisions = Decisions()
         self._totals: Counter[str] = Counter(
             retractions=0, preemptions=0, skipped_ahead=0, budget_tokens=0, budget_tokens_used=0
         )
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._limits = limits
-        self._order = order
+        self._ordering = ordering
         self._eos = frozenset(eos_token_ids)
         self._is_granted = is_granted
         self._deadlines = Deadlines(self.requests)
         self._first: dict[RequestKey, FirstToken] = {}  # survive a retraction
         self._slots = SlotPool(limits.max_running)
-        self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(books)
+        self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(allocator)
         self._effects: list[Effect] = []
         self._made_room_for: RequestKey = ("", 0)  # the request that pages were last taken for
 
@@ -158,21 +158,21 @@ class PrefillScheduler:
         if context is not None and len(request.prompt) >= context:
             message = f"the prompt has {len(request.prompt)} tokens, the context is {context}, output included"
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
-        capacity = self._books.num_pages * self._cache.page_size
+        capacity = self._allocator.num_pages * self._cache.page_size
         if len(request.prompt) > capacity:
             message = f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}"
             raise RequestError(ErrorCode.POOL_TOO_SMALL, message + " (--max-total-tokens)", param="prompt")
         bound = self._limits.max_queued
-        if bound is not None and len(self.waiting) >= bound:
+        if bound is not None and len(self._waiting) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the prefill node already")
         assert request.key not in self.requests
-        self.requests[request.key] = self.waiting[request.key] = request
-        self.states[request.key] = State.WAITING
+        self.requests[request.key] = self._waiting[request.key] = request
+        self._states[request.key] = State.WAITING
         self._deadlines.add(request)
 
     def abort(self, key: RequestKey) -> bool:
         """Stop computing a request; its pages stay until ``release``. False if it is unknown or has ended already."""
-        if self.states.get(key) in (None, State.CLOSING):
+        if self._states.get(key) in (None, State.CLOSING):
             return False
         self._leave_batch(key)
         self._advance(key, Event.CLOSE)
@@ -183,9 +183,9 @@ class PrefillScheduler:
         request = self.requests.pop(key)
         self._leave_batch(key)
         self._advance(key, Event.RELEASED)
-        del self.states[key]
+        del self._states[key]
         self._first.pop(key, None)
-        release(self._cache, self._books, request, keep=False)  # its whole pages went to the cache chunk by chunk
+        release(self._cache, self._allocator, request, keep=False)  # its whole pages went to the cache chunk by chunk
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -193,14 +193,23 @@ class PrefillScheduler:
         return effects
 
     @property
+    def num_waiting(self) -> int:
+        """Requests without pages."""
+        return len(self._waiting)
+
+    def is_closing(self, key: RequestKey) -> bool:
+        """Whether the request has ended, and only its pages are still here."""
+        return self._states[key] is State.CLOSING
+
+    @property
     def has_priorities(self) -> bool:
         """Whether priorities come before the policy's order."""
-        return self._order.rules.is_enabled
+        return self._ordering.rules.is_enabled
 
     def rank(self, key: RequestKey) -> float:
         """The order in which pages of different requests leave, lowest first."""
         request = self.requests.get(key)
-        return math.inf if request is None else -self._order.effective_priority(request)
+        return math.inf if request is None else -self._ordering.effective_priority(request)
 
     def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
         """Change the priority of a request, and its class unless that is None. Unknown keys are ignored."""
@@ -208,7 +217,7 @@ class PrefillScheduler:
         if request is not None:
             before = (request.priority, request.priority_class)
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
-            self.waiting.reprioritize(request, priority, priority_class)
+            self._waiting.reprioritize(request, priority, priority_class)
 
     def totals(self) -> dict[str, float]:
         """Monotonic totals of what was scheduled and preempted."""
@@ -216,29 +225,29 @@ class PrefillScheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed and that have not ended; each is returned once."""
-        return [request for request in self._deadlines.passed(now) if self.states[request.key] is not State.CLOSING]
+        return [request for request in self._deadlines.passed(now) if self._states[request.key] is not State.CLOSING]
 
     def _leave_batch(self, key: RequestKey) -> None:
-        self.waiting.pop(key, None)
-        request = self.extending.pop(key, None)
+        self._waiting.pop(key, None)
+        request = self._extending.pop(key, None)
         if request is not None:
             self._slots.give_back(request)
             request.inherited_priority = LOWEST_PRIORITY
 
     def _advance(self, key: RequestKey, event: Event) -> None:
-        self.states[key] = advance(TABLE, self.states[key], event)
+        self._states[key] = advance(TABLE, self._states[key], event)
 
     # ---- planning a step --------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. Preempts requests for a more urgent one first."""
-        if not self.extending and not self.waiting:
+        if not self._extending and not self._waiting:
             return None
-        granted = [request for request in self.waiting.values() if self._is_granted(request.key)]
+        granted = [request for request in self._waiting.values() if self._is_granted(request.key)]
         urgent = self._preempt(granted, now)
         adder = self._adder()
         admitted = self._fill(adder, urgent, granted, now)
-        self._order.note_policy_change(self.decisions, now)
+        self._ordering.note_policy_change(self.decisions, now)
         if not adder.chunks:
             return None
         self._totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
@@ -251,7 +260,7 @@ class PrefillScheduler:
         )
 
     def _adder(self) -> PrefillAdder:
-        num_available = self._books.num_free + self._cache.num_evictable_pages
+        num_available = self._allocator.num_free + self._cache.num_evictable_pages
         budgets = Budgets(
             total_tokens=num_available * self._cache.page_size + 1,
             input_tokens=self._limits.max_prefill_tokens,
@@ -259,15 +268,15 @@ class PrefillScheduler:
             alignment=self._limits.cut,
         )
         return PrefillAdder(
-            self._cache, self._books, budgets, max_requests=self._limits.max_requests, reserve_output=False
+            self._cache, self._allocator, budgets, max_requests=self._limits.max_requests, reserve_output=False
         )
 
     def _queue(self, urgent: Request | None, now: float) -> list[Request]:
         """Extending and waiting requests in one order; ``urgent`` before all waiting ones."""
-        queue = list(self._order.merge(list(self.extending.values()), list(self.waiting.values()), now))
+        queue = list(self._ordering.merge(list(self._extending.values()), list(self._waiting.values()), now))
         if urgent is not None:
             queue.remove(urgent)
-            queue.insert(next((i for i, r in enumerate(queue) if r.key in self.waiting), len(queue)), urgent)
+            queue.insert(next((i for i, r in enumerate(queue) if r.key in self._waiting), len(queue)), urgent)
         return queue
 
     def _fill(
@@ -282,10 +291,10 @@ class PrefillScheduler:
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         lent: dict[RequestKey, int] = {}
         admitted: list[Request] = []
-        num_begun = len(self.extending)
+        num_begun = len(self._extending)
         may_pass = {request.key for request in granted}
         for request in self._queue(urgent, now):
-            if self.states[request.key] is State.EXTENDING:
+            if self._states[request.key] is State.EXTENDING:
                 num_begun -= 1
                 if request.num_scheduled == request.num_tokens:
                     continue  # its last chunk is in a step that is not committed yet
@@ -296,9 +305,9 @@ class PrefillScheduler:
                 if not num_begun and not may_pass:
                     break
                 if self.has_priorities and (holder := sharing.holder_of(request, self._cache)):
-                    self._order.inherit_priority(request, holder, lent)
+                    self._ordering.inherit_priority(request, holder, lent)
             elif holder := sharing.holder_of(request, self._cache):
-                self._order.inherit_priority(request, holder, lent)
+                self._ordering.inherit_priority(request, holder, lent)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -311,25 +320,25 @@ class PrefillScheduler:
                 self._admit(request, now, PASSING if skip_ahead.admit(request) else "")
                 sharing.add(request)
                 admitted.append(request)
-        for request in self.extending.values():
+        for request in self._extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return admitted
 
     def _admit(self, request: Request, now: float, passing: str) -> None:
-        del self.waiting[request.key]
-        self.extending[request.key] = request
+        del self._waiting[request.key]
+        self._extending[request.key] = request
         if request.key == self._made_room_for:
             self._made_room_for = ("", 0)
         self._slots.take(request)
         request.admitted_at = now
-        self._order.admitted(request, num_input=request.num_tokens - request.num_computed)
+        self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
         self._totals["skipped_ahead"] += bool(passing)
         num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
         self.decisions.note(now, request.rid, "admit", reason, num_tokens - request.num_cached, num_tokens)
 
     def _sharing(self) -> InBatchPrefixes:
-        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self.extending.values())
+        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._extending.values())
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
         """The chunks behind the rows of the plan that was made last."""
@@ -345,19 +354,19 @@ class PrefillScheduler:
         prompt is returned if it fits only by taking pages from others, now or in an earlier plan after which they
         lingered; it is admitted first.
         """
-        urgent = max(granted, key=self._order.effective_priority, default=None)
+        urgent = max(granted, key=self._ordering.effective_priority, default=None)
         if urgent is not None and not self._fits(urgent):
             self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
             self._made_room_for = urgent.key
             return urgent
-        if (kept := self.waiting.get(self._made_room_for)) is not None:
+        if (kept := self._waiting.get(self._made_room_for)) is not None:
             return kept
-        if not self._order.rules.is_enabled or not self.waiting:
+        if not self._ordering.rules.is_enabled or not self._waiting:
             return None
         ungranted = self._ungranted()
-        if self._order.may_preempt_any(max(map(self._order.priority, self.waiting.values())), ungranted):
-            first = max(self.waiting.values(), key=self._order.effective_priority)
-            weaker = [victim for victim in ungranted if self._order.may_preempt(first, victim)]
+        if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
+            first = max(self._waiting.values(), key=self._ordering.effective_priority)
+            weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim)]
             if weaker and self._sharing().holder_of(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)
         return None
@@ -365,12 +374,12 @@ class PrefillScheduler:
     def _ungranted(self) -> list[Request]:
         """Requests that may be retracted, least urgent first."""
         states = (State.EXTENDING, State.SENDING)
-        holders = [r for key, r in self.requests.items() if self.states[key] in states and not self._is_granted(key)]
-        return self._order.in_preemption_order(holders)
+        holders = [r for key, r in self.requests.items() if self._states[key] in states and not self._is_granted(key)]
+        return self._ordering.in_preemption_order(holders)
 
     def _preempt_for_first(self, first: Request, weaker: list[Request], now: float) -> None:
         """Take a slot, pages, or both from less urgent requests for the first in the queue, if it lacks them."""
-        extending = [victim for victim in weaker if self.states[victim.key] is State.EXTENDING]
+        extending = [victim for victim in weaker if self._states[victim.key] is State.EXTENDING]
         if not self._slots and not extending:
             return
         num_retracted = self._totals["retractions"]
@@ -389,13 +398,15 @@ class PrefillScheduler:
         any sooner.
         """
         num_pages, prefix = self._needs(request)
-        num_pages -= self._books.num_lingering
-        for victim in victims_for(self._cache, self._books, num_pages=num_pages, keep=prefix, candidates=candidates):
+        num_pages -= self._allocator.num_lingering
+        for victim in victims_for(
+            self._cache, self._allocator, num_pages=num_pages, keep=prefix, candidates=candidates
+        ):
             self._retract(victim, now, reason, request)
 
     def _fits(self, request: Request) -> bool:
         num_pages, prefix = self._needs(request)
-        return has_room(self._cache, self._books, num_pages=num_pages, keep=prefix)
+        return has_room(self._cache, self._allocator, num_pages=num_pages, keep=prefix)
 
     def _needs(self, request: Request) -> tuple[int, TreeNode]:
         """Pages of a request beside those of its cached prefix, and the node at which that prefix ends."""
@@ -405,11 +416,11 @@ class PrefillScheduler:
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back and queue the request first again. Its KV stays cached while there is room."""
         self._leave_batch(request.key)
-        release(self._cache, self._books, request, keep=True)
+        release(self._cache, self._allocator, request, keep=True)
         request.output.clear()
         request.prompt_logprobs.clear()
         self._advance(request.key, Event.RETRACT)
-        self.waiting.put_first(request)
+        self._waiting.put_first(request)
         self._totals["retractions"] += 1
         self._effects.append(Retracted(request.key))
         self.decisions.note(now, request.rid, "retract", reason, other.rid)
@@ -457,10 +468,10 @@ class PrefillScheduler:
     def check(self) -> None:
         """Prove that every request is where its state says; raises ``InvariantError``."""
         for key in self.requests:
-            state = self.states[key]
-            invariant((key in self.waiting) == (state is State.WAITING), f"{key} is {state}")
-            invariant((key in self.extending) == (state is State.EXTENDING), f"{key} is {state}")
-        invariant(self.states.keys() == self.requests.keys(), "a request has no state, or a state no request")
-        for request in self.extending.values():
+            state = self._states[key]
+            invariant((key in self._waiting) == (state is State.WAITING), f"{key} is {state}")
+            invariant((key in self._extending) == (state is State.EXTENDING), f"{key} is {state}")
+        invariant(self._states.keys() == self.requests.keys(), "a request has no state, or a state no request")
+        for request in self._extending.values():
             invariant(request.num_computed <= request.num_scheduled <= request.num_tokens, "tokens are miscounted")
         self._slots.check(self.requests.values())

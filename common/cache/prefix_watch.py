@@ -7,28 +7,10 @@ SGLang matches all waiting requests again before each step.
 
 from collections.abc import Callable
 
-from common.cache.tree_node import TOKEN_BYTES, TokenKey, TreeNode
+from common.cache.tree_node import TOKEN_BYTES, PrefixWatch, TokenKey, TreeNode
 from common.errors import invariant
 
-#: Watches by the page that follows their cached tokens; empty bytes if less than a page follows.
-Watchers = dict[bytes, "dict[PrefixWatch, None]"]
-
-
-class PrefixWatch:
-    """The cached length of one waiting request.
-
-    Attributes:
-        key: packed tokens of the request that may be cached.
-        num_tokens: number of them that are cached now, in whole pages.
-        node: deepest node of the cached tokens: a root if nothing is cached, None if the cache is disabled.
-    """
-
-    __slots__ = ("key", "node", "num_tokens")
-
-    def __init__(self, key: TokenKey) -> None:
-        self.key = key
-        self.num_tokens = 0
-        self.node: TreeNode | None = None
+__all__ = ["PrefixWatch", "WatchIndex"]
 
 
 class WatchIndex:

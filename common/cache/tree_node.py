@@ -1,17 +1,15 @@
-"""The types of the radix tree: nodes, pending transfers, and the results of calls."""
+"""The types of the radix tree: nodes, pending transfers, watches, and the results of calls."""
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from common.cache.prefix_watch import Watchers
 
 TOKEN_BYTES = 4
 
 #: Tokens in packed form: int32, little endian.
 TokenKey = bytes
+#: Watches by the page that follows their cached tokens; empty bytes if less than a page follows.
+Watchers = dict[bytes, "dict[PrefixWatch, None]"]
 
 
 def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:
@@ -137,3 +135,20 @@ class Inserted:
     node: TreeNode
     first_adopted: int
     num_adopted: int
+
+
+class PrefixWatch:
+    """The cached length of one waiting request.
+
+    Attributes:
+        key: packed tokens of the request that may be cached.
+        num_tokens: number of them that are cached now, in whole pages.
+        node: deepest node of the cached tokens: a root if nothing is cached, None if the cache is disabled.
+    """
+
+    __slots__ = ("key", "node", "num_tokens")
+
+    def __init__(self, key: TokenKey) -> None:
+        self.key = key
+        self.num_tokens = 0
+        self.node: TreeNode | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.compile_native import NOT_BUILT, Library, built, reason_of
+from common.compile_native import BUILD_ERRORS, Library, build_failure, build_library
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Kernels:
 def load_kernels() -> Kernels | None:
     """Return the kernels, compiled at the first call on a machine; None if they cannot be compiled."""
     try:
-        return Kernels(ctypes.CDLL(str(built(LIBRARY))))
-    except (*NOT_BUILT, AttributeError) as error:
-        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", reason_of(error))
+        return Kernels(ctypes.CDLL(str(build_library(LIBRARY))))
+    except (*BUILD_ERRORS, AttributeError) as error:
+        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", build_failure(error))
         return None

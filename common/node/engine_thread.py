@@ -1,4 +1,4 @@
-"""The executor in a thread of its own, so that messages, heartbeats and page writes go on while a step computes."""
+"""Runs the executor in its own thread, so that messages and page writes go on while a step computes."""
 
 import contextlib
 import os
@@ -15,10 +15,10 @@ class Executor(Protocol):
 
 
 class EngineThread:
-    """Runs one plan at a time. Its ``fileno`` becomes readable when the result is there.
+    """Runs one plan at a time. Its ``fileno`` becomes readable when the result is available.
 
     Attributes:
-        busy_s: seconds spent in steps so far: over the time that passed, how much of it the engine was used.
+        busy_s: seconds spent in steps so far.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -40,8 +40,8 @@ class EngineThread:
         self._plans.put(plan)
 
     def take(self) -> StepResult | None:
-        """The finished step, if there is one. What the executor raised is raised here."""
-        # Drained first and on every look: the result can be seen a moment before the wake-up that announces it.
+        """The result of the step, if it is finished. Raises what the executor raised."""
+        # Drain first, and on every call: the result can be there a moment before the wake-up that announces it.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         try:
@@ -54,7 +54,7 @@ class EngineThread:
         return result
 
     def close(self) -> None:
-        """Stop after the step under way, waiting for it a while; the thread never outlives the process."""
+        """Stop after the running step, but wait for it two seconds at most; the thread ends with the process."""
         self._plans.put(None)
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
@@ -65,7 +65,7 @@ class EngineThread:
             began_at = time.monotonic()
             try:
                 result: StepResult | BaseException = self._executor.run(plan)
-            except BaseException as error:  # handed to the loop, which ends the process
+            except BaseException as error:  # raised again in the loop, which ends the process
                 result = error
             self.busy_s += time.monotonic() - began_at
             self._results.put(result)

@@ -1,13 +1,14 @@
-"""The loop of a node: hear, commit, decide, compute, speak. One thread, no locks; the role decides everything.
+"""The event loop of a node: receive, commit, plan, run, send. One thread, no locks; the role decides everything.
 
-The gateway is dialled and dialled again for ever. Whenever the connection comes up, the node registers; whenever it
-goes down, nobody is left to answer to, and every request ends here.
+The node dials the gateway until it is stopped. It registers whenever the connection comes up. When the connection goes
+down, no answer can be delivered any more, and every request ends here.
 """
 
 import logging
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
@@ -37,18 +38,35 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
-MAX_PAIRS = 1_024  # of which a node tells
+MAX_PAIRS = 1_024  # reported to the gateway
 
 
-class Node:
-    """One registered process: a role, an engine, and the sockets between them and the world.
+@dataclass(frozen=True, slots=True)
+class ControlEndpoint:
+    """The control plane's end in this process.
+
+    Attributes:
+        context: of all sockets.
+        incarnation: drawn at each start of a process.
+        listen: mailbox on which decode nodes reach a prefill node; None on a decode node.
+    """
+
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    incarnation: str
+    listen: Mailbox | None
+
+
+class EventLoop:
+    """Connects a role and an engine with the gateway and the other nodes.
 
     Args:
         role: decides.
         engine: computes.
-        register: what to tell the gateway about this node.
-        gateway: "host:port" of the gateway's control socket.
-        listen: mailbox on which decode nodes reach this one; None for decode nodes.
+        register: makes the message that registers this node.
+        gateway: ``host:port`` of the gateway's control socket.
+
+    Attributes:
+        refused: the reason for which the gateway has refused this node; None if it has not.
     """
 
     def __init__(
@@ -58,34 +76,31 @@ class Node:
         *,
         register: Callable[[], Register],
         gateway: str,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        incarnation: str,
-        listen: Mailbox | None,
+        endpoint: ControlEndpoint,
         clock: Clock,
     ) -> None:
         self._role = role
         self._engine = engine
         self._register = register
-        self._context = context
-        self._incarnation = incarnation
-        self._listen = listen
+        self._endpoint = endpoint
+        self._listen = endpoint.listen
         self._clock = clock
-        self._gateway = Mailbox(context, incarnation, FromGateway, connect=f"tcp://{gateway}")
+        self._gateway = Mailbox(endpoint.context, endpoint.incarnation, FromGateway, connect=f"tcp://{gateway}")
         self._gateway_incarnation = ""
-        self._links: dict[str, Mailbox] = {}  # to the prefill nodes that this decode node has dialled
+        self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
         self._heartbeat_s = 1.0
         self._next_heartbeat_at = 0.0
         self._is_stopping = False
         self._is_checked = True
         self._num_failed_checks = 0
-        self._told_pairs: tuple[PairState, ...] | None = None  # to the gateway that we are registered with
-        self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed by now
+        self._sent_pairs: tuple[PairState, ...] | None = None  # since the last registration
+        self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed
         self.is_registered = False
         self.refused: str | None = None
         self._poller = zmq.Poller()
         self._watch(self._gateway)
-        if listen is not None:
-            self._watch(listen)
+        if self._listen is not None:
+            self._watch(self._listen)
         self._poller.register(engine.fileno(), zmq.POLLIN)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -102,31 +117,31 @@ class Node:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until ``stop`` is called or the gateway refuses this node (see ``refused``)."""
+        """Serve until ``stop`` is called or the gateway refuses this node."""
         more = False
         while not self._is_stopping and self.refused is None:
             self._wait(0.0 if more else LONGEST_WAIT_S)
             now = self._clock.now()
-            self._hear(now)
+            self._receive(now)
             result = self._engine.take()
             if result is not None:
                 self._role.commit(result, now)
-            self._compute(now)
-            self._speak(now)  # first tokens go out, and the engine computes, before pages are moved
+            self._start_step(now)
+            self._send(now)  # first tokens leave, and the engine computes, before pages are moved
             more = self._role.tick(now)
-            self._compute(now)  # what a tick has let go of
+            self._start_step(now)  # the tick may have ended what the role waited for
             self._flush()
             self._check_when_idle()
 
-    def _compute(self, now: float) -> None:
-        """Give the engine its next step, if it has none and there is one."""
+    def _start_step(self, now: float) -> None:
+        """Give an idle engine its next step, if there is one."""
         if not self._engine.is_busy:
             plan = self._role.plan(now)
             if plan is not None:
                 self._engine.submit(plan)
 
     def _check_when_idle(self) -> None:
-        """Prove the books once after each spell of work: a leak shows here, long before the pool is empty."""
+        """Check the role once after each period of work: a leak shows here, long before the pool is empty."""
         if self._engine.is_busy:
             self._is_checked = False
         elif not self._is_checked and self._role.load().num_running == 0:
@@ -135,16 +150,16 @@ class Node:
                 self._role.check()
             except InvariantError:
                 self._num_failed_checks += 1
-                log.exception("the books of this node do not balance; please report this")
+                log.exception("the state of this node is inconsistent; please report this")
 
     def stop(self) -> None:
         """Ask the loop to end; safe in a signal handler."""
         self._is_stopping = True
-        if self._wake >= 0:  # else it is closed already: Ctrl-C comes from the terminal and from the supervisor
+        if self._wake >= 0:  # else it is closed: Ctrl-C comes from the terminal and from the supervisor
             os.eventfd_write(self._wake, 1)
 
     def close(self, reason: str) -> None:
-        """Answer every open request, say goodbye, close every socket."""
+        """Answer every open request, deregister, and close every socket."""
         self._role.stop(reason, self._clock.now())
         self._flush()
         self._gateway.send(Deregister(), target=self._gateway_incarnation)
@@ -168,33 +183,33 @@ class Node:
             longest_s = min(longest_s, PROBE_EVERY_S)
         self._poller.poll(math.ceil(longest_s * 1_000))
 
-    # ---- hearing ----------------------------------------------------------------------------------------------------
+    # ---- receiving --------------------------------------------------------------------------------------------------
 
-    def _hear(self, now: float) -> None:
-        link = self._gateway.connection_events()
-        if link.disconnected:
+    def _receive(self, now: float) -> None:
+        events = self._gateway.connection_events()
+        if events.disconnected:
             log.warning("the gateway is gone; ending its requests and dialling it again")
             self.is_registered = False
             self._gateway_incarnation = ""
             self._role.gateway_lost(now)
-        if link.connected:
+        if events.connected:
             self._gateway.send(self._register())
         for letter in self._gateway.receive():
-            self._hear_gateway(letter.sender, letter.message, now)
+            self._on_gateway(letter.sender, letter.message, now)
         if self._listen is not None:
-            self._hear_listen(self._listen, now)
-        for incarnation in list(self._links):
-            self._hear_link(incarnation, now)
+            self._receive_from_decode_nodes(self._listen, now)
+        for incarnation in list(self._prefill_nodes):
+            self._receive_from_prefill_node(incarnation, now)
 
-    def _hear_gateway(self, sender: str, message: Message, now: float) -> None:
+    def _on_gateway(self, sender: str, message: Message, now: float) -> None:
         if sender != self._gateway_incarnation and self._gateway_incarnation:
-            self._role.gateway_lost(now)  # another process took the address over before we saw the first one go
+            self._role.gateway_lost(now)  # another process has taken over the address of the first one
         self._gateway_incarnation = sender
         if isinstance(message, Registered):
             if not self.is_registered:
                 log.info("registered with the gateway (start %d)", message.starts)
             self.is_registered = True
-            self._told_pairs = None
+            self._sent_pairs = None
             self._heartbeat_s = message.heartbeat_s
             self._next_heartbeat_at = now
         elif isinstance(message, Unknown):
@@ -205,7 +220,7 @@ class Node:
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
 
-    def _hear_listen(self, listen: Mailbox, now: float) -> None:
+    def _receive_from_decode_nodes(self, listen: Mailbox, now: float) -> None:
         for letter in listen.receive():
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
@@ -213,8 +228,8 @@ class Node:
             log.warning("decode node %s is gone", peer[:8])
             self._role.peer_lost(peer, now)
 
-    def _hear_link(self, incarnation: str, now: float) -> None:
-        mailbox = self._links[incarnation]
+    def _receive_from_prefill_node(self, incarnation: str, now: float) -> None:
+        mailbox = self._prefill_nodes[incarnation]
         for letter in mailbox.receive():
             if letter.sender == incarnation and not isinstance(letter.message, Ping):
                 self._role.on_peer(incarnation, letter.message, now)
@@ -222,19 +237,19 @@ class Node:
             log.warning("prefill node %s is gone", incarnation[:8])
             self._role.peer_lost(incarnation, now)
 
-    # ---- speaking ---------------------------------------------------------------------------------------------------
+    # ---- sending ----------------------------------------------------------------------------------------------------
 
-    def _speak(self, now: float) -> None:
+    def _send(self, now: float) -> None:
         self._flush()
         if self.is_registered and now >= self._next_heartbeat_at:
             self._next_heartbeat_at = now + self._heartbeat_s
             self._gateway.send(self._heartbeat(), target=self._gateway_incarnation)
-            self._tell_pairs()
+            self._send_pairs()
 
-    def _tell_pairs(self) -> None:
+    def _send_pairs(self) -> None:
         pairs = tuple(self._role.pairs())[:MAX_PAIRS]
-        if pairs != self._told_pairs:
-            self._told_pairs = pairs
+        if pairs != self._sent_pairs:
+            self._sent_pairs = pairs
             self._gateway.send(Pairs(pairs), target=self._gateway_incarnation)
 
     def _flush(self) -> None:
@@ -243,7 +258,7 @@ class Node:
             self._dial(peer)
         outbox.dial.clear()
         for incarnation, message in outbox.peers:
-            mailbox = self._links.get(incarnation) or self._listen
+            mailbox = self._prefill_nodes.get(incarnation) or self._listen
             if mailbox is not None:
                 mailbox.send(message, target=incarnation)
         outbox.peers.clear()
@@ -256,12 +271,13 @@ class Node:
 
     def _dial(self, peer: Peer) -> None:
         self._hang_up(peer.incarnation)
-        mailbox = Mailbox(self._context, self._incarnation, FromPrefill, connect=f"tcp://{peer.address}")
-        self._links[peer.incarnation] = mailbox
+        endpoint = self._endpoint
+        mailbox = Mailbox(endpoint.context, endpoint.incarnation, FromPrefill, connect=f"tcp://{peer.address}")
+        self._prefill_nodes[peer.incarnation] = mailbox
         self._watch(mailbox)
 
     def _hang_up(self, incarnation: str) -> None:
-        mailbox = self._links.pop(incarnation, None)
+        mailbox = self._prefill_nodes.pop(incarnation, None)
         if mailbox is not None:
             self._unwatch(mailbox)
             self._num_dropped += mailbox.dropped.total()
@@ -288,18 +304,18 @@ class Node:
         )
 
     def _mailboxes(self) -> list[Mailbox]:
-        return [self._gateway, *self._links.values(), *([] if self._listen is None else [self._listen])]
+        return [self._gateway, *self._prefill_nodes.values(), *([] if self._listen is None else [self._listen])]
 
 
 def listen_mailbox(context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int) -> Mailbox:
     """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
 
     Raises:
-        ConfigError: it cannot be had; names the flags.
+        ConfigError: the address cannot be bound.
     """
     try:
         return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}")
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"--data-port {port} on --advertise-host {host} cannot be listened on: {error.strerror or error}"
+            f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"
         ) from error

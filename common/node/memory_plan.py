@@ -1,4 +1,4 @@
-"""How much a node holds: what the configuration says, and otherwise what this machine has room for."""
+"""Sizes of a node: slots, pages and chunks, from the configuration or from what the machine has room for."""
 
 import os
 from dataclasses import dataclass, field
@@ -12,23 +12,25 @@ MAX_SLOTS = 256
 MAX_QUEUED = 1_024
 CPU_CHUNK_TOKENS = 512
 CUDA_CHUNK_TOKENS = 8_192
-#: Of a model whose shape is not known: a few thousand tokens for small ones, 27,000 for one of 8 billion parameters.
+#: Used where the model's shape is not known. A small model has a few thousand, one of 8 billion parameters 27,000.
 CROSSOVER_TOKENS = 16_384.0
-#: On a CPU the pool shares memory with everything else, and more tokens than this are rarely decoded there at once.
+#: Tokens of a pool on a CPU, where it shares memory with everything else and few requests are decoded at once.
 CPU_POOL_TOKENS = 131_072
-#: Of the memory that is left, what a pool may take whose size nobody has asked for.
-SPARED = 0.8
+#: The share of the remaining memory that a pool takes if no size is configured.
+MEMORY_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Attributes:
-    num_slots: requests in the batch at once.
-    num_pages: of the KV pool.
-    max_queued: requests that may wait.
-    chunk_tokens: of one step; None computes prompts whole.
-    cut: where prompts are cut.
-    context_length: tokens of one request, prompt and output together; None: as many as the pool holds.
+    """Sizes of a node.
+
+    Attributes:
+        num_slots: rows of the largest batch.
+        num_pages: pages of the KV pool.
+        max_queued: requests that may wait.
+        chunk_tokens: prompt tokens of one step; None computes prompts whole.
+        cut: where a prompt may be cut.
+        context_length: tokens of prompt and output together; None for as many as the pool holds.
     """
 
     num_slots: int
@@ -47,13 +49,13 @@ def plan_capacity(
     context_length: int,
     crossover_tokens: float = CROSSOVER_TOKENS,
 ) -> Capacity:
-    """Slots, pages and chunk size for this node.
+    """The sizes that the configuration and this machine give.
 
     Args:
-        crossover_tokens: context at which attention costs a token of this model as much as everything else.
+        crossover_tokens: context length at which attention costs as much as the rest of the model.
 
     Raises:
-        ConfigError: not even one page fits into the memory that the pool may take, or no cut into a chunk.
+        ConfigError: not one page fits into memory, or a chunk is smaller than the alignment.
     """
     num_slots = config.max_running_requests or MAX_SLOTS
     tokens = config.max_total_tokens
@@ -75,21 +77,22 @@ def plan_capacity(
     )
     if 0 <= chunk < cut.align_tokens:
         raise ConfigError(
-            f"--truncation-align-size {cut.align_tokens} is more than a chunk (--chunked-prefill-size {chunk})"
+            f"--truncation-align-size {cut.align_tokens} exceeds --chunked-prefill-size {chunk}: lower one or raise "
+            "the other"
         )
     chunk_tokens = None if chunk < 0 else chunk
     return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, cut, context_length)
 
 
 def num_pages_that_fit(config: NodeConfig, geometry: PageLayout, num_pages: int, free_bytes: int) -> int:
-    """Pages of a pool in this machine's memory, with the weights in it: as many as planned, or, where nobody has asked
-    for a number, what is left.
+    """Pages for the pool, once the weights are in memory: ``num_pages``, or fewer if none are configured.
 
     Args:
+        num_pages: as planned.
         free_bytes: see ``free_bytes``.
 
     Raises:
-        ConfigError: the pool that the configuration asks for has no room; names the flag.
+        ConfigError: there is no room for the configured pool.
     """
     room = free_bytes // geometry.page_bytes
     if num_pages <= room:
@@ -97,16 +100,16 @@ def num_pages_that_fit(config: NodeConfig, geometry: PageLayout, num_pages: int,
     if config.max_total_tokens is not None:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} needs {geometry.pool_bytes(num_pages) / 1e9:.2f} GB for KV "
-            f"pages, and {max(free_bytes, 0) / 1e9:.2f} GB of memory are free"
+            f"pages, and {max(free_bytes, 0) / 1e9:.2f} GB of memory are free: lower it, or free some memory"
         )
-    room = int(room * SPARED)
+    room = int(room * MEMORY_SHARE)
     if room < 1:
         raise ConfigError("the model leaves no memory for KV pages: free some, or serve fewer nodes on this machine")
     return room
 
 
 def free_bytes(device: str) -> int:
-    """Bytes that nobody uses: of the GPU, or of this machine (of this container, where one bounds it)."""
+    """Free memory in bytes: of the GPU, or of this machine, or of the container that limits it."""
     if device != "cpu":
         import torch
 
@@ -121,12 +124,12 @@ def free_bytes(device: str) -> int:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             free_bytes = min(free_bytes, int(limit.read()) - int(used.read()) + _cached_bytes())
     except (OSError, ValueError):
-        pass  # no such bound
+        pass  # no such limit
     return free_bytes
 
 
 def _cached_bytes() -> int:
-    """Of this container's memory, what files are kept in and is given back when others need it."""
+    """Memory of this container that caches files and is given back under pressure."""
     with open("/sys/fs/cgroup/memory.stat") as file:
         rows = dict(line.split() for line in file)
     return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))

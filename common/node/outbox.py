@@ -1,4 +1,4 @@
-"""What a role wants sent. The loop empties it after every turn; a role never sees a socket."""
+"""Messages that a role wants sent. The event loop empties it after every turn; a role never sees a socket."""
 
 from dataclasses import dataclass, field
 
@@ -12,8 +12,8 @@ class Outbox:
     Attributes:
         gateway: to the gateway.
         peers: (incarnation, message) to other nodes.
-        dial: prefill nodes to which a decode node needs a connection; made before ``peers`` leave.
-        hang_up: incarnations whose connection is of no more use.
+        dial: prefill nodes to connect to before ``peers`` leave.
+        hang_up: incarnations whose connections are no longer needed.
     """
 
     gateway: list[Message] = field(default_factory=list)

@@ -1,4 +1,7 @@
-"""What the node process asks of a role. Roles are pure but for the transfer endpoint that is handed to them."""
+"""The interface between a node process and its role, and what both roles share.
+
+Roles are pure except for the transfer endpoint that is handed to them.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,50 +20,54 @@ from common.scheduling.policies.base import Policy
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Decision, Decisions, Generate, GetDecisions, Message, PairState, Resume, Tokens
 
-#: The gateway ends a request at its deadline; a node that has not heard of it by then does so itself, a little later.
+#: The gateway ends a request at its deadline. A node that has heard nothing by then ends it so much later.
 DEADLINE_GRACE_S = 5.0
-#: Whoever the gateway ends so shortly before a deadline has missed it: the message may have been quicker than the one
-#: that brought the request.
+#: A request that the gateway ends at most so long before its deadline has missed it: the message that ended it may have
+#: travelled faster than the one that brought it.
 MISSED_S = 0.1
 
 
 def check_generate(message: Generate, vocab_size: int) -> None:
-    """Refuse what would break a step: the gateway never sends it, but a node does not take its word for that.
+    """Refuse values that would break a step. The gateway never sends them, but a node does not rely on that.
 
     Raises:
-        RequestError: no prompt, a token id outside of the vocabulary, or a number that cannot be.
+        RequestError: no prompt, a token id outside of the vocabulary, or a number out of range.
     """
     sampling = message.sampling
     if sampling.max_new_tokens < 1:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs room for one output token")
+        raise RequestError(ErrorCode.INVALID_REQUEST, "max_new_tokens must be at least 1")
     numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
     if not 0 <= sampling.seed < 2**64 or not all(0 <= number < math.inf for number in numbers):
-        raise RequestError(ErrorCode.INVALID_REQUEST, "a sampling parameter is out of bounds")
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST, "seed, temperature, top_p, min_p or repetition_penalty is out of range"
+        )
     if sampling.prompt_logprobs_from is not None and sampling.prompt_logprobs_from < 1:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "the first token of a prompt follows none")
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST, "prompt_logprobs_from must be at least 1: no token precedes the first"
+        )
     others = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
     check_tokens((*message.prompt, *others) if message.prompt else (), vocab_size)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raises RequestError: there are none, or one is outside of the vocabulary."""
+    """Refuse an empty prompt and token ids outside of the vocabulary with a ``RequestError``."""
     if not tokens:
         raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs a prompt")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"a token id is outside of the vocabulary of {vocab_size}")
 
 
-#: What is sampled after tokens that are only computed again is thrown away, but it must not end anything.
-THROWN_AWAY = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+#: For prompts that are only computed again: what is sampled after them is discarded, and must not end them.
+DISCARDED_SAMPLING = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
 
 
-def resumed_request(message: Resume, now: float) -> Request:
-    """The prefill scheduler's view of a ``Resume``."""
+def request_from_resume(message: Resume, now: float) -> Request:
+    """The request that a ``Resume`` asks a prefill node to compute again."""
     return Request(
         rid=message.rid,
         attempt=message.attempt,
         prompt=message.prompt,
-        sampling=THROWN_AWAY,
+        sampling=DISCARDED_SAMPLING,
         salt=message.cache_salt,
         priority=message.priority,
         priority_class=message.priority_class,
@@ -71,8 +78,8 @@ def resumed_request(message: Resume, now: float) -> Request:
     )
 
 
-def request_from(message: Generate, now: float) -> Request:
-    """The scheduler's view of a ``Generate`` that arrived at ``now``."""
+def request_from_generate(message: Generate, now: float) -> Request:
+    """The request that a ``Generate`` carries, which arrived at ``now``."""
     return Request(
         rid=message.rid,
         attempt=message.attempt,
@@ -89,8 +96,10 @@ def request_from(message: Generate, now: float) -> Request:
     )
 
 
-def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, finish: Finish, now: float) -> Tokens:
-    """What the gateway gets from the node that computed the prompt, whichever role that node has."""
+def first_token_message(
+    request: Request, token: int, logprobs: TokenLogprobs | None, finish: Finish, now: float
+) -> Tokens:
+    """The message with the first output token, from the node that computed the prompt."""
     return Tokens(
         *request.key,
         index=0,
@@ -106,28 +115,28 @@ def first_tokens(request: Request, token: int, logprobs: TokenLogprobs | None, f
     )
 
 
-def tell_if_missed(policy: Policy, request: Request | None, now: float) -> None:
-    """A request is being ended before it is done. If that is its deadline's doing, the policy learns of it."""
+def report_missed_deadline(policy: Policy, request: Request | None, now: float) -> None:
+    """Tell the policy if a request that is ended early has missed its deadline."""
     if request is not None and request.deadline_at <= now + MISSED_S:
         policy.missed(request)
 
 
-def explained(decisions: Ring, message: GetDecisions, now: float) -> Decisions:
+def decisions_message(decisions: Ring, message: GetDecisions, now: float) -> Decisions:
     """The answer to ``GetDecisions``."""
     return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)), message.number)
 
 
-def prove_pages(books: PageAllocator, cache: RadixCache, requests: Iterable[Request]) -> None:
-    """Books and cache agree with themselves, and every page that belongs to a request belongs to a known one."""
-    books.check()
+def check_pages(allocator: PageAllocator, cache: RadixCache, requests: Iterable[Request]) -> None:
+    """Check allocator and cache, and that every page owned by a request is owned by one of ``requests``."""
+    allocator.check()
     cache.check()
     num_own = sum(len(request.own) for request in requests)
-    invariant(books.count(Owner.REQUEST) == num_own, "a page belongs to a request that nobody knows")
+    invariant(allocator.count(Owner.REQUEST) == num_own, "a page is owned by an unknown request")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full a role is right now."""
+    """How full a node is."""
 
     num_waiting: int
     num_running: int
@@ -137,7 +146,7 @@ class Load:
 
 
 class Role(Protocol):
-    """Prefill or decode. Every call is one event; what follows from it is in ``outbox`` afterwards."""
+    """A prefill or decode role. Every call is one event; ``outbox`` holds afterwards what is to be sent."""
 
     outbox: Outbox
 
@@ -146,43 +155,45 @@ class Role(Protocol):
         ...
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
-        """A message of another node, known by its incarnation."""
+        """A message from another node, known by its incarnation."""
         ...
 
     def gateway_lost(self, now: float) -> None:
-        """Nobody is left to answer to: end everything."""
+        """No answer can be delivered any more: end every request."""
         ...
 
     def peer_lost(self, peer: str, now: float) -> None: ...
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, if there is anything to compute. Called only when the last one has been committed."""
+        """The next step, if there is anything to compute. Several may be planned before the first is committed."""
         ...
 
-    def commit(self, result: StepResult, now: float) -> None: ...
+    def commit(self, result: StepResult, now: float) -> None:
+        """Take in the result of a step. Steps are committed in the order in which they were planned."""
+        ...
 
     def tick(self, now: float) -> bool:
-        """Deadlines, and some of the transfers' work. True if more of it is waiting right now."""
+        """Check deadlines and do some of the transfers' work. True if more of that work is waiting."""
         ...
 
     def stop(self, message: str, now: float) -> None:
-        """End every request with ``SHUTTING_DOWN`` (or what ``message`` says)."""
+        """End every request with ``SHUTTING_DOWN`` and this message."""
         ...
 
     def files(self) -> Sequence[Any]:
-        """File descriptors whose input should wake the loop for a ``tick``."""
+        """File descriptors that wake the loop for a ``tick`` when they are readable."""
         ...
 
     def transports(self) -> Sequence[str]:
-        """Names of the transports that KV pages may travel by, best first."""
+        """Names of the transports for KV pages, best first."""
         ...
 
     def pairs(self) -> Sequence[PairState]:
-        """The nodes that pages travel to or from now, and by what."""
+        """The nodes that pages travel to or from, and the transport of each pair."""
         ...
 
     def peers(self) -> Sequence[str]:
-        """Incarnations that this role counts on being there."""
+        """Incarnations of the nodes that this role works with."""
         ...
 
     def load(self) -> Load: ...
@@ -192,5 +203,5 @@ class Role(Protocol):
         ...
 
     def check(self) -> None:
-        """Prove the books; raises ``InvariantError``."""
+        """Prove that the state of the role is consistent; raises ``InvariantError``."""
         ...

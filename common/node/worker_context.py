@@ -1,4 +1,4 @@
-"""What the node process hands to a role, and what both roles make of it alike."""
+"""The parts that a node process hands to the builder of its role."""
 
 import os
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ from common.scheduling.policies.factory import make_ordering
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a role is built of.
+class WorkerContext:
+    """The parts that a role is built from.
 
     Attributes:
+        capacity: slots, pages and chunk size of this node.
         pool: the KV pool, which is also the ``PageStore`` of the transfer plane.
-        capacity: slots, pages and chunk size that the configuration and this machine come to.
-        digest: of the model; nodes that differ in it cannot share KV.
-        incarnation: of this start of this process.
+        digest: identifies the model and its weights; nodes that differ in it cannot share KV.
+        incarnation: drawn at each start of a process.
         environ: variables that are read beside the configuration.
     """
 
     config: NodeConfig
     capacity: Capacity
     pool: Any
-    books: PageAllocator
+    allocator: PageAllocator
     cache: RadixCache
     clock: Clock
     digest: str
@@ -51,18 +51,18 @@ class Parts:
         """Raises ConfigError: a variable is no such number."""
         return prefix_limits_from_environ(self.environ)
 
-    def order(self) -> RequestOrdering:
-        """The order of the role's queue. Raises ConfigError: a policy of the user's own cannot be made."""
+    def ordering(self) -> RequestOrdering:
+        """The ordering of the role's queue. Raises ConfigError if the user's own policy cannot be made."""
         own_policy = load_policy(self.config.schedule_policy)
         return make_ordering(
             self.config, self.cache, own_policy=own_policy, sharing=self.sharing, constants=self.constants
         )
 
 
-def cache_for(config: NodeConfig, books: PageAllocator) -> RadixCache:
-    """The radix cache over these books, as the configuration wants it."""
+def make_cache(config: NodeConfig, allocator: PageAllocator) -> RadixCache:
+    """The radix cache that the configuration asks for."""
     return RadixCache(
-        books,
+        allocator,
         config.page_size,
         is_enabled=not config.disable_radix_cache,
         eviction=config.radix_eviction_policy,

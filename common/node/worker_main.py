@@ -1,6 +1,7 @@
-"""The process around a role: model, pool, cache, loop. One piece for both roles, which are handed in.
+"""The main function of a node process: loads the model, makes the pool and the cache, and runs the event loop.
 
-Nothing heavy is imported before the configuration has been accepted, so that a wrong flag is answered at once.
+It is the same for both roles, which hand in how to build themselves. Heavy modules are imported only after the
+configuration has been accepted, so that a wrong flag is answered at once.
 """
 
 import gc
@@ -9,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -20,13 +21,13 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.node.engine_thread import EngineThread
-from common.node.event_loop import Node, listen_mailbox
+from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
 from common.node.recording.format import VERSION as RECORDING_VERSION
-from common.node.recording.format import Opening
+from common.node.recording.format import RecordingHeader
 from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
 from common.node.role import Role
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
 from common.wire.address import in_url
@@ -41,18 +42,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How many shapes oneDNN and torch's layer over it remember. By default 1,024 each, at up to a megabyte: a node that
-#: meets prompts of every length would grow by a gigabyte. Preparing one anew takes about a millisecond.
-REMEMBERED_SHAPES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+#: Shapes that oneDNN and torch's layer over it cache. The default is 1,024 each, at up to a megabyte: prompts of every
+#: length would make a node grow by a gigabyte. Preparing a shape again takes about a millisecond.
+SHAPE_CACHE = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
-
-#: How long a start may take longer so that KV pages need not wait for the kernel at their first use. Those with low
-#: numbers are used first, and again and again.
+#: The longest time that a start spends on touching KV pages, so that the kernel need not provide them at their first
+#: use. Pages with low numbers are touched first, and are used first and most.
 POPULATE_S = 3.0
 
+OpenTransport = Callable[[WorkerContext], Any]
+BuildRole = Callable[[WorkerContext, Any], Role]
 
-def run(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
-    """Serve until a signal or a refusal. Returns the exit status: 0 stopped on purpose, 1 failed, 2 refused."""
+
+def run(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole) -> int:
+    """Serve until a signal or a refusal.
+
+    Args:
+        open_transport: opens the transport of the role over the worker's pool.
+        build_role: builds the role over that transport.
+    Returns:
+        The exit status: 0 stopped on purpose, 1 failed, 2 refused.
+    """
     logging.basicConfig(
         level=config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {config.node_name} %(message)s",
@@ -65,76 +75,68 @@ def run(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: 
         return 2
 
 
-def _serve(config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role]) -> int:
+def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
-        log.warning("--schedule-policy %s is fcfs now, since --disable-radix-cache is set", config.schedule_policy)
-    load_policy(config.schedule_policy)  # what cannot be imported is refused before the model is loaded
+        log.warning(
+            "--schedule-policy %s needs the radix cache: serving with fcfs, since --disable-radix-cache is set",
+            config.schedule_policy,
+        )
+    load_policy(config.schedule_policy)  # refuse a policy that cannot be imported before the model is loaded
     incarnation = new_incarnation()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listen = None
     try:
-        if config.role == "prefill":  # a port that is taken is told of before the model is loaded, too
+        if config.role == "prefill":  # refuse a port that is in use before the model is loaded, too
             listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
-        return _serve_model(config, open_transport, build_role, Door(context, incarnation, listen))
+        return _serve_model(config, open_transport, build_role, ControlEndpoint(context, incarnation, listen))
     finally:
         if listen is not None:
             listen.close()
         context.term()
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
-    """Where a start of a process is reached: its ZMQ context, who it is, and what a prefill node listens on."""
-
-    context: "zmq.Context[zmq.Socket[bytes]]"
-    incarnation: str
-    listen: Mailbox | None
-
-
 def _serve_model(
-    config: NodeConfig, open_transport: Callable[[Parts], Any], build_role: Callable[[Parts, Any], Role], door: Door
+    config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole, endpoint: ControlEndpoint
 ) -> int:
     model, executor, capacity = _load(config)
-    parts = _parts(config, model, executor, capacity, door.incarnation)
-    transport = open_transport(parts)
-    recorder = start_recording(parts, transport) if config.record else None
-    role = build_role(parts, transport if recorder is None else RecordedTransport(transport, recorder))
+    worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
+    transport = open_transport(worker)
+    recorder = start_recording(worker, transport) if config.record else None
+    role = build_role(worker, transport if recorder is None else RecordedTransport(transport, recorder))
     if recorder is not None:
         role = RecordedRole(role, recorder)
     engine = EngineThread(executor)
-    node = Node(
+    loop = EventLoop(
         role,
         engine,
-        register=lambda: _register(config, model, capacity, role, listen=door.listen),
+        register=lambda: _register(config, model, capacity, role, listen=endpoint.listen),
         gateway=config.gateway,
-        context=door.context,
-        incarnation=door.incarnation,
-        listen=door.listen,
-        clock=parts.clock,
+        endpoint=endpoint,
+        clock=worker.clock,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.stop())
+        signal.signal(number, lambda *_: loop.stop())
     gc.collect()
-    gc.freeze()  # weights and modules are for ever; do not walk them again
+    gc.freeze()  # weights and modules stay; the collector need not visit them again
     log.info("%s node ready: %d pages of %d tokens", config.role, capacity.num_pages, config.page_size)
     try:
-        return _until_stopped(node)
+        return _until_stopped(loop)
     finally:
         engine.close()
         if recorder is not None:
             recorder.close()
 
 
-def _parts(
+def _worker_context(
     config: NodeConfig, model: "ModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
-) -> Parts:
-    books = PageAllocator(capacity.num_pages)
-    return Parts(
+) -> WorkerContext:
+    allocator = PageAllocator(capacity.num_pages)
+    return WorkerContext(
         config=config,
         capacity=capacity,
         pool=executor.pool,
-        books=books,
-        cache=cache_for(config, books),
+        allocator=allocator,
+        cache=make_cache(config, allocator),
         clock=MonotonicClock(),
         digest=model.identity,
         incarnation=incarnation,
@@ -143,13 +145,13 @@ def _parts(
     )
 
 
-def _until_stopped(node: Node) -> int:
-    """Returns the exit status. Everybody has his answer then, and every socket is closed."""
+def _until_stopped(loop: EventLoop) -> int:
+    """Run the loop. When this returns the exit status, all requests are answered and all sockets are closed."""
     status, reason = 0, "the node is stopping"
     try:
-        node.run()
-        if node.refused is not None:
-            log.error("the gateway refuses this node: %s", node.refused)
+        loop.run()
+        if loop.refused is not None:
+            log.error("the gateway refuses this node: %s", loop.refused)
             status = 2
     except BatonError as error:
         log.error("%s", error)
@@ -158,35 +160,35 @@ def _until_stopped(node: Node) -> int:
         log.exception("the node failed and stops")
         status, reason = 1, "the node failed"
     finally:
-        node.close(reason)
+        loop.close(reason)
     return status
 
 
-def start_recording(parts: Parts, transport: Any) -> Recorder:
-    """The recording that the configuration asks for; its first frame says what the role is built from.
+def start_recording(worker: WorkerContext, transport: Any) -> Recorder:
+    """Open the recording that ``--record`` asks for, and write its header.
 
     Raises:
-        ConfigError: the file cannot be made.
+        ConfigError: the file cannot be created.
     """
-    config = parts.config
+    config = worker.config
     assert config.record is not None
     try:
         recorder = Recorder(config.record)
     except OSError as error:
-        raise ConfigError(f"--record {config.record} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"cannot create --record {config.record}: {error.strerror}") from error
     log.warning("recording into %s, prompts included", recorder.path)
     recorder.note(
-        Opening(
+        RecordingHeader(
             version=RECORDING_VERSION,
             role=config.role,
             config=plain_config(config),
-            environ=read_environ(parts.environ),
-            capacity=parts.capacity,
-            geometry=Geometry.of(parts.pool.geometry),
-            digest=parts.digest,
-            incarnation=parts.incarnation,
-            vocab_size=parts.vocab_size,
-            eos_token_ids=parts.eos_token_ids,
+            environ=read_environ(worker.environ),
+            capacity=worker.capacity,
+            geometry=Geometry.of(worker.pool.geometry),
+            digest=worker.digest,
+            incarnation=worker.incarnation,
+            vocab_size=worker.vocab_size,
+            eos_token_ids=worker.eos_token_ids,
             transport=transport.name,
             transports=tuple(transport.names),
         )
@@ -195,7 +197,7 @@ def start_recording(parts: Parts, transport: Any) -> Recorder:
 
 
 def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
-    for name, value in REMEMBERED_SHAPES.items():  # read when torch is loaded
+    for name, value in SHAPE_CACHE.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
     from common.engine.checkpoint import weight_files
     from common.engine.executor import load_executor
@@ -216,7 +218,7 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     )
 
     num_pages = pages_of(config, geometry, capacity.num_pages, device)
-    num_pages()  # what can never fit is refused before the weights are read
+    num_pages()  # refuse a pool that can never fit before the weights are read
     executor = load_executor(
         model,
         device=device,
@@ -235,7 +237,7 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
 
 
 def pages_of(config: NodeConfig, geometry: PageLayout, planned: int, device: str) -> Callable[[], int]:
-    """How many pages the pool can have, asked when the weights are in memory; see ``num_pages_that_fit``."""
+    """A function that tells, once the weights are in memory, how many pages the pool can have."""
     return lambda: num_pages_that_fit(config, geometry, planned, free_bytes(device))
 
 
@@ -244,13 +246,17 @@ def _populate(pool: "KVPool") -> None:
     try:
         if taken := pool.populate(POPULATE_S):
             whole, seconds = pool.geometry.pool_bytes(pool.num_pages), time.monotonic() - begun_at
-            log.info("%.2f of %.2f GB of memory for KV pages taken in %.2f s", taken / 1e9, whole / 1e9, seconds)
+            log.info("touched %.2f of %.2f GB of KV pages in %.2f s", taken / 1e9, whole / 1e9, seconds)
     except MemoryError as error:
-        raise ConfigError(f"--max-total-tokens or --memory-fraction asks for too much: {error}") from error
+        raise ConfigError(f"--max-total-tokens or --memory-fraction is too large: {error}") from error
 
 
 def pick_device(name: str) -> str:
-    """``auto`` becomes ``cuda`` where torch finds a GPU, else ``cpu``. Raises ConfigError: it is not there."""
+    """The device for ``--device``: ``auto`` is ``cuda`` where torch finds a GPU, else ``cpu``.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if name == "cpu":
         return name
     import torch

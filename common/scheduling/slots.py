@@ -52,11 +52,11 @@ class OutstandingSteps(Generic[E]):
     """Planned steps in order, until each is committed.
 
     Args:
-        books: the allocator, which holds back freed pages while a step may still use them.
+        allocator: holds back freed pages while a step may still use them.
     """
 
-    def __init__(self, books: PageAllocator) -> None:
-        self._books = books
+    def __init__(self, allocator: PageAllocator) -> None:
+        self._allocator = allocator
         self._steps: deque[tuple[int, E]] = deque()
         self._last = 0
 
@@ -67,7 +67,7 @@ class OutstandingSteps(Generic[E]):
         """Add a planned step and return its number."""
         self._last += 1
         self._steps.append((self._last, step))
-        self._books.begin_step(self._last)
+        self._allocator.begin_step(self._last)
         return self._last
 
     def newest(self, number: int) -> E:
@@ -86,4 +86,4 @@ class OutstandingSteps(Generic[E]):
     def end(self) -> None:
         """Remove the oldest step after its commit, so that pages freed while it ran can be allocated again."""
         number, _ = self._steps.popleft()
-        self._books.end_step(number)
+        self._allocator.end_step(number)

@@ -42,11 +42,11 @@ NAMESAKE_WAIT_S = 0.5
 
 
 class Listener(Protocol):
-    """Receives what a ``MailboxChannel`` hears."""
+    """Told of events on a ``MailboxChannel``; the event loop calls it, never the channel's caller."""
 
-    def on_envelope(self, envelope: Envelope) -> None: ...
+    def on_readable(self) -> None: ...
     def on_disconnect(self) -> None: ...
-    def on_unreachable(self, incarnation: str) -> None: ...
+    def lose(self, incarnation: str) -> None: ...
 
 
 class MailboxChannel:
@@ -62,14 +62,14 @@ class MailboxChannel:
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in mailbox.sockets]
         self._listener: Listener | None = None
-        self._is_drain_due = False
+        self._is_look_due = False
         self._is_closed = False
 
     def start(self, listener: Listener) -> None:
         """Begins to listen."""
         self._listener = listener
         messages, connections = self._fds
-        self._loop.add_reader(messages, self.drain)
+        self._loop.add_reader(messages, listener.on_readable)
         self._loop.add_reader(connections, listener.on_disconnect)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class MailboxChannel:
 
     def send(self, message: Message, incarnation: str) -> bool:
         """Sends to one node; False if it cannot be reached."""
-        self.drain_soon()
+        self.look_again_soon()
         return self._mailbox.send(message, target=incarnation)
 
     def drop_soon(self, incarnation: str) -> None:
@@ -105,26 +105,25 @@ class MailboxChannel:
         """Those of the nodes whose connection has closed."""
         return self._mailbox.lost_peers(incarnations)
 
-    def drain(self) -> None:
-        """Passes on the messages that have arrived."""
-        self._is_drain_due = False
-        if self._is_closed or self._listener is None:
-            return
+    def receive(self) -> list[Envelope]:
+        """The messages that have arrived, at most ``RECEIVE_AT_ONCE``."""
+        self._is_look_due = False
+        if self._is_closed:
+            return []
         envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
-        for envelope in envelopes:
-            self._listener.on_envelope(envelope)
         if len(envelopes) == RECEIVE_AT_ONCE:
-            self.drain_soon()
+            self.look_again_soon()
+        return envelopes
 
-    def drain_soon(self) -> None:
-        """Calls ``drain`` soon. Each use of the socket may swallow the edge that announces input."""
-        if not self._is_drain_due:
-            self._is_drain_due = True
-            self._loop.call_soon(self.drain)
+    def look_again_soon(self) -> None:
+        """Reports the channel as readable soon. Each use of the socket may swallow the edge that announces input."""
+        if not self._is_look_due and self._listener is not None:
+            self._is_look_due = True
+            self._loop.call_soon(self._listener.on_readable)
 
     def _report_unreachable(self, incarnation: str) -> None:
         if not self._is_closed and self._listener is not None:
-            self._listener.on_unreachable(incarnation)
+            self._listener.lose(incarnation)
 
 
 class ControlPlane:
@@ -183,8 +182,13 @@ class ControlPlane:
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def on_envelope(self, envelope: Envelope) -> None:
-        """Handles one message; an unexpected error ends the request that it is about and no other."""
+    def on_readable(self) -> None:
+        """Handles the messages that have arrived."""
+        for envelope in self._channel.receive():
+            self._handle(envelope)
+
+    def _handle(self, envelope: Envelope) -> None:
+        """Handles one message; an unexpected error ends only the request that it is about."""
         try:
             self._handlers[type(envelope.message)](envelope.sender, envelope.message)
         except Exception:
@@ -192,17 +196,14 @@ class ControlPlane:
             self._dispatcher.fail_internal(getattr(envelope.message, "rid", ""))
 
     def on_disconnect(self) -> None:
-        """Removes the nodes whose connections have closed, after the messages that they sent before."""
-        self._channel.drain()
-        self._channel.drain_soon()
-        for incarnation in self._channel.lost([node.incarnation for node in self.pools.nodes()]):
+        """Removes the nodes whose connections have closed, after handling the messages that they sent before."""
+        self.on_readable()
+        self._channel.look_again_soon()
+        for incarnation in self._channel.lost([node.incarnation for node in self.pools.workers()]):
             self.lose(incarnation)
         if self._channel.is_probing and not self._is_probe_due:
             self._is_probe_due = True
             self._loop.call_later(PROBE_EVERY_S, self._probe_again)
-
-    def on_unreachable(self, incarnation: str) -> None:
-        self.lose(incarnation)
 
     def _probe_again(self) -> None:
         self._is_probe_due = False
@@ -228,7 +229,7 @@ class ControlPlane:
         pool = self.pools.of(sender)
         if pool is None:
             return
-        node = pool.registry.nodes[sender]
+        node = pool.registry.workers[sender]
         for pair in message.pairs:
             if pair.problem and pair.incarnation not in node.failed_peers:
                 log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
@@ -287,7 +288,7 @@ class ControlPlane:
 
     async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
         """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
-        nodes = self.pools.nodes()
+        nodes = self.pools.workers()
         for pool in self.pools:
             pool.router.forget_prefixes()
         answers = await self._rpc.call([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)

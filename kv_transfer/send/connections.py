@@ -18,7 +18,7 @@ from kv_transfer.transports.base import Attached, AttachError, WriterTransport, 
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 1_024
-MAX_WHY = 512  # characters of a reason that travel
+MAX_WHY = 512  # characters of a reason that are sent
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Connections:
         self._digest = digest
         self._wants_checksums = wants_checksums
         self.by_peer: dict[str, Connection] = {}
-        self.num_attached: Counter[str] = Counter()  # connections so far, by transport
+        self.num_attached: Counter[str] = Counter()  # attachments so far, by transport
 
     def is_stale(self, peer: str, connect: Connect) -> bool:
         """Whether there is a connection of this epoch or a later one already."""

@@ -103,13 +103,9 @@ class Sender:
             self._totals["broken_pairs"] += 1
             log.warning("%s", why)
             connection = self._connections.by_peer.get(peer)
-            if (
-                not self._sever(peer, TransferEnd("failed", why), is_all=False, is_resumed=True)
-                and connection is not None
-            ):
-                self._messages.append(
-                    (peer, Refused(why, connection.epoch))
-                )  # it may hear of the break from nobody else
+            is_fenced = self._sever(peer, TransferEnd("failed", why), is_all=False, is_resumed=True)
+            if connection is not None and not is_fenced:  # the decode node's own transport may not report the break
+                self._messages.append((peer, Refused(why, connection.epoch)))
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone: its transfers end, and its pool is out of reach from here on."""

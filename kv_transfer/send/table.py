@@ -71,7 +71,7 @@ class SendTable:
             return session
         if (peer, key) not in self.early:
             if len(self.early) >= MAX_EARLY:
-                return TransferEnd("unknown", f"{MAX_EARLY} grants wait for requests already")
+                return TransferEnd("unknown", f"{MAX_EARLY} grants already wait for their requests")
             self.early[peer, key] = (SendSession(key, peer, SendState.EARLY), now + EARLY_LEASE_S)
         return self.early[peer, key][0]
 

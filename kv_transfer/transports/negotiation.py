@@ -149,7 +149,7 @@ class NegotiatingWriter:
         try:
             offers = msgspec.json.decode(connect.endpoint, type=dict[str, str])
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise AttachError(f"{connect.name} offers an endpoint that cannot be understood") from error
+            raise AttachError(f"the endpoint offered by {connect.name} cannot be understood") from error
         candidates = [transport for transport in self._transports if transport.name in offers]
         if not candidates:
             theirs = ", ".join(offers) or "nothing"

@@ -14,9 +14,9 @@ from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.priority import PriorityResolver
-from scripts.load_tester.workload.plan import ANSWER, Piece, Planned, key
-from scripts.load_tester.workload.session_sampling import Chain
-from scripts.load_tester.workload.workload import Plan
+from scripts.load_tester.workload.plan import Plan
+from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment, segment_key
+from scripts.load_tester.workload.session_sampling import Session
 from scripts.simulator.engine import END_TOKEN
 from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.gateway import Answer
@@ -30,7 +30,7 @@ class PlannedTokens:
     """Prompts and answers of a plan as token ids, determined by the seed.
 
     Later prompts of a session repeat its answers, so that these can be found in a cache. Ids are a hash (the finalizer
-    of MurmurHash3) of seed, piece and position, which takes a tenth of the time of a random generator.
+    of MurmurHash3) of seed, segment and position, which takes a tenth of the time of a random generator.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -40,13 +40,13 @@ class PlannedTokens:
         self._places = np.arange(1, 4096, dtype=np.uint64)
         self._lengths: dict[int, int] = {}
 
-    def prompt(self, planned: Planned) -> tuple[int, ...]:
+    def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
         tokens: list[int] = []
-        for piece in planned.pieces:
-            tokens += self._tokens(piece)
+        for segment in planned.segments:
+            tokens += self._tokens(segment)
         return tuple(tokens)
 
-    def expect(self, planned: Planned) -> None:
+    def expect(self, planned: PlannedRequest) -> None:
         """Prepare the answer to a request that is about to be sent."""
         self._lengths[planned.index] = planned.num_output
 
@@ -56,14 +56,14 @@ class PlannedTokens:
         A prefill node that computes a retracted request again has no seed for it, so its engine asks for answer 0 and
         throws the token away.
         """
-        return self._tokens((key(ANSWER, index), self._lengths.get(index, 0)))
+        return self._tokens((segment_key(ANSWER, index), self._lengths.get(index, 0)))
 
     def forget(self, index: int) -> None:
         """Drop the answer to a request that has ended."""
         self._lengths.pop(index, None)
 
-    def _tokens(self, piece: Piece) -> list[int]:
-        number, length = piece
+    def _tokens(self, segment: Segment) -> list[int]:
+        number, length = segment
         if length > len(self._places):
             self._places = np.arange(1, 2 * length, dtype=np.uint64)
         start = (number * 0x9E3779B97F4A7C15 + self._seed * 0xD1B54A32D192ED03) & (1 << 64) - 1
@@ -80,7 +80,7 @@ class PlannedTokens:
 class Outcome:
     """The outcome of one request; instants in virtual seconds."""
 
-    planned: Planned
+    planned: PlannedRequest
     due_at: float
     stamps_s: list[float] = field(default_factory=list)
     extra: dict[int, int] = field(default_factory=dict)  # as in ``Answer``
@@ -136,8 +136,8 @@ class Client:
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
         self._concurrency = concurrency
-        self._chains: Iterator[Chain] = iter(plan.chains)
-        self._in_flight: dict[str, tuple[Outcome, Chain, int]] = {}
+        self._sessions: Iterator[Session] = iter(plan.sessions)
+        self._in_flight: dict[str, tuple[Outcome, Session, int]] = {}
         self.outcomes: list[Outcome] = []
         self.num_ended = 0
         self._num_expected = 0  # sessions that have not ended
@@ -150,38 +150,38 @@ class Client:
     def start(self) -> None:
         """Schedule the first arrivals."""
         for _ in range(self._concurrency or 1):
-            self._next_chain()
+            self._next_session()
 
-    def _next_chain(self) -> None:
-        chain = next(self._chains, None)
-        if chain is None:
+    def _next_session(self) -> None:
+        session = next(self._sessions, None)
+        if session is None:
             return
         now = self._events.now()
-        due_at = chain[0].at if self._plan.is_open else now
+        due_at = session[0].at if self._plan.is_open else now
         if not self._plan.is_open and self._plan.seconds is not None and now >= self._plan.seconds:
             return
         self._num_expected += 1
-        self._events.at(due_at, self._arrive, chain)
+        self._events.at(due_at, self._arrive, session)
 
-    def _arrive(self, chain: Chain) -> None:
+    def _arrive(self, session: Session) -> None:
         if self._plan.is_open:
-            self._next_chain()
-        self._send(chain, 0)
+            self._next_session()
+        self._send(session, 0)
 
-    def _send(self, chain: Chain, turn: int) -> None:
-        planned = chain[turn]
+    def _send(self, session: Session, turn: int) -> None:
+        planned = session[turn]
         outcome = Outcome(planned, self._events.now())
         self.outcomes.append(outcome)
         rid = f"r{planned.index}"
         self._script.expect(planned)
-        self._in_flight[rid] = (outcome, chain, turn)
+        self._in_flight[rid] = (outcome, session, turn)
         try:
             self._ask(self._asked(rid, planned))
         except RequestError as error:
             outcome.error = error.code.value
             self._over(rid)
 
-    def _asked(self, rid: str, planned: Planned) -> GenerateRequest:
+    def _asked(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
         """The request as the gateway parses it. Raises RequestError if its priority is not allowed."""
         is_known = self._max_new_tokens is None
         prompt = self._script.prompt(planned)
@@ -220,13 +220,13 @@ class Client:
         self._over(answer.request.rid)
 
     def _over(self, rid: str) -> None:
-        outcome, chain, turn = self._in_flight.pop(rid)
+        outcome, session, turn = self._in_flight.pop(rid)
         outcome.ended_at = self._events.now()
         self._script.forget(outcome.planned.index)
         self.num_ended += 1
-        if outcome.is_ok and turn + 1 < len(chain):
-            self._events.after(max(0.0, chain[turn + 1].think_s), self._send, chain, turn + 1)
+        if outcome.is_ok and turn + 1 < len(session):
+            self._events.after(max(0.0, session[turn + 1].think_s), self._send, session, turn + 1)
             return
         self._num_expected -= 1
         if not self._plan.is_open:
-            self._next_chain()
+            self._next_session()

@@ -13,7 +13,7 @@ from common.config.serve import check_local_prefill
 from common.errors import ConfigError
 from common.node.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
-from scripts.load_tester.config import SECONDS, LoadOptions, check_load, seconds
+from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
 from scripts.simulator.costs import Costs
 from scripts.simulator.engine import simulated_geometry
 
@@ -91,7 +91,7 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
     def costs(self) -> Costs:
         names = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
         step, prompt_token, row, context_token, message, wire = (
-            seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in names
+            parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in names
         )
         return Costs(step, prompt_token, row, context_token, message, wire, self.wire_bandwidth)
 

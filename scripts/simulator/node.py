@@ -14,7 +14,7 @@ from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
 from common.node.memory_plan import Capacity
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Geometry, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
@@ -99,7 +99,7 @@ class Node:
         self._has_timer = False
         self._used = (0, 0.0)  # pages in use, since when
         self.books = PageAllocator(self.capacity.num_pages)
-        self.cache = cache_for(settings.config, self.books)
+        self.cache = make_cache(settings.config, self.books)
         self.transport: InProcessReader | NetworkWriter
         parts = self._parts(replace(settings.config, role=role, name=incarnation))
         if role == "prefill":
@@ -109,12 +109,12 @@ class Node:
             self.transport = InProcessReader(network, self.engine.pool, incarnation)
             self.role = build_decode(parts, self.transport)
 
-    def _parts(self, config: NodeConfig) -> Parts:
-        return Parts(
+    def _parts(self, config: NodeConfig) -> WorkerContext:
+        return WorkerContext(
             config=config,
             capacity=self.capacity,
             pool=self.engine.pool,
-            books=self.books,
+            allocator=self.books,
             cache=self.cache,
             clock=self._events,
             digest=DIGEST,

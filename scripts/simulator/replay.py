@@ -16,8 +16,8 @@ from common.cache.page_allocator import PageAllocator
 from common.clock import ManualClock
 from common.node.recording import format as frames
 from common.node.recording.format import RecordingError, read_frames
-from common.node.recording.recorder import USUAL, config_from
-from common.node.worker_context import Parts, cache_for
+from common.node.recording.recorder import DEFAULT_RESULTS, config_from
+from common.node.worker_context import WorkerContext, make_cache
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
 from prefill_node.__main__ import build as build_prefill
@@ -36,10 +36,10 @@ RESULTS: dict[tuple[str, str], Any] = {
 }
 
 
-class RecalledTransport:
-    """A transport that returns the recorded results, call by call."""
+class ReplayedTransport:
+    """Returns what the recorded transport returned, call by call."""
 
-    def __init__(self, opening: frames.Opening, news: list[frames.News]) -> None:
+    def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult]) -> None:
         self.store = EmptyPageStore(from_message(opening.geometry), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
@@ -58,12 +58,12 @@ class RecalledTransport:
         def call(*arguments: Any, **named: Any) -> Any:
             number = self._num_calls[name]
             self._num_calls[name] += 1
-            if name not in USUAL:
+            if name not in DEFAULT_RESULTS:
                 return None
             if (name, number) not in self._news:
-                if USUAL[name] is ...:
+                if DEFAULT_RESULTS[name] is ...:
                     raise RecordingError(f"the {number}. call of the transport's {name} is not in the recording")
-                return USUAL[name]
+                return DEFAULT_RESULTS[name]
             result = self._news.pop((name, number))
             if name == "attach":
                 raise AttachError(result)
@@ -94,13 +94,13 @@ def replay(path: str) -> Replayed:
     Raises:
         RecordingError: it cannot be read, or is not of this program.
     """
-    news: list[frames.News] = []
-    told: list[frames.Happened] = []
+    news: list[frames.TransportResult] = []
+    told: list[frames.AnyFrame] = []
     for frame in read_frames(path):
-        (news if isinstance(frame, frames.News) else told).append(frame)  # type: ignore[arg-type]  # so it is
+        (news if isinstance(frame, frames.TransportResult) else told).append(frame)  # type: ignore[arg-type]  # so it is
     opening = told[0]
-    assert isinstance(opening, frames.Opening)
-    role = _build(opening, RecalledTransport(opening, news))
+    assert isinstance(opening, frames.RecordingHeader)
+    role = _build(opening, ReplayedTransport(opening, news))
     num_plans = 0
     for number, frame in enumerate(told[1:], 1):
         if not isinstance(frame, frames.Planned):
@@ -116,18 +116,18 @@ def replay(path: str) -> Replayed:
     return Replayed(opening.role, num_plans, len(told) - 1)
 
 
-def _build(opening: frames.Opening, transport: RecalledTransport) -> Any:
+def _build(opening: frames.RecordingHeader, transport: ReplayedTransport) -> Any:
     try:
         config = config_from(opening.config)
     except TypeError as error:
         raise RecordingError(f"its configuration is of another version: {error}") from error
     books = PageAllocator(opening.capacity.num_pages)
-    parts = Parts(
+    parts = WorkerContext(
         config=config,
         capacity=opening.capacity,
         pool=transport.store,
-        books=books,
-        cache=cache_for(config, books),
+        allocator=books,
+        cache=make_cache(config, books),
         clock=ManualClock(),
         digest=opening.digest,
         incarnation=opening.incarnation,
@@ -140,10 +140,10 @@ def _build(opening: frames.Opening, transport: RecalledTransport) -> Any:
     return build_decode(parts, transport)
 
 
-def _tell(role: Any, frame: frames.Happened) -> None:
-    if isinstance(frame, frames.FromTheGateway):
+def _tell(role: Any, frame: frames.AnyFrame) -> None:
+    if isinstance(frame, frames.GatewayMessage):
         role.on_gateway(frame.message, frame.now)
-    elif isinstance(frame, frames.FromAPeer):
+    elif isinstance(frame, frames.PeerMessage):
         role.on_peer(frame.peer, frame.message, frame.now)
     elif isinstance(frame, frames.PeerLost):
         role.peer_lost(frame.peer, frame.now)

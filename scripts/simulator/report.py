@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.load_tester.analysis.metrics import limits_of
+from scripts.load_tester.analysis.metrics import slo_limits
 from scripts.load_tester.analysis.stats import QUANTILES
-from scripts.load_tester.workload.request_classes import Kind
+from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.simulator.client import Outcome
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.node import Node
@@ -54,14 +54,14 @@ class Objectives:
     """
 
     slos: dict[str, float]
-    kinds: dict[str, Kind]
+    kinds: dict[str, RequestClass]
     attainment: float
     starvation_s: float
 
 
 def service(kept: Sequence[Outcome], goals: Objectives) -> Figures:
     """How many of the measured requests met their limits; failed requests did not."""
-    num_good = sum(_is_good(o, limits_of(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
+    num_good = sum(_is_good(o, slo_limits(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
     starved = sum((o.stamps_s[0] if o.stamps_s else o.ended_at) - o.due_at > goals.starvation_s for o in kept)
     share = num_good / len(kept) if kept else 0.0
     return {"good": num_good, "share": share, "is_attained": share >= goals.attainment, "starved": starved}

@@ -1,4 +1,4 @@
-"""Deadlines that pass are told once each, in their order, and those of requests that have ended never."""
+"""Expired requests are returned once, in order; ended requests never."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ class Known:
         return [one.rid for one in self.deadlines.passed(now)]
 
 
-def test_each_is_told_once_and_the_earliest_first() -> None:
+def test_each_expired_request_is_returned_once_earliest_first() -> None:
     known = Known()
     for rid, at in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("d", float("inf"))):
         known.add(request(rid, at))
@@ -36,7 +36,7 @@ def test_each_is_told_once_and_the_earliest_first() -> None:
     assert known.passed(1e9) == ["a"]
 
 
-def test_one_that_has_ended_is_not_told_and_its_name_may_come_again() -> None:
+def test_an_ended_request_is_not_returned_and_its_key_may_be_added_again() -> None:
     known = Known()
     known.add(request("a", 1.0))
     del known.requests["a", 0]
@@ -45,7 +45,7 @@ def test_one_that_has_ended_is_not_told_and_its_name_may_come_again() -> None:
     assert known.passed(5.0) == ["a"]
 
 
-def test_what_has_ended_is_forgotten_long_before_its_deadline() -> None:
+def test_entries_of_ended_requests_are_removed_before_their_deadlines() -> None:
     known = Known()
     for number in range(1_000):
         known.add(request(str(number), 600.0))
@@ -59,8 +59,8 @@ def test_what_has_ended_is_forgotten_long_before_its_deadline() -> None:
         st.one_of(st.integers(0, 30), st.tuples(st.integers(0, 5), st.floats(0.0, 30.0))), min_size=1, max_size=150
     )
 )
-def test_it_tells_what_walking_all_of_them_would_find(steps: list[int | tuple[int, float]]) -> None:
-    """An integer asks at that instant, and whoever has expired ends; a pair ends one of six and sets it anew."""
+def test_the_result_equals_a_search_through_all_requests(steps: list[int | tuple[int, float]]) -> None:
+    """An integer asks at that instant, and expired requests end; a pair ends one of six requests and adds it again."""
     known = Known()
     for step in steps:
         if isinstance(step, int):

@@ -1,4 +1,4 @@
-"""The ring of decisions: newest last, oldest forgotten, sentences made when somebody asks."""
+"""The log of decisions: order, bound, reasons for waiting, and formatting on reading."""
 
 import pytest
 from support.lone_nodes import DecodeNode, PrefillNode
@@ -7,7 +7,7 @@ from common.decision_log import Decided, Decisions
 from common.wire.messages import Decision
 
 
-def test_the_latest_are_told_newest_last_with_their_age():
+def test_the_latest_decisions_are_returned_newest_last_with_their_age():
     decisions = Decisions()
     decisions.note(1.0, "a", "admit", "{} of {} pages are free", 3, 8)
     decisions.note(2.5, "b", "retract", "shortest output")
@@ -18,7 +18,7 @@ def test_the_latest_are_told_newest_last_with_their_age():
     assert decisions.last(1, 4.0) == (Decided(1.5, "b", "retract", "shortest output"),)
 
 
-def test_the_oldest_are_forgotten_and_still_counted():
+def test_the_oldest_decisions_are_dropped_and_still_counted():
     decisions = Decisions(maxlen=2)
     for i in range(5):
         decisions.note(float(i), str(i), "admit", "in order")
@@ -26,7 +26,7 @@ def test_the_oldest_are_forgotten_and_still_counted():
     assert decisions.num_noted == 5
 
 
-def test_why_one_waits_is_told_once_until_it_is_another_reason_or_something_else_was_decided():
+def test_a_reason_for_waiting_is_noted_once_until_another_decision():
     decisions = Decisions()
     for _ in range(3):
         decisions.note_wait(0.0, "a", "for {} pages", 3)
@@ -41,7 +41,7 @@ def test_why_one_waits_is_told_once_until_it_is_another_reason_or_something_else
     ]  # fmt: skip
 
 
-def test_of_how_many_it_is_remembered_why_they_wait_is_bounded(monkeypatch):
+def test_the_number_of_remembered_reasons_for_waiting_is_bounded(monkeypatch):
     monkeypatch.setattr("common.decision_log.MAX_WAITS", 2)
     decisions = Decisions()
     for rid in "abcca":
@@ -53,7 +53,7 @@ def told(node):
     return [(each.rid, each.action, each.reason) for each in node.scheduler.decisions.last(99, node.now)]
 
 
-def test_a_prefill_node_tells_why_prompts_wait_and_who_passes_whom():
+def test_a_prefill_node_notes_why_prompts_wait_and_which_overtake():
     node = PrefillNode(num_pages=10, chunk=8)
     for rid, length in (("holder", 24), ("large", 40), ("small", 4)):
         node.submit(rid, length)
@@ -66,7 +66,7 @@ def test_a_prefill_node_tells_why_prompts_wait_and_who_passes_whom():
     ]
 
 
-def test_a_decode_node_tells_why_requests_wait_and_who_passes_whom():
+def test_a_decode_node_notes_why_requests_wait_and_which_overtake():
     node = DecodeNode(num_pages=12, slots=4, max_skip_ahead=2)
     node.run_in("holder", 16, 9, new=40)
     for rid, length, first in (("large", 44, None), ("one", 8, 9000), ("same", 8, 9000)):
@@ -84,7 +84,7 @@ def test_a_decode_node_tells_why_requests_wait_and_who_passes_whom():
 
 
 @pytest.mark.parametrize("node", [PrefillNode(), DecodeNode()])
-def test_a_node_tells_for_whose_prefix_one_waits(node):
+def test_a_node_notes_the_request_whose_prefix_another_waits_for(node):
     here = {"is_local": True} if isinstance(node, DecodeNode) else {}
     node.submit("first", 40, first=9000, **here)
     node.submit("same", 40, 1, first=9000, **here)
@@ -94,7 +94,7 @@ def test_a_node_tells_for_whose_prefix_one_waits(node):
     assert ("first", "wait", "for its prefix, which same computes") in told(node)
 
 
-def test_a_decode_node_tells_when_one_that_was_paused_goes_on():
+def test_a_decode_node_notes_when_a_paused_request_resumes():
     node = DecodeNode(slots=1)
     node.run_in("low", 8, 0, new=10)
     node.run_in("urgent", 8, 9, new=2)
@@ -105,7 +105,7 @@ def test_a_decode_node_tells_when_one_that_was_paused_goes_on():
     ]
 
 
-def test_no_sentence_is_made_before_somebody_asks():
+def test_reasons_are_formatted_on_reading():
     class Shown:
         def __format__(self, spec):
             raise AssertionError("too early")
@@ -113,9 +113,9 @@ def test_no_sentence_is_made_before_somebody_asks():
     Decisions().note(0.0, "a", "admit", "{}", Shown())
 
 
-def test_what_is_told_fits_into_a_message():
+def test_a_long_reason_is_cut_to_fit_into_a_message():
     decisions = Decisions()
     decisions.note(1.0, "", "adapt", "{}", "x" * 10_000)
     decision = Decision(*decisions.last(1, 0.5)[0])
-    assert decision.ago_s == 0.0  # a clock read a moment earlier
+    assert decision.ago_s == 0.0  # the question has an earlier time
     assert len(decision.reason) == 4_000

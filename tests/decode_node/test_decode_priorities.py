@@ -1,4 +1,4 @@
-"""Priorities on a decode node: for pages, for rows, inside a batch, in retraction; what room is kept for outputs."""
+"""Priorities on a decode node decide about pages, slots, rows and retractions; room is kept for outputs."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from decode_node.request_state import State
 
 @pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize(("first", "second", "order"), [(1, 5, "ba"), (5, 1, "ab"), (3, 3, "ab")])
-def test_the_more_urgent_of_two_that_wait_gets_pages_and_ends_first(
+def test_the_more_urgent_of_two_waiting_requests_gets_pages_and_ends_first(
     first: int, second: int, order: str, is_local: bool
 ) -> None:
     node = Node(slots=1)
@@ -23,7 +23,7 @@ def test_the_more_urgent_of_two_that_wait_gets_pages_and_ends_first(
     assert "".join(node.run()) == order
 
 
-def test_one_that_is_received_and_one_that_is_computed_here_stand_in_the_same_line() -> None:
+def test_received_and_local_prompts_wait_in_one_queue() -> None:
     for urgent in ("received", "computed"):
         node = Node(num_pages=4)
         node.submit("received", 12, 5 * (urgent == "received"))
@@ -35,7 +35,7 @@ def test_one_that_is_received_and_one_that_is_computed_here_stand_in_the_same_li
         assert (node.state("computed") is State.EXTENDING) == (urgent == "computed")
 
 
-def test_priorities_that_are_off_change_nothing() -> None:
+def test_priorities_have_no_effect_while_they_are_disabled() -> None:
     node = Node(slots=1, rules=PriorityRules())
     node.submit("a", 12, 1)
     node.submit("b", 12, 50)
@@ -53,7 +53,7 @@ def test_an_urgent_local_prompt_overtakes_a_long_one_between_two_chunks() -> Non
 
 
 @pytest.mark.parametrize(("difference", "is_taken"), [(2, False), (3, True)])
-def test_a_row_is_taken_only_if_the_difference_is_over_the_threshold(difference: int, is_taken: bool) -> None:
+def test_a_slot_is_taken_only_above_the_preemption_threshold(difference: int, is_taken: bool) -> None:
     node = Node(slots=1)
     low = node.run_in("low", 8, 0, new=20)
     node.submit("urgent", 8, difference)
@@ -67,7 +67,7 @@ def test_a_row_is_taken_only_if_the_difference_is_over_the_threshold(difference:
     assert len(low.output) == 20
 
 
-def test_the_least_urgent_row_is_taken_and_of_these_the_newest() -> None:
+def test_the_newest_of_the_least_urgent_requests_is_paused() -> None:
     node = Node(slots=3)
     for rid, priority in (("low", 0), ("middle", 1), ("lower", 0)):
         node.run_in(rid, 8, priority, new=40)
@@ -76,7 +76,7 @@ def test_the_least_urgent_row_is_taken_and_of_these_the_newest() -> None:
     assert {key[0] for key in node.places.running} == {"low", "middle", "urgent"}
 
 
-def test_a_paused_request_goes_on_where_it_was_with_its_history() -> None:
+def test_a_paused_request_continues_where_it_was_with_its_history() -> None:
     node = Node(slots=1)
     low = node.run_in("low", 8, 0, new=10)
     node.submit("urgent", 8, 9, new=2)
@@ -92,10 +92,10 @@ def test_a_paused_request_goes_on_where_it_was_with_its_history() -> None:
     node.scheduler.commit(result_of(plan))
 
 
-def test_pages_are_taken_from_as_many_as_it_takes_the_least_urgent_first() -> None:
+def test_as_many_requests_are_retracted_as_needed_least_urgent_first() -> None:
     node = Node(num_pages=13)
     for rid, priority in (("middle", 1), ("low", 0), ("lower", 0)):
-        node.run_in(rid, 12, priority, new=40)  # four pages each with what grows
+        node.run_in(rid, 12, priority, new=40)  # four pages each with the output
     node.submit("urgent", 24, 9)
     node.step()
     assert node.granted[-1] == "urgent"
@@ -106,7 +106,7 @@ def test_pages_are_taken_from_as_many_as_it_takes_the_least_urgent_first() -> No
     assert node.run() == ["urgent", "middle", "low", "lower"]
 
 
-def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
+def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
     node = Node(num_pages=13)
     node.run_in("strong", 16, 8, new=40)
     node.run_in("low", 12, 0, new=40)
@@ -116,7 +116,7 @@ def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
     assert node.scheduler.totals()["retractions"] == 0
 
 
-def test_a_retracted_request_does_not_take_its_pages_back_from_who_got_them() -> None:
+def test_a_retracted_request_does_not_take_its_pages_back() -> None:
     node = Node(num_pages=9)
     node.run_in("low", 16, 0, new=12)
     node.submit("urgent", 24, 9, new=8)
@@ -129,18 +129,18 @@ def test_a_retracted_request_does_not_take_its_pages_back_from_who_got_them() ->
 
 
 @pytest.mark.parametrize(("rules", "victim"), [(ON, "old"), (PriorityRules(), "new")])
-def test_who_gives_way_when_pages_run_short(rules: PriorityRules, victim: str) -> None:
+def test_the_victim_when_the_batch_outgrows_the_pool(rules: PriorityRules, victim: str) -> None:
     node = Node(num_pages=6, rules=rules)
     node.run_in("old", 8, 0, new=30)
     node.step()
     node.run_in("new", 8, 1, new=30)
     while not node.places.retracted:
         node.step()
-    # The least urgent, or the one with the shorter output, whose loss costs less.
+    # The least urgent request, or the one with the shorter output.
     assert [key[0] for key in node.places.retracted] == [victim]
 
 
-def test_of_those_that_are_alike_the_newest_gives_way_when_pages_run_short() -> None:
+def test_the_newest_of_equal_requests_is_retracted_when_pages_run_short() -> None:
     for rules, rows in ((ON, ("old", "new")), (PriorityRules(), ("new", "old")), (PriorityRules(), ("old", "new"))):
         node = Node(num_pages=6, rules=rules)
         for rid in ("old", "new"):
@@ -153,7 +153,7 @@ def test_of_those_that_are_alike_the_newest_gives_way_when_pages_run_short() -> 
         assert [key[0] for key in node.places.retracted] == ["new"]
 
 
-def test_the_ratio_that_a_retraction_has_set_stays_for_that_step_and_falls_again_in_the_next() -> None:
+def test_the_new_token_ratio_set_by_a_retraction_falls_from_the_next_step_on() -> None:
     ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
     node = Node(num_pages=6, rules=PriorityRules(), ratio=ratio)
     for rid in ("a", "b"):
@@ -164,13 +164,15 @@ def test_the_ratio_that_a_retraction_has_set_stays_for_that_step_and_falls_again
         before = ratio.value
         node.step()
     [stays] = node.places.running.values()
-    assert ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before  # its token of this step came after
+    assert (
+        ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before
+    )  # the ratio was set before this step's token
     before = ratio.value
     node.step()
     assert ratio.value == pytest.approx(before - 0.005)
 
 
-def test_the_ratio_begins_anew_once_nobody_is_there_and_not_while_prompts_are_on_their_way() -> None:
+def test_the_new_token_ratio_is_reset_when_the_node_is_idle_but_not_during_transfers() -> None:
     ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
     node = Node(rules=PriorityRules(), ratio=ratio)
     node.run_in("a", 8, new=5)
@@ -184,7 +186,7 @@ def test_the_ratio_begins_anew_once_nobody_is_there_and_not_while_prompts_are_on
     assert ratio.value == 0.5
 
 
-def test_tokens_of_a_step_come_in_order_of_urgency() -> None:
+def test_tokens_of_a_step_come_in_order_of_priority() -> None:
     node = Node()
     for rid, priority in (("a", 1), ("b", 3), ("c", 2)):
         node.run_in(rid, 8, priority, new=30)
@@ -193,7 +195,7 @@ def test_tokens_of_a_step_come_in_order_of_urgency() -> None:
     assert Counter(node.scheduler.totals()) - before == {"budget_rows": 8, "budget_rows_used": 3}
 
 
-def test_who_computes_a_prefix_here_inherits_also_while_no_row_is_free_for_the_one_that_waits() -> None:
+def test_a_local_prompt_inherits_the_priority_of_a_request_that_waits_for_its_prefix_without_a_free_slot() -> None:
     node = Node(slots=2)
     low = node.submit("low", 40, 0, new=1, first=5000, is_local=True)
     node.step()
@@ -206,7 +208,7 @@ def test_who_computes_a_prefix_here_inherits_also_while_no_row_is_free_for_the_o
         assert low.num_computed == num_computed
 
 
-def test_no_more_prompts_are_computed_here_in_one_step_than_allowed() -> None:
+def test_a_step_computes_at_most_max_requests_prompts() -> None:
     for most, num_begun in ((None, 2), (1, 1)):
         node = Node(rules=PriorityRules(), max_requests=most)
         for rid in "ab":
@@ -216,29 +218,29 @@ def test_no_more_prompts_are_computed_here_in_one_step_than_allowed() -> None:
         assert len(plan.rows) == num_begun
 
 
-def test_transfers_that_wait_for_a_row_do_not_keep_a_more_urgent_one_from_beginning() -> None:
+def test_received_requests_without_a_slot_do_not_hold_up_a_more_urgent_transfer() -> None:
     node = Node(slots=1)
     node.run_in("busy", 8, 5, new=30)
     node.submit("low", 8, 0)
     assert node.grant() == ["low"]
-    node.receive("low")  # it is here, and there is no row
+    node.receive("low")  # it is here, and no slot is free
     node.submit("equal", 8, 0)
     assert node.grant() == []
     node.submit("urgent", 8, 9)
     assert node.grant() == ["urgent"]
 
 
-def test_a_changed_priority_counts_at_once() -> None:
+def test_a_changed_priority_takes_effect_at_once() -> None:
     node = Node(slots=1)
     node.run_in("busy", 8, 9, new=3)
     node.submit("a", 12, 1)
     node.submit("b", 12, 0)
     node.scheduler.reprioritize(("b", 0), 2, node.now)
-    node.scheduler.reprioritize(("nobody", 0), 2, node.now)
+    node.scheduler.reprioritize(("unknown", 0), 2, node.now)
     assert node.run() == ["busy", "b", "a"]
 
 
-def test_smaller_requests_pass_one_that_does_not_fit_but_only_so_many() -> None:
+def test_at_most_max_skip_ahead_smaller_requests_overtake_one_that_does_not_fit() -> None:
     node = Node(num_pages=12, rules=PriorityRules(), max_skip_ahead=2)
     node.run_in("holder", 16, new=3)
     large = node.submit("large", 44)
@@ -251,7 +253,7 @@ def test_smaller_requests_pass_one_that_does_not_fit_but_only_so_many() -> None:
     assert node.granted[-3:] == ["large", "small2", "small3"]
 
 
-def test_a_prompt_computed_here_does_not_pass_one_that_is_short_of_pages_for_ever() -> None:
+def test_local_prompts_overtake_a_request_that_lacks_pages_only_so_often() -> None:
     node = Node(num_pages=12, rules=PriorityRules(), max_skip_ahead=1)
     node.run_in("holder", 16, new=3)
     node.submit("large", 44)
@@ -263,7 +265,7 @@ def test_a_prompt_computed_here_does_not_pass_one_that_is_short_of_pages_for_eve
     assert node.run()[-3:] == ["large", "local1", "local2"]
 
 
-def test_a_predicted_output_is_what_room_is_kept_for() -> None:
+def test_room_is_kept_for_the_predicted_output() -> None:
     for predicted, is_let_in in ((4, True), (40, False)):
         node = Node(num_pages=12, rules=PriorityRules())
         node.run_in("a", 8, new=40).expected_output = predicted
@@ -281,7 +283,7 @@ def test_a_flat_reserve_overrides_predictions() -> None:
         assert bool(node.grant()) == is_let_in
 
 
-def test_one_that_got_its_row_when_there_was_no_page_to_go_on_is_made_known_with_the_first_plan_after() -> None:
+def test_a_request_that_joins_without_a_free_page_is_admitted_by_the_first_plan_that_computes_it() -> None:
     node = Node(num_pages=7)
     request = node.submit("a", 24)
     node.grant()

@@ -1,4 +1,4 @@
-"""Chunks that a decode node computes: in the same steps as its decode rows, or in turns with them."""
+"""A decode node computes chunks in the same steps as its decode rows, or in turns with them."""
 
 import pytest
 
@@ -11,8 +11,7 @@ from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
-from decode_node.prealloc_queue import Limits
-from decode_node.scheduler import DecodeScheduler, Sampled
+from decode_node.scheduler import DecodeLimits, DecodeScheduler, Sampled
 
 
 class Node:
@@ -24,8 +23,8 @@ class Node:
         self.scheduler = DecodeScheduler(
             cache,
             books,
-            limits=Limits(8, chunk_tokens=8, is_mixed=is_mixed, cut=cut or ChunkAlignment()),
-            order=make_ordering(SchedulingOptions(), cache),
+            limits=DecodeLimits(8, chunk_tokens=8, is_mixed=is_mixed, cut=cut or ChunkAlignment()),
+            ordering=make_ordering(SchedulingOptions(), cache),
             ratio=NewTokenRatio(RatioConstants()),
             eos_token_ids=(),
             is_connected=lambda source: False,
@@ -65,14 +64,14 @@ def test_without_mixing_chunks_and_decode_rows_take_turns() -> None:
     assert [node.step() for _ in range(7)] == [(0, 1), (8, 0), (0, 1), (8, 0), (0, 1), (4, 0), (0, 2)]
 
 
-def test_without_mixing_chunks_go_on_while_nothing_decodes() -> None:
+def test_without_mixing_chunks_follow_one_another_while_nothing_decodes() -> None:
     node = Node(is_mixed=False)
     node.submit("a", 20)
     assert [node.step() for _ in range(4)] == [(8, 0), (8, 0), (4, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("is_mixed", [True, False])
-def test_everybody_ends_either_way(is_mixed: bool) -> None:
+def test_every_request_ends_with_and_without_mixing(is_mixed: bool) -> None:
     node = Node(is_mixed=is_mixed)
     for number, length in enumerate((3, 30, 17, 9), start=1):
         node.submit("r" * number, length, new=5 + number)

@@ -1,4 +1,4 @@
-"""Who waits on a decode node for a prefix that is being received for another, and what others may take meanwhile."""
+"""A request on a decode node waits for a prefix that is being received for another request."""
 
 from support.lone_nodes import PAGE, DecodeNode
 
@@ -10,7 +10,7 @@ def node_with(num_pages: int, max_skip_ahead: int) -> DecodeNode:
     return DecodeNode(num_pages=num_pages, rules=PriorityRules(), max_skip_ahead=max_skip_ahead)
 
 
-def test_pages_that_are_on_their_way_are_counted_beyond_those_that_are_cached() -> None:
+def test_pending_pages_are_counted_beyond_the_cached_ones() -> None:
     node = node_with(40, max_skip_ahead=0)
     cached = tuple(range(2 * PAGE))
     node.cache.insert(cached, node.books.alloc(2, Owner.REQUEST) or [])
@@ -22,7 +22,7 @@ def test_pages_that_are_on_their_way_are_counted_beyond_those_that_are_cached() 
     assert node.cache.num_pending(cached, "of another") == 0
 
 
-def test_one_whose_prefix_is_on_its_way_is_passed_by_so_many_and_then_by_who_leaves_it_room() -> None:
+def test_a_request_with_a_pending_prefix_is_overtaken_so_often_and_then_only_by_requests_that_leave_it_room() -> None:
     node = node_with(20, max_skip_ahead=2)
     node.submit("bringer", 12, first=50)
     assert node.grant() == ["bringer"]

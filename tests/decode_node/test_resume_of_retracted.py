@@ -1,4 +1,4 @@
-"""How requests that a decode node has retracted come back: from its cache, computed here, or by a prefill node."""
+"""A retracted request comes back from the cache, by computing here, or from a prefill node."""
 
 import pytest
 from support.lone_nodes import PAGE
@@ -17,7 +17,7 @@ def lose_all(node: Node, rid: str) -> Request:
     return request
 
 
-def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None:
+def test_a_long_uncached_part_comes_again_from_the_prefill_node() -> None:
     node = Node(resume_tokens=30)  # it lacks 31
     node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)
@@ -34,7 +34,7 @@ def test_what_is_not_cached_any_more_comes_again_from_the_prefill_node() -> None
 
 
 @pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (31, True), (8, False)])
-def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
+def test_a_short_part_or_one_without_a_prefill_node_is_computed_here(
     resume_tokens: int | None, can_resume: bool
 ) -> None:
     node = Node(resume_tokens=resume_tokens)
@@ -47,7 +47,7 @@ def test_what_is_little_or_has_no_prefill_node_is_computed_again_here(
     assert node.run() == ["a"]
 
 
-def test_what_is_still_cached_is_not_fetched_again() -> None:
+def test_a_cached_part_is_not_fetched_again() -> None:
     node = Node(resume_tokens=8)
     node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)
@@ -57,7 +57,7 @@ def test_what_is_still_cached_is_not_fetched_again() -> None:
     assert node.state("a") in (State.EXTENDING, State.RUNNING)
 
 
-def test_a_prefill_node_that_fails_to_compute_it_again_leaves_it_to_this_node() -> None:
+def test_a_part_that_the_prefill_node_does_not_compute_is_computed_here() -> None:
     node = Node(resume_tokens=8)
     node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)

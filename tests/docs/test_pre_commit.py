@@ -24,7 +24,11 @@ def hooks() -> dict[str, dict[str, Any]]:
 
 def run(name: str, *files: Path) -> "subprocess.CompletedProcess[str]":
     """Runs a hook as pre-commit does: its entry, split into words, and the files that changed."""
-    variables = {**environment(), "VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"}
+    variables = {
+        **environment(),
+        "VIRTUAL_ENV": sys.prefix,
+        "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
+    }
     words = [*shlex.split(hooks()[name]["entry"]), *map(str, files)]
     return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
@@ -50,9 +54,13 @@ def test_ruff_formats_and_checks_the_files_that_changed(tmp_path: Path) -> None:
 def test_whole_project_hooks_find_their_program(name: str, program: str) -> None:
     entry = shlex.split(hooks()[name]["entry"])
     assert hooks()[name]["pass_filenames"] is False
-    script = re.sub(r'exec (.*)$', r'printf "%s\\n" \1', entry[2])
+    script = re.sub(r"exec (.*)$", r'printf "%s\\n" \1', entry[2])
     found = subprocess.run(
-        ["bash", "-c", script], cwd=ROOT, env={**environment(), "VIRTUAL_ENV": sys.prefix}, capture_output=True, text=True
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env={**environment(), "VIRTUAL_ENV": sys.prefix},
+        capture_output=True,
+        text=True,
     )
     words = found.stdout.split("\n")
     assert found.returncode == 0, found.stderr

@@ -226,7 +226,7 @@ async def test_a_full_queue_evicts_the_least_urgent_request(folder):
         calls["d"] = urgent(stack, "d", priority=2)
         async with await calls.pop("b") as answer:
             assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (429, True)
-            assert "a more urgent one has taken its place" in (await answer.json())["error"]["message"]
+            assert "a more urgent request has taken its place" in (await answer.json())["error"]["message"]
         assert await let_all_go(stack, first, *calls.values()) == [200] * 3
         assert order_at(stack.nodes[0]) == ["first", "a", "d"]
 

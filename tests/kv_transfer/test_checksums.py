@@ -61,7 +61,7 @@ def test_a_page_has_the_crc_32_of_its_bytes() -> None:
     assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == zlib.crc32(bytes(range(64)))
 
 
-def test_a_page_of_a_device_is_read_from_the_device_and_where_it_came_to_from_there() -> None:
+def test_a_page_of_a_device_is_summed_where_it_is() -> None:
     store = DeviceStore(3)
     store.device[64:128] = b"\5" * 64
     store.memory[64:128] = b"\6" * 64
@@ -74,7 +74,7 @@ def test_a_page_of_a_device_is_read_from_the_device_and_where_it_came_to_from_th
 
 
 @pytest.mark.parametrize(("source_size", "target_size"), [(2, 4), (4, 2), (4, 4)])
-def test_both_ends_sum_a_piece_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
+def test_both_ends_sum_a_slice_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
     ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
     mapping = PageMapping(ours, theirs)
     source, target = MemfdStore(1, ours), MemfdStore(1, theirs)
@@ -112,7 +112,7 @@ def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool
     couple.assert_nothing_is_held()
 
 
-def test_without_checksums_nothing_is_summed_and_nobody_notices() -> None:
+def test_damage_goes_unnoticed_without_checksums() -> None:
     couple = Couple(Wire(faults={1: Fault("corrupt")}))
     with pytest.raises(AssertionError, match="has other bytes"):  # says the couple, who knows what they should be
         ship(couple)
@@ -120,7 +120,7 @@ def test_without_checksums_nothing_is_summed_and_nobody_notices() -> None:
 
 
 @pytest.mark.parametrize("asks", ASKS)
-def test_a_page_that_is_damaged_again_and_again_ends_the_transfer_with_the_pair_and_its_transport_named(
+def test_a_page_that_is_always_damaged_ends_the_transfer_with_pair_and_transport_named(
     asks: tuple[bool, bool],
 ) -> None:
     faults = {1: Fault("corrupt")} | {3 + n: Fault("corrupt") for n in range(MAX_RESENDS)}
@@ -153,7 +153,7 @@ def test_a_source_page_that_changes_under_its_write_is_noticed() -> None:
     couple.hear_decode()
     couple.compute(KEY, 1)
     couple.pump()
-    couple.source.fill(couple.source_pages[KEY][0], 99)  # what nobody may do
+    couple.source.fill(couple.source_pages[KEY][0], 99)  # which is forbidden
     couple.tick()
     couple.tick()
     couple.source.fill(couple.source_pages[KEY][0], content(KEY, 0))
@@ -194,7 +194,7 @@ def test_a_page_without_the_checksum_that_was_asked_for_counts_as_damaged() -> N
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_asked_for_again_is_counted_and_ignored(change: dict[str, Any], why: str) -> None:
+def test_an_invalid_resend_is_counted_and_ignored(change: dict[str, Any], why: str) -> None:
     couple = Couple(Wire(latency=1), wants_checksums=(True, True))
     couple.connect()
     couple.open(KEY, 3)
@@ -213,7 +213,7 @@ def test_what_cannot_be_asked_for_again_is_counted_and_ignored(change: dict[str,
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_decode_node_that_asks_without_end_is_refused() -> None:
+def test_a_decode_node_that_asks_again_too_often_is_refused() -> None:
     couple = Couple(wants_checksums=(True, True))
     couple.connect()
     couple.open(KEY, 2)

@@ -1,4 +1,4 @@
-"""Pairs of a prefill and a decode node: who fits whom, and what an epoch that is over can still do."""
+"""Connections of a prefill and a decode node: which nodes fit, and what an earlier epoch can still do."""
 
 import msgspec
 from support.couples import KEY, couple, failure, shipped, slow
@@ -139,7 +139,7 @@ def test_grants_and_deliveries_of_an_earlier_epoch_are_refused(couple: Couple) -
     assert couple.target.num_landed == 0
 
 
-def test_late_proof_about_an_earlier_epoch_says_nothing_about_this_one(couple: Couple) -> None:
+def test_a_late_fence_of_an_earlier_epoch_leaves_this_one_alone(couple: Couple) -> None:
     couple.to_prefill.append(couple.receiver.connect(PREFILL))
     couple.settle()
     couple.hear_decode()  # lets go of the pool under epoch 1; the reader's transport will say so when it is asked
@@ -178,7 +178,7 @@ def test_requests_that_were_granted_nothing_survive_a_new_connection(couple: Cou
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_close_lets_go_of_everything(couple: Couple) -> None:
+def test_close_releases_everything(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.begin(KEY, 2)
     couple.run()

@@ -1,4 +1,4 @@
-"""A sender whose writes cannot be called back, or whose pair breaks: when it lets go of pages, and what it says."""
+"""A sender whose writes cannot be called back, or whose pair breaks: when it releases pages, and what it reports."""
 
 from collections.abc import Iterator
 
@@ -86,7 +86,7 @@ def broken(store: MemfdStore) -> tuple[FakeWriter, Sender]:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_a_pair_that_breaks_can_form_again_and_only_then_its_transfers_go_on(store: MemfdStore, resumes: bool) -> None:
+def test_transfers_go_on_only_after_their_pair_has_formed_again(store: MemfdStore, resumes: bool) -> None:
     writer, sender = broken(store)
     offer = Connect("d", "model", 2, to_message(GEOMETRY), NUM_PAGES, "slow", "e", resumes=resumes)
     sender.on_message(DECODE, offer, 0.0)
@@ -110,7 +110,7 @@ def test_a_pair_that_breaks_can_form_again_and_only_then_its_transfers_go_on(sto
     assert [m for _, m in sender.take()[0]] == [PrefillDone("r", 0, 7, 9), PagesWritten("r", 0, 2, (0, 1))]
 
 
-def test_a_pair_that_breaks_for_good_ends_its_transfers_with_what_broke(store: MemfdStore) -> None:
+def test_a_pair_that_breaks_for_good_ends_its_transfers_with_the_cause(store: MemfdStore) -> None:
     _, sender = broken(store)
     sender.pump(RESUME_LEASE_S - 0.1)
     assert sender.take() == ([], [])

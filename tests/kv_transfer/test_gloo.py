@@ -1,4 +1,4 @@
-"""Gloo from outside: how a group forms and dissolves, what strangers can do meanwhile, what stops and dies."""
+"""Gloo from outside: how a group forms and dissolves, strangers meanwhile, and processes that stop or die."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def test_a_page_goes_through_a_group_and_its_end_leaves_nothing(
     until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
-def test_pieces_of_a_page_are_gathered_and_scattered(
+def test_slices_of_a_page_are_gathered_and_scattered(
     reader: GroupReader, writer: GroupWriter, store: MemfdStore
 ) -> None:
     """Tokens 0 and 1 of page 1 become tokens 2 and 3 of page 5; keys and values have a run each."""
@@ -80,8 +80,8 @@ def test_pieces_of_a_page_are_gathered_and_scattered(
     assert writer.counters()["bytes_by_gloo"] == SIZE // 2
 
 
-def test_several_pairs_are_apart(reader: GroupReader, writer: GroupWriter, store: MemfdStore) -> None:
-    """Two writers with one reader; the loss of one is nothing to the other."""
+def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter, store: MemfdStore) -> None:
+    """Two writers attach to one reader; the loss of one does not affect the other."""
     second = GroupWriter(MemfdStore(NUM_PAGES), "gloo", key=KEY)
     other = "q" * 32
     attach(writer, reader)
@@ -102,37 +102,37 @@ def test_several_pairs_are_apart(reader: GroupReader, writer: GroupWriter, store
     assert set(store.read(1)) == {9}
 
 
-def test_what_follows_when_both_have_made_the_group_is_not_read_as_part_of_it(
+def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
     reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer has long been ready, and sends a page as soon as the reader is."""
-    run, say = group_form._Maker.run, group_form._Talk._say
+    run, send = group_form._Maker.run, group_form._EntryExchange._send
 
     def run_late(maker: Any) -> None:
         run(maker)
         time.sleep(0.1 if maker._arguments[2] == READER else 0)
 
-    def say_slowly(talk: Any, magic: bytes, *words: bytes) -> None:
-        say(talk, magic, *words)
-        is_reader = talk._connection.getsockname()[1] == reader.port
+    def send_slowly(exchange: Any, magic: bytes, *words: bytes) -> None:
+        send(exchange, magic, *words)
+        is_reader = exchange._connection.getsockname()[1] == reader.port
         time.sleep(0.2 if is_reader and magic == MADE_MAGIC else 0)
 
     monkeypatch.setattr(group_form._Maker, "run", run_late)
-    monkeypatch.setattr(group_form._Talk, "_say", say_slowly)
+    monkeypatch.setattr(group_form._EntryExchange, "_send", send_slowly)
     attach(writer, reader)
     ticket = writer.write(DECODE, [(0, 0)])
     assert until(writer.done) == [ticket]
 
 
-def test_an_offer_of_another_transport_is_not_taken_for_gloos(reader: GroupReader) -> None:
-    """The handshakes are alike, and tell each other apart."""
+def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
+    """The handshakes have the same frames, and differ in their magic word."""
     stranger = Stranger(reader)
     stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
     assert stranger.is_hung_up()
     assert reader.dropped == {"garbage": 1}
 
 
-def test_a_reader_in_whose_group_nobody_comes_gives_up(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_form, "FORM_S", 0.3)
     monkeypatch.setattr(group_backend, "FORM_S", 0.3)
     assert len(Intruder(reader).shake(offer(reader))) == 32
@@ -141,7 +141,7 @@ def test_a_reader_in_whose_group_nobody_comes_gives_up(reader: GroupReader, monk
     until(lambda: not threads("form-gloo") + threads("receive-pages"))
 
 
-def test_a_writer_whose_reader_falls_silent_within_the_group_says_so(
+def test_a_writer_reports_a_reader_that_falls_silent_while_the_group_forms(
     writer: GroupWriter, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_form, "FORM_S", 0.3)
@@ -158,7 +158,7 @@ def test_a_writer_whose_reader_falls_silent_within_the_group_says_so(
 
 
 class Deaf:
-    """An thread that does nothing."""
+    """A receiving thread that does nothing."""
 
     def __init__(self, authenticated: AuthenticatedConnection) -> None:
         self.authenticated = authenticated
@@ -201,7 +201,7 @@ def address(host: str, port: int = 1) -> bytes:
         (lambda authenticated: [HEADER.pack(ENTRY_MAGIC, 2**16 - 1, 5) + bytes(40)], "has no place"),
         (lambda authenticated: [entry(authenticated, b"", b"x")], "has no place"),
         (lambda authenticated: [entry(authenticated, b"k", b"", magic=MADE_MAGIC)], "has no place"),
-        (lambda authenticated: [entry(authenticated, b"0/0", address("127.0.0.1"), mac=bytes(16))], "did not say"),
+        (lambda authenticated: [entry(authenticated, b"0/0", address("127.0.0.1"), mac=bytes(16))], "did not send"),
         (lambda authenticated: [entry(authenticated, b"0/0", address("127.0.0.9"))], "not its own"),
         (lambda authenticated: [entry(authenticated, b"0/0", b"x" * 170)], "not its own"),
         (lambda authenticated: [entry(authenticated, b"0/1", address("127.0.0.1"))], "settled already"),
@@ -211,12 +211,12 @@ def address(host: str, port: int = 1) -> bytes:
             lambda authenticated: [
                 entry(authenticated, b"%d" % i, address("127.0.0.1")) for i in range(MAX_ENTRIES + 1)
             ],
-            "too much",
+            "too many",
         ),
         (lambda authenticated: [entry(authenticated, b"", b"", magic=MADE_MAGIC)] * 2, "has no place"),
     ],
 )
-def test_what_cannot_be_meant_while_a_group_forms_ends_it(
+def test_an_invalid_frame_ends_the_forming_of_a_group(
     reader: GroupReader, frames: Callable[[AuthenticatedConnection], list[bytes]], why: str
 ) -> None:
     intruder = Intruder(reader)
@@ -231,11 +231,11 @@ def test_what_cannot_be_meant_while_a_group_forms_ends_it(
 
 @settings(max_examples=200, deadline=None)
 @given(value=st.one_of(st.binary(max_size=400), st.builds(address, st.just("127.0.0.1")).map(lambda v: v[:-5])))
-def test_no_noise_passes_for_an_address(value: bytes) -> None:
+def test_random_bytes_are_no_valid_address(value: bytes) -> None:
     assert not is_sound("gloo", value, "127.0.0.1")
 
 
-def test_an_address_of_the_peers_host_passes_and_no_other() -> None:
+def test_only_an_address_of_the_peers_host_is_valid() -> None:
     assert is_sound("gloo", address("127.0.0.1"), "127.0.0.1")
     assert not is_sound("gloo", address("127.0.0.1"), "10.0.0.1")
 
@@ -247,23 +247,23 @@ class Liar(AuthenticatedConnection):
         return bytes(32)
 
 
-def test_a_stranger_who_takes_the_peers_place_in_the_group_is_found_out(reader: GroupReader, store: MemfdStore) -> None:
+def test_a_stranger_in_the_peers_place_is_detected(reader: GroupReader, store: MemfdStore) -> None:
     intruder = Intruder(reader)
     authenticated = intruder.authenticated(offer(reader))
     with pytest.raises(OSError):
         form(Liar(authenticated.connection, authenticated.terms, KEY), "gloo", WRITER, Pages(store, "gloo"))
     [fenced] = until(lambda: reader.poll(0.0))
-    assert "somebody else answered within the group" in fenced.reason
+    assert "another process answered within the group" in fenced.reason
 
 
-def test_gloos_own_port_takes_nobody_once_the_group_is_formed(reader: GroupReader, writer: GroupWriter) -> None:
-    """Each pending would stay in our table of files for as long as the pair lives."""
+def test_gloos_port_accepts_no_connection_once_the_group_has_formed(reader: GroupReader, writer: GroupWriter) -> None:
+    """Each connection would occupy a descriptor for as long as the pair lives."""
 
     def listening() -> set[int]:
         connections = psutil.Process().net_connections("tcp4")
         return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
-    before = listening()  # groups of earlier tests among them, which nobody wants any more
+    before = listening()  # may include groups of earlier tests
     attach(writer, reader)
     ports = sorted(listening() - before)
     assert len(ports) == 2
@@ -278,7 +278,7 @@ def test_gloos_own_port_takes_nobody_once_the_group_is_formed(reader: GroupReade
 
 
 @pytest.mark.parametrize("victim", ["writer", "reader"])
-def test_death_at_any_step_leaves_the_other_as_it_was(start: Callable[..., End], victim: str) -> None:
+def test_the_survivor_of_a_death_at_any_step_holds_nothing(start: Callable[..., End], victim: str) -> None:
     """Killed so many milliseconds after the offer was taken up: while dialling, shaking hands, forming, attached."""
     writer, reader = start("writer", "gloo"), start("reader", "gloo")
     for epoch, delay_ms in enumerate((0, 4, 12, 40), start=1):
@@ -296,18 +296,16 @@ def test_death_at_any_step_leaves_the_other_as_it_was(start: Callable[..., End],
     assert reader.ask("digest", pages=[1, 2, 3, 4]) == digests(1, 2, 3, 4)
 
 
-def test_a_writer_lets_go_of_a_reader_that_has_stopped(start: Callable[..., End]) -> None:
-    writer, reader = start("writer", "gloo"), start("reader", "gloo")
+def test_a_writer_detaches_from_a_stopped_reader(start: Callable[..., End]) -> None:
+    writer, reader = start("writer", "gloo", TEST_STALL_S="600"), start("reader", "gloo")
     join(writer, reader, "gloo")
     reader.ask("allow", peer=PREFILL, epoch=1, pages=list(range(8)))
     reader.signal(signal.SIGSTOP)
     ticket = writer.ask("write", peer=DECODE, pages=[(i, i, i) for i in range(8)])
     time.sleep(0.2)
     assert writer.ask("finished") == []
-    begun_at = time.monotonic()
     is_first = writer.ask("detach", peer=DECODE)
     until(lambda: writer.ask("detach", peer=DECODE))
-    assert time.monotonic() - begun_at < group_backend.STALL_S / 2
     assert writer.ask("finished") == ([] if is_first else [ticket])
     assert writer.ask("counters")["bytes_by_gloo"] == 0
     reader.signal(signal.SIGCONT)
@@ -317,7 +315,7 @@ def test_a_writer_lets_go_of_a_reader_that_has_stopped(start: Callable[..., End]
     assert reader.ask("digest", pages=[7]) == digests(50)
 
 
-def test_a_reader_that_stops_for_too_long_loses_its_pair_and_others_go_on(start: Callable[..., End]) -> None:
+def test_a_reader_that_is_stopped_for_too_long_breaks_its_pair_only(start: Callable[..., End]) -> None:
     writer = start("writer", "gloo", TEST_STALL_S="1")
     reader, other, peer = start("reader", "gloo"), start("reader", "gloo"), "e" * 32
     join(writer, reader, "gloo")
@@ -352,7 +350,7 @@ def test_an_address_that_is_not_ours_is_refused_with_the_flag_named(store: Memfd
 
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
-        "import sys; sys.path.insert(0, 'tests'); from kv_fakes import MemfdStore;"
+        "import sys; sys.path.insert(0, 'tests'); from support.kv_fakes import MemfdStore;"
         "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"

@@ -1,8 +1,8 @@
-"""Frames with which two nodes form a Gloo group, lost, doubled, swapped, cut, changed or made up on their way.
+"""Frames with which two nodes form a Gloo group: lost, doubled, swapped, cut, changed or invented on their way.
 
-Whatever comes, no group forms by frames that the peer did not send, and the next one forms. The node under test is a
-process of its own, with a cluster key, since Gloo ends processes; the other end is a real one in this process, whose
-frames go through the test.
+No group forms by frames that the peer did not send, and the next group forms. The node under test is a process of its
+own, with a cluster key, since Gloo ends processes; the other end is a real one in this process, whose frames go through
+the test.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class Relay:
-    """Forms a group over a authenticated, through changes to what our end says; ``group`` is what becomes of it."""
+    """Forms a group over a connection whose frames are changed on their way; ``group``: what became of it."""
 
     def __init__(self, authenticated: AuthenticatedConnection, rank: int, changes: list[Change]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -131,12 +131,12 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
     agreed = terms(connect, bytes(32), (nonce, b"r" * 32))
     connection.sendall(WELCOME.pack(b"r" * 32, agreed.proof(KEY, b"reader")))
     exactly(connection, 32)
-    connection.sendall(agreed.proof(KEY, b"let in"))
+    connection.sendall(agreed.proof(KEY, b"accepted"))
     return AuthenticatedConnection(connection, agreed, KEY)
 
 
 @pytest.mark.parametrize("rank", [WRITER, READER], ids=["to the reader", "to the writer"])
-def test_mangled_frames_form_no_group_and_the_next_forms(
+def test_damaged_frames_form_no_group_and_the_next_group_forms(
     ends: tuple[End, End], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_form, "FORM_S", 3.0)
@@ -155,7 +155,7 @@ def test_mangled_frames_form_no_group_and_the_next_forms(
         has_formed = relay.end()
         formed.append(has_formed)
         assert has_formed or relay.said != relay.meant, "nothing was changed"
-        assert not has_formed or relay.said.startswith(relay.meant), "it took what nobody said"
+        assert not has_formed or relay.said.startswith(relay.meant), "it took frames that were not sent"
         if rank == WRITER:
             assert reader.ask("chosen", peer=PREFILL, epoch=epoch, transport="gloo")
             assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, epoch]

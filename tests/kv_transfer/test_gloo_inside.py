@@ -1,4 +1,4 @@
-"""Gloo from the inside: where pages of a group may land, what liars and noise do, and what leave stops."""
+"""Gloo inside an authenticated connection: where pages may land, invalid frames, and permissions that end."""
 
 import contextlib
 import threading
@@ -26,7 +26,7 @@ __all__ = ["_strangers_leave", "intruder", "reader", "store", "writer"]
 # ---- what one may do inside -------------------------------------------------------------------------------------
 
 
-def test_a_page_is_placed_where_it_is_allowed_and_once(intruder: Intruder, store: MemfdStore) -> None:
+def test_a_page_is_placed_once_where_it_is_permitted(intruder: Intruder, store: MemfdStore) -> None:
     for page, value in ((2, 7), (4, 8), (3, 9), (2, 10)):
         intruder.send(page, value)
     assert [intruder.answer() for _ in range(4)] == [(1, 2), (0, 4), (1, 3), (0, 2)]
@@ -34,7 +34,7 @@ def test_a_page_is_placed_where_it_is_allowed_and_once(intruder: Intruder, store
     assert intruder.reader.counters()["refused_pages"] == 2
 
 
-def test_what_comes_after_leave_was_taken_lands_nowhere(intruder: Intruder, store: MemfdStore) -> None:
+def test_a_page_that_comes_after_its_permission_was_taken_is_discarded(intruder: Intruder, store: MemfdStore) -> None:
     intruder.announce(2, 7)
     time.sleep(0.05)
     intruder.reader.forbid([2])
@@ -45,9 +45,7 @@ def test_what_comes_after_leave_was_taken_lands_nowhere(intruder: Intruder, stor
 
 
 @pytest.mark.parametrize("at", [0, SIZE - 1])
-def test_a_page_whose_bytes_were_changed_on_the_way_lands_nowhere_and_ends_the_pair(
-    intruder: Intruder, store: MemfdStore, at: int
-) -> None:
+def test_a_changed_page_is_discarded_and_ends_the_pair(intruder: Intruder, store: MemfdStore, at: int) -> None:
     intruder.send(3, 6)
     assert intruder.answer() == (1, 3)
     intruder.send(2, 7, changed=at)
@@ -57,14 +55,14 @@ def test_a_page_whose_bytes_were_changed_on_the_way_lands_nowhere_and_ends_the_p
     assert intruder.answer() is None
 
 
-def test_leave_of_another_epoch_is_no_leave(intruder: Intruder, store: MemfdStore) -> None:
+def test_a_permission_of_another_epoch_permits_nothing(intruder: Intruder, store: MemfdStore) -> None:
     intruder.reader.allow(PREFILL, 2, [2])
     intruder.send(2, 7)
     assert intruder.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
-def test_taking_leave_waits_for_the_copy_under_way(
+def test_forbidding_waits_for_the_copy_under_way(
     intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, copy = threading.Event(), group_backend._copy
@@ -86,13 +84,13 @@ def test_taking_leave_waits_for_the_copy_under_way(
 def test_withdrawing_is_a_fence_while_a_page_is_on_its_way(
     intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The late bytes of an old epoch reach nobody, whoever has the page by then."""
+    """The late bytes of an old epoch do not reach the page, whichever request has it by then."""
     intruder.announce(2, 7)
     time.sleep(0.05)
     intruder.reader.withdraw(PREFILL)
     assert intruder.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
     store.fill(2, 99)
-    monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # nobody will take them
+    monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # the reader will not take them
     with contextlib.suppress(ConnectionError):
         intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
     until(lambda: not threads("receive-pages"))
@@ -102,9 +100,7 @@ def test_withdrawing_is_a_fence_while_a_page_is_on_its_way(
 @pytest.mark.parametrize(
     "frame", [{"page": NUM_PAGES}, {"page": 2**63}, {"page": 2, "size": SIZE + 1}, {"page": 2, "number": 1}]
 )
-def test_a_frame_that_cannot_be_meant_ends_the_pair(
-    intruder: Intruder, store: MemfdStore, frame: dict[str, Any]
-) -> None:
+def test_an_invalid_frame_ends_the_pair(intruder: Intruder, store: MemfdStore, frame: dict[str, Any]) -> None:
     intruder.connection.sendall(intruder.header(**frame))
     assert [(f.peer, f.epoch) for f in until(lambda: intruder.reader.poll(0.0))] == [(PREFILL, 1)]
     assert set(store.memory[:]) == {0}
@@ -112,7 +108,7 @@ def test_a_frame_that_cannot_be_meant_ends_the_pair(
 
 @settings(max_examples=10, deadline=None)
 @given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
-def test_noise_inside_ends_the_pair_and_touches_no_page(noise: bytes) -> None:
+def test_random_bytes_end_the_pair_and_touch_no_page(noise: bytes) -> None:
     store, source = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     reader = GroupReader(store, "gloo", key=KEY)
     intruder = Intruder(reader)
@@ -129,9 +125,7 @@ def test_noise_inside_ends_the_pair_and_touches_no_page(noise: bytes) -> None:
         source.close()
 
 
-def test_a_page_that_is_said_and_never_comes_ends_the_pair(
-    reader: GroupReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_announced_page_that_never_comes_ends_the_pair(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_backend, "STALL_S", 0.2)
     source = MemfdStore(NUM_PAGES)
     intruder = Intruder(reader)
@@ -144,7 +138,7 @@ def test_a_page_that_is_said_and_never_comes_ends_the_pair(
     intruder.group.close()
 
 
-def test_a_writer_says_so_while_its_pages_are_still_being_read(
+def test_detach_says_false_while_pages_are_still_being_read(
     reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that takes nothing, and a backend that cannot be cut short."""

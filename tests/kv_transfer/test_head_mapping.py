@@ -67,7 +67,7 @@ def test_ranks_that_hold_the_same_head_take_turns() -> None:
 
 @pytest.mark.parametrize("page_sizes", [(2, 2), (2, 4), (6, 2)])
 @pytest.mark.parametrize("num_heads", HEADS)
-def test_what_is_shipped_by_the_routes_is_what_plain_slices_say(num_heads: int, page_sizes: tuple[int, int]) -> None:
+def test_heads_shipped_by_the_routes_equal_plain_slices(num_heads: int, page_sizes: tuple[int, int]) -> None:
     """A prompt of 12 tokens; every rank of the target gets each number of its heads, and each of them once."""
     num_tokens = 12
     shape = (2, 2, num_heads, num_tokens, 1)

@@ -84,7 +84,7 @@ def test_a_delayed_page_holds_up_those_behind_it() -> None:
     assert ends.writer.done() == tickets[1:]
 
 
-def test_the_write_of_a_page_that_comes_twice_is_over_with_the_second() -> None:
+def test_the_write_of_a_page_that_comes_twice_ends_with_the_second() -> None:
     ends = Ends({0: Fault("duplicate", 2)})
     ticket = ends.write(0)
     assert ends.tick() == [1, JUNK, JUNK, JUNK]
@@ -147,7 +147,7 @@ def test_a_writer_can_be_killed_at_a_page() -> None:
     assert ends.tick() == [1, JUNK, JUNK, 4]
 
 
-def test_what_cannot_be_called_back_keeps_a_pair_until_it_is_over() -> None:
+def test_a_write_that_cannot_be_called_back_keeps_its_pair_until_it_is_over() -> None:
     ends = Ends({}, can_recall=False)
     ticket = ends.write(0)
     assert ends.writer.detach(DECODE) is False
@@ -158,7 +158,7 @@ def test_what_cannot_be_called_back_keeps_a_pair_until_it_is_over() -> None:
     assert [fenced.epoch for fenced in ends.reader.poll(0)] == [1]
 
 
-def test_what_is_lost_on_its_way_from_a_pair_that_was_let_go_of_is_over_too() -> None:
+def test_a_page_that_is_lost_after_its_pair_was_detached_is_over() -> None:
     ends = Ends({0: Fault("drop")}, can_recall=False)
     ticket = ends.write(0)
     assert ends.writer.detach(DECODE) is False
@@ -168,12 +168,12 @@ def test_what_is_lost_on_its_way_from_a_pair_that_was_let_go_of_is_over_too() ->
     assert ends.writer.detach(DECODE) is True
 
 
-def test_what_was_lost_before_is_over_too_where_a_pair_waits_for_what_cannot_be_called_back() -> None:
+def test_a_page_that_was_lost_before_a_pair_drains_is_over() -> None:
     ends = Ends({0: Fault("drop")}, can_recall=False)
     lost = ends.write(0)
     ends.tick()
     assert ends.writer.done() == []
-    ticket = ends.write(1)  # begun before anybody has looked
+    ticket = ends.write(1)  # begun before any poll
     assert ends.writer.detach(DECODE) is False
     assert ends.writer.done() == [lost]
     ends.tick()
@@ -181,7 +181,7 @@ def test_what_was_lost_before_is_over_too_where_a_pair_waits_for_what_cannot_be_
     assert ends.writer.detach(DECODE) is True
 
 
-def test_a_choosing_pair_over_such_a_wire_attaches_anew_only_when_it_is_still() -> None:
+def test_a_negotiating_pair_over_such_a_wire_attaches_again_only_when_it_is_idle() -> None:
     ends = Ends({}, can_recall=False)
     writer, reader = NegotiatingWriter([ends.writer]), NegotiatingReader([ends.reader])
     assert ends.writer.detach(DECODE)
@@ -201,8 +201,8 @@ def test_a_choosing_pair_over_such_a_wire_attaches_anew_only_when_it_is_still() 
 
 
 @pytest.mark.parametrize("end", [open_reader, open_writer])
-def test_processes_of_their_own_cannot_have_it(end: object) -> None:
+def test_the_in_process_transport_is_refused_between_processes(end: object) -> None:
     store = MemfdStore(4)
-    with pytest.raises(ConfigError, match="--transport inprocess joins nodes of one process"):
+    with pytest.raises(ConfigError, match="--transport inprocess connects nodes of one process"):
         end(store, TransportSettings("inprocess"))  # type: ignore[operator]
     store.close()

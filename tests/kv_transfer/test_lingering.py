@@ -1,5 +1,7 @@
-"""WriteQueue that cannot be called back, as NIXL's, when their pair is let go of: they hold no source pages, and nobody
-believes that they come."""
+"""Writes that cannot be called back, as NIXL's, when their pair is dropped.
+
+They hold no source pages, and no message says that they are over before they are.
+"""
 
 from support.couples import KEY, shipped
 from support.kv_fakes import DECODE, PREFILL, Couple
@@ -70,8 +72,8 @@ def test_a_lost_decode_node_holds_no_source_pages_though_writes_to_it_cannot_be_
     couple.assert_nothing_is_held()
 
 
-def test_nothing_is_called_closed_while_such_writes_are_under_way() -> None:
-    """The decode node would give its pages to somebody else on that word, whatever it had asked."""
+def test_no_transfer_is_closed_while_such_writes_are_under_way() -> None:
+    """After ``Closed`` the decode node would give the pages to another request, although they may still be written."""
     couple = in_flight()
     couple.sender.peer_lost(DECODE)
     couple.settle()
@@ -98,10 +100,10 @@ def chosen() -> Couple:
     return couple
 
 
-def test_what_a_new_offer_declares_over_is_over_before_anything_is_granted_under_it() -> None:
+def test_writes_that_a_new_offer_voids_end_before_pages_are_granted_under_it() -> None:
     couple = chosen()
     couple.writer.voided = lambda *_: [couple.wire.tick() for _ in range(4)]  # type: ignore[method-assign,assignment,return-value]
-    couple.reader.gone(couple.writer, "the pool was registered anew")
+    couple.reader.gone(couple.writer, "the pool was registered again")
     couple.poll()
     couple.now = BACKOFF_S
     couple.poll()

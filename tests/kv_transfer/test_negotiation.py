@@ -1,4 +1,4 @@
-"""Which transport carries a pair, and what proof of a fence counts then."""
+"""Which transport carries a pair, and which fences count then."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def test_the_first_that_works_is_chosen_and_no_other_is_tried(store: MemfdStore)
     assert b.attached == []
 
 
-def test_what_failed_before_is_named_with_its_reason(store: MemfdStore) -> None:
+def test_transports_that_failed_before_are_named_with_their_reasons(store: MemfdStore) -> None:
     (a, b, c), writer, _, reader = both(store, "a", "b", "c")
     a.refuses = "not on this host"
     writer.attach(DECODE, connect(reader))
@@ -60,7 +60,7 @@ def test_what_failed_before_is_named_with_its_reason(store: MemfdStore) -> None:
     assert b.num_detached == 1
 
 
-def test_when_none_works_all_reasons_are_told(store: MemfdStore) -> None:
+def test_all_reasons_are_named_when_no_transport_works(store: MemfdStore) -> None:
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     b.refuses = "refused"
@@ -71,7 +71,7 @@ def test_when_none_works_all_reasons_are_told(store: MemfdStore) -> None:
         writer.attach(DECODE, connect(reader, 2))
 
 
-def test_news_of_a_transport_that_is_not_being_tried_counts_for_nothing(store: MemfdStore) -> None:
+def test_reports_of_a_transport_that_is_not_being_tried_are_ignored(store: MemfdStore) -> None:
     (_, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     b.news = [Attached(DECODE, 1)]
@@ -92,7 +92,7 @@ def test_tickets_of_two_transports_do_not_collide(store: MemfdStore) -> None:
     assert (first != second, writer.done()) == (True, [second])
 
 
-def test_of_tickets_that_end_with_their_peer_nothing_is_kept_or_heard(store: MemfdStore) -> None:
+def test_tickets_end_with_their_peer(store: MemfdStore) -> None:
     (a, _), writer, _, reader = both(store, "a", "b")
     for peer in ("peer-1", "peer-2"):
         writer.attach(peer, connect(reader))
@@ -116,7 +116,7 @@ def test_proof_about_an_offer_that_was_withdrawn_is_not_kept(store: MemfdStore) 
     assert not reader._unasked
 
 
-def test_a_peer_is_attached_to_anew_only_when_nothing_of_before_is_under_way(store: MemfdStore) -> None:
+def test_a_peer_is_attached_again_only_when_no_earlier_write_is_under_way(store: MemfdStore) -> None:
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     a.news = [Attached(DECODE, 1)]
@@ -131,8 +131,8 @@ def test_a_peer_is_attached_to_anew_only_when_nothing_of_before_is_under_way(sto
     assert a.attached == [(DECODE, "a-1"), (DECODE, "a-2")]
 
 
-def test_a_new_offer_may_say_that_what_is_under_way_harms_nobody(store: MemfdStore) -> None:
-    """Told to whom the peer is draining from; else nobody would read it before that is over."""
+def test_a_new_offer_may_void_writes_under_way(store: MemfdStore) -> None:
+    """The transports from which the peer is draining are told; otherwise they would read the offer too late."""
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     a.is_draining = True
@@ -181,7 +181,7 @@ def test_a_transport_that_was_not_offered_cannot_be_chosen(store: MemfdStore) ->
     assert not reader.chosen(DECODE, 1, "a")
 
 
-def test_leave_is_given_at_the_chosen_transport_and_taken_at_all(store: MemfdStore) -> None:
+def test_permissions_are_given_at_the_chosen_transport_and_taken_at_all(store: MemfdStore) -> None:
     _, _, (a, b), reader = both(store, "a", "b")
     connect(reader)
     reader.chosen(PREFILL, 1, "b")
@@ -205,7 +205,9 @@ def test_a_receiver_grants_nothing_by_a_transport_that_it_did_not_offer(store: M
     assert receiver.take()[1] == [PairLost(PREFILL, "dead")]
 
 
-def test_a_receiver_gives_leave_with_each_grant_and_takes_it_before_pages_change_hands(store: MemfdStore) -> None:
+def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_release(
+    store: MemfdStore,
+) -> None:
     reader, books = FakeReader("a", store), PageAllocator(NUM_PAGES)
     receiver = Receiver(reader, books)
     receiver.connect(PREFILL)
@@ -224,8 +226,8 @@ def test_a_receiver_gives_leave_with_each_grant_and_takes_it_before_pages_change
         assert reader.calls == [("allow", *pages), ("forbid", *pages)]
 
 
-def test_what_broke_before_the_peer_said_that_it_works_is_heard_of_all_the_same(store: MemfdStore) -> None:
-    """Else the peer would wait for grants, and nobody for it."""
+def test_a_break_before_the_peers_answer_is_reported(store: MemfdStore) -> None:
+    """Otherwise the peer would wait for grants in vain."""
     _, _, (a, b), reader = both(store, "a", "b")
     connect(reader)
     b.news, a.is_over, b.is_over = [Fenced(PREFILL, 1, "broke")], True, True

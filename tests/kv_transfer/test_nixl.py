@@ -1,7 +1,4 @@
-"""How NIXL's writer asks a reader on this host to watch it, and is admitted or rejected.
-
-And who begins a write: the loop itself or the writer's thread.
-"""
+"""NIXL's writer: how a reader on its host admits and watches it, which thread begins a write, and invalidation."""
 
 import json
 import os
@@ -79,7 +76,7 @@ def test_a_reader_on_this_host_that_cannot_be_asked_is_not_written_to(peer_state
     assert request_watch(peer_state) is True
 
 
-def test_being_turned_away_is_no_sign_of_another_host(
+def test_a_rejection_does_not_mean_another_host(
     peer_state: PeerState, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader may close before the writer has had a second look at it."""
@@ -95,7 +92,7 @@ def test_being_turned_away_is_no_sign_of_another_host(
     assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)
 
 
-def test_a_crowd_at_the_door_is_waited_out(peer_state: PeerState, name: str, listener: socket.socket) -> None:
+def test_a_full_backlog_is_waited_out(peer_state: PeerState, name: str, listener: socket.socket) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.connect(f"\0{name}")
         assert request_watch(peer_state) is False
@@ -144,7 +141,7 @@ def beginners(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_the_loop_begins_as_many_writes_as_hold_it_for_a_moment(
+def test_the_loop_begins_writes_until_its_budget_is_spent(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waking a thread takes longer than a page; but the loop never waits long before it asks what is done."""
@@ -161,7 +158,7 @@ def test_the_loop_begins_as_many_writes_as_hold_it_for_a_moment(
     assert writer.counters()["bytes_by_nixl"] == 8 * GEOMETRY.page_bytes
 
 
-def test_how_long_a_write_holds_is_learnt_from_the_last_that_was_long(
+def test_the_cost_of_a_write_is_learnt_from_the_last_large_one(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_writer, "MIN_MEASURED_BYTES", 2 * GEOMETRY.page_bytes)
@@ -193,7 +190,7 @@ def test_a_small_write_that_fails_is_not_over(writer: NixlWriter, monkeypatch: p
     assert writer.counters()["stuck_writes"] == 1
 
 
-def test_a_write_that_came_to_nothing_is_told_of_where_its_pair_waits_for_another(peer_state: PeerState) -> None:
+def test_a_failed_write_of_a_detached_pair_is_reported_as_over(peer_state: PeerState) -> None:
     """Otherwise its transfer, and its source pages, would wait for it for ever."""
     store = MemfdStore(2)
     writer = NixlWriter(store)
@@ -249,7 +246,7 @@ def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, chan
         opened(json.dumps(said | change), key)
 
 
-def test_who_has_another_key_is_not_attached_to_and_its_word_voids_nothing(peer_state: PeerState) -> None:
+def test_an_offer_under_another_key_attaches_and_voids_nothing(peer_state: PeerState) -> None:
     stores = MemfdStore(2), MemfdStore(2)
     writer, reader = NixlWriter(stores[0], key=b"ours"), NixlReader(stores[1], key=b"theirs")
     connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 2, "nixl", reader.offer(PREFILL, 1))
@@ -266,7 +263,7 @@ def test_who_has_another_key_is_not_attached_to_and_its_word_voids_nothing(peer_
         store.close()
 
 
-def test_an_agent_that_somebody_is_attaching_to_stays_until_that_is_over(reader: NixlReader) -> None:
+def test_an_agent_stays_while_a_writer_is_attaching_to_it(reader: NixlReader) -> None:
     """Its offers are good as long; new ones name the new agent, and say that the old one is gone once it is."""
     old = offer(reader, "p1", 1)
     assert reader.chosen("p1", 1, "nixl")
@@ -300,7 +297,7 @@ def test_nothing_is_invalidated_while_a_process_of_this_host_is_watched(
     assert len(wait_for(lambda: reader.poll(0.0))) == 2
 
 
-def test_an_agent_that_is_not_quite_gone_is_no_fence(reader: NixlReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_nixl_does_not_release_is_no_fence(reader: NixlReader, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(reader, "far", 1)
     assert reader.chosen("far", 1, "nixl")
     kept = reader._agent.nixl
@@ -315,7 +312,7 @@ def test_an_agent_that_is_not_quite_gone_is_no_fence(reader: NixlReader, monkeyp
     assert (reader.poll(0.0), reader._old) == ([], None), "the next one would call void what this one lets in"
 
 
-def test_a_pair_that_fails_again_and_again_does_not_have_the_pool_registered_anew_each_time(
+def test_a_pair_that_fails_repeatedly_does_not_invalidate_each_time(
     reader: NixlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That breaks every other pair, too."""
@@ -331,7 +328,7 @@ def test_a_pair_that_fails_again_and_again_does_not_have_the_pool_registered_ane
     assert [news.epoch for news in wait_for(lambda: reader.poll(0.0))] == [2]
 
 
-def test_what_nobody_here_was_granted_is_not_reclaimed(reader: NixlReader) -> None:
+def test_pages_that_were_not_granted_are_not_reclaimed(reader: NixlReader) -> None:
     offer(reader, "far", 1)
     reader.reclaim("far", 2)
     reader.reclaim("near", 1)

@@ -1,5 +1,8 @@
-"""NIXL between the memories of devices. Where there is no GPU, other host memory stands for a device's: then NIXL is
-told that it is of the kind that it really is, and everything else is as it would be."""
+"""NIXL between the memories of devices.
+
+Where there is no GPU, other host memory stands for a device's: NIXL is told the kind that the memory really has, and
+everything else is as it would be.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -104,7 +107,7 @@ def test_pages_arrive_whichever_end_is_direct(
     assert reader.store.is_in_place is directs[1]
 
 
-def test_a_piece_of_a_page_goes_directly_too(pair: Callable[..., tuple[NixlWriter, NixlReader]]) -> None:
+def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, NixlReader]]) -> None:
     """The first two tokens of a page become the last two of another."""
     ours, theirs = DeviceStore(), DeviceStore()
     ours.device_pages[2] = torch.arange(SIZE)
@@ -126,7 +129,7 @@ def test_a_pool_in_host_memory_cannot_be_direct(open_end: Callable[..., Any]) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("end", [NixlReader, NixlWriter])
-def test_memory_that_nixl_does_not_take_for_a_gpus_is_refused_by_the_name_of_the_flag(end: Any) -> None:
+def test_memory_that_nixl_cannot_register_is_refused_with_the_flag_named(end: Any) -> None:
     with pytest.raises(ConfigError, match=r"cannot register the GPU's memory \(--gpu-direct\)"):
         end(DeviceStore(), is_direct=True)
 

@@ -1,8 +1,9 @@
-"""A NIXL writer on another host is out of sight, and may be dead or not: what it was granted comes back all the same.
+"""A NIXL writer on another host is out of reach, and may be dead or not: the pages granted to it come back all the
+same.
 
-Processes of this host stand for other hosts: no address, another host id, and UCX left with nothing but TCP, and
-little room in its sockets. The decode node is stopped while pages are on their way, so that writes are queued in the
-writer when it is stopped itself.
+Processes of this host stand for other hosts: without a watch address, with another host id, and with UCX limited to TCP
+with little room in its sockets. The decode node is stopped while pages are on their way, so that writes are queued in
+the writer when it is stopped itself.
 """
 
 import signal
@@ -80,7 +81,7 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     cluster.balanced("d0")
 
 
-def test_what_a_pair_that_breaks_by_it_was_writing_is_written_anew(cluster: Cluster) -> None:
+def test_pages_of_a_pair_that_the_invalidation_breaks_are_written_again(cluster: Cluster) -> None:
     """Its writes failed, and nothing but the new offer says that they are over."""
     stop_in_mid_write(cluster, {"p0": "a", "p1": "b"})
     cluster.part("d0", "p0")
@@ -98,8 +99,9 @@ def test_what_a_pair_that_breaks_by_it_was_writing_is_written_anew(cluster: Clus
 
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
 def test_a_lost_decode_node_holds_no_pages_of_the_prefill_node(cluster: Cluster, ending: signal.Signals) -> None:
-    """Other requests use them while the write still reads them. If the decode node wakes, all of it goes where nobody
-    looks, and the two work together again."""
+    """Other requests use the pages while the write still reads them. If the decode node wakes, the write ends in pages
+    that are not in use.
+    """
     cluster.start("d1", **FAR)
     cluster.reach("granted", "a", "p0", "d0", SOME)
     cluster.ends["d0"].signal(signal.SIGSTOP)
@@ -110,7 +112,7 @@ def test_a_lost_decode_node_holds_no_pages_of_the_prefill_node(cluster: Cluster,
     if ending == signal.SIGKILL:
         cluster.ends["d0"].kill()
         until(lambda: cluster.ask("p0", "counters")["stuck_writes"] == 1)
-        assert cluster.books("p0")["free"] == NUM_PAGES - SOME, "it may yet be written anew"
+        assert cluster.books("p0")["free"] == NUM_PAGES - SOME, "it may yet be written again"
     cluster.part("p0", "d0")
     assert cluster.books("p0") == {"free": NUM_PAGES, "aside": 0, "ends": {"a": False}}
     cluster.serve("b", "p0", "d1", NUM_PAGES)

@@ -1,4 +1,4 @@
-"""Pieces of pages: where their bytes lie, and that a plain gather and scatter says the same."""
+"""Slices of pages: where their bytes lie, and that copies of them equal a plain gather and scatter."""
 
 from dataclasses import replace
 from itertools import product
@@ -54,7 +54,7 @@ def test_some_layers_are_one_run() -> None:
         PageSlice(-1, 1, 0, 1, 0, 1),
     ],
 )
-def test_a_box_that_is_empty_or_reaches_beyond_the_page_is_not_within_it(page_slice: PageSlice) -> None:
+def test_a_slice_that_is_empty_or_reaches_beyond_the_page_is_not_within_it(page_slice: PageSlice) -> None:
     assert not page_slice.is_within(GEOMETRY)
 
 
@@ -62,7 +62,7 @@ boxes = st.builds(PageSlice, *(st.integers(0, 2), st.integers(1, 3)) * 3)
 
 
 @given(one=boxes, other=boxes)
-def test_two_boxes_overlap_if_they_have_a_number_in_common(one: PageSlice, other: PageSlice) -> None:
+def test_two_slices_overlap_if_they_have_a_number_in_common(one: PageSlice, other: PageSlice) -> None:
     def inside(page_slice: PageSlice) -> set[tuple[int, ...]]:
         ranges = (range(first, first + count) for first, count in zip(page_slice[::2], page_slice[1::2], strict=True))
         return set(product(*ranges))
@@ -113,7 +113,7 @@ def test_pages_of_which_neither_is_a_multiple_of_the_other_do_not_fit() -> None:
 
 
 @given(st.data())
-def test_any_box_goes_into_any_other_of_its_shape_as_a_slice_would(data: st.DataObject) -> None:
+def test_any_slice_is_copied_into_any_other_of_its_shape(data: st.DataObject) -> None:
     def page() -> PageLayout:
         numbers = st.integers(1, 4)
         return PageLayout(data.draw(numbers), data.draw(numbers), 2, data.draw(numbers), "float32")
@@ -139,7 +139,7 @@ def test_any_box_goes_into_any_other_of_its_shape_as_a_slice_would(data: st.Data
     assert sum(length for _, _, length in slices.runs) == slices.num_bytes
 
 
-def test_bytes_that_come_in_dribs_fill_the_runs_in_order() -> None:
+def test_bytes_that_come_in_small_parts_fill_the_runs_in_order() -> None:
     memory = bytearray(20)
     with memoryview(memory) as view:
         room = Destination(view, 4, [(0, 4), (8, 3), (12, 4)])

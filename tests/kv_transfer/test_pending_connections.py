@@ -1,4 +1,4 @@
-"""Who knocks at a decode node that has no descriptors left: nobody is let in, nothing spins, and later all goes on."""
+"""A decode node without descriptors left: no connection is accepted, nothing spins, and later all goes on."""
 
 import contextlib
 import logging
@@ -50,7 +50,7 @@ def no_descriptors_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("open_reader", [open_shm, open_tcp])
-def test_without_descriptors_a_listener_is_left_alone_for_a_while(
+def test_a_listener_pauses_while_there_are_no_descriptors(
     open_reader: Callable[[MemfdStore], tuple[ShmReader | TcpReader, Callable[[], socket.socket]]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,4 +1,4 @@
-"""A data connection that breaks while the control connection holds: mended a few times, and what it costs."""
+"""A data connection that breaks while the control connection holds: how often it is mended, and what that costs."""
 
 import pytest
 from support.couples import KEY, halfway, shipped, slow, snap
@@ -47,7 +47,7 @@ def test_the_prefill_node_waits_for_longer_than_all_tries_take() -> None:
     assert sum(BACKOFF_S * 2**n + ANSWER_S for n in range(MAX_TRIES)) + ANSWER_S < RESUME_LEASE_S
 
 
-def test_nothing_is_tried_before_its_time(couple: Couple) -> None:
+def test_the_pool_is_not_offered_again_before_the_pause_is_over(couple: Couple) -> None:
     halfway(couple)
     snap(couple)
     couple.now = BACKOFF_S - 0.01
@@ -63,7 +63,7 @@ def test_nothing_is_tried_before_its_time(couple: Couple) -> None:
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_a_first_offer_that_nobody_answers_is_made_again(is_refused: bool) -> None:
+def test_a_first_offer_without_an_answer_is_made_again(is_refused: bool) -> None:
     """The prefill node may wait for the end of writes that only a newer offer declares over."""
     couple = Couple()
     couple.receiver.connect(PREFILL)
@@ -83,7 +83,7 @@ def test_a_first_offer_that_nobody_answers_is_made_again(is_refused: bool) -> No
 # ---- transfers go on ------------------------------------------------------------------------------------------------
 
 
-def test_only_what_has_not_arrived_is_granted_anew_and_shipped(couple: Couple) -> None:
+def test_only_pages_that_have_not_arrived_are_granted_again(couple: Couple) -> None:
     pages = halfway(couple)
     couple.hear_prefill()
     assert couple.receiver.counters()["pages_received"] == 1
@@ -113,7 +113,7 @@ def test_a_page_that_is_lost_with_the_connection_is_shipped_by_the_next() -> Non
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["prefill_done before", "prefill_done amid"])
-def test_the_handoff_is_said_once_whenever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
+def test_prefill_done_is_sent_once_whenever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
     halfway(couple)
     if is_before:
         couple.finish(KEY)
@@ -133,7 +133,7 @@ def test_the_handoff_is_said_once_whenever_the_connection_breaks(couple: Couple,
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_handoff_that_comes_after_the_decode_node_noticed_is_kept(couple: Couple) -> None:
+def test_a_prefill_done_that_comes_after_the_break_is_kept(couple: Couple) -> None:
     """The prefill node has not noticed yet, and will not say it again."""
     halfway(couple)
     couple.finish(KEY)
@@ -146,7 +146,7 @@ def test_a_handoff_that_comes_after_the_decode_node_noticed_is_kept(couple: Coup
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_what_was_delivered_and_not_heard_of_before_the_break_is_shipped_once_more(couple: Couple) -> None:
+def test_pages_whose_report_was_lost_with_the_connection_are_shipped_again(couple: Couple) -> None:
     halfway(couple)
     snap(couple)
     couple.finish(KEY)
@@ -168,7 +168,7 @@ def test_a_transfer_that_was_complete_when_the_connection_broke_needs_no_other()
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_an_early_grant_is_granted_anew(couple: Couple) -> None:
+def test_an_early_grant_is_granted_again(couple: Couple) -> None:
     couple.begin(KEY, 2)
     couple.hear_decode()
     snap(couple)
@@ -188,7 +188,7 @@ def test_requests_that_begin_amid_a_break_are_granted_when_it_is_mended(couple: 
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_page_in_between_lets_the_count_begin_anew() -> None:
+def test_a_page_that_arrives_starts_the_count_of_tries_again() -> None:
     """Nine breaks, after each of which a page arrives."""
     couple = Couple(Wire(faults={n: Fault("drop") for n in range(1, 18, 2)}), num_pages=20)
     couple.connect()

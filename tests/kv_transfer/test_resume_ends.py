@@ -1,4 +1,4 @@
-"""A data connection that breaks and whose transfers do not all go on: cancels, aborts, deaths, and tries that fail."""
+"""A data connection that breaks and whose transfers do not all go on: cancels, aborts, deaths, and failed tries."""
 
 import pytest
 from support.couples import KEY, halfway, shipped, slow, snap
@@ -48,7 +48,7 @@ def test_pages_of_a_cancelled_transfer_leave_quarantine_with_the_break(couple: C
     assert couple.receiver.num_quarantined == 0
 
 
-def test_a_connection_that_breaks_at_once_each_time_ends_in_an_error_that_names_pair_and_transport() -> None:
+def test_a_connection_that_always_breaks_ends_in_an_error_that_names_pair_and_transport() -> None:
     couple = Couple(Wire(faults={n: Fault("drop") for n in range(50)}))
     couple.connect("prefill-7")
     couple.open(KEY, 2)
@@ -57,7 +57,7 @@ def test_a_connection_that_breaks_at_once_each_time_ends_in_an_error_that_names_
     couple.run()
     why = (
         "inprocess from prefill node prefill-7 to decode node decode-0 broke and could not be mended in 4 tries: "
-        "the writer has let go"
+        "the writer has detached"
     )
     assert couple.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)
     assert couple.pairs_lost == 1
@@ -89,7 +89,7 @@ def test_a_try_that_is_refused_or_not_answered_counts_as_one(couple: Couple, is_
     assert couple.books.num_free == couple.num_pages
 
 
-def test_a_prefill_node_that_nobody_connects_to_again_gives_up_by_itself(couple: Couple) -> None:
+def test_a_prefill_node_gives_up_when_no_new_connection_comes(couple: Couple) -> None:
     halfway(couple)
     couple.writer.lose(DECODE, "a snap")
     couple.pump()
@@ -100,7 +100,7 @@ def test_a_prefill_node_that_nobody_connects_to_again_gives_up_by_itself(couple:
     assert reason.startswith("the wire to") and reason.endswith("no new connection within 60 s")
 
 
-def test_death_is_no_break(couple: Couple) -> None:
+def test_the_death_of_a_writer_is_not_retried(couple: Couple) -> None:
     halfway(couple)
     couple.writer.die()
     couple.poll()
@@ -110,7 +110,7 @@ def test_death_is_no_break(couple: Couple) -> None:
     assert couple.books.num_free == couple.num_pages
 
 
-def test_proof_about_an_offer_that_was_never_taken_up_is_a_break_too(couple: Couple) -> None:
+def test_a_fence_of_an_offer_that_was_never_taken_up_is_a_break(couple: Couple) -> None:
     """The answer to that offer, which comes late, says nothing any more."""
     late = Couple()
     late.begin(KEY, 2)
@@ -127,7 +127,7 @@ def test_proof_about_an_offer_that_was_never_taken_up_is_a_break_too(couple: Cou
     assert isinstance(late.events[KEY], Completed)
 
 
-def test_a_break_before_a_damaged_page_is_asked_for_again_loses_no_count_of_it() -> None:
+def test_a_break_before_a_damaged_page_is_resent_resets_its_count_at_both_ends() -> None:
     """The decode node waited for the second writing of a page that the prefill node was to write for the first time."""
     couple = Couple(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
     couple.connect()
@@ -148,7 +148,7 @@ def turns(couple: Couple) -> None:
         couple.drain_to_decode()
 
 
-def test_a_break_that_nobody_can_prove_to_be_over_ends_the_transfers_soon_and_keeps_the_pages_aside() -> None:
+def test_a_break_without_a_fence_ends_the_transfers_and_keeps_the_pages_in_quarantine() -> None:
     """As when NIXL breaks between two hosts: the decode node does not see it, and granted on for ever."""
     couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 10**6)}, can_recall=False))
     couple.connect()

@@ -1,4 +1,4 @@
-"""Both lifecycles of a transfer, pair by pair, and the page arithmetic of its two ends."""
+"""The states of both ends of a transfer, and the page arithmetic of their sessions."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""Who visits a pool in shared memory and gets nothing: wrong offers, other users, pools that cannot be, strangers."""
+"""Connections to a pool in shared memory that are refused: wrong offers, other users, impossible pools, strangers."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ __all__ = ["child", "reader", "store", "writer"]
 # ---- pairs that cannot be ---------------------------------------------------------------------------------------
 
 
-def test_an_offer_is_good_for_one_visit(reader: ShmReader, writer: ShmWriter) -> None:
+def test_an_offer_is_valid_once_per_pool(reader: ShmReader, writer: ShmWriter) -> None:
     connect = offer(reader)
     assert attach(reader, writer, connect) == ""
     second = ShmWriter(writer.store)
@@ -70,7 +70,7 @@ def test_a_token_with_more_behind_it_is_none(reader: ShmReader) -> None:
     assert reader.dropped == {"token": 1}
 
 
-def test_another_start_of_the_decode_node_is_not_the_one_that_was_meant(reader: ShmReader, writer: ShmWriter) -> None:
+def test_an_offer_of_another_start_of_the_decode_node_is_refused(reader: ShmReader, writer: ShmWriter) -> None:
     assert "over its socket differ" in attach(reader, writer, offer(reader), peer="e" * 32)
 
 
@@ -143,7 +143,7 @@ def _visit(reader: ShmReader) -> socket.socket:
 
 
 @pytest.mark.parametrize("garbage", [b"x", b"detached", b"\0" * 31, b"\0" * 33, b"\xff" * 60_000], ids=len)
-def test_garbage_harms_nobody(reader: ShmReader, writer: ShmWriter, garbage: bytes) -> None:
+def test_random_packets_are_rejected(reader: ShmReader, writer: ShmWriter, garbage: bytes) -> None:
     num_before = open_descriptors()
     with _visit(reader) as pending:
         socket.send_fds(pending, [garbage], [0, 1, 2])
@@ -154,12 +154,12 @@ def test_garbage_harms_nobody(reader: ShmReader, writer: ShmWriter, garbage: byt
     assert attach(reader, writer, offer(reader)) == ""
 
 
-def test_silent_visitors_are_dropped_in_time_and_in_number(reader: ShmReader, writer: ShmWriter) -> None:
+def test_silent_connections_are_bounded_in_time_and_in_number(reader: ShmReader, writer: ShmWriter) -> None:
     num_before = open_descriptors()
     crowd = [_visit(reader) for _ in range(visitors.MAX_PENDING + 5)]
     reader.poll(0.0)
     reader.poll(0.0)
-    assert reader.dropped == {"crowd": 5}
+    assert reader.dropped == {"crowded": 5}
     assert len(reader._pending) == visitors.MAX_PENDING
     assert attach(reader, writer, offer(reader)) == ""
     writer.detach(DECODE)
@@ -171,7 +171,7 @@ def test_silent_visitors_are_dropped_in_time_and_in_number(reader: ShmReader, wr
     assert open_descriptors() <= num_before
 
 
-def test_a_writer_meets_a_reader_that_talks_nonsense(writer: ShmWriter) -> None:
+def test_a_writer_refuses_an_invalid_hello(writer: ShmWriter) -> None:
     name = "baton-" + "a" * 32
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{name}")

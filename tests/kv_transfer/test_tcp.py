@@ -1,4 +1,4 @@
-"""TCP at its door: who gets in to a data port, what a writer believes, and what both make of a cut connection."""
+"""TCP during the handshake: which connections a data port accepts, what a writer accepts, and cut connections."""
 
 import select
 import socket
@@ -35,7 +35,7 @@ __all__ = ["_strangers_leave", "reader", "store", "writer"]
 # ---- who gets in ------------------------------------------------------------------------------------------------
 
 
-def test_nobody_gets_in_without_the_token_of_an_offer(reader: TcpReader) -> None:
+def test_a_connection_without_the_token_of_an_offer_is_rejected(reader: TcpReader) -> None:
     offer(reader)
     stranger = Stranger(reader)
     stranger.hello(b"t" * 32, count=2)
@@ -43,7 +43,7 @@ def test_nobody_gets_in_without_the_token_of_an_offer(reader: TcpReader) -> None
     assert reader.dropped == {"token": 1}
 
 
-def test_nobody_gets_in_without_the_cluster_key(reader: TcpReader) -> None:
+def test_a_connection_without_the_cluster_key_is_rejected(reader: TcpReader) -> None:
     connect = offer(reader)
     stranger = Stranger(reader)
     assert stranger.shake(connect, key=b"another") == b""
@@ -51,7 +51,7 @@ def test_nobody_gets_in_without_the_cluster_key(reader: TcpReader) -> None:
     assert not reader.chosen(PREFILL, 1, "tcp")
 
 
-def test_a_proof_is_good_for_one_handshake_only(reader: TcpReader) -> None:
+def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
     """What an eavesdropper has seen of a handshake does not answer the nonce of the next."""
     token = bytes.fromhex(offer(reader).endpoint.split(":")[2])
     stranger = Stranger(reader)
@@ -76,7 +76,7 @@ def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
     assert second.is_hung_up()
 
 
-def test_a_silent_visitor_is_dropped_after_a_while(reader: TcpReader) -> None:
+def test_a_silent_connection_is_rejected_after_a_while(reader: TcpReader) -> None:
     stranger = Stranger(reader)
     until(lambda: reader.poll(100.0) or reader._pending)
     reader.poll(100.0 + visitors.PATIENCE_S)
@@ -84,17 +84,17 @@ def test_a_silent_visitor_is_dropped_after_a_while(reader: TcpReader) -> None:
     assert reader.dropped == {"silent": 1}
 
 
-def test_a_crowd_of_visitors_keeps_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
+def test_many_pending_connections_keep_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
     crowd = [Stranger(reader) for _ in range(visitors.MAX_PENDING + 10)]
     join(writer, reader)
-    assert reader.dropped["crowd"] >= 10
+    assert reader.dropped["crowded"] >= 10
     for stranger in crowd:
         stranger.connection.close()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(noise=st.binary(min_size=1, max_size=200))
-def test_noise_on_the_port_harms_nobody(reader: TcpReader, noise: bytes) -> None:
+def test_random_bytes_on_the_port_are_rejected(reader: TcpReader, noise: bytes) -> None:
     offer(reader)
     stranger = Stranger(reader)
     stranger.connection.sendall(noise)
@@ -103,7 +103,7 @@ def test_noise_on_the_port_harms_nobody(reader: TcpReader, noise: bytes) -> None
     until(lambda: reader.poll(0.0) or not reader._pending)
 
 
-def test_a_writer_gets_in_after_all_of_that(reader: TcpReader, writer: TcpWriter) -> None:
+def test_a_writer_attaches_after_rejected_connections(reader: TcpReader, writer: TcpWriter) -> None:
     for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"", MAGIC, bytes(HELLO.size)):
         stranger = Stranger(reader)
         stranger.connection.sendall(noise)
@@ -115,7 +115,7 @@ def test_a_writer_gets_in_after_all_of_that(reader: TcpReader, writer: TcpWriter
 # ---- the writer -------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_tells_who_cannot_be_reached(writer: TcpWriter) -> None:
+def test_a_writer_names_the_reader_that_it_cannot_reach(writer: TcpWriter) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()
@@ -138,7 +138,7 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
 
 
 @pytest.mark.parametrize("noise", [b"", b"x", bytes(WELCOME.size), b"y" * 500])
-def test_a_writer_believes_no_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
+def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
         writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
@@ -153,7 +153,7 @@ def test_a_writer_believes_no_reader_without_the_key(writer: TcpWriter, noise: b
 @pytest.mark.parametrize(
     "answer", [DONE.pack(b"done", 1, 3, 1), DONE.pack(b"done", 1, 4, 0), DONE.pack(b"page", 1, 3, 0)]
 )
-def test_a_writer_believes_no_acknowledgement_but_the_next(writer: TcpWriter, answer: bytes) -> None:
+def test_a_writer_accepts_only_the_next_acknowledgement(writer: TcpWriter, answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
         writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
@@ -165,7 +165,7 @@ def test_a_writer_believes_no_acknowledgement_but_the_next(writer: TcpWriter, an
         connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))
         until(lambda: writer.poll() or select.select([connection], [], [], 0)[0])
         connection.recv(32, socket.MSG_WAITALL)
-        connection.sendall(terms.proof(KEY, b"let in"))
+        connection.sendall(terms.proof(KEY, b"accepted"))
         assert until(writer.poll) == [Attached(DECODE, 1)]
         writer.write(DECODE, [(0, 3)])
         connection.sendall(answer + terms.seal(KEY, b"acknowledgements").mac(answer))
@@ -175,11 +175,11 @@ def test_a_writer_believes_no_acknowledgement_but_the_next(writer: TcpWriter, an
         writer.detach(DECODE)
 
 
-def test_a_cut_connection_is_noticed_at_both_ends_and_the_pair_forms_anew(
+def test_both_ends_notice_a_cut_connection_and_the_pair_forms_again(
     reader: TcpReader, writer: TcpWriter, store: MemfdStore
 ) -> None:
     join(writer, reader)
-    next(iter(writer._routes.values())).connections[1].sock.shutdown(socket.SHUT_RDWR)
+    next(iter(writer._peers.values())).connections[1].sock.shutdown(socket.SHUT_RDWR)
     [broken] = until(writer.poll)
     assert broken.problem.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
     assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
@@ -193,7 +193,7 @@ def test_a_cut_connection_is_noticed_at_both_ends_and_the_pair_forms_anew(
     assert set(store.read(3)) == {42}
 
 
-def test_detaching_ends_all_that_is_under_way(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
+def test_detaching_ends_all_writes(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
     join(writer, reader)
     writer.write(DECODE, [(0, 3)] * 50)
     assert writer.detach(DECODE) is True

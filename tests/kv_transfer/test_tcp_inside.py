@@ -1,4 +1,4 @@
-"""TCP from the inside: where a writer that was let in can put bytes, what liars and noise do, and what leave stops."""
+"""TCP inside an authenticated connection: where a writer can put bytes, invalid frames, and permissions that end."""
 
 import contextlib
 import threading
@@ -39,7 +39,7 @@ __all__ = ["_strangers_leave", "reader", "store", "stranger", "writer"]
 # ---- what one may do inside ---------------------------------------------------------------------------------------
 
 
-def test_a_page_is_placed_where_it_is_allowed_and_nowhere_else(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_page_is_placed_only_where_it_is_permitted(stranger: Stranger, store: MemfdStore) -> None:
     stranger.page(2, 7)
     stranger.page(4, 8)
     stranger.page(3, 9)
@@ -56,14 +56,14 @@ def test_a_page_can_be_written_once_per_grant(stranger: Stranger, store: MemfdSt
     assert set(store.read(2)) == {7}
 
 
-def test_what_comes_after_leave_was_taken_is_thrown_away(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_page_that_comes_after_its_permission_was_taken_is_discarded(stranger: Stranger, store: MemfdStore) -> None:
     stranger.reader.forbid([2])
     stranger.page(2, 7)
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
-def test_leave_can_be_taken_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_permission_can_be_taken_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
     frame = stranger.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
     stranger.connection.sendall(frame[:half])
@@ -75,14 +75,14 @@ def test_leave_can_be_taken_in_the_middle_of_a_page(stranger: Stranger, store: M
     assert set(store.read(2)) == {99}
 
 
-def test_leave_of_another_epoch_is_no_leave(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_permission_of_another_epoch_permits_nothing(stranger: Stranger, store: MemfdStore) -> None:
     stranger.reader.allow(PREFILL, 2, [2])
     stranger.page(2, 7)
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
-def test_taking_leave_waits_for_the_copy_under_way(
+def test_forbidding_waits_for_the_copy_under_way(
     stranger: Stranger, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, receive = threading.Event(), ReceiveThread._receive
@@ -133,9 +133,7 @@ def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger,
         {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 0, 2)},
     ],
 )
-def test_a_frame_that_cannot_be_meant_ends_the_connection(
-    stranger: Stranger, store: MemfdStore, frame: dict[str, Any]
-) -> None:
+def test_an_invalid_frame_ends_the_connection(stranger: Stranger, store: MemfdStore, frame: dict[str, Any]) -> None:
     stranger.connection.sendall(stranger.header(**frame) + b"\7" * SIZE)
     news = until(lambda: stranger.reader.poll(0.0))
     assert [(fenced.peer, fenced.epoch) for fenced in news] == [(PREFILL, 1)]
@@ -164,7 +162,7 @@ def test_parts_of_a_page_go_where_they_belong_each_once(stranger: Stranger, stor
     assert stranger.reader.counters()["refused_pages"] == 3
 
 
-def test_leave_that_is_given_anew_is_not_for_what_was_on_its_way(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_new_permission_does_not_cover_a_page_already_on_its_way(stranger: Stranger, store: MemfdStore) -> None:
     frame = stranger.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
     stranger.connection.sendall(frame[:half])
@@ -196,9 +194,7 @@ def test_a_header_without_the_key_ends_the_connection(stranger: Stranger, store:
 
 
 @pytest.mark.parametrize("at", [PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + SIZE // 2, -MAC_BYTES - 1, -MAC_BYTES, -1])
-def test_a_page_whose_bytes_were_changed_on_the_way_counts_for_nothing_and_ends_the_connection(
-    stranger: Stranger, at: int
-) -> None:
+def test_a_changed_page_is_not_acknowledged_and_ends_the_connection(stranger: Stranger, at: int) -> None:
     stranger.page(3, 6)
     assert stranger.answer() == (1, 3)
     frame = bytearray(stranger.frame(2, 7))
@@ -211,7 +207,7 @@ def test_a_page_whose_bytes_were_changed_on_the_way_counts_for_nothing_and_ends_
     assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
 
 
-def test_a_few_bytes_are_enough_to_go_on_after_many_were_waited_for(stranger: Stranger) -> None:
+def test_the_last_few_bytes_of_a_page_are_not_waited_for_in_vain(stranger: Stranger) -> None:
     frame = stranger.frame(2, 7)
     for begin, end in ((0, 1), (1, -MAC_BYTES - SIZE + 1), (-MAC_BYTES - SIZE + 1, -MAC_BYTES), (-MAC_BYTES, -1)):
         stranger.connection.sendall(frame[begin:end])
@@ -226,7 +222,7 @@ def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stra
     assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason
 
 
-def test_pieces_travel_under_a_cluster_key(reader: TcpReader, store: MemfdStore) -> None:
+def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: MemfdStore) -> None:
     ours = replace(GEOMETRY, page_size=2 * GEOMETRY.page_size)
     source = MemfdStore(NUM_PAGES, ours)
     writer = TcpWriter(source, key=KEY)
@@ -267,7 +263,7 @@ def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_by
 
 @settings(max_examples=40, deadline=None)
 @given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
-def test_noise_inside_ends_the_connection_and_touches_no_page(noise: bytes) -> None:
+def test_random_bytes_end_the_connection_and_touch_no_page(noise: bytes) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)
     stranger = Stranger(reader)

@@ -1,4 +1,4 @@
-"""Sender and receiver over the in-process wire: what leaves when, and that every page comes back exactly once."""
+"""Sender and receiver over the in-process wire: the order of pages, and that each comes back exactly once."""
 
 from support.couples import KEY, couple, shipped, slow
 from support.kv_fakes import Couple
@@ -50,7 +50,7 @@ def test_only_what_the_decode_node_lacks_is_shipped(couple: Couple) -> None:
     assert couple.receiver.counters()["bytes_saved_by_cache"] == 3 * 64
 
 
-def test_a_prompt_that_is_wholly_there_needs_the_handoff_alone(couple: Couple) -> None:
+def test_a_prompt_that_is_wholly_cached_needs_prefill_done_alone(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.begin(KEY, 2, first=2)
     couple.finish(KEY)
@@ -97,7 +97,7 @@ def test_a_transfer_may_begin_before_the_pair_is_connected() -> None:
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_the_handoff_overtakes_pages() -> None:
+def test_prefill_done_overtakes_pages() -> None:
     couple = slow()
     shipped(couple, 3)
     assert [type(message) for message in couple.to_decode] == [PrefillDone]
@@ -117,7 +117,7 @@ def test_a_pump_writes_no_more_than_it_may_and_says_that_more_is_waiting(couple:
     assert not couple.pump(max_pages=3)
 
 
-def test_requests_are_written_in_the_order_in_which_they_became_ready(couple: Couple) -> None:
+def test_requests_are_written_in_the_order_in_which_they_became_due(couple: Couple) -> None:
     pages = {}
     for rid in "ab":
         couple.open((rid, 0), 2)
@@ -145,7 +145,7 @@ def test_with_ranks_the_lowest_is_written_first(couple: Couple) -> None:
     assert couple.writer.written == [pages["a"][0], *pages["b"]]
 
 
-def test_how_long_writes_take_is_measured_by_the_clock_handed_in(couple: Couple) -> None:
+def test_write_seconds_are_measured_by_the_given_clock(couple: Couple) -> None:
     class Stepping:
         def __init__(self) -> None:
             self.instants = 0.0

@@ -1,4 +1,4 @@
-"""Attachments that fail: passing causes are tried again, and a pair that cannot carry pages says so."""
+"""Attachments that fail: they are tried again, and a pair that cannot carry pages reports its problem."""
 
 import logging
 

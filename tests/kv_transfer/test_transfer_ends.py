@@ -1,4 +1,4 @@
-"""Transfers that end before they are complete: given up, aborted, cut off, or never heard of again, at every point."""
+"""Transfers that end before they are complete, at every point: given up, aborted, cut off, or fallen silent."""
 
 from collections.abc import Callable
 
@@ -172,7 +172,7 @@ def test_cancelled_pages_stay_in_quarantine_until_the_writer_says_closed() -> No
     assert couple.receiver.counters()["pages_quarantined"] == 4
 
 
-def test_late_news_of_a_cancelled_transfer_is_ignored(couple: Couple) -> None:
+def test_late_messages_of_a_cancelled_transfer_are_ignored(couple: Couple) -> None:
     shipped(couple, 2)
     assert [type(message) for message in couple.to_decode] == [PrefillDone, PagesWritten]
     couple.cancel(KEY)
@@ -198,7 +198,7 @@ def test_pages_that_were_never_granted_are_free_at_once() -> None:
     couple.assert_nothing_is_held()
 
 
-def test_a_cancel_takes_back_an_event_that_nobody_has_seen(couple: Couple) -> None:
+def test_a_cancel_drops_an_event_that_was_not_taken(couple: Couple) -> None:
     shipped(couple, 2)
     while couple.to_decode:
         couple.receiver.on_message(PREFILL, couple.to_decode.popleft(), 0.0)
@@ -240,7 +240,7 @@ def test_a_grant_for_a_request_that_never_comes_is_answered_when_its_lease_is_ov
     couple.assert_nothing_is_held()
 
 
-def test_a_request_whose_early_grant_went_with_its_pair_is_let_go_of_when_it_comes(couple: Couple) -> None:
+def test_a_request_whose_early_grant_ended_with_its_pair_is_released_when_it_comes(couple: Couple) -> None:
     couple.begin(KEY, 2)
     couple.run()
     couple.disconnect()
@@ -248,7 +248,7 @@ def test_a_request_whose_early_grant_went_with_its_pair_is_let_go_of_when_it_com
     assert not couple.released[KEY].ok
 
 
-def test_tombstones_go_when_their_lease_is_over(couple: Couple) -> None:
+def test_tombstones_expire(couple: Couple) -> None:
     couple.to_prefill.append(AbortTransfer("r", 0))
     couple.hear_decode()
     couple.now = LEASE_S
@@ -267,6 +267,6 @@ def test_tombstones_and_early_grants_are_bounded(couple: Couple, monkeypatch: py
     for attempt in range(3):
         couple.begin(("g", attempt), 1)
     couple.run()
-    assert failure(couple, ("g", 2)).message == "2 grants wait for requests already"
+    assert failure(couple, ("g", 2)).message == "2 grants already wait for their requests"
     assert ("g", 1) not in couple.events
     assert couple.sender.counters()["refused_grants"] == 1

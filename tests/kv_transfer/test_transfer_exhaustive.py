@@ -1,8 +1,8 @@
-"""Every interleaving of everything that can happen to transfers between two nodes, for scopes small enough to finish.
+"""Every interleaving of all events of transfers between two nodes, for scopes small enough to finish.
 
 No page is written after it went to another use, none leaks, and every run ends with nothing held: see ``two_nodes`` for
-what is looked at after each step, ``explore`` for how. A scope has a bound on faults in one run; what is no fault (the
-order of grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
+what is checked after each step, ``explore`` for how. A scope bounds the number of faults in one run; the order of
+everything else (grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
 """
 
 import logging
@@ -23,7 +23,7 @@ def _quiet() -> object:
 
 
 def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Explored:
-    """Explore it all; about ``num_states`` are known to be there, so a scope cannot become empty unnoticed."""
+    """Explore a scope, of which about ``num_states`` states are known, so that it cannot become empty unnoticed."""
     found = explore(TwoNodes(scope), 3 * num_states)
     print(f"\n{scope}: {found}")
     assert found.num_states > least * num_states, f"only {found.num_states} states are left"
@@ -43,13 +43,13 @@ def test_pages_that_come_damaged_with_any_other_fault() -> None:
     walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 5_600)
 
 
-def test_a_page_that_comes_damaged_as_often_as_it_likes() -> None:
+def test_a_page_that_comes_damaged_every_time() -> None:
     """It is shipped again a few times, then the transfer ends in an error."""
     walk(Scope(sizes=(2,), num_faults=6, faults=("corrupt",), has_checksums=True), 2_300)
 
 
 def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
-    """As NIXL's; through the choice of transports, which waits where letting go must."""
+    """As NIXL's; through negotiation, which waits where detaching must."""
     walk(Scope(sizes=(2,), num_faults=1, can_recall=False), 1_900)
 
 

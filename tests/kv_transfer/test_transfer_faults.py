@@ -1,8 +1,8 @@
-"""Real processes die, or stand still for longer than anyone waits, at every step of a transfer; by every transport.
+"""Real processes die, or are stopped for longer than every timeout, at every step of a transfer, by every transport.
 
-Afterwards the books of whoever is left balance, no page that went to another use was touched, and the next requests
+Afterwards the books of the survivors balance, no page that went to another use was touched, and the next requests
 succeed, the last of them with every page of the pool. The test carries the control messages, so it can stop a transfer
-between any two of them; that a control connection is gone it says to both ends, as the control plane does.
+between any two of them; it tells both ends when a control connection is gone, as the control plane does.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from tests.kv_transfer.test_transports import End, until
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 SOME = NUM_PAGES // 2  # of a request's pages; two of them fill the pool to the last page
-STEPS = ("offered", "attaching", "granted", "writing", "written", "handed off")
+STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 #: Longer than a healthy peer takes on a busy machine; the other node is stopped for longer.
 PATIENCE_S = 1.5
 
@@ -101,7 +101,7 @@ class Cluster:
             return None
         if step == "writing":
             return self.ends[prefill].tell("pump", max_pages=num_pages)
-        hold = {"written": "delivered", "handed off": "received"}[step]
+        hold = {"written": "pages_written", "acknowledging": "transfer_ack"}[step]
         side = (prefill, decode) if step == "written" else (decode, prefill)
 
         def has_come_so_far() -> bool:
@@ -164,7 +164,7 @@ def test_either_node_is_killed_at_every_step(
     if victim == decode and step == "writing":
         cluster.ends[prefill].answer()
     cluster.part(survivor, victim)
-    has_kept = victim == prefill and step == "handed off"
+    has_kept = victim == prefill and step == "acknowledging"
     cluster.balanced(survivor, SOME if has_kept else 0)
     assert cluster.books(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
     replacement = cluster.start(victim[0] + "1")
@@ -185,11 +185,11 @@ def _failed(victim: str) -> Any:
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
-def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
+def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
-    """What it may still write to stays aside meanwhile; another node serves from the rest of the pool, to the last
-    page, and whatever the first one does when it wakes, it does to nobody."""
+    """Pages to which it may still write stay in quarantine meanwhile; another node serves from the rest of the pool, to
+    the last page, and what the first one writes when it wakes reaches no page in use."""
     cluster = make(transport)
     decode = cluster.start("d0", TEST_PATIENCE_S=str(PATIENCE_S))
     prefill, other = cluster.start("p0", TEST_PATIENCE_S=str(PATIENCE_S)), cluster.start("p1")
@@ -197,7 +197,7 @@ def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
     cluster.ends[prefill].signal(signal.SIGSTOP)
     stopped_at = time.monotonic()
     cluster.part(decode, prefill)
-    has_kept = step == "handed off"
+    has_kept = step == "acknowledging"
     assert until(lambda: cluster.books(decode)["ends"].get("a")) == ("Completed" if has_kept else "TransferFailed")
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
@@ -221,7 +221,7 @@ def test_a_prefill_node_stands_still_for_longer_than_anyone_waits(
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
-def test_a_decode_node_stands_still_for_longer_than_anyone_waits(
+def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
     make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
     cluster = make(transport)
@@ -236,7 +236,7 @@ def test_a_decode_node_stands_still_for_longer_than_anyone_waits(
     cluster.serve("b", prefill, other, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
     cluster.ends[decode].signal(ending)
-    has_kept = step == "handed off"
+    has_kept = step == "acknowledging"
     if ending == signal.SIGCONT:
         cluster.part(decode, prefill)
         cluster.balanced(decode, SOME * has_kept)

@@ -1,8 +1,8 @@
-"""Any order of events at both ends of many transfers: no write goes astray, every page comes back, none hangs.
+"""Any order of events at both ends of many transfers: no write goes astray, every page comes back, no transfer hangs.
 
-A history is a list of (action, number); what an action works on is chosen by the number among what is possible then,
-and an action without anything to work on does nothing. So every list is a valid history, and a failing one shrinks to
-a short one.
+A history is a list of (action, number). The number chooses what an action works on among what is possible then, and an
+action without anything to work on does nothing. So every list is a valid history, and a failing one shrinks to a short
+one.
 """
 
 from collections import deque
@@ -165,7 +165,7 @@ class Nodes:
     # ---- connections --------------------------------------------------------------------------------------------
 
     def dial(self, number: int) -> None:
-        """The decode node connects; now and then anew although nothing was wrong."""
+        """The decode node connects, and sometimes again although nothing was wrong."""
         if self.receiver_must_notice or (self.has_dialled and number % 8):
             return
         self.couple.to_prefill.append(self.couple.receiver.connect(PREFILL))
@@ -214,7 +214,7 @@ class Nodes:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until nothing is left to do, with a pair that breaks meanwhile formed anew."""
+        """Until nothing is left to do, and a pair that breaks meanwhile has formed again."""
         for _ in range(10):
             before = self.couple.pairs_lost
             self.couple.run()

@@ -1,4 +1,4 @@
-"""What no peer can mean, and what comes twice: refused with a sentence or counted, and nothing changes."""
+"""Messages that are invalid or come twice: refused with a sentence or counted, and nothing changes."""
 
 import pytest
 from support.couples import KEY, couple, shipped
@@ -41,9 +41,7 @@ __all__ = ["couple"]
     ],
     ids=["beyond the pool", "negative", "twice", "beyond any prompt", "huge", "index again", "page again"],
 )
-def test_a_grant_that_cannot_be_meant_ends_the_transfer(
-    couple: Couple, first: int, pages: tuple[int, ...], why: str
-) -> None:
+def test_an_invalid_grant_ends_the_transfer(couple: Couple, first: int, pages: tuple[int, ...], why: str) -> None:
     couple.open(KEY, 3)
     couple.sender.on_message(DECODE, Grant("r", 0, 1, 0, (0, 1)), 0.0)
     couple.sender.on_message(DECODE, Grant("r", 0, 1, first, pages), 0.0)
@@ -79,7 +77,7 @@ def test_a_grant_that_comes_twice_is_counted_and_asks_for_nothing(couple: Couple
     couple.assert_nothing_is_held()
 
 
-def test_an_early_grant_that_cannot_be_meant_is_refused_too(couple: Couple) -> None:
+def test_an_invalid_early_grant_is_refused(couple: Couple) -> None:
     couple.sender.on_message(DECODE, Grant("r", 0, 1, 0, (99,)), 0.0)
     couple.settle()
     closed = couple.to_decode.pop()
@@ -171,7 +169,7 @@ def test_another_prefill_node_cannot_touch_a_transfer(couple: Couple) -> None:
     ],
     ids=str,
 )
-def test_what_a_prefill_node_cannot_mean_is_counted_and_ignored(couple: Couple, message: Message) -> None:
+def test_an_invalid_message_of_a_prefill_node_is_counted_and_ignored(couple: Couple, message: Message) -> None:
     couple.open(KEY, 3)
     couple.begin(KEY, 3)
     couple.hear_decode()
@@ -198,7 +196,7 @@ def test_what_a_prefill_node_cannot_mean_is_counted_and_ignored(couple: Couple, 
     ],
     ids=str,
 )
-def test_what_a_decode_node_cannot_mean_is_counted_and_ignored(couple: Couple, message: Message) -> None:
+def test_an_invalid_message_of_a_decode_node_is_counted_and_ignored(couple: Couple, message: Message) -> None:
     couple.open(KEY, 3)
     couple.begin(KEY, 3)
     couple.hear_decode()
@@ -242,7 +240,7 @@ def test_an_ungranted_prompt_may_be_retracted_and_computed_again(couple: Couple)
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_retracted_prompt_hands_nothing_over_until_it_is_computed_again(couple: Couple) -> None:
+def test_a_retracted_prompt_sends_no_prefill_done_until_it_is_computed_again(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.finish(KEY)
     couple.sender.retract(KEY)

@@ -1,4 +1,4 @@
-"""What every transport that crosses processes must do: the same tests for all, each end a process of its own."""
+"""The contract of every transport between processes: the same tests for all, each end a process of its own."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ from support.nursery import Nursery
 from support.transport_node import GEOMETRY, NUM_PAGES, page_content
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
-#: Where the reader places the bytes, it needs nobody's word.
+#: Transports whose reader places the bytes, and so needs no word of the writer.
 PLACED = ("tcp", "gloo")
 
 
@@ -121,7 +121,7 @@ def digests(*seeds: int) -> list[str]:
 ZERO = hashlib.sha256(bytes(GEOMETRY.page_bytes)).hexdigest()
 
 
-def test_pages_arrive_bit_by_bit_from_another_process(start: Callable[..., End], transport: str) -> None:
+def test_pages_arrive_unchanged_from_another_process(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport), start("reader", transport)
     assert len({writer.pid, reader.pid, os.getpid()}) == 3
     join(writer, reader, transport)
@@ -207,7 +207,7 @@ def test_death_of_the_reader_ends_all_writes(start: Callable[..., End], transpor
     assert other.ask("digest", pages=[3]) == digests(4)
 
 
-def test_a_writer_that_was_stopped_harms_nobody_when_it_wakes(start: Callable[..., End], transport: str) -> None:
+def test_a_stopped_writer_that_continues_writes_no_page_of_another(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport), start("reader", transport)
     join(writer, reader, transport)
     reader.ask("allow", peer=PREFILL, epoch=1, pages=[4, 5])
@@ -306,7 +306,7 @@ def test_a_reader_that_never_answers_is_given_up(start: Callable[..., End], tran
 
 @pytest.mark.parametrize("transport", PLACED)
 @pytest.mark.parametrize("keys", [("right", "wrong"), ("right", ""), ("", "right")])
-def test_another_cluster_key_is_no_way_in(start: Callable[..., End], transport: str, keys: tuple[str, str]) -> None:
+def test_another_cluster_key_is_refused(start: Callable[..., End], transport: str, keys: tuple[str, str]) -> None:
     writer, reader = start("writer", transport, keys[0]), start("reader", transport, keys[1])
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""
@@ -321,7 +321,7 @@ def test_pages_travel_under_a_cluster_key(start: Callable[..., End], transport: 
     assert reader.ask("digest", pages=[0, 1]) == digests(2, 1)
 
 
-def test_auto_takes_shared_memory_on_one_host_and_says_so(start: Callable[..., End]) -> None:
+def test_auto_chooses_shared_memory_on_one_host_and_says_why(start: Callable[..., End]) -> None:
     writer, reader = start("writer", "auto"), start("reader", "auto")
     join(writer, reader, "shm")
     ship(writer, reader, [(1, 0, 1)])

@@ -22,7 +22,7 @@ def prompt_of(pages: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("source_size", "target_size", "sources"), [(16, 32, (3, 1, 2, 0)), (32, 8, (3, 1))], ids=["longer", "shorter"]
 )
-def test_pieces_of_pages_arrive_bit_by_bit_from_another_process(
+def test_slices_of_pages_arrive_unchanged_from_another_process(
     start: Callable[..., End], transport: str, source_size: int, target_size: int, sources: tuple[int, ...]
 ) -> None:
     writer = start("writer", transport, TEST_PAGE_SIZE=str(source_size))

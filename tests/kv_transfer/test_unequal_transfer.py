@@ -220,7 +220,7 @@ def test_a_longer_page_is_received_when_all_parts_that_the_prompt_has_of_it_are_
     nodes.assert_all_arrived()
 
 
-def test_a_longer_page_fills_several_and_those_behind_the_prompts_end_are_not_written() -> None:
+def test_a_longer_page_fills_several_but_none_behind_the_prompts_end() -> None:
     """Pages of 6 tokens go into pages of 2; of the prompt's 8 tokens the last page here holds 2."""
     nodes = Nodes(6, 2)
     nodes.join()
@@ -253,7 +253,7 @@ def test_a_grant_beyond_what_the_prompt_can_fill_is_refused(sizes: tuple[int, in
     assert f"the prompt has at most {end}" in closed.message  # type: ignore[attr-defined]
 
 
-def test_a_page_that_cannot_be_cut_into_the_parts_that_are_told_is_refused() -> None:
+def test_a_number_of_parts_that_does_not_divide_a_page_is_refused() -> None:
     nodes = Nodes(2, 6)
     key = nodes.open(9)
     pages = nodes.books.alloc(2, Owner.GRANT)
@@ -264,7 +264,7 @@ def test_a_page_that_cannot_be_cut_into_the_parts_that_are_told_is_refused() -> 
     assert nodes.books.num_free == nodes.books.num_pages
 
 
-def test_room_behind_the_prompts_end_is_never_due() -> None:
+def test_units_behind_the_prompts_end_are_never_due() -> None:
     session = SendSession(("r", 0), "peer")
     session.grant(1, 0, [4, 5], Units(2, 1, 3))  # pages of 6 tokens, told before the prompt is computed
     session.compute([0, 1, 2])

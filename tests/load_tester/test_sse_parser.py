@@ -1,4 +1,4 @@
-"""Server-sent events out of a body: the quick way through usual chunks finds what each byte taken by itself says."""
+"""The fast path through usual chunks finds the same events as a byte-by-byte parser."""
 
 import re
 from array import array
@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scripts.load_tester.client.http_framing import chunk_size
-from scripts.load_tester.client.ipc import Done
-from scripts.load_tester.client.sse_parser import Answer, events, read_answer
+from scripts.load_tester.client.ipc import RequestDone
+from scripts.load_tester.client.sse_parser import ParsedResponse, parse_response, split_events
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 SAID = [
@@ -27,12 +27,12 @@ FRAMES = st.just((b"%x", 0, b"\r\n")) | st.one_of(
     st.tuples(st.sampled_from(ODD_LINES), st.just(0), st.just(b"\r\n")),
     st.tuples(st.just(b"%x"), st.sampled_from([-1, 1, 2]), st.just(b"\r\n")),
     st.tuples(st.just(b"%x"), st.just(0), st.sampled_from([b"", b"\n\n"])),
-)  # the line before a chunk, by how many bytes it errs, and the chunk's end: at most one of them unusual
+)  # size line, error of the size, end of the chunk: at most one of them unusual
 CUT = [(b"data: {}\n\n", (b"%x", 0, b"\r\n"))], 0, 9, True  # where an event, and its chunk, would end
 
 
 def one_by_one(raw: bytes, at: int, is_chunked: bool) -> list[tuple[int, bytes]]:
-    """As ``events``: the bytes of the body by themselves, each with the offset behind it, then lines and events."""
+    """A slow ``split_events``: the bytes of the body with their offsets, then lines, then events."""
     body = list(enumerate(raw[at:], at + 1))
     if is_chunked:
         body = []
@@ -61,23 +61,25 @@ def test_events_are_found_in_whatever_chunks_they_come_and_where_the_framing_bre
         line = size % max(0, len(body) + error) if b"%" in size else size
         raw += line + b"\r\n" + body + end
     raw = (raw + b"0\r\n\r\n")[: -num_missing or None]
-    assert list(events(raw, begin, is_chunked)) == one_by_one(raw, begin, is_chunked)
+    assert list(split_events(raw, begin, is_chunked)) == one_by_one(raw, begin, is_chunked)
 
 
-def done_of(head: bytes, raw: bytes, stamps: list[float], sizes: list[int]) -> Done:
+def done_of(head: bytes, raw: bytes, stamps: list[float], sizes: list[int]) -> RequestDone:
     sizes[0] += len(head)
-    return Done(0, 0.0, 0.0, 0.0, 9.0, array("d", stamps).tobytes(), array("I", sizes).tobytes(), head + raw, "", False)
+    return RequestDone(
+        0, 0.0, 0.0, 0.0, 9.0, array("d", stamps).tobytes(), array("I", sizes).tobytes(), head + raw, "", False
+    )
 
 
-def facts(answer: Answer) -> dict[str, object]:
-    return {name: getattr(answer, name) for name in Answer.__slots__}
+def facts(answer: ParsedResponse) -> dict[str, object]:
+    return {name: getattr(answer, name) for name in ParsedResponse.__slots__}
 
 
 @given(st.lists(BODIES, max_size=6), st.integers(0, 20), st.sets(st.integers(1, 400), max_size=12), st.data())
-def test_an_answer_is_the_same_however_it_is_chunked_and_cut(
+def test_a_response_is_parsed_alike_however_it_is_chunked_and_cut(
     bodies: list[bytes], num_missing: int, cuts: set[int], data: st.DataObject
 ) -> None:
-    """Beside the same bytes without chunks, each a piece of its own with the instant at which it came."""
+    """Compare with the same bytes without chunks, where each byte is a piece with its own instant."""
     body = b"".join(bodies)[: -num_missing or None]
     edges = set(accumulate(map(len, bodies))) if data.draw(st.booleans()) else cuts
     inner = sorted(edge for edge in edges if edge < len(body))
@@ -92,8 +94,8 @@ def test_an_answer_is_the_same_however_it_is_chunked_and_cut(
     ends = [*sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     came = [next(float(piece) for piece, end in enumerate(ends) if place < end) for place in where]
-    chunked = read_answer(
+    chunked = parse_response(
         done_of(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", raw, [*map(float, range(len(ends)))], sizes)
     )
-    plain = read_answer(done_of(HEAD + b"\r\n", body, came or [0.0], [1] * len(body) or [0]))
+    plain = parse_response(done_of(HEAD + b"\r\n", body, came or [0.0], [1] * len(body) or [0]))
     assert facts(chunked) == facts(plain)

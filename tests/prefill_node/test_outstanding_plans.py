@@ -70,7 +70,7 @@ def test_a_late_result_of_a_retracted_request_is_dropped_when_it_has_been_admitt
     node.scheduler.abort(urgent.key)
     assert node.scheduler.plan(node.now) is None
     assert commit(node, first) == []
-    assert (low.output, node.scheduler.states[low.key]) == ([], State.WAITING)
+    assert (low.output, node.scheduler._states[low.key]) == ([], State.WAITING)
     again = plan_of(node)
     assert commit(node, again) == [("low", 12, True)]
 

@@ -1,4 +1,4 @@
-"""Priorities on a prefill node: in the queue, between chunks, for slots and for pages, and who inherits them."""
+"""Priorities on a prefill node decide about the queue, chunks, slots and pages, and are inherited."""
 
 import pytest
 from support.lone_nodes import PrefillNode as Node
@@ -9,14 +9,14 @@ from common.scheduling.skip_ahead import SkipAhead
 
 
 @pytest.mark.parametrize(("first", "second", "order"), [(1, 5, "ba"), (5, 1, "ab"), (3, 3, "ab")])
-def test_the_more_urgent_of_two_that_wait_is_computed_first(first: int, second: int, order: str) -> None:
+def test_the_more_urgent_of_two_waiting_prompts_is_computed_first(first: int, second: int, order: str) -> None:
     node = Node(slots=1)
     node.submit("a", 12, first)
     node.submit("b", 12, second)
     assert "".join(node.run()) == order
 
 
-def test_priorities_that_are_off_change_nothing() -> None:
+def test_priorities_have_no_effect_while_they_are_disabled() -> None:
     node = Node(slots=1, rules=PriorityRules(is_enabled=False))
     node.submit("a", 12, 1)
     node.submit("b", 12, 50)
@@ -32,7 +32,7 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_two_of_its_chunks() -> No
     assert node.step() == [("urgent", 4), ("long", 4)]
     assert (node.scheduler.totals()["budget_tokens"], node.scheduler.totals()["budget_tokens_used"]) == (24, 24)
     assert node.run() == ["urgent", "long"]
-    assert node.scheduler.totals()["preemptions"] == 0, "nobody had to give anything up"
+    assert node.scheduler.totals()["preemptions"] == 0, "no request had to be retracted"
 
 
 def test_an_equal_prompt_does_not_overtake() -> None:
@@ -43,7 +43,7 @@ def test_an_equal_prompt_does_not_overtake() -> None:
     assert node.run() == ["long", "other"]
 
 
-def test_waiting_lifts_a_prompt_over_later_ones_but_not_over_those_that_came_soon_after() -> None:
+def test_ageing_lifts_a_prompt_over_those_that_came_much_later() -> None:
     # 2 per second: priority 0 outranks priority 10 if it came more than 5 s earlier.
     node = Node(slots=1, chunk=None, rules=PriorityRules(is_enabled=True, aging_per_s=2.0))
     node.submit("busy", 4, 100)
@@ -56,7 +56,7 @@ def test_waiting_lifts_a_prompt_over_later_ones_but_not_over_those_that_came_soo
 
 
 @pytest.mark.parametrize(("difference", "is_taken"), [(10, False), (11, True)])
-def test_a_slot_is_taken_only_if_the_difference_is_over_the_threshold(difference: int, is_taken: bool) -> None:
+def test_a_slot_is_taken_only_above_the_preemption_threshold(difference: int, is_taken: bool) -> None:
     node = Node(slots=1)
     node.submit("a", 32, 0)
     node.step()
@@ -65,20 +65,20 @@ def test_a_slot_is_taken_only_if_the_difference_is_over_the_threshold(difference
     assert node.scheduler.totals()["preemptions"] == is_taken
 
 
-def test_pages_are_taken_from_the_least_urgent_and_of_these_the_newest() -> None:
+def test_the_newest_of_the_least_urgent_prompts_is_retracted() -> None:
     node = Node(num_pages=12, chunk=None)  # 48 tokens
     for rid, priority in (("low", 0), ("middle", 5), ("lower", 0)):
         node.submit(rid, 16, priority)
         node.step(is_sent=False)
     node.submit("urgent", 16, 50)
     node.step()
-    assert {key[0] for key in node.scheduler.waiting} == {"lower"}
+    assert {key[0] for key in node.scheduler._waiting} == {"lower"}
     assert [decided.action for decided in node.scheduler.decisions.last(3, node.now)] == ["retract", "admit", "wait"]
     assert node.run() == ["low", "middle", "lower", "urgent", "lower"]
 
 
 @pytest.mark.parametrize(("length", "is_taken"), [(40, True), (44, False)])
-def test_who_is_short_of_a_slot_and_of_pages_takes_both_or_nothing(length: int, is_taken: bool) -> None:
+def test_a_prompt_that_lacks_a_slot_and_pages_takes_both_or_nothing(length: int, is_taken: bool) -> None:
     node = Node(num_pages=14, slots=1)
     node.granted.add(node.submit("granted", 16).key)
     for _ in range(2):
@@ -90,19 +90,19 @@ def test_who_is_short_of_a_slot_and_of_pages_takes_both_or_nothing(length: int, 
     assert node.scheduler.totals()["preemptions"] == is_taken
 
 
-def test_short_of_both_it_takes_the_slot_first_and_touches_nobody_whose_pages_it_does_not_need() -> None:
+def test_a_prompt_that_lacks_both_takes_a_slot_first_and_no_more_pages_than_it_needs() -> None:
     node = Node(num_pages=12, slots=1)
     node.submit("weak", 16)
     for _ in range(2):
-        node.step(is_sent=False)  # four pages, and no slot any more
+        node.step(is_sent=False)  # four pages, and its slot is free again
     node.submit("slow", 24, 1)
     node.step()
     node.submit("urgent", 32, 50)
     assert node.step() == [("urgent", 8)]
-    assert {key[0] for key in node.scheduler.waiting} == {"slow"}
+    assert {key[0] for key in node.scheduler._waiting} == {"slow"}
 
 
-def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
+def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
     node = Node(num_pages=12, chunk=None)
     granted = node.submit("granted", 24, 0)
     node.granted.add(granted.key)
@@ -110,7 +110,7 @@ def test_nobody_is_touched_if_the_pages_would_never_be_enough() -> None:
     node.step(is_sent=False)
     node.submit("urgent", 40, 50)  # 10 pages; without low there are 6
     assert node.step(is_sent=False) == []
-    assert {key[0] for key in node.scheduler.waiting} == {"urgent"}
+    assert {key[0] for key in node.scheduler._waiting} == {"urgent"}
     assert node.scheduler.totals()["preemptions"] == 0
 
 
@@ -126,25 +126,25 @@ def test_a_retracted_prompt_does_not_compute_again_what_is_still_cached() -> Non
     assert node.done == ["b", "a"]
 
 
-def test_whoever_computes_a_prefix_that_an_urgent_prompt_waits_for_inherits_its_priority() -> None:
+def test_a_prompt_inherits_the_priority_of_a_prompt_that_waits_for_its_prefix() -> None:
     node = Node()
     shared = 5000
     low = node.submit("low", 64, 0, first=shared)
     node.step()
     node.submit("middle", 16, 5)
     urgent = node.submit("urgent", 72, 9, first=shared)
-    assert node.step() == [("middle", 8)]  # that urgent waits for low is found out now
+    assert node.step() == [("middle", 8)]  # this plan finds that urgent waits for low
     for _ in range(2):
         assert low.inherited_priority == urgent.priority
         assert node.step() == [("low", 8)]
     node.scheduler.abort(urgent.key)
     node.scheduler.release(urgent.key)
     node.step()
-    assert low.inherited_priority == LOWEST_PRIORITY, "nobody waits for it any more"
+    assert low.inherited_priority == LOWEST_PRIORITY, "no request waits for it any more"
     assert node.run() == ["middle", "low"]
 
 
-def test_its_priority_is_inherited_also_while_no_slot_is_free_for_the_one_that_waits() -> None:
+def test_the_priority_is_inherited_even_without_a_free_slot() -> None:
     node = Node(slots=2)
     low = node.submit("low", 40, 0, first=5000)
     node.step()
@@ -156,18 +156,18 @@ def test_its_priority_is_inherited_also_while_no_slot_is_free_for_the_one_that_w
         assert node.step() == [("low", 8)]
 
 
-def test_a_changed_priority_counts_from_the_next_step_on() -> None:
+def test_a_changed_priority_takes_effect_in_the_next_step() -> None:
     node = Node()
     node.submit("a", 32, 1)
     node.submit("b", 32, 1)
     assert node.step() == [("a", 8)]
     node.scheduler.reprioritize(("b", 0), 2, node.now)
-    node.scheduler.reprioritize(("nobody", 0), 2, node.now)
+    node.scheduler.reprioritize(("unknown", 0), 2, node.now)
     assert node.step() == [("b", 8)]
     assert node.run() == ["b", "a"]
 
 
-def test_small_prompts_pass_one_that_does_not_fit_but_only_so_many() -> None:
+def test_at_most_max_skip_ahead_small_prompts_overtake_one_that_does_not_fit() -> None:
     node = Node(num_pages=10, skip_ahead=2)
     node.submit("holder", 24)
     node.step(is_sent=False)
@@ -185,7 +185,7 @@ def test_small_prompts_pass_one_that_does_not_fit_but_only_so_many() -> None:
     assert node.run()[3:] == ["large", "small2", "small3"]
 
 
-def test_without_skip_ahead_the_order_is_kept_strictly() -> None:
+def test_without_skip_ahead_no_prompt_overtakes() -> None:
     node = Node(num_pages=10, skip_ahead=0)
     node.submit("holder", 24)
     for _ in range(3):
@@ -195,28 +195,28 @@ def test_without_skip_ahead_the_order_is_kept_strictly() -> None:
     assert node.step() == []
 
 
-def test_a_granted_prompt_takes_pages_from_ungranted_ones_whatever_their_priority() -> None:
+def test_a_granted_prompt_takes_pages_from_ungranted_ones_of_any_priority() -> None:
     node = Node(num_pages=8, chunk=4)
     node.submit("high", 24, 90)
     node.step()
     granted = node.submit("granted", 16, 0)
     node.granted.add(granted.key)
     node.step()
-    assert {key[0] for key in node.scheduler.waiting} == {"high"}
+    assert {key[0] for key in node.scheduler._waiting} == {"high"}
     assert node.run() == ["granted", "high"]
 
 
-def test_nobody_passes_a_granted_prompt_that_does_not_fit() -> None:
+def test_no_prompt_overtakes_a_granted_one_that_does_not_fit() -> None:
     node = Node(num_pages=8, chunk=None)
     for rid, length in (("held", 16), ("granted", 20)):
         request = node.submit(rid, length)
         node.granted.add(request.key)
     node.step(is_sent=False)
     node.submit("small", 4)
-    assert node.step() == [], "what is free is for the one whose pages a decode node holds already"
+    assert node.step() == [], "free pages are for the prompt whose pages a decode node has granted"
 
 
-def test_one_that_was_passed_starts_anew_when_it_has_been_admitted() -> None:
+def test_being_overtaken_counts_from_zero_after_an_admission() -> None:
     large, small = Node().submit("large", 4), Node().submit("small", 4)
     for _ in range(3):
         line = SkipAhead(1)

@@ -204,7 +204,7 @@ def test_a_lone_request_may_fill_the_pool_to_the_last_token() -> None:
     assert answer.output == expected_output(prompt_of(39), 2)
 
 
-def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+def test_a_deadline_ends_a_request_in_every_state() -> None:
     for num_steps in range(12):
         cluster = LocalCluster(chunk_tokens=16, latency=2)
         answer = cluster.submit("a", prompt_of(64), sampling(1000), timeout_s=1.0)

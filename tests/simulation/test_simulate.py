@@ -14,7 +14,7 @@ import pytest
 
 from common.config.cli import parse
 from common.errors import ConfigError
-from scripts.load_tester.workload.workload import make_plan
+from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.client import PlannedTokens
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import Simulation, main, simulate

@@ -31,7 +31,7 @@ def failure(couple: Couple, key: RequestKey = KEY) -> TransferFailed:
 
 
 def shipped(couple: Couple, num_pages: int) -> None:
-    """A transfer whose pages and prefill_done have been written, of which nobody has heard yet."""
+    """A transfer whose pages and PrefillDone have been written and not reported yet."""
     couple.open(KEY, num_pages)
     couple.begin(KEY, num_pages)
     couple.hear_decode()

@@ -50,7 +50,7 @@ def attach(writer: GroupWriter, reader: GroupReader, epoch: int = 1) -> None:
 
 
 class Intruder(Stranger):
-    """One that knows token and key: shakes hands as a writer would, and then does what a test likes."""
+    """Knows token and key: makes the handshake of a writer, and then sends what a test gives it."""
 
     group: Group
 
@@ -64,13 +64,13 @@ class Intruder(Stranger):
         self.connection.settimeout(20.0)
 
     def announce(self, page: int, value: int) -> None:
-        """Say what comes."""
+        """Announce a page."""
         frame = self.frame(page, value)
         self.connection.sendall(frame[:PAGE_FRAME_BYTES] + frame[-MAC_BYTES:])  # the bytes go another way
         self.num_sent += 1
 
     def send(self, page: int, value: int, changed: int | None = None) -> None:
-        """Say what comes, and let it come, or something else."""
+        """Announce a page and send it, or something else."""
         self.announce(page, value)
         data = torch.full((SIZE,), value, dtype=torch.uint8)
         if changed is not None:
@@ -80,7 +80,7 @@ class Intruder(Stranger):
 
 @pytest.fixture
 def intruder(reader: GroupReader) -> Iterator[Intruder]:
-    """Let in under epoch 1, in a group, and may write pages 2 and 3."""
+    """Accepted under epoch 1, in a group, and may write pages 2 and 3."""
     source = MemfdStore(NUM_PAGES)
     intruder = Intruder(reader)
     intruder.join(offer(reader), Pages(source, "gloo"))

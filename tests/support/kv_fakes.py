@@ -19,7 +19,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, InProcessWrit
 PREFILL = "p" * 32
 DECODE = "d" * 32
 GEOMETRY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=4, dtype="float32")  # 64 bytes a page
-JUNK = 0xEE  # what pages hold that nobody may read
+JUNK = 0xEE  # content of pages that must not be read
 
 
 class MemfdStore:
@@ -73,8 +73,10 @@ def owner_of(books: PageAllocator, page: int, *candidates: Owner) -> Owner:
 
 
 class WatchedWriter(InProcessWriter):
-    """Sees to it, page by page, that what is read is still held and what is written belongs to no one else. What goes
-    to a peer that was let go of may read what it likes."""
+    """Checks page by page that a source page is still held and that a target page is in no other use.
+
+    Writes to a peer that was dropped may read anything.
+    """
 
     def __init__(self, wire: Wire, store: MemfdStore, source_books: PageAllocator, target_books: PageAllocator) -> None:
         super().__init__(wire, store)
@@ -268,7 +270,7 @@ class Couple:
                 assert set(self.target.read(page)) == {content(event.key, index)}, f"page {index} has other bytes"
 
     def give_back(self, key: RequestKey) -> None:
-        """The decode node is done with a completed request; its pages go to whoever comes next."""
+        """The decode node is done with a completed request, and frees its pages."""
         event = self.events[key]
         assert isinstance(event, Completed)
         self.books.free(event.pages, Owner.REQUEST)

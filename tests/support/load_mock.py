@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.load_tester.analysis.records import Record
+from scripts.load_tester.analysis.records import RequestRecord
 
 PLAIN: dict[str, Any] = {
     "index": 0, "class_name": "", "tenant": "", "session": -1, "turn": 0, "group": -1, "priority": None,
@@ -15,8 +15,8 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def record(*stamps: float, at: float = 0.0, late: float = 0.0, **fields: Any) -> Record:
-    """A request intended at ``at``, sent ``late`` seconds after, whose tokens came at ``stamps``."""
+def record(*stamps: float, at: float = 0.0, late: float = 0.0, **fields: Any) -> RequestRecord:
+    """A record of a request intended at ``at``, sent ``late`` seconds later, with tokens at ``stamps``."""
     own = {
         "intended_s": at,
         "released_s": at + late,
@@ -27,4 +27,4 @@ def record(*stamps: float, at: float = 0.0, late: float = 0.0, **fields: Any) ->
         "num_output": len(stamps),
         "ended_s": stamps[-1] if stamps else at + 1.0,
     }
-    return Record(**PLAIN | own | fields)
+    return RequestRecord(**PLAIN | own | fields)

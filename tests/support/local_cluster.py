@@ -1,4 +1,4 @@
-"""Whole prefill and decode nodes in one process, stepped by hand: real roles, schedulers, caches, sessions and engines.
+"""Prefill and decode nodes in one process, stepped by hand, with real roles, schedulers, caches and transfer sessions.
 
 Only sockets and the clock are missing. Messages are carried over between steps (between plan and commit too, as happens
 in a node whose engine runs in a thread), pages over an in-process wire, and the books of every node are proved after
@@ -52,7 +52,7 @@ class Member:
 
 @dataclass(slots=True)
 class Answer:
-    """What the client of one request has got."""
+    """The answer to one request, as far as it has arrived."""
 
     legs: list[Member]
     tokens: dict[int, int] = field(default_factory=dict)
@@ -86,8 +86,8 @@ class LocalCluster:
     options: what policies are made with.
     wants_checksums: of every page that travels.
     wire: instead of one with this latency.
-    num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is committed, the
-        latest that an engine could.
+    num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is committed,
+        which is the latest that an engine could.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class LocalCluster:
         executor, eos = self._load(num_pages, page_size)
         books = PageAllocator(num_pages)
         cache = RadixCache(books, page_size, is_enabled=self._is_cached)
-        limits = prefill.Limits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
+        limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
         sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
@@ -170,12 +170,15 @@ class LocalCluster:
             cache,
             books,
             limits=self._with_limits(limits),
-            order=self._order(cache),
+            ordering=self._order(cache),
             eos_token_ids=eos,
             is_granted=sender.is_granted,
         )
         return Member(
-            name, PrefillRole(scheduler, sender, cache=cache, books=books, vocab_size=VOCAB_SIZE), executor, transport
+            name,
+            PrefillRole(scheduler, sender, cache=cache, allocator=books, vocab_size=VOCAB_SIZE),
+            executor,
+            transport,
         )
 
     def _decode_node(self, name: str, num_pages: int) -> Member:
@@ -190,7 +193,7 @@ class LocalCluster:
             cache,
             books,
             limits=self._with_limits(
-                decode.Limits(
+                decode.DecodeLimits(
                     self._max_running,
                     self._max_queued,
                     chunk_tokens=self._chunk,
@@ -198,13 +201,18 @@ class LocalCluster:
                     is_retracted_by_priority=self._rules is not None,
                 )
             ),
-            order=self._order(cache),
+            ordering=self._order(cache),
             ratio=NewTokenRatio(ratio_constants_from_environ({}), self._conservativeness),
             eos_token_ids=eos,
             is_connected=receiver.is_connected,
         )
         role = DecodeRole(
-            scheduler, receiver, cache=cache, books=books, vocab_size=VOCAB_SIZE, stream_interval=self._stream_interval
+            scheduler,
+            receiver,
+            cache=cache,
+            allocator=books,
+            vocab_size=VOCAB_SIZE,
+            stream_interval=self._stream_interval,
         )
         return Member(name, role, executor, transport)
 
@@ -226,7 +234,7 @@ class LocalCluster:
         priority: int = 0,
         **others: Any,
     ) -> Answer:
-        """Send one request to a pair of nodes, decode first; or to a decode node alone."""
+        """Send a request to a pair of nodes, decode node first, or to a decode node alone."""
         decode = self.decode[pair[1]]
         prefill = None if pair[0] is None else self.prefill[pair[0]]
         legs = [decode] if prefill is None else [prefill, decode]
@@ -248,7 +256,7 @@ class LocalCluster:
         return answer
 
     def tell(self, member: Member, message: Message) -> None:
-        """The gateway says something to a node."""
+        """Deliver a message of the gateway to a node."""
         if member.is_alive:
             member.role.on_gateway(message, self.clock.now())
 
@@ -257,7 +265,7 @@ class LocalCluster:
             self.tell(leg, Abort(rid, 0))
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
-        """As kill -9. The others notice, and its requests fail, as the gateway would see to."""
+        """End a node as kill -9 does. The other nodes notice, and its requests fail, as the gateway would have it."""
         member.is_alive = False
         member.plans.clear()
         if member in self.prefill:
@@ -271,7 +279,7 @@ class LocalCluster:
                 other.role.peer_lost(member.name, self.clock.now())
 
     def replace(self, member: Member, num_pages: int) -> Member:
-        """A fresh node takes the place of a dead one."""
+        """Put a new node in the place of a dead one."""
         nodes = self.prefill if member in self.prefill else self.decode
         self.num_starts += 1
         name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, ".")
@@ -280,7 +288,7 @@ class LocalCluster:
         return fresh
 
     def run(self, max_steps: int = 20_000) -> None:
-        """Until every answer is over."""
+        """Step until every answer is over."""
         for _ in range(max_steps):
             if all(answer.is_over for answer in self.answers.values()):
                 return
@@ -290,11 +298,11 @@ class LocalCluster:
         )
 
     def settle(self, num_steps: int = 10) -> None:
-        """A few more steps, so that what is said last is heard."""
+        """A few more steps, so that the last messages arrive."""
         for _ in range(num_steps):
             self.step()
 
-    # ---- one step of everybody --------------------------------------------------------------------------------------
+    # ---- one step of every node -------------------------------------------------------------------------------------
 
     def step(self) -> None:
         self.clock.advance(0.001)
@@ -313,13 +321,13 @@ class LocalCluster:
         self.check()
 
     def plan(self, member: Member) -> None:
-        """Plan one step more, if the node has something to compute."""
+        """Plan one more step, if the node has anything to compute."""
         member.is_planned_out = (plan := member.role.plan(self.clock.now())) is None
         if plan is not None:
             member.plans.append(plan)
 
     def is_due(self, member: Member) -> bool:
-        """Whether the oldest step is to be committed before another is planned."""
+        """Whether the oldest step must be committed before another is planned."""
         return len(member.plans) >= self.num_outstanding or member.is_planned_out
 
     def commit(self, member: Member) -> None:

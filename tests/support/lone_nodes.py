@@ -1,4 +1,4 @@
-"""One scheduler by itself: steps compute at once, transfers end when the test says so, every step proves the books."""
+"""Single schedulers: steps compute at once, transfers end when the test says so, and every step is checked."""
 
 from typing import Any
 
@@ -12,17 +12,15 @@ from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.step_plan import StepPlan, StepResult
 from decode_node.request_state import State
-from decode_node.scheduler import DecodeScheduler, PageGrant, Sampled
-from decode_node.scheduler import Limits as DecodeLimits
-from prefill_node.scheduler import Computed, PrefillScheduler
-from prefill_node.scheduler import Limits as PrefillLimits
+from decode_node.scheduler import DecodeLimits, DecodeScheduler, PageGrant, Sampled
+from prefill_node.scheduler import Computed, PrefillLimits, PrefillScheduler
 
 PAGE = 4
 ON = PriorityRules(is_enabled=True, preemption_threshold=2)
 
 
 class PrefillNode:
-    """A prefill scheduler whose steps compute at once; sampled prompts leave, and their pages come back."""
+    """A prefill scheduler whose steps compute at once. Computed prompts leave, and their pages come back."""
 
     def __init__(
         self, *, num_pages: int = 100, slots: int = 8, chunk: int | None = 8, rules: Any = None, skip_ahead: int = 2
@@ -37,7 +35,7 @@ class PrefillNode:
             self.cache,
             self.books,
             limits=PrefillLimits(slots, chunk_tokens=chunk, max_skip_ahead=skip_ahead),
-            order=RequestOrdering(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
+            ordering=RequestOrdering(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
             eos_token_ids=(),
             is_granted=self.granted.__contains__,
         )
@@ -50,7 +48,7 @@ class PrefillNode:
         return request
 
     def step(self, *, is_sent: bool = True) -> list[tuple[str, int]]:
-        """One step: who computed how many tokens."""
+        """One step. Returns each request of the step with the tokens computed for it."""
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
@@ -73,7 +71,7 @@ class PrefillNode:
 
 
 class DecodeNode:
-    """A decode scheduler whose transfers end when the test says so, and whose engine always says 7."""
+    """A decode scheduler whose transfers end when the test says so, and whose engine samples 7."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class DecodeNode:
             self.cache,
             self.books,
             limits=DecodeLimits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
-            order=RequestOrdering(make_policy(policy, self.cache), rules),
+            ordering=RequestOrdering(make_policy(policy, self.cache), rules),
             ratio=ratio or NewTokenRatio(RatioConstants(initial=0.0)),
             eos_token_ids=(),
             is_connected=self.connected.__contains__,
@@ -123,7 +121,7 @@ class DecodeNode:
         return request
 
     def run_in(self, rid: str, length: int, priority: int = 0, **others: Any) -> Request:
-        """Submit one and let it get as far as running."""
+        """Submit a request and step until it runs."""
         request = self.submit(rid, length, priority, **others)
         self.grant()
         self.receive(rid)
@@ -159,7 +157,7 @@ class DecodeNode:
         return [one.request.rid for one in sampled]
 
     def run(self) -> list[str]:
-        """To the end, with transfers that take no time."""
+        """Step until every request has ended; transfers take no time."""
         for _ in range(1_000):
             self.grant()
             self.receive(*[rid for rid, _ in self.places.receiving])

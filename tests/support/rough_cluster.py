@@ -1,8 +1,7 @@
-"""A ``LocalCluster`` with a rough life: messages take their time, engines are slow, connections break, nodes stand
-still.
+"""A ``LocalCluster`` with delayed messages, slow engines, broken connections and nodes that stand still.
 
 Whatever is drawn is drawn from the ``Random`` that is handed in. Two nodes' messages keep their order, as on a socket,
-but overtake everybody else's. Every message is encoded and decoded on its way, as strictly as in production.
+but overtake those of other nodes. Every message is encoded and decoded on its way, as strictly as in production.
 """
 
 from collections import deque
@@ -28,13 +27,16 @@ DECODERS: dict[str, Any] = {
 
 
 class Lost:
-    """What a socket says when its other end has gone."""
+    """Stands for the end of a connection among its messages."""
 
 
 class RoughCluster(LocalCluster):
-    """Args beside those of ``LocalCluster``:
-    random: draws everything.
-    slowness: ticks that a message may take, and an engine's step.
+    """A cluster whose faults and delays are drawn at random.
+
+    Args:
+        random: draws everything.
+        slowness: the most ticks of a message or a step.
+        others: as for ``LocalCluster``.
     """
 
     def __init__(self, random: Random, *, slowness: int = 3, **others: Any) -> None:
@@ -111,7 +113,7 @@ class RoughCluster(LocalCluster):
             member.role.on_peer(sender, DECODERS[sender.split("-")[0]].decode(ENCODE(message)), now)
 
     def _hear_gateway(self, sender: str, message: Message | Lost) -> None:
-        """Tokens count in their order, as the gateway's relay has it."""
+        """Take tokens in their order, as the gateway does."""
         if isinstance(message, Lost):
             self._gateway_lost(sender)
             return
@@ -143,7 +145,7 @@ class RoughCluster(LocalCluster):
                 self.abort(rid)
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
-        """As kill -9: what it has sent still arrives, and then everybody hears of it, each in its time."""
+        """End a node as kill -9 does. What it has sent still arrives; then each node notices, at its own time."""
         member.is_alive = False
         member.plans.clear()
         self._dead = (*self._dead, member)
@@ -157,7 +159,7 @@ class RoughCluster(LocalCluster):
             self._post(member.name, other.name, Lost())
 
     def cut(self, prefill: Member, decode: Member) -> None:
-        """The control connection of two nodes breaks; the prefill node may hear of it later than of the next one."""
+        """Break the control connection of two nodes; the prefill node may notice it only after the next one."""
         for ends in ((prefill.name, decode.name), (decode.name, prefill.name)):
             self._links.pop(ends, None)
         self._post(prefill.name, decode.name, Lost())
@@ -167,13 +169,13 @@ class RoughCluster(LocalCluster):
             self._unnoticed[prefill.name, decode.name] = self.wire.num_ticks + 5
 
     def cut_off(self, member: Member) -> None:
-        """The connection between a node and the gateway breaks."""
+        """Break the connection between a node and the gateway."""
         for ends in ((member.name, GATEWAY), (GATEWAY, member.name)):
             self._links.pop(ends, None)
             self._post(*ends, Lost())
 
     def stop_for(self, member: Member, num_ticks: int) -> None:
-        """As SIGSTOP, and SIGCONT after so many ticks."""
+        """Stop a node as SIGSTOP does, for ``num_ticks``."""
         self._stands_still[member.name] = self.wire.num_ticks + num_ticks
 
     # ---- one step ---------------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class RoughCluster(LocalCluster):
         member.role.tick(self.clock.now())
 
     def _is_still(self, num_events: int) -> bool:
-        """Nothing has happened since there were so many events, and nothing will: only time can change anything."""
+        """Whether nothing has happened since ``num_events``, and nothing will unless time passes."""
         return (
             self._num_events == num_events
             and not any(self._links.values())
@@ -220,10 +222,10 @@ class RoughCluster(LocalCluster):
         )
 
     def finish(self, *, may_wait: bool, max_rounds: int = 1_500) -> None:
-        """Until every answer is over, and a little longer.
+        """Step until every answer is over, and a little longer.
 
         Args:
-            may_wait: whether somebody may have to wait until a lease runs out; otherwise standing still is a deadlock.
+            may_wait: whether a request may have to wait for a lease to expire; otherwise standing still is a deadlock.
         """
         for _ in range(max_rounds):
             if all(answer.is_over for answer in self.answers.values()):
@@ -246,7 +248,7 @@ class RoughCluster(LocalCluster):
 
 
 def end_by_client(cluster: LocalCluster, rid: str, why: str) -> Answer:
-    """The client goes, or its deadline passes: the gateway tells both legs."""
+    """The client leaves, or its deadline passes; the gateway tells both nodes."""
     answer = cluster.answers[rid]
     answer.finish = why
     for leg in answer.legs:

@@ -27,7 +27,7 @@ from support.nursery import Forked, Nursery
 from support.processes import ROOT, environment, flags, free_port, spawn
 from support.service_client import HEARTBEAT_S, Client
 
-from common.node.worker_main import REMEMBERED_SHAPES
+from common.node.worker_main import SHAPE_CACHE
 
 SMALL_MODEL = ROOT / "scripts" / "models" / "small_model"
 START_TIMEOUT_S = 60.0
@@ -36,7 +36,7 @@ START_TIMEOUT_S = 60.0
 @cache
 def nursery() -> Nursery:
     """The one that forks all nodes; it ends with the tests."""
-    started = Nursery(REMEMBERED_SHAPES)
+    started = Nursery(SHAPE_CACHE)
     atexit.register(started.close)
     return started
 

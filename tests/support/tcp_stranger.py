@@ -1,4 +1,4 @@
-"""A data port and who visits it: a reader and a writer of TCP in this process, and a stranger that speaks by hand."""
+"""A data port: a reader and a writer of TCP in this process, and a stranger that sends frames by hand."""
 
 import socket
 import time
@@ -63,7 +63,7 @@ def join(writer: TcpWriter, reader: TcpReader, epoch: int = 1) -> None:
 
 
 class Stranger:
-    """Speaks to a data port by hand: the handshake as a writer would, and then whatever a test likes."""
+    """Sends frames to a data port by hand: the handshake of a writer, and then what a test gives it."""
 
     met: ClassVar[list["Stranger"]] = []
 
@@ -157,7 +157,7 @@ def _strangers_leave() -> Iterator[None]:
 
 @pytest.fixture
 def stranger(store: MemfdStore) -> Iterator[Stranger]:
-    """A writer let in under epoch 1, over one connection, that may write pages 2 and 3."""
+    """A writer accepted under epoch 1, over one connection, that may write pages 2 and 3."""
     reader = TcpReader(store, key=KEY, num_connections=1)
     stranger = Stranger(reader)
     assert len(stranger.shake(offer(reader))) == 32

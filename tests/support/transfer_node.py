@@ -173,7 +173,7 @@ class ReceiverEnd(TransferEnd):
         self._settle()
 
     def do_give_back(self, rid: str) -> None:
-        """The answer is over; nobody has touched its pages meanwhile."""
+        """The answer is over, and its pages have not changed meanwhile."""
         self._look_at(rid)
         self.books.free(self.kept.pop(rid), Owner.REQUEST)
         self._settle()

@@ -22,8 +22,8 @@ from support.kv_fakes import MemfdStore
 from common.cache.page_layout import PageLayout
 from common.wire.messages import Connect
 from kv_transfer.page_mapping import PageMapping
-from kv_transfer.receive import table as incoming
-from kv_transfer.transports import pending_connections as visitors
+from kv_transfer.receive import table as receive_table
+from kv_transfer.transports import pending_connections
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, from_message, to_message
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import reader as nixl_reader
@@ -32,7 +32,9 @@ from kv_transfer.transports.tcp import writer as tcp_writer
 
 GEOMETRY = PageLayout(num_layers=4, num_kv_heads=2, head_dim=256, page_size=16, dtype="float32")  # 256 KiB a page
 NUM_PAGES = 16
-GROUP_MODULES = {f"kv_transfer.transports.group_{part}" for part in ("backend", "form", "reader", "writer")}
+GROUP_MODULES = {
+    f"kv_transfer.transports.torch_distributed.{part}" for part in ("backend", "rendezvous", "reader", "writer")
+}
 
 
 def page_content(seed: int, geometry: PageLayout = GEOMETRY) -> bytes:
@@ -66,7 +68,7 @@ class WriterEnd:
         return ""
 
     def do_write(self, peer: str, pages: list[tuple[int, int, int]], slices: int = 0) -> int:
-        """(seed, our page, the peer's page); the how-manieth slices of each, where pages are unequal"""
+        """(seed, our page, the peer's page); number of the slice pair of each, where page sizes differ"""
         size = self.store.geometry.page_bytes
         for seed, source, _ in pages:
             self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.geometry)
@@ -127,7 +129,7 @@ def _set_patience() -> None:
     if attach_s is not None:
         tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(attach_s)
     if patience_s is not None:
-        visitors.PATIENCE_S = nixl_reader.OFFER_S = float(patience_s)
+        pending_connections.PATIENCE_S = nixl_reader.OFFER_S = float(patience_s)
     for name, value_s in (("STALL_S", os.environ.get("TEST_STALL_S", patience_s)), ("FORM_S", patience_s)):
         for module in GROUP_MODULES & sys.modules.keys():
             if value_s is not None and hasattr(sys.modules[module], name):
@@ -136,10 +138,10 @@ def _set_patience() -> None:
 
 def _set_place() -> None:
     """``TEST_FAR``: as far as NIXL can tell, writers are on another host. ``TEST_RECLAIM_S``: patience with them."""
-    incoming.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", incoming.RECLAIM_S))
+    receive_table.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", receive_table.RECLAIM_S))
     if os.environ.get("TEST_FAR"):
         nixl_reader.host_id = lambda: "elsewhere"
-        nixl_reader.ShmReader.offer = lambda *_: "no watch_socket"  # type: ignore[method-assign]
+        nixl_reader.ShmReader.offer = lambda *_: "no address"  # type: ignore[method-assign]
 
 
 def _end(role: str, settings: TransportSettings) -> Any:

@@ -1,9 +1,9 @@
 """A prefill and a decode node, the wire and the control connections between them, as one world for ``explore``.
 
-Sender, Receiver, PageBooks and the in-process wire are the production's own. What is played here is what surrounds
+Sender, Receiver, PageAllocator and the in-process wire are the production's own. What is played here is what surrounds
 them: roles (after ``prefill_node.role`` and ``decode_node.role``), control connections, deaths, time. Pages arrive in
 any order, and a message whenever its turn has come; faults, of which a run has ``Scope.num_faults``, break that order
-too. When nothing else can happen the deadlines of requests run out, then leases do; so a run ends when nobody holds
+too. When nothing else can happen the deadlines of requests run out, then leases do; so a run ends when no node holds
 anything, or it has found a leak.
 """
 
@@ -141,7 +141,7 @@ class TwoNodes:
         if peer not in node.dialled:
             node.dialled[peer] = None
             link = Link(peer, node.name)
-            if peer != self.prefill.name:  # nobody is there any more
+            if peer != self.prefill.name:  # that node is gone
                 link.is_open_at_prefill, link.is_torn = False, True
             self.links.append(link)
             self._send_from_decode(peer, node.receiver.connect(peer))
@@ -166,13 +166,13 @@ class TwoNodes:
         self.decode.receiver.poll(self.now)
 
     def _retry(self) -> None:
-        """It is time to connect anew after a break."""
+        """The pause after a break is over."""
         receiver = self.decode.receiver
         self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._connections.by_peer.values()))
         receiver.poll(self.now)
 
     def _lose_peer(self, peer: str) -> None:
-        """What the role does when a connection is gone, or a pair is."""
+        """Do what the role does when a connection or a pair is lost."""
         node = self.decode
         if peer not in node.dialled:
             return
@@ -290,7 +290,7 @@ class TwoNodes:
 
     def watch(self, writer: WatchedWriter, peer: str, source: int, target: int) -> None:
         """A page is about to be written: it must be a request's own at both ends. Where the writer has let go of the
-        peer, it may read what it likes, as long as nobody there believes that it has come, or ever will."""
+        peer, it may read what it likes, as long as no node believes that the page has come, or ever will."""
         assert writer is self.prefill.writer, "a dead node writes"
         is_in_sight = writer._readers[peer] is self.decode.reader  # else into the memory of a dead process
         if peer in writer._leaving:

@@ -35,7 +35,7 @@ class Scope:
         num_pages: of either pool.
         faults, num_faults: kinds, and how many in one run.
         can_recall: see ``Wire``.
-        has_checksums: pages that come with a changed byte (``corrupt``) are noticed; else nobody would.
+        has_checksums: pages that come with a changed byte (``corrupt``) are detected; otherwise they are not.
     """
 
     sizes: tuple[int, ...] = (2, 1)

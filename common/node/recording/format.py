@@ -1,8 +1,8 @@
-"""A recording of a node as a file: what its pure core was told, what its transport told it, and what it planned.
+"""The file format of a recording: every event of a role, every result of its transport, and every plan.
 
-Frames of MessagePack, each behind its length (4 bytes, little endian), in the order in which things happened; the first
-is ``Opening``. Read strictly: unknown fields, wrong types, oversized frames are refused. A node that was killed leaves
-a frame cut short at the end, which ends the reading and is no error.
+A recording is a sequence of MessagePack frames, each behind its length (4 bytes, little endian), in the order of the
+events. The first frame is a ``RecordingHeader``. Reading refuses unknown fields, wrong types and oversized frames.
+A node that was killed leaves a truncated frame at the end, which ends the reading and is not an error.
 """
 
 import os
@@ -24,15 +24,15 @@ _LENGTH = struct.Struct("<I")
 
 
 class RecordingError(BatonError):
-    """A file is no recording, or is damaged; the message says where."""
+    """A file is not a recording, or is damaged; the message says where."""
 
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Base of all frames. ``now``: seconds of the node's clock."""
+    """Base of all frames. ``now`` is in seconds of the node's clock."""
 
 
-class Opening(Frame, frozen=True, tag="opening"):
-    """Everything that the role was built from. Secrets are left out."""
+class RecordingHeader(Frame, frozen=True, tag="opening"):
+    """Everything that the role was built from, without secrets."""
 
     version: int
     role: str
@@ -48,12 +48,12 @@ class Opening(Frame, frozen=True, tag="opening"):
     transports: tuple[str, ...]
 
 
-class FromTheGateway(Frame, frozen=True, tag="gateway"):
+class GatewayMessage(Frame, frozen=True, tag="gateway"):
     now: float
     message: FromGateway
 
 
-class FromAPeer(Frame, frozen=True, tag="peer"):
+class PeerMessage(Frame, frozen=True, tag="peer"):
     now: float
     peer: str
     message: FromDecode | FromPrefill
@@ -87,55 +87,68 @@ class Stopped(Frame, frozen=True, tag="stop"):
     message: str
 
 
-class News(Frame, frozen=True, tag="news"):
-    """What a call of the transport returned, if that was not the usual: the ``call``-th of this method, from 0."""
+class TransportResult(Frame, frozen=True, tag="news"):
+    """The result of call number ``call`` (from 0) of a method of the transport, unless it was the default result."""
 
     method: str
     call: int
     result: msgspec.Raw
 
 
-Happened = Opening | FromTheGateway | FromAPeer | PeerLost | GatewayLost | Planned | Committed | Ticked | Stopped | News
+AnyFrame = (
+    RecordingHeader
+    | GatewayMessage
+    | PeerMessage
+    | PeerLost
+    | GatewayLost
+    | Planned
+    | Committed
+    | Ticked
+    | Stopped
+    | TransportResult
+)
 
 encode = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[Happened] = msgspec.msgpack.Decoder(Happened)
+_decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
 
 
 def write_frame(file: IO[bytes], frame: Frame) -> None:
-    """Append one frame. Raises OSError: the disk is full."""
+    """Append one frame. Raises OSError if the disk is full."""
     content = encode(frame)
     if len(content) > MAX_FRAME_BYTES:
-        raise RecordingError(f"a frame of {len(content)} bytes is too large to be recorded")
+        raise RecordingError(f"a frame of {len(content)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     file.write(_LENGTH.pack(len(content)) + content)
 
 
-def read_frames(path: str) -> Iterator[Happened]:
-    """The frames of a recording, in order; the first is an ``Opening`` of our version.
+def read_frames(path: str) -> Iterator[AnyFrame]:
+    """The frames of a recording, in order; the first is an ``RecordingHeader`` of our version.
 
     Raises:
-        RecordingError: it cannot be read; says which frame.
+        RecordingError: the file cannot be read; says at which frame.
     """
     try:
         with Path(path).open("rb") as file:
             number = 0
             while (frame := _read_frame(file, path, number)) is not None:
-                if number == 0 and not isinstance(frame, Opening):
-                    raise RecordingError(f"{path} does not begin as a recording does")
+                if number == 0 and not isinstance(frame, RecordingHeader):
+                    raise RecordingError(f"{path} is not a recording: it does not begin with a header")
                 yield frame
                 number += 1
     except OSError as error:
-        raise RecordingError(f"{path} cannot be read: {error.strerror}") from error
+        raise RecordingError(f"cannot read {path}: {error.strerror}") from error
     if number == 0:
-        raise RecordingError(f"{path} holds nothing")
+        raise RecordingError(f"{path} is empty")
 
 
-def _read_frame(file: IO[bytes], path: str, number: int) -> Happened | None:
+def _read_frame(file: IO[bytes], path: str, number: int) -> AnyFrame | None:
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
     (size,) = _LENGTH.unpack(head)
     if size > MAX_FRAME_BYTES:
-        raise RecordingError(f"{path}, frame {number}: {size} bytes are more than a frame has; this is no recording")
+        raise RecordingError(
+            f"{path}, frame {number}: {size} bytes exceed the limit of a frame; this is not a recording"
+        )
     content = file.read(size)
     if len(content) < size:
         return None
@@ -143,16 +156,18 @@ def _read_frame(file: IO[bytes], path: str, number: int) -> Happened | None:
         frame = _decoder.decode(content)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordingError(f"{path}, frame {number}: {error}") from error
-    if isinstance(frame, Opening) and frame.version != VERSION:
-        raise RecordingError(f"{path} is of version {frame.version}, this program reads {VERSION}")
+    if isinstance(frame, RecordingHeader) and frame.version != VERSION:
+        raise RecordingError(f"{path} has version {frame.version}; this program reads version {VERSION}")
     return frame
 
 
 def open_new(path: str) -> tuple[IO[bytes], str]:
-    """A file that nobody else may read, since prompts are in it, and its name: ``path``, or ``path.1`` if it is taken.
+    """Create a file that only this user may read, since it holds prompts; returns it and its name.
+
+    The name is ``path``, or ``path.1`` and so on if that exists.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     number = 0
     while True:

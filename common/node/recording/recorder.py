@@ -1,8 +1,8 @@
-"""Records what a role is told and what it plans (``--record``), so that it can be replayed and looked into.
+"""Records the events and plans of a role (``--record``), so that they can be replayed and examined.
 
-The role and its transport are wrapped. What passes is handed to a thread as it is (all of it is immutable), which turns
-it into frames (``common.node.recording.format``) and writes them; if the disk cannot keep up, or fails, recording
-ends with a line in the log, and serving goes on.
+The role and its transport are wrapped. Events, which are immutable, are handed to a thread that encodes and writes them
+(``common.node.recording.format``). If the disk is too slow or fails, the recording ends with a line in the log, and
+serving goes on.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from common.wire.messages import Message
 
 log = logging.getLogger(__name__)
 
-#: Frames that may wait to be written.
+#: Frames that may wait to be written; one more ends the recording.
 MAX_WAITING = 100_000
 CLOSE_S = 5.0
 
-#: What calls of a transport usually return, and need not be written then. Calls that are not named here tell nothing.
-USUAL: dict[str, Any] = {
+#: Default results of a transport's methods, which are not written. Other methods return nothing that matters.
+DEFAULT_RESULTS: dict[str, Any] = {
     "attach": None,
     "poll": [],
     "write": ...,
@@ -45,7 +45,7 @@ USUAL: dict[str, Any] = {
 
 
 def plain_config(config: NodeConfig) -> dict[str, Any]:
-    """Its values without secrets; see ``config_from``."""
+    """The values of a configuration without its secrets; ``config_from`` reverses it."""
     known = options_of(NodeConfig)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     shown = {name: value for name, value in values.items() if name not in known or not known[name].is_secret}
@@ -53,20 +53,20 @@ def plain_config(config: NodeConfig) -> dict[str, Any]:
 
 
 def config_from(values: Mapping[str, Any]) -> NodeConfig:
-    """The configuration again. Raises TypeError: it has options that this program does not know."""
+    """The configuration with these values. Raises TypeError for options that this program does not know."""
     found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return NodeConfig(**found)
 
 
 class Recorder:
-    """One recording.
+    """Writes one recording.
 
     Args:
-        path: of a file to be made; see ``frames.open_new``.
+        path: of the new file; see ``open_new``.
     Attributes:
-        path: of the file as it was made.
+        path: of the file that was created.
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: str) -> None:
@@ -77,17 +77,17 @@ class Recorder:
         self._thread.start()
 
     def note(self, frame: frames.Frame) -> None:
-        """One more frame; never blocks."""
+        """Add a frame; never blocks."""
         if self._is_over:
             return
         try:
             self._waiting.put_nowait(frame)
         except queue.Full:
             self._is_over = True
-            log.error("recording ends here: the disk cannot keep up")
+            log.error("recording ends here: the disk is too slow")
 
     def close(self) -> None:
-        """Write what waits; returns when it is written, or after a while."""
+        """Write the frames that wait, for five seconds at most."""
         self._is_over = True
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S)
@@ -108,7 +108,7 @@ class Recorder:
 
 
 class RecordedTransport:
-    """A transport whose news are noted."""
+    """A transport whose results are recorded."""
 
     def __init__(self, transport: Any, recorder: Recorder) -> None:
         self._transport = transport
@@ -117,7 +117,7 @@ class RecordedTransport:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._transport, name)
-        if name not in USUAL:
+        if name not in DEFAULT_RESULTS:
             return found
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -128,19 +128,19 @@ class RecordedTransport:
             except BatonError as error:  # only attaching raises
                 self._note(name, number, str(error))
                 raise
-            if result != USUAL[name]:
+            if result != DEFAULT_RESULTS[name]:
                 self._note(name, number, result)
             return result
 
-        self.__dict__[name] = call  # found directly from now on
+        self.__dict__[name] = call  # later look-ups find it directly
         return call
 
     def _note(self, name: str, number: int, result: Any) -> None:
-        self._recorder.note(frames.News(name, number, msgspec.Raw(frames.encode(result))))
+        self._recorder.note(frames.TransportResult(name, number, msgspec.Raw(frames.encode(result))))
 
 
 class RecordedRole:
-    """A role of which everything that it is told, and every plan, is noted."""
+    """A role whose events and plans are recorded, in their order."""
 
     def __init__(self, role: Role, recorder: Recorder) -> None:
         self.outbox = role.outbox
@@ -149,14 +149,14 @@ class RecordedRole:
         self._note = recorder.note
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._role, name)  # what is only asked
+        return getattr(self._role, name)  # queries
 
     def on_gateway(self, message: Message, now: float) -> None:
-        self._note(frames.FromTheGateway(now, message))  # type: ignore[arg-type]  # whatever arrived, was one of these
+        self._note(frames.GatewayMessage(now, message))  # type: ignore[arg-type]  # a message that was decoded as one of these
         self._role.on_gateway(message, now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
-        self._note(frames.FromAPeer(now, peer, message))  # type: ignore[arg-type]  # likewise
+        self._note(frames.PeerMessage(now, peer, message))  # type: ignore[arg-type]  # likewise
         self._role.on_peer(peer, message, now)
 
     def gateway_lost(self, now: float) -> None:

@@ -126,7 +126,7 @@ class Agent:
     """
 
     def __init__(self, store: PageStore, name: str, probe: ProbeMemory) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs to stdout
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its default level logs to stdout
         try:
             import nixl
         except ImportError as error:

@@ -33,12 +33,12 @@ from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore
 
 STALL_S = 10.0  # a page that takes longer than this breaks the group
-FORM_S = 10.0  # to form a group
-GRACE_S = 1.0  # a backend gives up so much later than we do: its own sentences say less
+FORM_S = 10.0  # for a group to form
+GRACE_S = 1.0  # a backend gives up so much later than we do, since its own errors say less
 _POLL_S = 50e-6
 _SO_ATTACH_FILTER = 26
 _TAKE_NOTHING = struct.pack("HBBI", 6, 0, 0, 0)  # one BPF instruction: return 0 bytes
-_PLACE = re.compile(r"^(\[[^\]]*\] )+")  # in which file of Gloo it happened
+_PLACE = re.compile(r"^(\[[^\]]*\] )+")  # the file of Gloo in which an error occurred
 
 
 class Pages:
@@ -99,7 +99,7 @@ class Pages:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.is_cuda:
         target.copy_(source)
-    else:  # in this thread alone, and without the interpreter's lock
+    else:  # runs in this thread alone, without the interpreter's lock
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
 
@@ -120,7 +120,7 @@ class Group:
     peer: int  # its rank
     pages: Pages
     _group: Any
-    _wires: list[socket.socket] = field(default_factory=list)  # Gloo's connection, seen by us
+    _wires: list[socket.socket] = field(default_factory=list)  # our descriptors of Gloo's connection
 
     def send(self, tensor: torch.Tensor) -> Any:
         with _named_errors():

@@ -96,7 +96,7 @@ class GroupReceiveThread(ReceiveThread):
         group = self._group = self._join()
         try:
             with self._lock:
-                if not self._is_open:  # and perhaps nobody aborted the group
+                if not self._is_open:  # ``shut`` may have come before there was a group to abort
                     raise ConnectionError("it was closed on our side")
             self._receive_pages(group)
         finally:

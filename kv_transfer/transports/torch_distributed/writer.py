@@ -13,7 +13,7 @@ from common.wire.messages import Connect
 from kv_transfer.transports.base import AttachError, PageStore
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.tcp.send_thread import Job, SendThread
-from kv_transfer.transports.tcp.writer import Connection, Route, Stage, TcpWriter
+from kv_transfer.transports.tcp.writer import Connection, PeerState, Stage, TcpWriter
 from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
 from kv_transfer.transports.torch_distributed.reader import DEPTH, magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
@@ -38,11 +38,11 @@ class GroupWriter(TcpWriter):
         super().__init__(store, key=key)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._changed: deque[GroupSendThread] = deque()  # said by their threads: a group is formed, or has ended
+        self._changed: deque[GroupSendThread] = deque()  # appended by threads whose group has formed, or has ended
 
     def attach(self, peer: str, connect: Connect) -> None:
         if not connect.endpoint.endswith(":1"):
-            raise AttachError(f"{connect.name} offers an endpoint that {self.name} does not understand")
+            raise AttachError(f"the endpoint offered by {connect.name} is not one of {self.name}")
         super().attach(peer, connect)
 
     def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
@@ -57,7 +57,7 @@ class GroupWriter(TcpWriter):
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    def _mark_ready(self, route: Route, connection: Connection) -> None:
+    def _mark_ready(self, peer_state: PeerState, connection: Connection) -> None:
         """Wait for the group: until it has formed, only the thread reads from the connection."""
         connection.stage = Stage.OPENING
         self._epoll.unregister(connection.sock)
@@ -67,14 +67,14 @@ class GroupWriter(TcpWriter):
             os.eventfd_read(self._wake)
         while self._changed:
             thread = self._changed.popleft()
-            for route, connection in list(self._by_descriptor.values()):
-                if connection.thread is not thread or connection.stage is not Stage.OPENING or route.is_broken:
+            for peer_state, connection in list(self._by_descriptor.values()):
+                if connection.thread is not thread or connection.stage is not Stage.OPENING or peer_state.is_broken:
                     continue
                 if thread.is_formed:
                     self._epoll.register(connection.sock, select.EPOLLIN)
-                    super()._mark_ready(route, connection)
+                    super()._mark_ready(peer_state, connection)
                 else:
-                    self._break(route, thread.why)
+                    self._break(peer_state, thread.why)
         super()._process_events()
 
     def _stage(self, page: int) -> None:
@@ -108,7 +108,7 @@ class GroupSendThread(SendThread):
         self._join = join
         self._note_change = note_change
         self._group: Group | None = None
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # guards the next two
         self._is_stopped = False
         self._is_sending = False  # our pages are being read
 
@@ -146,7 +146,7 @@ class GroupSendThread(SendThread):
 
     def _send_pages(self, group: Group) -> None:
         """As ``SendThread._serve``, with up to ``DEPTH`` pages on their way at once."""
-        going: deque[tuple[Any, Any]] = deque()  # what to wait for, and the room that it occupies
+        going: deque[tuple[Any, Any]] = deque()  # what to wait for, and the memory that it occupies
         spare = [group.pages.staging() for _ in range(DEPTH)]
         number = 0
         while True:

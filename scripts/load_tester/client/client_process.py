@@ -1,9 +1,7 @@
-"""A client process: reads asks from standard input, sends them in time, writes what came back to standard output.
+"""A client process: reads requests from standard input, sends them on time, writes the results to standard output.
 
-``python -m scripts.load_tester.client.client_process [LIBRARY]`` is started by
-``scripts/load_tester/client/client_pool.py``; with the library of ``courier.c``, it
-sends and receives in C. It imports next to nothing, so that the first request goes out soon, and collects no garbage
-while it runs, since a pause would look like the server's.
+``ClientPool`` starts it. It imports little, so that the first request goes out soon, and collects no garbage while it
+runs, since a pause would look like the server's.
 """
 
 import asyncio
@@ -14,123 +12,111 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scripts.load_tester.client.http_client import Client
+from scripts.load_tester.client.http_client import HttpClient
 from scripts.load_tester.client.ipc import (
-    Ask,
-    Done,
-    Dones,
-    EndOfAsks,
-    Finished,
-    Frame,
-    FrameReader,
-    FrameWriter,
-    Go,
-    Halt,
-    Ready,
+    ClientFinished,
+    ClientReady,
+    EndOfRequests,
+    MessageReader,
+    MessageWriter,
+    RequestDone,
+    RequestsDone,
+    SendRequest,
     Setup,
-    to_client,
+    StartClock,
+    Stop,
+    client_decoder,
 )
 
-if TYPE_CHECKING:
-    from scripts.load_tester.client.courier import Courier
-
-TICK_S = 0.25
-SEND_AFTER_S = 0.25
-SEND_AFTER_UNWATCHED_S, SEND_AFTER_SLOTS_S, SEND_AFTER_MORE = 4.0, 1.0, 16
-SEND_AFTER_BYTES = 1 << 20
+PROGRESS_S = 0.25
+REPORT_AFTER_S = 0.25
+REPORT_AFTER_BYTES = 1 << 20
+REPORT_AFTER_MORE = 16  # closed loop: results beyond the number of slots, far fewer than the requests at hand
 NICENESS = -10
 MAX_BYTES_WAITING = 256 << 20
 RESUME_S = 0.05
 
 
-class Shard:
-    """Glue between the pipes and the client.
+class ClientProcess:
+    """Connects the pipes to the parent process with a ``HttpClient``."""
 
-    Args:
-        courier: see ``Client``.
-    """
-
-    def __init__(self, courier: "Courier | None") -> None:
-        self._courier = courier
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        self._client: Client | None = None
-        self._reader = FrameReader(to_client, self._on_frame, self._on_end)
-        self._writer = FrameWriter()
+        self._client: HttpClient | None = None
+        self._reader = MessageReader(client_decoder, self._on_message, self._over.set)
+        self._writer = MessageWriter()
         self._began_at = self._began_cpu_s = 0.0
-        self._dones: list[Done] = []
+        self._dones: list[RequestDone] = []
         self._num_bytes = 0
-        self._send_after_s = SEND_AFTER_S
-        self._send_after_count = float("inf")
-        self._sending: asyncio.TimerHandle | None = None
-        self._is_paused = self._is_finished = self._has_ticks = False
+        self._report_after_count = float("inf")
+        self._reporting: asyncio.TimerHandle | None = None
+        self._is_paused = self._is_finished = self._reports_progress = False
 
     async def run(self) -> None:
         await self._loop.connect_write_pipe(lambda: self._writer, os.fdopen(1, "wb"))
         await self._loop.connect_read_pipe(lambda: self._reader, os.fdopen(0, "rb"))
         await self._over.wait()
 
-    def _on_frame(self, frame: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         client = self._client
-        if isinstance(frame, Setup):
-            self._client = Client(frame, self._on_done, self._finish, self._courier)
-            self._has_ticks = frame.has_ticks
-            if not frame.has_ticks:  # nobody waits for what has ended but for who hands out more
-                self._send_after_s = SEND_AFTER_SLOTS_S if frame.slots else SEND_AFTER_UNWATCHED_S
-            if frame.slots:  # of several times as many that are at hand
-                self._send_after_count = frame.slots + SEND_AFTER_MORE
-            self._send(Ready())
+        if isinstance(message, Setup):
+            self._client = HttpClient(message, self._on_done, self._finish)
+            self._reports_progress = message.reports_progress
+            if message.slots:
+                self._report_after_count = message.slots + REPORT_AFTER_MORE
+            self._writer.send(ClientReady())
         elif client is None:
             raise AssertionError("Setup comes first")
-        elif isinstance(frame, Ask):
-            client.add(frame)
-            # Not before the start: then nothing would ever be sent, since that comes by the same pipe.
+        elif isinstance(message, SendRequest):
+            client.add(message)
+            # Never pause before the start: StartClock comes through the same pipe.
             if client.bytes_waiting > MAX_BYTES_WAITING and not self._is_paused and self._began_at:
                 self._is_paused = True
                 self._reader.transport.pause_reading()
                 self._loop.call_later(RESUME_S, self._resume)
-        elif isinstance(frame, EndOfAsks):
-            client.end_of_asks()
-        elif isinstance(frame, Go):
+        elif isinstance(message, EndOfRequests):
+            client.end_of_requests()
+        elif isinstance(message, StartClock):
             self._began_at, self._began_cpu_s = time.monotonic(), time.process_time()
-            client.go(frame.start_at)
-            if self._has_ticks:
-                self._loop.call_later(TICK_S, self._tick)
-        elif isinstance(frame, Halt):
-            client.halt()
+            client.start(message.start_at)
+            if self._reports_progress:
+                self._loop.call_later(PROGRESS_S, self._report_progress)
+        elif isinstance(message, Stop):
+            client.stop()
             self._finish()
 
-    def _on_done(self, done: Done) -> None:
-        """Keep it a moment: a frame for each would cost more than the requests themselves."""
+    def _on_done(self, done: RequestDone) -> None:
+        """Collect results for a moment: a message for each would cost more than the requests themselves."""
         self._dones.append(done)
         self._num_bytes += len(done.raw)
-        if self._num_bytes >= SEND_AFTER_BYTES or len(self._dones) >= self._send_after_count:
-            self._send_dones()
-        elif self._sending is None:
-            self._sending = self._loop.call_later(self._send_after_s, self._send_dones)
+        if self._num_bytes >= REPORT_AFTER_BYTES or len(self._dones) >= self._report_after_count:
+            self._report_dones()
+        elif self._reporting is None:
+            self._reporting = self._loop.call_later(REPORT_AFTER_S, self._report_dones)
 
-    def _send_dones(self) -> None:
-        if self._sending:
-            self._sending.cancel()
-            self._sending = None
+    def _report_dones(self) -> None:
+        if self._reporting:
+            self._reporting.cancel()
+            self._reporting = None
         if self._dones:
-            self._send(Dones(self._dones))
+            self._writer.send(RequestsDone(self._dones))
             self._dones, self._num_bytes = [], 0
 
     def _resume(self) -> None:
-        """Read on once half of what waited has been sent; nothing else would say when that is."""
+        """Read on once half of the waiting bytes have been sent; no event tells when that is."""
         if self._client and self._client.bytes_waiting < MAX_BYTES_WAITING // 2:
             self._is_paused = False
             self._reader.transport.resume_reading()
         elif not self._is_finished:
             self._loop.call_later(RESUME_S, self._resume)
 
-    def _tick(self) -> None:
+    def _report_progress(self) -> None:
         if self._client and not self._is_finished:
-            self._send(self._client.tick())
-            self._loop.call_later(TICK_S, self._tick)
+            self._writer.send(self._client.progress())
+            self._loop.call_later(PROGRESS_S, self._report_progress)
 
     def _finish(self) -> None:
         client = self._client
@@ -138,34 +124,21 @@ class Shard:
             return
         self._is_finished = True
         client.close()
-        self._send_dones()
+        self._report_dones()
         cpu_s, wall_s = time.process_time() - self._began_cpu_s, time.monotonic() - self._began_at
-        self._send(Finished(cpu_s, wall_s, list(client.lags), client.num_connections, client.num_unsent))
+        self._writer.send(ClientFinished(cpu_s, wall_s, list(client.lags), client.num_connections, client.num_unsent))
         self._writer.close()
-
-    def _send(self, frame: Frame) -> None:
-        self._writer.send(frame)
-
-    def _on_end(self) -> None:
-        self._over.set()
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # which come to the whole group: the parent says what to do then
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides what to do
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with suppress(OSError):  # where it may: a server on the same cores must not make the clock read late
+    with suppress(OSError):  # where allowed: a server on the same cores must not delay the clock readings
         os.nice(NICENESS)
     gc.freeze()
     gc.disable()
-    if len(sys.argv) > 1:
-        from scripts.load_tester.client.courier import Courier, CourierSelector
-
-        courier = Courier(sys.argv[1])
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(CourierSelector(courier))) as runner:
-            runner.run(_run(courier))
-        return
     try:
         import uvloop
 
@@ -173,11 +146,11 @@ def main() -> None:
     except ImportError:
         runner = asyncio.Runner()
     with runner:
-        runner.run(_run(None))
+        runner.run(_run())
 
 
-async def _run(courier: "Courier | None") -> None:
-    await Shard(courier).run()
+async def _run() -> None:
+    await ClientProcess().run()
 
 
 if __name__ == "__main__":

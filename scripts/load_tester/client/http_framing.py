@@ -1,11 +1,11 @@
-"""HTTP/1.1 as it lies in the bytes of a response: its head, and the chunks of its body."""
+"""Parses the head and the chunk framing of an HTTP/1.1 response."""
 
-MAX_DIGITS = 8  # of a chunk's size
+MAX_DIGITS = 8  # hexadecimal digits of a chunk size
 HEX = b"0123456789abcdefABCDEF"
 
 
 def read_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
-    """Status and headers (names in lower case) of a response's head; status 0 if it is none."""
+    """Status and headers (lower-case names) of a response head; status 0 if it is not HTTP."""
     line, *lines = head.split(b"\r\n")
     words = line.split(None, 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
@@ -15,17 +15,17 @@ def read_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
 
 
 def chunk_size(line: bytes) -> int:
-    """What the line before a chunk says; -1 if it is none. Python's ``int`` would take signs and underscores, too."""
+    """Size from the line before a chunk; -1 if it is invalid. ``int`` alone would accept signs and underscores."""
     digits = line.partition(b";")[0].strip()
     return int(digits, 16) if 0 < len(digits) <= MAX_DIGITS and not digits.strip(HEX) else -1
 
 
 def follow_chunks(data: bytes, at: int) -> tuple[int, bool]:
-    """Step over whole chunks from ``at`` on.
+    """Skip complete chunks, beginning at offset ``at``.
 
     Returns:
-        Where the first chunk begins that is not whole yet (-1: there is no chunk there), and whether the last one,
-        with its trailers, has been passed.
+        Offset of the first incomplete chunk (-1 if the framing is invalid), and whether the last chunk is complete,
+        trailers included.
     """
     while True:
         line_end = data.find(b"\r\n", at)

@@ -1,7 +1,7 @@
-"""What the parent and its client processes say to each other, over pipes.
+"""Messages between the parent and its client processes, over pipes.
 
-A frame is four bytes of length and a tagged MessagePack struct. Instants are seconds on the machine's monotonic clock,
-which all processes of a machine share.
+Each is four bytes of length and a tagged MessagePack struct. Instants are seconds on the monotonic clock, which all
+processes of a machine share.
 """
 
 import asyncio
@@ -10,27 +10,27 @@ from typing import Any, cast
 
 import msgspec
 
-MAX_FRAME = 1 << 30
+MAX_MESSAGE = 1 << 30
 
 
-class Frame(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pass
 
 
 # ---- parent -> client process ---------------------------------------------------------------------------------------
 
 
-class Setup(Frame, frozen=True):
-    """Where to, and how.
+class Setup(Message, frozen=True):
+    """Configures a client process.
 
     Attributes:
-        addresses: (host, port) to connect to, names already resolved.
-        server_name: for TLS; empty without it.
-        head: the HTTP request up to and with ``Content-Length: ``.
-        slots: chains under way at once in a closed loop; 0 for an open loop.
-        timeout_s: after sending, until the last byte.
-        stop_after_s: of a closed loop: from then on, since the start, no new chain begins; 0 for never.
-        has_ticks: whether somebody watches.
+        host: resolved address to connect to.
+        server_name: name for TLS; empty without TLS.
+        head: head of every HTTP request, up to and including ``Content-Length: ``.
+        slots: sessions in flight at once in a closed loop; 0 for an open loop.
+        timeout_s: limit from sending a request to its last byte.
+        stop_after_s: closed loop: seconds after the start at which no new session begins; 0 for no limit.
+        reports_progress: whether to send ``Progress``.
     """
 
     host: str
@@ -41,18 +41,18 @@ class Setup(Frame, frozen=True):
     slots: int
     timeout_s: float
     stop_after_s: float
-    has_ticks: bool = False
+    reports_progress: bool = False
 
 
-class Ask(Frame, frozen=True):
-    """One request to send.
+class SendRequest(Message, frozen=True):
+    """Schedules one request.
 
     Attributes:
-        at: seconds after the start; of later turns and in a closed loop it is not looked at.
-        session: requests of one session run one after another; -1 for none.
-        think_s: pause between the end of the session's turn before and this one.
-        turns_left: how many turns of the session come after this one.
-        headers: more of them, each with its line end: those that are not the same for all requests.
+        at: seconds after the start; ignored for later turns and in a closed loop.
+        session: number of a session of several turns, which are sent one after another; -1 for a single request.
+        think_s: pause after the session's previous turn; -1 for a first turn.
+        turns_left: turns of the session after this one.
+        headers: the request's own headers, each with its line end.
     """
 
     index: int
@@ -64,37 +64,38 @@ class Ask(Frame, frozen=True):
     body: bytes
 
 
-class Go(Frame, frozen=True):
-    """The clock starts at this instant."""
+class StartClock(Message, frozen=True):
+    """Starts the schedule at this instant."""
 
     start_at: float
 
 
-class EndOfAsks(Frame, frozen=True):
-    """No more asks will come."""
+class EndOfRequests(Message, frozen=True):
+    """Says that no more requests will come."""
 
 
-class Halt(Frame, frozen=True):
-    """Give up what is under way and say ``Finished``."""
+class Stop(Message, frozen=True):
+    """Ends all requests in flight; ``ClientFinished`` follows."""
 
 
 # ---- client process -> parent ---------------------------------------------------------------------------------------
 
 
-class Ready(Frame, frozen=True):
-    """Set up."""
+class ClientReady(Message, frozen=True):
+    """Says that the client process is configured."""
 
 
-class Done(Frame, frozen=True):
-    """One request has ended; everything about it as received, unparsed.
+class RequestDone(Message, frozen=True):
+    """One finished request with its response as received, not parsed.
 
     Attributes:
-        intended_at, released_at, sent_at, ended_at: when it should have gone out, when the client turned to it, when
-            it was written to a connection (0 if never), when it ended.
-        stamps: float64 instants, one for each piece of ``sizes``.
-        sizes: bytes of each piece of ``raw``, as they came from the connection, as uint32.
-        error: why it failed, by kind; empty if the response came to its end.
-        is_retry: a kept-alive connection turned out to be closed, and a fresh one was used.
+        intended_at: when the request should have gone out.
+        released_at: when the client turned to it.
+        sent_at: when it was written to a connection; 0 if never.
+        stamps: float64 instants at which the pieces of ``raw`` arrived.
+        sizes: uint32 lengths of these pieces in bytes.
+        error: kind of failure; empty if the response is complete.
+        is_retry: whether it was sent again because a kept-alive connection had been closed.
     """
 
     index: int
@@ -109,19 +110,20 @@ class Done(Frame, frozen=True):
     is_retry: bool
 
 
-class Dones(Frame, frozen=True):
-    """Requests that have ended: many in one frame, since every frame wakes the parent up."""
+class RequestsDone(Message, frozen=True):
+    """Finished requests, many at a time, since every message wakes the parent."""
 
-    ended: list[Done]
+    ended: list[RequestDone]
 
 
-class Tick(Frame, frozen=True):
-    """The state of a client process, a few times a second, if somebody watches.
+class Progress(Message, frozen=True):
+    """State of a client process for the live view.
 
     Attributes:
-        num_pieces: received so far, those of answers under way included.
-        first_s: from intended instant to first byte of output, of answers that ended since the tick before.
-        gaps_s: the last gap of each answer under way.
+        at: seconds after the start.
+        num_pieces: pieces received so far, including those of responses in flight.
+        first_s: seconds from intended instant to first output, of responses that ended since the previous message.
+        gaps_s: latest gap between pieces of each response in flight.
     """
 
     at: float
@@ -134,14 +136,13 @@ class Tick(Frame, frozen=True):
     gaps_s: list[float]
 
 
-class Finished(Frame, frozen=True):
-    """All asks have ended.
+class ClientFinished(Message, frozen=True):
+    """Final figures of a client process, after its last request.
 
     Attributes:
-        cpu_s: CPU seconds of the process since the start.
-        wall_s: since the start.
-        lags: seconds by which the loop was late, sampled.
-        num_connections: opened in all.
+        cpu_s, wall_s: CPU and elapsed seconds since the start.
+        lags: sampled seconds by which the event loop was late.
+        num_connections: connections opened in all.
     """
 
     cpu_s: float
@@ -152,29 +153,29 @@ class Finished(Frame, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-to_client = msgspec.msgpack.Decoder(Setup | Ask | Go | EndOfAsks | Halt)
-to_parent = msgspec.msgpack.Decoder(Ready | Dones | Tick | Finished)
+client_decoder = msgspec.msgpack.Decoder(Setup | SendRequest | StartClock | EndOfRequests | Stop)
+parent_decoder = msgspec.msgpack.Decoder(ClientReady | RequestsDone | Progress | ClientFinished)
 
 
-def encode(frame: Frame) -> bytes:
-    body = _encoder.encode(frame)
+def encode(message: Message) -> bytes:
+    body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 
 
-class FrameReader(asyncio.Protocol):
-    """The reading end of a pipe.
+class MessageReader(asyncio.Protocol):
+    """Reading end of a pipe.
 
     Args:
-        decoder: ``to_client`` or ``to_parent``.
-        on_frame: called with each frame.
-        on_end: called once when the other end has closed.
+        decoder: ``client_decoder`` or ``parent_decoder``.
+        on_message: called with each message.
+        on_end: called once, when the other end has closed.
     """
 
     def __init__(
-        self, decoder: "msgspec.msgpack.Decoder[Any]", on_frame: Callable[[Any], None], on_end: Callable[[], None]
+        self, decoder: "msgspec.msgpack.Decoder[Any]", on_message: Callable[[Any], None], on_end: Callable[[], None]
     ) -> None:
         self._decode = decoder.decode
-        self._on_frame = on_frame
+        self._on_message = on_message
         self._on_end = on_end
         self._buffer = bytearray()
         self.transport: asyncio.ReadTransport
@@ -188,10 +189,10 @@ class FrameReader(asyncio.Protocol):
         at = 0
         while len(buffer) - at >= 4:
             end = at + 4 + int.from_bytes(buffer[at : at + 4], "little")
-            assert end - at <= MAX_FRAME
+            assert end - at <= MAX_MESSAGE
             if len(buffer) < end:
                 break
-            self._on_frame(self._decode(bytes(buffer[at + 4 : end])))
+            self._on_message(self._decode(bytes(buffer[at + 4 : end])))
             at = end
         if at:
             del buffer[:at]
@@ -200,15 +201,15 @@ class FrameReader(asyncio.Protocol):
         self._on_end()
 
 
-class FrameWriter(asyncio.BaseProtocol):
-    """The writing end of a pipe; ``await drain()`` and ``await room()`` wait while the other end is behind.
+class MessageWriter(asyncio.BaseProtocol):
+    """Writing end of a pipe.
 
-    Frames of one round of the loop leave together: each write wakes the other end up.
+    Messages of one iteration of the event loop leave together, since each write wakes the other end.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._frames: list[bytes] = []
+        self._queued: list[bytes] = []
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.transport: asyncio.WriteTransport
@@ -225,26 +226,27 @@ class FrameWriter(asyncio.BaseProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._flowing.set()
 
-    def send(self, frame: Frame) -> None:
-        if not self._frames:
+    def send(self, message: Message) -> None:
+        if not self._queued:
             self._loop.call_soon(self._flush)
-        self._frames.append(encode(frame))
+        self._queued.append(encode(message))
 
     def _flush(self) -> None:
-        frames, self._frames = self._frames, []
-        if frames and not self.transport.is_closing():
-            self.transport.write(b"".join(frames))
+        queued, self._queued = self._queued, []
+        if queued and not self.transport.is_closing():
+            self.transport.write(b"".join(queued))
 
     async def drain(self) -> None:
+        """Write now, and wait while the reader is behind."""
         self._flush()
         await self._flowing.wait()
 
     async def room(self) -> None:
-        """As ``drain``, but what has been sent in this round still leaves together."""
+        """Wait while the reader is behind."""
         if not self._flowing.is_set():
             await self._flowing.wait()
 
     def close(self) -> None:
-        """No more will be sent; what has been goes out first."""
+        """Write what is left and close the pipe."""
         self._flush()
         self.transport.close()

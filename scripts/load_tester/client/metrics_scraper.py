@@ -1,7 +1,7 @@
-"""The server's own metrics, read alongside the run from its Prometheus page.
+"""Records the server's own metrics during the run, from its Prometheus page.
 
-Histogram buckets and what Python itself exports are left out; counters and gauges are kept as they are, one series for
-each set of labels.
+Counters and gauges are kept as they are, one series for each set of labels. Histogram buckets and the metrics of the
+Python and Go runtimes are left out.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from scripts.load_tester.client.request_headers import own_headers
+from scripts.load_tester.client.request_headers import common_headers
 from scripts.load_tester.client.server_info import connect
 from scripts.load_tester.config import LoadtestConfig
 
@@ -23,11 +23,11 @@ LEFT_OUT_KINDS = ("python_", "process_", "go_")
 MAX_SERIES = 400
 MAX_PAGE = 8 << 20  # bytes
 MAX_NAMES = 5_000  # series of a page
-MAX_ROWS = 1_000  # then every second one is kept, and pages are read half as often
+MAX_ROWS = 1_000  # beyond, every second row is dropped, and pages are read half as often
 
 
-class Scraper:
-    """Reads until cancelled. ``notes`` says why there is nothing, if so."""
+class MetricsScraper:
+    """Reads until cancelled; ``notes`` says why there are no metrics, if so."""
 
     def __init__(self, config: LoadtestConfig) -> None:
         self._config = config
@@ -41,14 +41,14 @@ class Scraper:
         root = self._parts.path.rstrip("/").removesuffix("/v1")
         self._path = self._parts.path if is_page else root + "/metrics"
         self._path += f"?{self._parts.query}" if self._parts.query else ""
-        is_own = self._parts.netloc == urlsplit(config.url).netloc  # nobody else is told the key
-        self._headers = own_headers(config) if is_own else {}
+        is_own = self._parts.netloc == urlsplit(config.url).netloc  # the key goes to no other server
+        self._headers = common_headers(config) if is_own else {}
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket | None = None
         self._is_over = False
 
     async def run(self) -> None:
-        """Read every ``--scrape-interval``; give up quietly where there are no metrics."""
+        """Read every ``--scrape-interval``; stop quietly where there are no metrics."""
         config = self._config
         if config.scrape == "none":
             return
@@ -66,14 +66,12 @@ class Scraper:
                 await asyncio.sleep(max(0.0, at + self._interval_s - time.monotonic()))
         finally:
             if config.scrape != "auto" and not self._rows and not self.notes:
-                self.notes.append(f"--scrape {config.scrape}: nothing answered before the run was over")
+                self.notes.append(f"--scrape {config.scrape}: nothing answered before the run ended")
             self._is_over = True
             self._hang_up()
 
     async def _read_aside(self) -> tuple[int, dict[str, float]]:
-        """``_read`` in a thread that nobody waits for: connecting cannot be broken off from outside, and a server that
-        swallows connections must not hold up the end of a run.
-        """
+        """Run ``_read`` in a daemon thread: connecting cannot be interrupted, and must not delay the end of a run."""
         loop = asyncio.get_running_loop()
         found: asyncio.Future[tuple[int, dict[str, float]]] = loop.create_future()
 
@@ -97,18 +95,16 @@ class Scraper:
             self._interval_s *= 2
 
     def _hang_up(self) -> None:
-        """Close; a thread that is still reading then reads the end, so that no server can hold a run up."""
+        """Close the connection, which also ends the read of a thread that is still reading."""
         connection, self._connection = self._connection, None
         if connection:
-            if self._socket:  # http.client forgets it once an answer lasts until the connection's end
+            if self._socket:  # http.client drops it when a response lasts until the connection ends
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _read(self) -> tuple[int, dict[str, float]]:
-        """Status and figures of a page, over one connection for the whole run if the server lets it; status 0 if
-        nobody answers, or with too much. In a thread of its own.
-        """
+        """Status and values of one page, over one kept-alive connection; status 0 without a usable response."""
         connection = self._connection
         try:
             if connection is None:
@@ -116,22 +112,22 @@ class Scraper:
             if connection.sock is None:
                 connection.connect()
             self._socket = connection.sock
-            if self._is_over:  # while it connected, so that nobody else will hang up
+            if self._is_over:  # the run ended while this connected
                 raise OSError
             connection.request("GET", self._path, headers=self._headers)
-            answer = connection.getresponse()
-            page = answer.read(MAX_PAGE)
-            if answer.read(1):
-                raise http.client.HTTPException("a page without end")
-            return answer.status, parse(page.decode(errors="replace")) if answer.status == 200 else {}
-        except (OSError, http.client.HTTPException, ValueError, AttributeError):  # the last two: closed meanwhile
+            response = connection.getresponse()
+            page = response.read(MAX_PAGE)
+            if response.read(1):
+                raise http.client.HTTPException("the page is too large")
+            return response.status, parse_metrics(page.decode(errors="replace")) if response.status == 200 else {}
+        except (OSError, http.client.HTTPException, ValueError, AttributeError):  # the last two: closed in the meantime
             if connection:
                 connection.close()
-            self._hang_up()  # the next try opens it again
+            self._hang_up()  # the next read opens it again
             return 0, {}
 
     def since(self, start_at: float) -> dict[str, list[list[float]]]:
-        """All series that ever changed or are not 0, as pairs of seconds and value."""
+        """All series that are not always 0, as pairs of seconds and value."""
         names = dict.fromkeys(name for _, row in self._rows for name in row)
         found = {}
         for name in names:
@@ -143,14 +139,14 @@ class Scraper:
         return found
 
 
-def parse(text: str) -> dict[str, float]:
-    """Samples of Prometheus' text format by name and labels."""
+def parse_metrics(text: str) -> dict[str, float]:
+    """Parse samples of the Prometheus text format, by name and labels."""
     found: dict[str, float] = {}
     for line in LINE.finditer(text):
         name, labels, value = line.groups("")
         if len(found) == MAX_NAMES:
             break
         if not name.endswith(LEFT_OUT) and not name.startswith(LEFT_OUT_KINDS):
-            with suppress(ValueError):  # looks like a number and is none
+            with suppress(ValueError):  # looks like a number and is not one
                 found[name + labels] = float(value)
     return found

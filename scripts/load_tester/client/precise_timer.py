@@ -1,7 +1,7 @@
-"""A timer that is exact to microseconds.
+"""A timer for asyncio that is exact to microseconds.
 
-Event loops round their timers to milliseconds, which would shift every send; a Linux timerfd does not. Where there is
-none, the loop's own timers are used.
+Event loops round their timers to milliseconds, which would delay every send; a Linux timerfd does not. Where the system
+has no timerfd, the loop's own timers are used.
 """
 
 import asyncio
@@ -14,46 +14,35 @@ from contextlib import suppress
 
 CLOCK_MONOTONIC = 1
 TFD_NONBLOCK, TFD_CLOEXEC, TFD_TIMER_ABSTIME = os.O_NONBLOCK, getattr(os, "O_CLOEXEC", 0), 1
+ITIMERSPEC = struct.Struct("4l")  # interval and value, each in seconds and nanoseconds
 
 
-TIMER = struct.Struct("4l")  # C's itimerspec: interval and value, each in seconds and nanoseconds
-
-
-def open_timer() -> int:
-    """The descriptor of a timer on the monotonic clock, not set yet.
-
-    Raises:
-        OSError, AttributeError: there is none.
-    """
+def _open_timer() -> int:
+    """Descriptor of a new timer on the monotonic clock; OSError or AttributeError where the system has none."""
     fd = int(ctypes.CDLL(None, use_errno=True).timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC))
     if fd < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return fd
 
 
-class Alarm:
-    """Calls ``ring`` once at, or as soon as possible after, the instant that was set last.
+class PreciseTimer:
+    """Calls ``callback`` once at the instant set last, or as soon as possible after it; it may call ``set`` again."""
 
-    Args:
-        loop: whose thread everything happens in.
-        ring: called without arguments; may call ``set`` again.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop = loop
-        self._ring = ring
+        self._callback = callback
         self._handle: asyncio.TimerHandle | None = None
         self._set_at = float("inf")
         self._fd = -1
         with suppress(OSError, AttributeError):
-            self._fd = open_timer()
+            self._fd = _open_timer()
             self._set_timer = ctypes.CDLL(None).timerfd_settime
             self._set_timer.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
         if self._fd >= 0:
             loop.add_reader(self._fd, self._on_timer)
 
     def set(self, at: float) -> None:
-        """Ring at this instant of the monotonic clock instead of any earlier setting."""
+        """Fire at this instant of the monotonic clock; replaces any earlier setting."""
         if at == self._set_at:
             return
         self._set_at = at
@@ -62,19 +51,19 @@ class Alarm:
                 self._handle.cancel()
             self._handle = self._loop.call_later(max(0.0, at - time.monotonic()), self._go)
             return
-        nanoseconds = max(1, int(at * 1e9))  # 0 would switch it off
-        self._set_timer(self._fd, TFD_TIMER_ABSTIME, TIMER.pack(0, 0, *divmod(nanoseconds, 10**9)), None)
+        nanoseconds = max(1, int(at * 1e9))  # 0 would disarm the timer
+        self._set_timer(self._fd, TFD_TIMER_ABSTIME, ITIMERSPEC.pack(0, 0, *divmod(nanoseconds, 10**9)), None)
 
     def _on_timer(self) -> None:
         try:
             os.read(self._fd, 8)
         except BlockingIOError:
-            return  # set anew meanwhile
+            return  # it has been set again in the meantime
         self._go()
 
     def _go(self) -> None:
         self._set_at = float("inf")
-        self._ring()
+        self._callback()
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -1,4 +1,4 @@
-"""Heads of requests: what is the same for all of a run, and what says whose a request is."""
+"""HTTP headers of requests: the common head of a run, and the headers that name a request's tenant."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,30 +8,30 @@ from common.errors import ConfigError
 from scripts.load_tester.client.client_pool import resolve_host
 from scripts.load_tester.client.ipc import Setup
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.workload.plan import Planned
+from scripts.load_tester.workload.planned_request import PlannedRequest
 from scripts.load_tester.workload.prompts import PATHS
 
 
-class Heads:
-    """Headers that differ from request to request: a tenant's name, or its key.
+class RequestHeaders:
+    """Headers that differ between requests: a tenant's name or key.
 
     Raises:
-        ConfigError: the file of keys cannot be read.
+        ConfigError: ``--tenant-keys`` cannot be read.
     """
 
     def __init__(self, config: LoadtestConfig) -> None:
         self._header = config.tenant_header
-        self._keys = read_keys(config.tenant_keys) if config.tenant_keys else {}
-        self._key = config.api_key if config.tenant_keys else None  # otherwise it is in the head of all
+        self._keys = read_tenant_keys(config.tenant_keys) if config.tenant_keys else {}
+        self._key = config.api_key if config.tenant_keys else None  # otherwise it is in the common head
 
     def check(self, tenants: Iterable[str]) -> None:
-        """Raises ConfigError: one of these names would break a head."""
+        """Raise ConfigError if a name cannot be part of a header."""
         for tenant in tenants if self._header else ():
             if not (tenant.isascii() and tenant.isprintable()):
-                raise ConfigError(f"a tenant's name cannot go into a header: {tenant[:64]!r}")
+                raise ConfigError(f"--tenant-header: a tenant's name must be printable ASCII, not {tenant[:64]!r}")
 
-    def of(self, planned: Planned) -> bytes:
-        """Of one request, each with its line end; its tenant has been checked."""
+    def of(self, planned: PlannedRequest) -> bytes:
+        """A request's own header lines; its tenant has been checked."""
         lines = []
         key = self._keys.get(planned.tenant, self._key)
         if key:
@@ -41,16 +41,16 @@ class Heads:
         return "".join(lines).encode()
 
 
-def read_keys(path: str) -> dict[str, str]:
-    """Keys by tenant: on each line a name and a key.
+def read_tenant_keys(path: str) -> dict[str, str]:
+    """Read API keys by tenant: on each line a name and a key.
 
     Raises:
         ConfigError: names the line, never the key.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"--tenant-keys {path} cannot be read") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--tenant-keys {path} cannot be read: {type(error).__name__}") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -62,8 +62,8 @@ def read_keys(path: str) -> dict[str, str]:
     return keys
 
 
-def own_headers(config: LoadtestConfig) -> dict[str, str]:
-    """What everything that is asked of the server carries: the key, and --header."""
+def common_headers(config: LoadtestConfig) -> dict[str, str]:
+    """Headers of every HTTP request to the server: the key and ``--header``."""
     found = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     if config.header:
         name, _, value = config.header.partition(":")
@@ -71,8 +71,8 @@ def own_headers(config: LoadtestConfig) -> dict[str, str]:
     return found
 
 
-def setup_of(config: LoadtestConfig) -> Setup:
-    """What client processes need to know.
+def client_setup(config: LoadtestConfig) -> Setup:
+    """Make the configuration of the client processes.
 
     Raises:
         ConfigError: the host has no address.
@@ -90,9 +90,9 @@ def setup_of(config: LoadtestConfig) -> Setup:
         "Content-Type": "application/json",
         "Accept": "text/event-stream" if config.stream else "application/json",
     }
-    own = own_headers(config)
+    own = common_headers(config)
     if config.tenant_keys:
-        own.pop("Authorization", None)  # each request has its own
+        own.pop("Authorization", None)  # each request has its own key
     given = {name.lower() for name in own}
     fields = {name: value for name, value in fields.items() if name.lower() not in given} | own
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]

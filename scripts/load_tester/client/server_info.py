@@ -1,4 +1,4 @@
-"""What the server says about itself before the run: the model's name and the size of its vocabulary."""
+"""Asks the server before the run for its model and the size of its vocabulary."""
 
 import http.client
 import json
@@ -14,27 +14,27 @@ from common.errors import ConfigError
 
 TIMEOUT_S = 10.0
 MAX_BODY = 16 << 20  # bytes
-#: Ids drawn where nobody says how large the vocabulary is: inside that of nearly every model.
+#: Range of token ids for a vocabulary of unknown size; nearly every model has these.
 USUAL_VOCAB = (100, 10_000)
 SHARE_OF_SPECIALS = 64
 MIN_VOCAB, MAX_VOCAB = 16, 1 << 30
 UNKNOWN_VOCAB = (
-    f"the server does not say how many token ids it has: prompts are of ids from {USUAL_VOCAB[0]} to "
-    f"{USUAL_VOCAB[1]:,} (--vocab-size, or --prompt text)"
+    f"the server does not report the size of its vocabulary: prompts use ids from {USUAL_VOCAB[0]} to "
+    f"{USUAL_VOCAB[1]:,} (set --vocab-size, or use --prompt text)"
 )
 Headers = Mapping[str, str]
 FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")
 
 
 @dataclass(frozen=True)
-class Server:
-    """A server as it was found.
+class ServerInfo:
+    """What a server reports about itself.
 
     Attributes:
         model: None if it lists none.
-        vocab_size: None if it does not say.
-        kind: Baton, llama.cpp, vllm, ... as far as it can be told.
-        details: what it says about itself, for the report.
+        vocab_size: None if unknown.
+        kind: owner of the model as listed: baton, llamacpp, vllm, sglang.
+        details: version, model and limits, for the report.
     """
 
     model: str | None
@@ -43,26 +43,26 @@ class Server:
     details: dict[str, Any]
 
     def sends_ids(self, endpoint: str, is_stream: bool) -> bool:
-        """Whether it can be asked for the token ids of its output: SGLang refuses that for streams of chats."""
+        """Whether it can return the token ids of its output; SGLang refuses that for streamed chats."""
         return not (self.kind == "sglang" and endpoint == "chat" and is_stream)
 
     @property
     def vocab(self) -> tuple[int, int]:
-        """Range of ids that are safe to send: special tokens live at either end."""
+        """Range of ids that are safe to send; special tokens are at both ends of a vocabulary."""
         if self.vocab_size is None:
             return USUAL_VOCAB
         low = min(100, self.vocab_size // 8)
         return low, max(low + 1, self.vocab_size - max(SHARE_OF_SPECIALS, self.vocab_size // 100))
 
 
-def probe(url: str, headers: Headers, *, verify_tls: bool = True) -> Server:
+def fetch_server_info(url: str, headers: Headers, *, verify_tls: bool = True) -> ServerInfo:
     """Ask the server.
 
     Args:
-        headers: sent along, the key among them.
+        headers: sent with each request, the key among them.
 
     Raises:
-        ConfigError: nothing answers, or it wants a key.
+        ConfigError: nothing answers, or the key is missing or wrong.
     """
     parts = urlsplit(url)
     models = get_json(parts, "/v1/models", headers, verify_tls, is_refusable=True)
@@ -76,11 +76,11 @@ def probe(url: str, headers: Headers, *, verify_tls: bool = True) -> Server:
     vocab = next((size for size in said if isinstance(size, int) and MIN_VOCAB <= size <= MAX_VOCAB), None)
     details = {name: server[name] for name in ("version", "model", "limits") if name in server}
     model = first.get("id")
-    return Server(model if isinstance(model, str) else None, vocab, str(first.get("owned_by", "")), details)
+    return ServerInfo(model if isinstance(model, str) else None, vocab, str(first.get("owned_by", "")), details)
 
 
 def _vocab_of(folder: Any) -> int | None:
-    """From the model's own folder, which vLLM and SGLang name; known only if the server is on this machine."""
+    """Read it from the model's folder, which vLLM and SGLang name; None if that is not on this machine."""
     try:
         model = json.loads(Path(str(folder), "config.json").read_bytes())
         size = model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")
@@ -90,19 +90,19 @@ def _vocab_of(folder: Any) -> int | None:
 
 
 def get_json(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, is_refusable: bool = False) -> Any:
-    """The answer to a GET as JSON; an empty dict if it is none, or an error.
+    """Decode the response to a GET as JSON; an empty dict if it is an error or no JSON.
 
     Raises:
-        ConfigError: ``is_refusable``, and the server wants a key, or another.
+        ConfigError: with ``is_refusable``, if the key is missing or wrong.
     """
     status, body = get(parts, path, headers, verify_tls)
     if status in (401, 403) and is_refusable:
         if "Authorization" in headers:
             raise ConfigError(f"--url {parts.geturl()} refuses this --api-key (HTTP {status})")
-        raise ConfigError(f"--url {parts.geturl()} wants an API key: set BATON_LOADTEST_API_KEY (HTTP {status})")
+        raise ConfigError(f"--url {parts.geturl()} requires an API key: set BATON_LOADTEST_API_KEY (HTTP {status})")
     try:
         return json.loads(body) if status == 200 else {}
-    except (ValueError, RecursionError):  # no JSON, not even text, or brackets without end
+    except (ValueError, RecursionError):  # no JSON, no text, or nested too deeply
         return {}
 
 
@@ -110,31 +110,33 @@ def flush_cache(url: str, headers: Headers, *, verify_tls: bool = True) -> None:
     """Empty the server's prefix cache.
 
     Raises:
-        ConfigError: it does not do that.
+        ConfigError: the server has no such endpoint.
     """
     statuses = []
     for path in FLUSH_PATHS:
         statuses.append(get(urlsplit(url), path, headers, verify_tls, method="POST")[0])
         if statuses[-1] == 200:
             return
-    raise ConfigError(f"--flush-cache: the server does not do that (HTTP {', '.join(map(str, statuses))})")
+    raise ConfigError(
+        f"--flush-cache: the server cannot empty its cache (HTTP {', '.join(map(str, statuses))}): leave it out"
+    )
 
 
 def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, method: str = "GET") -> tuple[int, bytes]:
     """Status and body of a GET, or of a POST without a body.
 
     Raises:
-        ConfigError: nothing answers, or without end.
+        ConfigError: nothing answers, or the response does not end.
     """
     connection = connect(parts, verify_tls)
     try:
         connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, headers=dict(headers))
-        answer = connection.getresponse()
-        return answer.status, _bounded(answer, parts)
+        response = connection.getresponse()
+        return response.status, _bounded(response, parts)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
-            f"--url {parts.geturl()}: its certificate is not to be trusted ({error.verify_message}): --no-verify-tls, "
-            "or name who signed it in the environment, SSL_CERT_FILE=FILE"
+            f"--url {parts.geturl()}: its certificate is not trusted ({error.verify_message}): use --no-verify-tls, or "
+            "set SSL_CERT_FILE=FILE to its issuer's certificate"
         ) from None
     except (OSError, http.client.HTTPException) as error:
         raise ConfigError(f"--url {parts.geturl()}: nothing answers there ({error or type(error).__name__})") from None
@@ -142,13 +144,13 @@ def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, me
         connection.close()
 
 
-def _bounded(answer: http.client.HTTPResponse, parts: SplitResult) -> bytes:
-    """The body, of a size and in a time that such an answer may take; the socket's own limit bounds each read."""
+def _bounded(response: http.client.HTTPResponse, parts: SplitResult) -> bytes:
+    """The body, limited in size and time; the socket's timeout limits each read alone."""
     body, deadline_at = b"", time.monotonic() + TIMEOUT_S
-    while part := answer.read1(1 << 16):
+    while part := response.read1(1 << 16):
         body += part
         if len(body) > MAX_BODY or time.monotonic() > deadline_at:
-            raise ConfigError(f"--url {parts.geturl()}: what answers there does not come to an end")
+            raise ConfigError(f"--url {parts.geturl()}: its response does not end")
     return body
 
 

@@ -1,8 +1,8 @@
-"""From the bytes of a response, as received, to tokens with instants; done when the run no longer minds.
+"""Parses received responses into tokens with time stamps, after the run.
 
-Chunk framing is undone, server-sent events are cut apart, and each event gets the instant at which the piece with its
-last byte came. Then one JSON decoder, typed to what is looked at and nothing else, reads all dialects: OpenAI's
-completions and chat (vLLM, SGLang, llama.cpp's server, Baton) and the native ``/generate`` of SGLang and Baton.
+Chunk framing is removed, server-sent events are split, and each event gets the instant at which the piece with its last
+byte arrived. One JSON decoder, typed to the fields that are used, reads all dialects: OpenAI's completions and chat
+(vLLM, SGLang, llama.cpp's server, Baton) and the native ``/generate`` of SGLang and Baton.
 """
 
 import re
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from scripts.load_tester.client.http_framing import chunk_size, follow_chunks, read_head
-from scripts.load_tester.client.ipc import Done
+from scripts.load_tester.client.http_framing import chunk_size, read_head
+from scripts.load_tester.client.ipc import RequestDone
 
 
 class _Delta(msgspec.Struct):
@@ -26,7 +26,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
-    message: _Delta | None = None  # of chats that do not stream
+    message: _Delta | None = None  # of chats without streaming
     finish_reason: Any = None
     token_ids: list[int] | None = None
 
@@ -64,25 +64,24 @@ class _Event(msgspec.Struct):
     timings: dict[str, Any] | None = None
 
 
-#: Other servers' names for stages, with what makes seconds of them: llama.cpp's (milliseconds) and SGLang's.
+#: Stage names of llama.cpp's server (milliseconds) and SGLang, with our name and the factor to seconds.
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
-#: The decoder's own error, and Python's where a string is not UTF-8.
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)  # the second where a string is not UTF-8
 NEWLINE = 10
 EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
-class Answer:
-    """What a response said.
+class ParsedResponse:
+    """A parsed response.
 
     Attributes:
-        status: of HTTP; 0 if there was none.
-        error, message: why it failed, by kind and in the server's words; empty if it did not.
-        stamps, counts: of each event that brought output: its instant, and how many tokens it brought (1 if unsaid).
-        has_counts: whether the server said how many.
+        status: HTTP status; 0 without one.
+        error, message: kind of failure and the server's words about it; empty if it succeeded.
+        stamps, counts: instant and number of tokens (1 if unknown) of each event with output.
+        has_counts: whether the server sent these numbers.
         text, ids: the output; ids only if the server sends them.
-        timings: the server's own, by name, in seconds.
+        timings: stages timed by the server, in seconds.
     """
 
     __slots__ = (
@@ -109,29 +108,29 @@ class Answer:
         return "".join(self.texts)
 
 
-def read_answer(done: Done) -> Answer:
-    """Everything that ``done`` holds, understood."""
-    answer = Answer()
-    answer.error = done.error
+def parse_response(done: RequestDone) -> ParsedResponse:
+    """Parse the response of a finished request."""
+    response = ParsedResponse()
+    response.error = done.error
     head_end = done.raw.find(b"\r\n\r\n")
     if head_end < 0:
-        answer.error = answer.error or "bad_http"
-        return answer
-    answer.status, headers = read_head(done.raw[:head_end])
+        response.error = response.error or "bad_http"
+        return response
+    response.status, headers = read_head(done.raw[:head_end])
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
-    if answer.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
-        _read_events(answer, done, events(done.raw, head_end + 4, is_chunked))
-        return answer
+    if response.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
+        _read_events(response, done, split_events(done.raw, head_end + 4, is_chunked))
+        return response
     body = b"".join(body for _, body in _parts(done.raw, head_end + 4, is_chunked))
-    if answer.status == 200:
-        _read_whole(answer, body, done.ended_at)
+    if response.status == 200:
+        _read_whole(response, body, done.ended_at)
     else:
-        _read_refusal(answer, body)
-    return answer
+        _read_error_body(response, body)
+    return response
 
 
 def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
-    """Offset in ``raw`` and bytes of each chunk of a body, of an unfinished last one what there is; or of all of it."""
+    """Offset in ``raw`` and content of each chunk, the last one perhaps incomplete; or of an unchunked body."""
     if not is_chunked:
         yield at, raw[at:]
         return
@@ -147,8 +146,8 @@ def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         at = begin + size + 2
 
 
-def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
-    """Offset in ``raw`` just behind each server-sent event of the body that begins at ``at``, and the event's data."""
+def split_events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+    """Offset in ``raw`` of the end, and the data, of each server-sent event of the body at ``at``."""
     sizes: dict[bytes, int] = {}
     for chunk in raw[at:].split(b"\n\n\r\n")[:-1] if is_chunked else ():
         line, _, data = chunk.partition(b"\r\ndata: ")
@@ -158,7 +157,7 @@ def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         if size != len(data) + 8 or NEWLINE in data:
             break
         at += len(chunk) + 4
-        yield at - 2, data  # the usual: a chunk that is one event of one line
+        yield at - 2, data  # the fast path: a chunk that is one event of one line
     rest = b""
     for begin, body in _parts(raw, at, is_chunked):
         whole = rest + body
@@ -170,7 +169,7 @@ def events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]
         rest = whole[at:]
 
 
-def _read_events(answer: Answer, done: Done, found: Iterator[tuple[int, bytes]]) -> None:
+def _read_events(response: ParsedResponse, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
     stamps = array("d", done.stamps)
     piece_ends = list(accumulate(array("I", done.sizes)))
     piece, last = 0, len(stamps) - 1
@@ -184,16 +183,16 @@ def _read_events(answer: Answer, done: Done, found: Iterator[tuple[int, bytes]])
         try:
             parsed = _decode(data)
         except NOT_JSON as error:
-            answer.error, answer.message = answer.error or "bad_json", str(error)
+            response.error, response.message = response.error or "bad_json", str(error)
             return
-        answer.num_events += 1
+        response.num_events += 1
         while piece < last and piece_ends[piece] < end:
             piece += 1
-        _take(answer, parsed, stamps[piece])
-    if not answer.error and not is_done and not answer.finish:
-        answer.error, answer.message = "truncated", "the stream ended without [DONE] and without a finish reason"
-    if not answer.error and not answer.stamps:
-        answer.error, answer.message = "empty", "the stream brought no output"
+        _take(response, parsed, stamps[piece])
+    if not response.error and not is_done and not response.finish:
+        response.error, response.message = "truncated", "the stream ended without [DONE] and without a finish reason"
+    if not response.error and not response.stamps:
+        response.error, response.message = "empty", "the stream has no output"
 
 
 def _data_of(event: bytes) -> bytes:
@@ -201,73 +200,73 @@ def _data_of(event: bytes) -> bytes:
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
 
 
-def _take(answer: Answer, event: _Event, at: float) -> None:
+def _take(response: ParsedResponse, event: _Event, at: float) -> None:
     if event.error is not None:
-        answer.error = answer.error or "stream_" + _error_kind(event.error)
-        answer.message = _error_message(event.error)
+        response.error = response.error or "stream_" + _error_kind(event.error)
+        response.message = _error_message(event.error)
         return
-    if event.id and not answer.request_id:
-        answer.request_id = event.id
+    if event.id and not response.request_id:
+        response.request_id = event.id
     if event.usage is not None:
-        _take_usage(answer, event.usage)
+        _take_usage(response, event.usage)
     if event.meta_info is not None:
-        _take_native(answer, event, event.meta_info, at)
+        _take_native(response, event, event.meta_info, at)
     for choice in event.choices:
         delta = choice.delta or choice.message
         text = choice.text or ""
         if delta is not None:
             text = delta.content or delta.reasoning_content or delta.reasoning or ""
         if text or choice.token_ids:
-            answer.stamps.append(at)
-            answer.counts.append(len(choice.token_ids) if choice.token_ids else 1)
-            answer.texts.append(text)
+            response.stamps.append(at)
+            response.counts.append(len(choice.token_ids) if choice.token_ids else 1)
+            response.texts.append(text)
             if choice.token_ids:
-                answer.has_counts = True
-                answer.ids += choice.token_ids
+                response.has_counts = True
+                response.ids += choice.token_ids
         if choice.finish_reason:
-            answer.finish = str(choice.finish_reason)
+            response.finish = str(choice.finish_reason)
     if event.timings:
-        answer.timings.update(_stages(event.timings))
+        response.timings.update(_stages(event.timings))
 
 
-def _take_usage(answer: Answer, usage: _Usage) -> None:
-    answer.usage_prompt, answer.usage_output = usage.prompt_tokens, usage.completion_tokens
+def _take_usage(response: ParsedResponse, usage: _Usage) -> None:
+    response.usage_prompt, response.usage_output = usage.prompt_tokens, usage.completion_tokens
     if usage.prompt_tokens_details is not None:
-        answer.usage_cached = usage.prompt_tokens_details.cached_tokens
+        response.usage_cached = usage.prompt_tokens_details.cached_tokens
 
 
-def _take_native(answer: Answer, event: _Event, meta: _Meta, at: float) -> None:
-    """An event of ``/generate``, cumulative or not: ``completion_tokens`` always counts from the beginning."""
-    before = answer.usage_output or 0
+def _take_native(response: ParsedResponse, event: _Event, meta: _Meta, at: float) -> None:
+    """Take an event of ``/generate``, cumulative or not; ``completion_tokens`` always counts from the beginning."""
+    before = response.usage_output or 0
     num_new = (meta.completion_tokens or 0) - before
-    answer.request_id = meta.id
-    answer.usage_prompt, answer.usage_cached = meta.prompt_tokens, meta.cached_tokens
-    answer.usage_output = meta.completion_tokens
+    response.request_id = meta.id
+    response.usage_prompt, response.usage_cached = meta.prompt_tokens, meta.cached_tokens
+    response.usage_output = meta.completion_tokens
     if num_new > 0:
-        answer.has_counts = True
-        answer.stamps.append(at)
-        answer.counts.append(num_new)
+        response.has_counts = True
+        response.stamps.append(at)
+        response.counts.append(num_new)
     text, ids = event.text or "", event.output_ids or []
-    so_far = answer.text
-    # Words may come again: an increment can begin as the text so far does. Ids cannot be misread.
+    so_far = response.text
+    # An increment can begin with the same text as the output so far; token ids are unambiguous.
     is_whole = len(ids) == meta.completion_tokens if ids else text.startswith(so_far)
-    answer.texts = [text] if is_whole else [so_far, text]
-    answer.ids = ids if is_whole else answer.ids + ids
+    response.texts = [text] if is_whole else [so_far, text]
+    response.ids = ids if is_whole else response.ids + ids
     if meta.finish_reason:
         reason = meta.finish_reason if isinstance(meta.finish_reason, dict) else {"type": meta.finish_reason}
-        answer.finish = str(reason.get("type", ""))
-        if answer.finish == "abort":
-            answer.error = f"stream_{reason.get('status_code') or 'abort'}"
-            answer.message = str(reason.get("message") or reason)
-    answer.timings.update(_stages(meta.timings or {}))
+        response.finish = str(reason.get("type", ""))
+        if response.finish == "abort":
+            response.error = f"stream_{reason.get('status_code') or 'abort'}"
+            response.message = str(reason.get("message") or reason)
+    response.timings.update(_stages(meta.timings or {}))
     if meta.queue_time is not None:
-        answer.timings.update(_stages({"queue_time": meta.queue_time}))
-    if meta.forward_entry_time and meta.prefill_finished_time:  # SGLang's with --enable-metrics: instants of one clock
-        answer.timings["prefill_s"] = max(0.0, meta.prefill_finished_time - meta.forward_entry_time)
+        response.timings.update(_stages({"queue_time": meta.queue_time}))
+    if meta.forward_entry_time and meta.prefill_finished_time:  # SGLang with --enable-metrics: instants of one clock
+        response.timings["prefill_s"] = max(0.0, meta.prefill_finished_time - meta.forward_entry_time)
 
 
 def _stages(timings: dict[str, Any]) -> dict[str, float]:
-    """Those that are durations of a stage, in seconds, by our names; rates and counts are none."""
+    """The durations among a server's timings, in seconds, by our names; rates and counts are left out."""
     found = {}
     for name, value in timings.items():
         ours, scale = FOREIGN.get(name, (name if name.endswith("_s") else "", 1.0))
@@ -276,26 +275,26 @@ def _stages(timings: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _read_whole(answer: Answer, body: bytes, ended_at: float) -> None:
-    """A response that was not streamed: all of its output came at its end."""
+def _read_whole(response: ParsedResponse, body: bytes, ended_at: float) -> None:
+    """Read a response without streaming: all of its output arrived at its end."""
     try:
         event = _decode(body)
     except NOT_JSON as error:
-        answer.error, answer.message = answer.error or "bad_json", str(error)
+        response.error, response.message = response.error or "bad_json", str(error)
         return
-    _take(answer, event, ended_at)
-    answer.num_events = 1
-    if not answer.error and not answer.stamps:
-        answer.error, answer.message = "empty", "the answer has no output"
+    _take(response, event, ended_at)
+    response.num_events = 1
+    if not response.error and not response.stamps:
+        response.error, response.message = "empty", "the response has no output"
 
 
-def _read_refusal(answer: Answer, body: bytes) -> None:
-    answer.error = answer.error or f"http_{answer.status}"
+def _read_error_body(response: ParsedResponse, body: bytes) -> None:
+    response.error = response.error or f"http_{response.status}"
     try:
         content = msgspec.json.decode(body)
-        answer.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
+        response.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
     except NOT_JSON:
-        answer.message = body[:300].decode(errors="replace")
+        response.message = body[:300].decode(errors="replace")
 
 
 def _error_kind(error: Any) -> str:
@@ -304,8 +303,3 @@ def _error_kind(error: Any) -> str:
 
 def _error_message(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
-
-
-def is_whole(raw: bytes, body_at: int) -> bool:
-    """Whether a chunked body is complete; for tests."""
-    return follow_chunks(raw, body_at)[1]

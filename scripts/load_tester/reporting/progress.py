@@ -1,4 +1,4 @@
-"""What is seen while a run goes on: a few lines that change (rich), or nothing where nobody watches."""
+"""Live progress of a run on a terminal, drawn with rich."""
 
 import sys
 from collections import deque
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scripts.load_tester.client.ipc import Tick
-from scripts.load_tester.client.server_info import Server
+from scripts.load_tester.client.ipc import Progress
+from scripts.load_tester.client.server_info import ServerInfo
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.files import Report
+from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
-from scripts.load_tester.workload.workload import Plan
+from scripts.load_tester.workload.plan import Plan
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -23,8 +23,8 @@ NUM_STEPS = 40
 WIDTH = 30
 
 
-def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0) -> Report:
-    """``run_load`` with a live view, if standard error is a terminal and ``rich`` is there."""
+def run_with_progress(config: LoadtestConfig, server: ServerInfo | None = None, salt: int = 0) -> Report:
+    """``run_load`` with a live view, if standard error is a terminal and ``rich`` is installed."""
     if not config.live or not sys.stderr.isatty():
         return run_load(config, server=server, salt=salt)
     try:
@@ -32,27 +32,28 @@ def watched(config: LoadtestConfig, server: Server | None = None, salt: int = 0)
         from rich.live import Live
     except ImportError:
         return run_load(config, server=server, salt=salt)
-    view = View()
-    title = f"loadtest  {config.url}  {f'{config.concurrency} at once' if config.concurrency else config.rate or ''}"
+    view = ProgressView()
+    load = f"{config.concurrency} concurrent" if config.concurrency else config.rate or ""
+    title = f"loadtest  {config.url}  {load}"
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
 
-        def on_tick(ticks: Sequence[Tick], plan: Plan) -> None:
-            live.update(panel(view.text(ticks, plan), title))
+        def on_progress(progress: Sequence[Progress], plan: Plan) -> None:
+            live.update(panel(view.text(progress, plan), title))
 
-        return run_load(config, on_tick=on_tick, server=server, salt=salt)
+        return run_load(config, on_progress=on_progress, server=server, salt=salt)
 
 
-def panel(words: str, title: str) -> "Panel":
-    """Words in a frame, cut off where the terminal ends; nothing in them is markup (an address may have brackets)."""
+def panel(text: str, title: str) -> "Panel":
+    """Text in a frame, cut off at the edge of the terminal; brackets in it are not markup."""
     from rich.panel import Panel
     from rich.text import Text
 
-    content = Text(words, no_wrap=True, overflow="ellipsis")
+    content = Text(text, no_wrap=True, overflow="ellipsis")
     return Panel(content, title=Text(title.strip()), subtitle=Text("Ctrl-C ends it"), expand=False)
 
 
-class View:
-    """The lines of a live view, from the states of all client processes."""
+class ProgressView:
+    """Lines of the live view, from the states of all client processes."""
 
     def __init__(self) -> None:
         self._first_s: deque[float] = deque(maxlen=KEPT)
@@ -60,24 +61,24 @@ class View:
         self._before = (0.0, 0)
         self._pieces_per_s = 0.0
 
-    def text(self, ticks: Sequence[Tick], plan: Plan) -> str:
-        """How far, how fast, how slow lately, and how that has been changing."""
-        new = [first_s for tick in ticks for first_s in tick.first_s]
-        gaps = [gap_s for tick in ticks for gap_s in tick.gaps_s]
+    def text(self, progress: Sequence[Progress], plan: Plan) -> str:
+        """Progress, counts, recent latencies and rate, each with a sparkline of its history."""
+        new = [first_s for one in progress for first_s in one.first_s]
+        gaps = [gap_s for one in progress for gap_s in one.gaps_s]
         self._first_s.extend(new)
-        at = max(tick.at for tick in ticks)
-        self._note(at, sum(tick.num_pieces for tick in ticks), new, gaps)
-        for tick in ticks:  # a process may be asked again before it has told anything new
-            tick.first_s.clear()
-        done, failed = sum(tick.num_done for tick in ticks), sum(tick.num_failed for tick in ticks)
+        at = max(one.at for one in progress)
+        self._note(at, sum(one.num_pieces for one in progress), new, gaps)
+        for one in progress:  # so that values do not count twice if another process reports first
+            one.first_s.clear()
+        done, failed = sum(one.num_done for one in progress), sum(one.num_failed for one in progress)
         share = min(1.0, max(0.0, at / plan.seconds)) if plan.seconds else done / (plan.num_requests or 1)
         bar = "█" * round(WIDTH * min(1.0, share)) + "░" * (WIDTH - round(WIDTH * min(1.0, share)))
         end = f" of {plan.seconds:.1f}" if plan.seconds else ""
-        under_way = sum(tick.num_in_flight for tick in ticks)
+        in_flight = sum(one.num_in_flight for one in progress)
         return "\n".join(
             (
                 f"{bar} {at:.1f}{end} s",
-                f"requests     {done:,} done, {failed:,} failed, {under_way:,} under way",
+                f"requests     {done:,} done, {failed:,} failed, {in_flight:,} in flight",
                 f"first token  {_quantiles(self._first_s)}  {self._curve('first')}",
                 f"last gap     {_quantiles(gaps)}  {self._curve('gap')}",
                 f"pieces/s     {self._pieces_per_s:,.0f}".ljust(38) + f"  {self._curve('rate')}",
@@ -95,7 +96,7 @@ class View:
                 self._levels[name].append(float(np.median(values)))
 
     def _curve(self, name: str) -> str:
-        """The last values as a row of little bars."""
+        """The last values as a sparkline."""
         values = self._levels[name]
         most = max(values, default=0.0)
         return "".join(STEPS[round(8 * value / most)] if most else " " for value in values)

@@ -1,15 +1,20 @@
-"""Words of others (a server's, a trace's, a command line's), made fit to be shown: on a terminal, in HTML, in XML."""
+"""Makes text from a server, a trace or a command line safe to show on a terminal, in HTML and in XML."""
 
 import html
 
-UNKNOWN = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
-def plain(words: str) -> str:
-    """Without what moves a cursor or ends a line, and what no encoding or no XML has."""
-    return words if words.isprintable() else "".join(char if char.isprintable() else UNKNOWN for char in words)
+def printable(text: str) -> str:
+    """Text with every unprintable character replaced, line ends included."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else REPLACEMENT for char in text)
 
 
-def escaped(words: str) -> str:
-    """As text of HTML or XML, in attributes too; lines stay lines."""
-    return html.escape("\n".join(plain(line) for line in words.split("\n")))
+def printable_lines(text: str) -> str:
+    """Text with every unprintable character but line ends replaced."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def escape(text: str) -> str:
+    """Printable text escaped for HTML and XML, attributes included."""
+    return html.escape(printable_lines(text))

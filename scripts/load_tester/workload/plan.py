@@ -1,89 +1,135 @@
-"""The plan of a run: every request, with its instant, lengths and whose prefix it shares, before the clock starts.
+"""Makes the plan of a run before the clock starts: all requests with their instants.
 
-A prompt is a row of *pieces* ``(key, tokens)``: equal keys stand for equal tokens, so shared prefixes, sessions and the
-``hash_ids`` of traces are all the same thing, and what a perfect cache could have kept follows from the keys alone. The
-tokens themselves are made from the seed and the key when they are needed (``scripts/load_tester/workload/prompts.py``).
+Requests come in sessions of one or more turns, either drawn (``session_sampling``) or from a trace (``traces``).
 """
 
-import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-Piece = tuple[int, int]
+from common.errors import ConfigError
+from scripts.load_tester.config import LoadOptions
+from scripts.load_tester.workload.planned_request import PlannedRequest
+from scripts.load_tester.workload.request_classes import RequestClass, request_classes_of
+from scripts.load_tester.workload.schedule import MAX_REQUESTS, Floats, arrivals
+from scripts.load_tester.workload.session_sampling import (
+    ARRIVALS,
+    JITTER,
+    SAMPLING,
+    TENANT,
+    SampledSessions,
+    Session,
+    make_rng,
+)
+from scripts.load_tester.workload.traces import ReplayOptions, read_trace, replay_trace
 
-#: Kinds of pieces: the upper bits of a key.
-UNIQUE, GROUP, TURN, ANSWER, HASH = range(1, 6)
-MASK = (1 << 56) - 1
-MAX_PRIORITY = 2**31 - 1  # and no less than its negative: files hold 32 bits
-MAX_GROUPS = 1 << 24  # of a class: a group's number is its class's times this, plus its own
 
-
-def key(kind: int, number: int) -> int:
-    """A piece's key: of ``number`` the lower 56 bits."""
-    return kind << 56 | number & MASK
-
-
-@dataclass(slots=True)
-class Planned:
-    """One request to come.
+@dataclass
+class Plan:
+    """All requests of a run.
 
     Attributes:
-        at: seconds after the start; of later turns and in a closed loop it says nothing.
-        think_s: of later turns, the pause after the turn before; -1 of first turns.
-        turns_left: turns of the session after this one.
-        extra: fields of the body that a user's own file gives, the prompt among them; they win over everything.
+        sessions: in order, with ``at`` of first turns set; every iteration yields the same. Endless for a closed loop
+            with only a duration.
+        num_sessions: None if endless.
+        is_open: whether first turns have instants.
+        seconds: length of the schedule, after which no session begins; None if unknown.
+        notes: sentences for the user.
+        classes: request classes by name.
+        is_checked: whether arrivals follow ``--arrival``; those of a trace do not.
+        num_requests: turns of all sessions; None if endless.
     """
 
-    index: int
-    at: float
-    pieces: tuple[Piece, ...]
-    num_output: int
-    class_name: str = ""
-    tenant: str = ""
-    session: int = -1
-    turn: int = 0
-    turns_left: int = 0
-    think_s: float = -1.0
-    group: int = -1
-    priority: int | None = None
-    deadline_ms: float | None = None
-    priority_class: str = ""
-    extra: dict[str, Any] | None = None
-
-    def digest(self, drawn: str) -> str:
-        """Names the prompt and what a user's own file says beside it, the same in every run.
-
-        Args:
-            drawn: what tokens follow from beside the pieces; of a prompt that was given it is no part.
-        """
-        given = self.extra or {}
-        is_given = "prompt" in given or "messages" in given
-        content = repr((sorted(given.items()), () if is_given else (drawn, self.pieces)))
-        return hashlib.sha256(content.encode()).hexdigest()[:24]
-
-    @property
-    def num_input(self) -> int:
-        return sum(length for _, length in self.pieces)
+    sessions: Iterable[Session]
+    num_sessions: int | None
+    is_open: bool
+    seconds: float | None
+    notes: list[str]
+    classes: dict[str, RequestClass]
+    is_checked: bool = True
+    num_requests: int | None = None
 
 
-def ideal_cached(plan: Iterable[Planned]) -> list[int]:
-    """Prompt tokens of each request that a perfect, endless prefix cache would have held, by order of the plan.
+def make_plan(config: LoadOptions) -> Plan:
+    """Make the plan of a configuration.
 
-    A request leaves its prompt behind; at least one token of the next is always computed. Whole pieces count, and of a
-    piece that was longer or shorter before, what both have.
+    Raises:
+        ConfigError: the trace or the mix is invalid.
     """
-    seen: dict[tuple[int, int], tuple[int, int]] = {}  # (node, key) -> (node below, most tokens seen)
-    found = []
-    for planned in plan:
-        node, num_cached, is_cached = 0, 0, True
-        for piece, length in planned.pieces:
-            below, longest = seen.get((node, piece), (0, 0))
-            if is_cached:
-                num_cached += min(longest, length)
-                is_cached = longest == length
-            below = below or len(seen) + 1
-            seen[node, piece] = (below, max(longest, length))
-            node = below
-        found.append(max(0, min(num_cached, planned.num_input - 1)))
-    return found
+    classes = request_classes_of(config)
+    if config.trace:
+        return _trace_plan(config, classes)
+    at, num_sessions, length = _instants(config, None)
+    sessions = SampledSessions(config.seed, classes, config.tenants, count=num_sessions, at=at)
+    return Plan(sessions, num_sessions, at is not None, length, [], classes, num_requests=sessions.num_requests)
+
+
+def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None, int | None, float | None]:
+    """Instants of sessions (None in a closed loop), their number (None if endless), and the length of the schedule.
+
+    Args:
+        available: number of sessions in the trace; None without a trace.
+    """
+    num_requests, duration_s = config.num_requests, config.duration_s
+    if num_requests is None and duration_s is None and available is None:
+        profile_s = 0.0 if config.concurrency else config.profile.seconds
+        num_requests, duration_s = (None, profile_s) if profile_s else (60, None)
+    most = min((limit for limit in (num_requests, available) if limit is not None), default=None)
+    if most is not None and most > MAX_REQUESTS:
+        raise ConfigError(f"--num-requests must be at most {MAX_REQUESTS:,}")
+    if config.concurrency:
+        return None, most, duration_s
+    at = arrivals(
+        config.profile,
+        config.arrival,
+        make_rng(config.seed, ARRIVALS),
+        num_requests=most,
+        duration_s=duration_s,
+        cv=config.cv,
+        burst_size=config.burst_size,
+    )
+    if not len(at):
+        raise ConfigError("no request arrives within --duration: raise --rate or --duration")
+    length = duration_s if duration_s is not None and most is None else float(at[-1])
+    return at, len(at), length
+
+
+def _trace_plan(config: LoadOptions, classes: dict[str, RequestClass]) -> Plan:
+    assert config.trace is not None
+    trace = read_trace(config.trace, config.trace_unit)
+    replay = ReplayOptions(
+        window=config.window,
+        time_scale=None if config.rate else config.time_scale,
+        mean_rate=float(config.rate or 1),
+        has_jitter=config.trace_jitter,
+        length_scale=config.length_scale,
+        max_input=config.max_input_len,
+        max_output=config.max_output_len,
+        max_requests=config.num_requests,
+        duration_s=math.inf if config.concurrency else config.duration_s or math.inf,
+    )
+    plan = replay_trace(trace, replay, make_rng(config.seed, JITTER))
+    if config.tenants:
+        names = make_rng(config.seed, SAMPLING, TENANT).integers(0, config.tenants, len(plan))
+        for planned, number in zip(plan, names.tolist(), strict=True):
+            planned.tenant = planned.tenant or f"tenant-{number}"
+    if not trace.has_times and (config.trace_window or config.trace_jitter or config.time_scale != 1):
+        raise ConfigError("--trace-window, --trace-jitter and --time-scale need a trace with timestamps")
+    if trace.has_times and config.arrival != "poisson":
+        raise ConfigError("--arrival has no effect: this trace has its own instants; leave it out")
+    if config.concurrency or not trace.has_times:
+        return _retimed(config, plan, trace.notes, classes)
+    if not plan:
+        raise ConfigError("no request of the trace comes within --duration")
+    return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, classes, False, len(plan))
+
+
+def _retimed(
+    config: LoadOptions, plan: list[PlannedRequest], notes: list[str], classes: dict[str, RequestClass]
+) -> Plan:
+    """Give requests drawn instants, where the trace has none or the loop is closed."""
+    at, num_sessions, length = _instants(config, len(plan))
+    sessions = [[one] for one in plan[:num_sessions]]
+    for (one,), instant in zip(sessions, at.tolist() if at is not None else (), strict=False):
+        one.at = instant
+    return Plan(sessions, len(sessions), at is not None, length, notes, classes, num_requests=len(sessions))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.cache.page_layout import PageLayout
-from common.compile_native import built
+from common.compile_native import build_library
 from common.engine.attention import make_attention
 from common.engine.kernels import LIBRARY, Kernels, load_kernels
 from common.engine.kv_pool import KVPool
@@ -145,8 +145,8 @@ def test_a_library_compiled_once_is_found_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: Kernels
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = built(LIBRARY)
+    first = build_library(LIBRARY)
     changed_at = first.stat().st_mtime_ns
-    assert built(LIBRARY) == first
+    assert build_library(LIBRARY) == first
     assert first.stat().st_mtime_ns == changed_at
     assert [file.name for file in (tmp_path / "baton").iterdir()] == [first.name]

@@ -1,4 +1,4 @@
-"""The engine's thread hands every result over once, and wakes nobody for nothing."""
+"""The engine thread hands every result over once, with one wake-up."""
 
 import os
 import select
@@ -11,7 +11,7 @@ from common.step_plan import StepPlan, StepResult
 
 
 class Engine:
-    """Computes nothing, in ``seconds``, or raises what it is told to; and knows what it took, in ``spent_s``."""
+    """An executor that takes ``seconds`` for a step, or raises; ``spent_s`` is the time that it took."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.error: Exception | None = None
@@ -42,7 +42,7 @@ def is_readable(thread: EngineThread) -> bool:
     return bool(select.select([thread.fileno()], [], [], 0)[0])
 
 
-def test_a_result_may_be_taken_before_its_wake_up_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_may_be_taken_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
     write, written = os.eventfd_write, []
 
     def late(descriptor: int, value: int) -> None:
@@ -65,7 +65,7 @@ def test_a_result_may_be_taken_before_its_wake_up_was_given(monkeypatch: pytest.
     thread.close()
 
 
-def test_only_the_time_inside_of_steps_counts_as_busy() -> None:
+def test_only_time_inside_steps_counts_as_busy() -> None:
     engine = Engine(0.05)
     thread = EngineThread(engine)
     for step in range(2):
@@ -76,7 +76,7 @@ def test_only_the_time_inside_of_steps_counts_as_busy() -> None:
     thread.close()
 
 
-def test_what_the_executor_raises_is_raised_where_results_are_taken() -> None:
+def test_an_exception_of_the_executor_is_raised_by_take() -> None:
     engine = Engine()
     engine.error = ValueError("no such page")
     thread = EngineThread(engine)

@@ -1,4 +1,4 @@
-"""What a node records is what it did: replayed in another process, it plans the same, byte for byte."""
+"""A recording holds what a node did; a replay in another process makes the same plans, byte for byte."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.node.memory_plan import Capacity
 from common.node.recording import format as frames
 from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, config_from, plain_config
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.node.worker_main import start_recording
 from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import prefix_limits_from_environ
@@ -30,12 +30,12 @@ from common.scheduling.new_token_ratio import ratio_constants_from_environ
 from common.step_plan import PageDelta, Row, StepPlan
 from common.wire.messages import Abort, Generate, Geometry, Peer
 from decode_node.__main__ import build as build_decode
-from kv_transfer.transports.negotiation import ChoosingReader
+from kv_transfer.transports.negotiation import NegotiatingReader
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
 from scripts.simulator.replay import replay
 
-OPENING = frames.Opening(
+OPENING = frames.RecordingHeader(
     version=frames.VERSION,
     role="decode",
     config=plain_config(NodeConfig(role="decode")),
@@ -58,7 +58,7 @@ def written(path: Path, *parts: frames.Frame) -> str:
     return str(path)
 
 
-def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
+def test_a_recording_holds_every_variable_that_a_role_reads() -> None:
     class Environ(dict[str, str]):
         """Notes what is looked up."""
 
@@ -76,13 +76,13 @@ def test_every_variable_that_a_role_is_built_from_is_recorded() -> None:
     assert environ.asked == set(SCHEDULING_VARIABLES)
 
 
-def test_frames_come_back_as_they_went(tmp_path: Path) -> None:
+def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
     plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
-    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.FromTheGateway(2.0, Abort("r", 0))]
+    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
     assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
 
 
-def test_a_frame_that_was_cut_short_ends_the_reading(tmp_path: Path) -> None:
+def test_a_truncated_frame_ends_the_reading(tmp_path: Path) -> None:
     path = tmp_path / "f"
     written(path, OPENING, frames.Ticked(1.0), frames.Ticked(2.0))
     whole = path.read_bytes()
@@ -94,13 +94,13 @@ def test_a_frame_that_was_cut_short_ends_the_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "holds nothing"),
-        (b"\xff\xff\xff\xff....", "4294967295 bytes are more than a frame has"),
+        (b"", "is empty"),
+        (b"\xff\xff\xff\xff....", "4294967295 bytes exceed the limit of a frame"),
         (b"\x03\x00\x00\x00abc", "frame 0"),
-        (b"\x07\x00\x00\x00\x92\xa4tick\x01", "does not begin as a recording does"),
+        (b"\x07\x00\x00\x00\x92\xa4tick\x01", "does not begin with a header"),
     ],
 )
-def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
     with pytest.raises(frames.RecordingError, match=sentence):
@@ -108,26 +108,26 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, sentenc
     assert main(["--replay", str(path)]) == 1
 
 
-def test_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
     import msgspec
 
     path = written(tmp_path / "f", msgspec.structs.replace(OPENING, version=frames.VERSION + 1))
-    with pytest.raises(frames.RecordingError, match="of version"):
+    with pytest.raises(frames.RecordingError, match="has version"):
         list(frames.read_frames(path))
 
 
-def test_a_configuration_comes_back_as_it_was_but_for_secrets() -> None:
+def test_a_recorded_configuration_lacks_only_secrets() -> None:
     config = NodeConfig(role="decode", priority_classes=("high:8", "low:1"), page_size=4)
     assert config_from(plain_config(config)) == config
     assert "s3cret" not in str(plain_config(NodeConfig(role="decode", cluster_key="s3cret")))
 
 
-def test_checksums_of_pages_cannot_be_recorded() -> None:
+def test_recording_with_page_checksums_is_refused() -> None:
     with pytest.raises(ConfigError, match="--record and --kv-checksum exclude each other"):
         NodeConfig(role="decode", record="x", kv_checksum=True)
 
 
-def test_a_recording_is_private_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_recording_is_private_and_overwrites_no_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("mine")
     recorder = Recorder(str(tmp_path / "f"))
     recorder.note(OPENING)
@@ -150,21 +150,21 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     recorder.note(OPENING)
 
 
-def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_word(
+def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_log_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
-        raise ZeroDivisionError("nobody thought of this")
+        raise ZeroDivisionError("unforeseen")
 
     monkeypatch.setattr(frames, "write_frame", fail)
     recorder = Recorder(str(tmp_path / "f"))
     recorder.note(OPENING)
     recorder.close()
     assert caplog.text.count("recording ends here") == 1
-    assert "nobody thought of this" in caplog.text
+    assert "unforeseen" in caplog.text
 
 
-def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
+def test_only_unusual_results_of_a_transport_are_recorded(tmp_path: Path) -> None:
     class Transport:
         name = "t"
 
@@ -187,8 +187,12 @@ def test_only_news_of_a_transport_are_written(tmp_path: Path) -> None:
     assert (transport.write("p", []), transport.files(), transport.name) == (41, (3,), "t")
     recorder.close()
     _, done, write = frames.read_frames(recorder.path)
-    assert isinstance(done, frames.News) and (done.method, done.call, bytes(done.result)) == ("done", 2, b"\x91\x07")
-    assert isinstance(write, frames.News) and (write.method, write.call) == ("write", 0)
+    assert isinstance(done, frames.TransportResult) and (done.method, done.call, bytes(done.result)) == (
+        "done",
+        2,
+        b"\x91\x07",
+    )
+    assert isinstance(write, frames.TransportResult) and (write.method, write.call) == ("write", 0)
 
 
 def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) -> None:
@@ -197,12 +201,12 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
     capacity = Capacity(num_slots=4, num_pages=14, max_queued=99, chunk_tokens=8)
     executor = FakeExecutor(capacity.num_pages, config.page_size, capacity.num_slots)
     books = PageAllocator(capacity.num_pages)
-    parts = Parts(
+    parts = WorkerContext(
         config=config,
         capacity=capacity,
         pool=executor.pool,
-        books=books,
-        cache=cache_for(config, books),
+        allocator=books,
+        cache=make_cache(config, books),
         clock=ManualClock(),
         digest="d",
         incarnation="i" * 16,
@@ -210,7 +214,7 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
         eos_token_ids=(),
         environ={"BATON_INIT_NEW_TOKEN_RATIO": "0"},  # admits more than there is room for
     )
-    transport = ChoosingReader([InProcessReader(Wire(), executor.pool)])
+    transport = NegotiatingReader([InProcessReader(Wire(), executor.pool)])
     recorder = start_recording(parts, transport)
     role = RecordedRole(build_decode(parts, RecordedTransport(transport, recorder)), recorder)
     plans: list[StepPlan] = []
@@ -285,7 +289,7 @@ def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Pa
         assert found.returncode == 0, found.stdout + found.stderr
         assert found.stdout.startswith("identical: ")
         told = list(frames.read_frames(str(tmp_path / name)))
-        assert sum(isinstance(f, frames.FromTheGateway) and isinstance(f.message, Abort) for f in told) >= 4
+        assert sum(isinstance(f, frames.GatewayMessage) and isinstance(f.message, Abort) for f in told) >= 4
     _spoil_and_replay(tmp_path / "decode-0")
 
 

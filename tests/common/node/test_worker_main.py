@@ -1,4 +1,4 @@
-"""What stands around a role: how much a node holds, the engine's thread, when an output ends."""
+"""The node process: its sizes, its engine thread and its event loop."""
 
 import os
 import platform
@@ -19,11 +19,11 @@ from common.errors import ConfigError
 from common.finish_reason import finish_reason
 from common.node import worker_main as process
 from common.node.engine_thread import EngineThread
-from common.node.event_loop import Node, listen_mailbox
+from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
 from common.node.outbox import Outbox
 from common.node.role import Load
-from common.node.worker_context import Parts, cache_for
+from common.node.worker_context import WorkerContext, make_cache
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Connect, Generate, Peer, Ping
@@ -33,7 +33,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, Wire
 TINY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")
 
 
-def test_a_node_holds_what_the_flags_say() -> None:
+def test_the_flags_set_the_sizes_of_a_node() -> None:
     config = NodeConfig(max_total_tokens=100, max_running_requests=4, max_queued_requests=7, chunked_prefill_size=32)
     capacity = plan_capacity(config, TINY, device="cpu", context_length=1000)
     assert capacity.num_pages == 6  # whole pages of 16
@@ -56,13 +56,13 @@ def test_minus_one_turns_chunking_off() -> None:
 
 
 @pytest.mark.parametrize(("policy", "is_off", "num_said"), [("lpm", True, 1), ("lpm", False, 0), ("lof", True, 0)])
-def test_that_a_policy_has_no_cache_to_go_by_is_said_once(
+def test_a_policy_that_lacks_its_cache_is_warned_of_once(
     policy: str, is_off: bool, num_said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
     config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
     assert process.run(config, lambda parts: None, lambda parts, transport: None) == 0
-    said = f"--schedule-policy {policy} is fcfs now, since --disable-radix-cache is set"
+    said = f"--schedule-policy {policy} needs the radix cache: serving with fcfs, since --disable-radix-cache is set"
     assert [record.getMessage() for record in caplog.records] == [said] * num_said
 
 
@@ -72,7 +72,7 @@ def test_a_pool_without_a_single_page_is_refused_by_flag() -> None:
         plan_capacity(NodeConfig(), huge, device="cpu", context_length=1000)
 
 
-def test_a_pool_that_was_asked_for_and_has_no_room_beside_the_weights_is_refused_by_flag() -> None:
+def test_a_configured_pool_without_room_beside_the_weights_is_refused_by_flag() -> None:
     page = 2 * 8 * 16 * 4  # bytes
     config = NodeConfig(max_total_tokens=160)
     assert num_pages_that_fit(config, TINY, 10, 10 * page) == 10
@@ -80,7 +80,7 @@ def test_a_pool_that_was_asked_for_and_has_no_room_beside_the_weights_is_refused
         num_pages_that_fit(config, TINY, 10, 10 * page - 1)
 
 
-def test_a_pool_that_nobody_asked_for_takes_most_of_what_the_weights_leave() -> None:
+def test_a_pool_of_default_size_takes_most_of_the_memory_that_the_weights_leave() -> None:
     page = 2 * 8 * 16 * 4
     assert num_pages_that_fit(NodeConfig(), TINY, 10, 10 * page) == 10
     assert num_pages_that_fit(NodeConfig(), TINY, 1000, 100 * page) == 80
@@ -89,7 +89,7 @@ def test_a_pool_that_nobody_asked_for_takes_most_of_what_the_weights_leave() -> 
             num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
 
 
-def test_the_pool_of_a_gpu_is_cut_to_what_the_weights_leave_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_of_a_gpu_is_reduced_to_the_memory_that_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     page = 2 * 8 * 16 * 4
     free = iter([1000 * page, 100 * page])  # before the weights are read, and after
     monkeypatch.setattr(process, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
@@ -99,24 +99,22 @@ def test_the_pool_of_a_gpu_is_cut_to_what_the_weights_leave_there(monkeypatch: p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_gpu_that_is_not_there_is_refused_by_flag() -> None:
+def test_a_missing_gpu_is_refused_by_flag() -> None:
     with pytest.raises(ConfigError, match=r"^--device cuda:3: torch finds no CUDA device"):
         process.pick_device("cuda:3")
 
 
-def test_a_port_that_is_taken_is_refused_by_flag_and_leaves_no_socket() -> None:
+def test_a_port_in_use_is_refused_by_flag_and_leaves_no_socket() -> None:
     context = zmq.Context()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=rf"^--data-port {port} on --advertise-host 127.0.0.1 cannot be listened on"
-        ):
+        with pytest.raises(ConfigError, match=rf"^cannot bind --advertise-host 127.0.0.1 --data-port {port}: "):
             listen_mailbox(context, "i" * 32, "127.0.0.1", port)
     context.term()  # would wait for any socket that is left
 
 
 class Engine:
-    """Computes nothing, when it is told to."""
+    """An executor whose steps end when the test says so."""
 
     def __init__(self) -> None:
         self.may_run = threading.Event()
@@ -150,7 +148,7 @@ def test_the_engine_thread_wakes_the_loop_once_for_each_step() -> None:
     thread.close()
 
 
-def test_what_the_engine_raises_is_raised_in_the_loop() -> None:
+def test_an_exception_of_the_engine_is_raised_in_the_loop() -> None:
     engine = Engine()
     engine.may_run.set()
     thread = EngineThread(engine)
@@ -162,14 +160,14 @@ def test_what_the_engine_raises_is_raised_in_the_loop() -> None:
 
 
 class Watched:
-    """A role whose tick after its first step notes what had not gone out by then, and whether the next had begun."""
+    """A role whose tick after the first step records what was unsent, and whether the next step had started."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
         self.plans = [plan(1)]
         self.is_committed = False
         self.seen: tuple[int, bool] | None = None
-        self.node: Node | None = None
+        self.node: EventLoop | None = None
 
     def plan(self, now: float) -> StepPlan | None:
         return self.plans.pop() if self.plans else None
@@ -196,17 +194,17 @@ class Watched:
         pass
 
 
-def test_what_a_step_came_to_goes_out_and_the_next_one_begins_before_pages_are_moved() -> None:
+def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> None:
     engine, role = Engine(), Watched()
     engine.may_run.set()
     thread = EngineThread(engine)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    node = Node(
-        role, thread, register=lambda: None, gateway="127.0.0.1:1", context=context, incarnation="n" * 32,
-        listen=None, clock=MonotonicClock(),
+    node = EventLoop(
+        role, thread, register=lambda: None, gateway="127.0.0.1:1",
+        endpoint=ControlEndpoint(context, "n" * 32, None), clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node
-    os.eventfd_write(node._wake, 1)  # nothing else would wake it
+    os.eventfd_write(node._wake, 1)  # the only wake-up
     node.run()
     node.close("the test is over")
     thread.close()
@@ -233,12 +231,12 @@ def test_an_output_ends_at_its_last_allowed_token_or_at_an_end_token(
     assert finish_reason(sampling, (9,), token=token, num_output=num_output) == expected
 
 
-def test_a_node_to_which_nobody_gave_a_name_has_one_for_all() -> None:
-    """The gateway knows it by the same one as prefill nodes, whose errors say between whom pages did not travel."""
+def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
+    """The gateway and the errors of prefill nodes name it alike."""
     config, store = NodeConfig(role="decode"), MemfdStore(8)
     books = PageAllocator(8)
-    parts = Parts(
-        config=config, capacity=Capacity(2, 8, 2, None), pool=store, books=books, cache=cache_for(config, books),
+    parts = WorkerContext(
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=books, cache=make_cache(config, books),
         clock=MonotonicClock(), digest="d", incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, InProcessReader(Wire(), store))

