@@ -12,7 +12,7 @@ CLASSES = PriorityRules(class_weights={"high": 8.0, "low": 1.0}, default_class="
 
 
 def value(node: PrefillNode | DecodeNode, name: str) -> float:
-    classes = node.scheduler._order._classes
+    classes = node.scheduler._ordering._classes
     assert classes is not None
     return classes.value(name)
 
