@@ -237,7 +237,8 @@ def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
     allocator = PageAllocator(8)
     parts = WorkerContext(
         config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=allocator,
-        cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d", incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
+        cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
+        incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, InProcessReader(Wire(), store))
     prefill, me = Peer("prefill-0", "p" * 32, "host:1"), Peer("?", "i" * 32, "")
