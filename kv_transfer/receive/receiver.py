@@ -51,7 +51,7 @@ class Receiver:
 
     Args:
         transport: offers our pool, and proves that writers can write no more.
-        books: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
+        allocator: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
         num_ranks: of the writer, each of which delivers its own part of every page.
         wants_checksums: one must come with every page. Checksums that come are always verified.
@@ -60,7 +60,7 @@ class Receiver:
     def __init__(
         self,
         transport: ReaderTransport,
-        books: PageAllocator,
+        allocator: PageAllocator,
         *,
         name: str = "decode",
         digest: str = "-",
@@ -68,9 +68,9 @@ class Receiver:
         wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
-        self._table = ReceiveTable(books, transport.forbid)
+        self._table = ReceiveTable(allocator, transport.forbid)
         self._name = name
-        self._delivery = PageDelivery(transport.store.geometry.page_size, num_ranks)
+        self._delivery = PageDelivery(transport.store.layout.page_size, num_ranks)
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
         self._connections = Connections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
@@ -141,8 +141,8 @@ class Receiver:
         self._totals["reconnects"] += len(offers)
         self._messages += offers
         for peer, connection in self._connections.overdue(now):
-            if connection.let_go_reason:
-                self._lose(peer, f"{connection.let_go_reason}; some of its writes may still be under way")
+            if connection.drop_reason:
+                self._lose(peer, f"{connection.drop_reason}; some of its writes may still be under way")
             else:
                 self._on_broken(peer, connection, "it did not answer", now)
 
@@ -197,9 +197,9 @@ class Receiver:
             return False
         if not self._transport.chosen(peer, message.epoch, message.transport):
             return False
-        geometry = self._transport.store.geometry
-        if geometry.page_size % message.num_units:
-            why = f"a page of {geometry.page_size} tokens cannot come in {message.num_units} parts"
+        layout = self._transport.store.layout
+        if layout.page_size % message.num_units:
+            why = f"a page of {layout.page_size} tokens cannot come in {message.num_units} parts"
             self._refuse(peer, connection, why)
             return True
         self._totals[f"pairs_by_{message.transport}"] += 1
@@ -209,7 +209,7 @@ class Receiver:
             message.transport,
             message.why and f": {message.why}",
         )
-        connection.attached(parts_of(geometry, message.num_units), message.transport, message.why)
+        connection.attached(parts_of(layout, message.num_units), message.transport, message.why)
         self._fence(peer, connection.epoch - 1, "the prefill node has dropped the earlier connection")
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
@@ -225,19 +225,19 @@ class Receiver:
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
         connection = self._connections.awaited(peer, message.epoch)
         if connection is None:
-            return self._on_let_go(peer, message, now)
+            return self._on_dropped(peer, message, now)
         if connection.is_reconnecting:
             self._on_broken(peer, connection, message.reason, now)
             return True
         self._refuse(peer, connection, message.reason or "the prefill node refuses to work with this decode node")
         return True
 
-    def _on_let_go(self, peer: str, message: Refused, now: float) -> bool:
+    def _on_dropped(self, peer: str, message: Refused, now: float) -> bool:
         """The transport must prove soon that nothing more is written, or the prefill node counts as lost."""
         connection = self._connections.get(peer)
         if connection is None or connection.epoch != message.epoch or not connection.is_usable:
             return False
-        connection.note_let_go(message.reason, now)
+        connection.note_dropped(message.reason, now)
         return True
 
     def _refuse(self, peer: str, connection: Connection, why: str) -> None:
@@ -277,7 +277,7 @@ class Receiver:
     def _damaged(self, session: ReceiveSession, message: PagesWritten) -> list[int]:
         """Indices of pages whose bytes here do not have the checksums that came with them."""
         part = self._connections.by_peer[session.peer].parts[message.part % session.num_units]
-        runs = part.runs(self._transport.store.geometry)
+        runs = part.runs(self._transport.store.layout)
         told = dict(zip(message.indices, message.checksums, strict=False))
         found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
         damaged = [index for index in message.indices if told.get(index) != found[index]]
@@ -328,7 +328,7 @@ class Receiver:
                 self._complete(session)
 
     def _complete(self, session: ReceiveSession) -> None:
-        self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.geometry.page_bytes
+        self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.layout.page_bytes
         self._messages.append((session.peer, TransferAck(*session.key)))
         self._table.complete(session)
 

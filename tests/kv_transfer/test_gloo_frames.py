@@ -103,7 +103,7 @@ class Relay:
 
 
 def terms(connect: Connect, token: bytes, nonces: tuple[bytes, bytes]) -> Terms:
-    size = from_message(connect.geometry).page_bytes
+    size = from_message(connect.layout).page_bytes
     return Terms(magic_of("gloo"), token, 0, 1, connect.epoch, size, connect.num_pages, *nonces)
 
 
@@ -131,7 +131,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
     agreed = terms(connect, bytes(32), (nonce, b"r" * 32))
     connection.sendall(WELCOME.pack(b"r" * 32, agreed.proof(KEY, b"reader")))
     exactly(connection, 32)
-    connection.sendall(agreed.proof(KEY, b"let in"))
+    connection.sendall(agreed.proof(KEY, b"accepted"))
     return AuthenticatedConnection(connection, agreed, KEY)
 
 

@@ -21,7 +21,7 @@ from tests.kv_transfer.test_transports import End, until
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 SOME = NUM_PAGES // 2  # of a request's pages; two of them fill the pool to the last page
-STEPS = ("offered", "attaching", "granted", "writing", "written", "handed off")
+STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 #: Longer than a healthy peer takes on a busy machine; the other node is stopped for longer.
 PATIENCE_S = 1.5
 
@@ -78,9 +78,9 @@ class Cluster:
         def is_over() -> bool:
             self.ferry(prefill, decode)
             self.ask(prefill, "pump", max_pages=4)
-            ends = self.books(decode)["ends"]
+            ends = self.allocator(decode)["ends"]
             assert ends.get(rid, "Completed") == "Completed", ends
-            return rid in ends and self.books(prefill)["ends"].get(rid, False)
+            return rid in ends and self.allocator(prefill)["ends"].get(rid, False)
 
         until(is_over)
 
@@ -101,7 +101,7 @@ class Cluster:
             return None
         if step == "writing":
             return self.ends[prefill].tell("pump", max_pages=num_pages)
-        hold = {"written": "delivered", "handed off": "received"}[step]
+        hold = {"written": "pages_written", "acknowledging": "transfer_ack"}[step]
         side = (prefill, decode) if step == "written" else (decode, prefill)
 
         def has_come_so_far() -> bool:
@@ -118,12 +118,12 @@ class Cluster:
             self.connected.pop(ends, None)
         self.ask(survivor, "peer_lost", peer=incarnation(other))
 
-    def books(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.ask(name, "books")
+    def allocator(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.ask(name, "allocator")
         return found
 
     def balanced(self, name: str, num_kept: int = 0) -> None:
-        until(lambda: self.books(name)["free"] == NUM_PAGES - num_kept and not self.books(name)["aside"])
+        until(lambda: self.allocator(name)["free"] == NUM_PAGES - num_kept and not self.allocator(name)["aside"])
 
 
 def incarnation(name: str) -> str:
@@ -164,9 +164,9 @@ def test_either_node_is_killed_at_every_step(
     if victim == decode and step == "writing":
         cluster.ends[prefill].answer()
     cluster.part(survivor, victim)
-    has_kept = victim == prefill and step == "handed off"
+    has_kept = victim == prefill and step == "acknowledging"
     cluster.balanced(survivor, SOME if has_kept else 0)
-    assert cluster.books(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
+    assert cluster.allocator(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
     replacement = cluster.start(victim[0] + "1")
     pair = (replacement, decode) if victim == prefill else (prefill, replacement)
     cluster.serve("b", *pair, SOME)
@@ -197,13 +197,13 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     cluster.ends[prefill].signal(signal.SIGSTOP)
     stopped_at = time.monotonic()
     cluster.part(decode, prefill)
-    has_kept = step == "handed off"
-    assert until(lambda: cluster.books(decode)["ends"].get("a")) == ("Completed" if has_kept else "TransferFailed")
+    has_kept = step == "acknowledging"
+    assert until(lambda: cluster.allocator(decode)["ends"].get("a")) == ("Completed" if has_kept else "TransferFailed")
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
     # Stopped, not dead: where it writes by itself, only its own word or its end would free these pages.
     may_write = transport in ("shm", "nixl") and step in ("granted", "writing", "written")
-    assert cluster.books(decode)["aside"] == (SOME if may_write else 0)
+    assert cluster.allocator(decode)["aside"] == (SOME if may_write else 0)
     cluster.ends[prefill].signal(ending)
     if ending == signal.SIGCONT:
         if step == "writing":
@@ -236,11 +236,11 @@ def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
     cluster.serve("b", prefill, other, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
     cluster.ends[decode].signal(ending)
-    has_kept = step == "handed off"
+    has_kept = step == "acknowledging"
     if ending == signal.SIGCONT:
         cluster.part(decode, prefill)
         cluster.balanced(decode, SOME * has_kept)
-        assert cluster.books(decode)["ends"]["a"] == ("Completed" if has_kept else "TransferFailed")
+        assert cluster.allocator(decode)["ends"]["a"] == ("Completed" if has_kept else "TransferFailed")
     cluster.balanced(prefill)
     if ending == signal.SIGCONT:
         if has_kept:
