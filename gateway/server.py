@@ -146,7 +146,7 @@ class Gateway:
         until = self._clock.now() + GRACE_S
         while self._dispatcher.num_in_flight and self._clock.now() < until:
             await asyncio.sleep(0.02)
-        self._dispatcher.shut()
+        self._dispatcher.shut_down()
         await self._runner.cleanup()
         self._control.close()
         self._inputs.close()

@@ -233,8 +233,8 @@ def _flag(name: str) -> str:
 def _check_classes(config: Any) -> None:
     weights, default = config.class_weights, config.default_priority_class
     if default is not None and default not in weights:
-        known = ", ".join(weights) or "none"
-        raise ConfigError(f"--default-priority-class {default} is not in --priority-classes; known classes: {known}")
+        known = ", ".join(weights) or "none; add --priority-classes"
+        raise ConfigError(f"--default-priority-class {default} is not one of the classes (which are {known})")
 
 
 def check_policy(name: str) -> None:

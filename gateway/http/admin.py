@@ -206,11 +206,11 @@ class AdminRoutes:
         nodes = [node for node in self._services.control.pools.workers() if name in (node.incarnation, node.name)]
         if not nodes:
             raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
-        told = await self._services.control.decisions(nodes[0], limit, ANSWER_TIMEOUT_S)
-        if told is None:
+        decisions = await self._services.control.decisions(nodes[0], limit, ANSWER_TIMEOUT_S)
+        if decisions is None:
             message = f"the node {nodes[0].name} did not answer within {ANSWER_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
-        return json_response({"worker": nodes[0].name, "decisions": told})
+        return json_response({"worker": nodes[0].name, "decisions": decisions})
 
     async def _live_page(self, call: HttpCall) -> web.Response:
         return web.Response(body=self._page, content_type="text/html", charset="utf-8")

@@ -95,7 +95,7 @@ class HttpServer:
     Args:
         routes: by path; a path that ends in ``/*`` stands for all below it.
         authenticator: finds the tenant of a request.
-        observer: told of every answer, and of bodies that are refused.
+        observer: counts answers and refused bodies.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from itertools import count, islice
 from typing import Protocol
 
 from common.clock import Clock
-from common.decision_log import Decisions
+from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
@@ -105,7 +105,7 @@ class Dispatcher:
         self._timers = timers
         self._clock = clock
         self._on_end = on_end
-        self.decisions = Decisions()
+        self.decisions = DecisionLog()
         self._in_flight: dict[str, InFlightRequest] = {}
         self._is_shut = False
         self._is_pump_due = False
@@ -241,9 +241,9 @@ class Dispatcher:
             self._is_pump_due = True
             self._timers.call_soon(self.pump)
 
-    def nodes_came(self, pool: WorkerPool) -> None:
+    def on_workers_added(self, pool: WorkerPool) -> None:
         """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
-        pool.queue.nodes_came()
+        pool.queue.retry_stranded()
         self.pump_soon()
 
     def tick(self, now: float) -> None:
@@ -356,7 +356,7 @@ class Dispatcher:
             and (not tenant or flight.stream.request.tenant == tenant)
         ]
 
-    def shut(self) -> None:
+    def shut_down(self) -> None:
         """Ends all requests and refuses new ones: the gateway stops."""
         self._is_shut = True
         for flight in list(self._in_flight.values()):
@@ -440,7 +440,7 @@ class Dispatcher:
             return None
         return flight
 
-    def lost(self, incarnation: str, name: str) -> None:
+    def on_worker_lost(self, incarnation: str, name: str) -> None:
         """Ends the requests of a node that is no longer registered.
 
         A prefill node is done with a request once the decode node has sent a token; such a request continues.

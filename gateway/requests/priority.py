@@ -52,13 +52,13 @@ class PriorityResolver:
         self, requests: Sequence[GenerateRequest], priority: int | None, priority_class: str | None
     ) -> list[GenerateRequest]:
         """The outputs of one HTTP request with their priorities. Raises RequestError as ``resolve`` does."""
-        claim = self.resolve(priority, priority_class)
+        resolved = self.resolve(priority, priority_class)
         assigned = [
             replace(
                 request,
-                priority=claim.priority,
-                priority_class=claim.priority_class,
-                is_priority_named=claim.is_named,
+                priority=resolved.priority,
+                priority_class=resolved.priority_class,
+                is_priority_named=resolved.is_named,
             )
             for request in requests
         ]

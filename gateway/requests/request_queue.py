@@ -63,10 +63,8 @@ class RequestQueue:
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The next ``count`` requests in order. They stay in the queue until they are removed."""
-        line = self._waiting.sorted(now)
-        if self._stranded:
-            line = [request for request in line if request.key not in self._stranded]
-        return line[:count]
+        waiting = [request for request in self._waiting.values() if request.key not in self._stranded]
+        return self.order.sort(waiting, now)[:count]
 
     # ---- eviction ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +95,7 @@ class RequestQueue:
         self._stranded[request.key] = None
         self._stranded_at.setdefault(request.key, now)
 
-    def nodes_came(self) -> None:
+    def retry_stranded(self) -> None:
         """Lets stranded requests try again."""
         self._stranded.clear()
 

@@ -101,7 +101,7 @@ class MailboxChannel:
         """Reports a node as unreachable once the current event is handled."""
         self._loop.call_soon(self._report_unreachable, incarnation)
 
-    def lost(self, incarnations: list[str]) -> list[str]:
+    def lost_peers(self, incarnations: list[str]) -> list[str]:
         """Those of the nodes whose connection has closed."""
         return self._mailbox.lost_peers(incarnations)
 
@@ -199,7 +199,7 @@ class ControlPlane:
         """Removes the nodes whose connections have closed, after handling the messages that they sent before."""
         self.on_readable()
         self._channel.look_again_soon()
-        for incarnation in self._channel.lost([node.incarnation for node in self.pools.workers()]):
+        for incarnation in self._channel.lost_peers([node.incarnation for node in self.pools.workers()]):
             self.lose(incarnation)
         if self._channel.is_probing and not self._is_probe_due:
             self._is_probe_due = True
@@ -214,7 +214,7 @@ class ControlPlane:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
         self.on_disconnect()  # reads waiting heartbeats first, however late the loop is
         for pool in self.pools:
-            for incarnation in pool.registry.silent(self._clock.now()):
+            for incarnation in pool.registry.silent_workers(self._clock.now()):
                 self.lose(incarnation)
         self._dispatcher.tick(self._clock.now())
 
@@ -223,7 +223,7 @@ class ControlPlane:
         if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            pool.registry.heard(sender, self._clock.now(), message)
+            pool.registry.on_message(sender, self._clock.now(), message)
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
         pool = self.pools.of(sender)
@@ -234,7 +234,7 @@ class ControlPlane:
             if pair.problem and pair.incarnation not in node.failed_peers:
                 log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
         if pool.registry.set_pairs(sender, message.pairs):
-            self._dispatcher.nodes_came(pool)
+            self._dispatcher.on_workers_added(pool)
 
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.pools.namesake(message)
@@ -249,20 +249,20 @@ class ControlPlane:
     def _admit(self, sender: str, message: Register) -> None:
         if self._channel.is_closed:
             return
-        known_in = self.pools.of(sender)
-        if known_in is not None:  # it has reconnected and ended all its requests
-            self._forget(known_in, sender, message.name)
+        known_pool = self.pools.of(sender)
+        if known_pool is not None:  # it has reconnected and ended all its requests
+            self._clear_state(known_pool, sender, message.name)
         answer = self.pools.register(sender, message, self._clock.now())
         if not self._channel.send(answer, sender):
             self.lose(sender)
         elif isinstance(answer, Registered):
-            if known_in is None:
+            if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-                self._dispatcher.nodes_came(self.pools[message.model])
+                self._dispatcher.on_workers_added(self.pools[message.model])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
-            if known_in is not None:
-                known_in.registry.remove(sender)
+            if known_pool is not None:
+                known_pool.registry.remove(sender)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
@@ -276,13 +276,13 @@ class ControlPlane:
         if pool is None or node is None:
             return
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._forget(pool, incarnation, node.name)
+        self._clear_state(pool, incarnation, node.name)
 
-    def _forget(self, pool: WorkerPool, incarnation: str, name: str) -> None:
+    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str) -> None:
         """Clears the state of a node that is no longer registered, and ends its requests."""
-        pool.router.forget(incarnation)
+        pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
-        self._dispatcher.lost(incarnation, name)
+        self._dispatcher.on_worker_lost(incarnation, name)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class ControlPlane:
         """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
         nodes = self.pools.workers()
         for pool in self.pools:
-            pool.router.forget_prefixes()
+            pool.router.clear_prefixes()
         answers = await self._rpc.call([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
         pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
         return [(node, pages.get(node.incarnation)) for node in nodes]

@@ -56,7 +56,7 @@ class Worker:
     max_running: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.capacity_tokens = self.register.num_pages * self.register.geometry.page_size
+        self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
         self.max_running = self.register.max_running
         self.name = self.register.name
 
@@ -156,7 +156,7 @@ class Registry:
         """The registered worker with this name."""
         return next((node for node in self.workers.values() if node.name == name), None)
 
-    def heard(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
+    def on_message(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
         """Records a message of a worker; False if it is not registered."""
         node = self.workers.get(incarnation)
         if node is None:
@@ -192,7 +192,7 @@ class Registry:
         self._changed()
         return node
 
-    def silent(self, now: float) -> list[str]:
+    def silent_workers(self, now: float) -> list[str]:
         """Incarnations of workers that have sent nothing for too long."""
         return [node.incarnation for node in self.workers.values() if now - node.seen_at > self._lost_after_s]
 
@@ -250,12 +250,12 @@ def _conflict(new: Register, other: Register) -> str:
             return (
                 f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
             )
-    theirs = other.geometry
+    theirs = other.layout
     if new.role == other.role:  # no page is sent between them, so their page sizes may differ
-        theirs = msgspec.structs.replace(theirs, page_size=new.geometry.page_size)
-    problem = layout_conflict(new.geometry, theirs)
+        theirs = msgspec.structs.replace(theirs, page_size=new.layout.page_size)
+    problem = layout_conflict(new.layout, theirs)
     if problem:
-        return f"page geometry of node {new.name} does not go with that of node {other.name}: {problem}"
+        return f"page layout of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):
         return (
             f"nodes {new.name} and {other.name} have no transport in common:"

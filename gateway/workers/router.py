@@ -182,11 +182,11 @@ class Router:
         if pair.decode in self._num_requests:
             self._num_requests[pair.decode] -= 1
 
-    def forget_prefixes(self) -> None:
+    def clear_prefixes(self) -> None:
         """All caches have been emptied."""
         self._holders.clear()
 
-    def forget(self, incarnation: str) -> None:
+    def remove_worker(self, incarnation: str) -> None:
         """A node is gone, and its cache with it."""
         self._load.pop(incarnation, None)
         self._num_requests.pop(incarnation, None)

@@ -36,7 +36,7 @@ def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
         with redirect_stdout(sys.stderr):
             return load_command(config, age_s)
     if config.find_goodput or config.sweep:
-        from scripts.load_tester.analysis.goodput_search import search_command
+        from scripts.load_tester.search_command import search_command
 
         return search_command(config)
     from scripts.load_tester.reporting.progress import run_with_progress

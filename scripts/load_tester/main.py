@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if "--compare" in arguments:
-            from scripts.load_tester.analysis.compare import compare_command
+            from scripts.load_tester.compare_command import compare_command
 
             return compare_command(arguments)
         if "--demo" in arguments:

@@ -203,7 +203,7 @@ async def test_a_waiting_request_ends_when_its_client_disconnects(folder):
 async def test_a_stop_ends_waiting_requests(folder):
     async with full(folder) as (stack, first):
         call = await sent(stack, "a")
-        stack.gateway._dispatcher.shut()
+        stack.gateway._dispatcher.shut_down()
         assert [(await result(one))[1] for one in (first, call)] == ["shutting_down"] * 2
 
 

@@ -64,4 +64,4 @@ def test_the_service_of_a_demo_ends_with_it(
 
 def test_a_demo_of_another_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--demo", "--url", "http://127.0.0.1:9"]) == WRONG
-    assert "leave --url out" in capsys.readouterr().err
+    assert "leave --url or --demo out" in capsys.readouterr().err

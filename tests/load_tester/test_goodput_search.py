@@ -7,17 +7,12 @@ import pytest
 from support.load_mock import mock_server
 
 from common.errors import ConfigError
-from scripts.load_tester.analysis.goodput_search import (
-    _sweep_status,
-    _too_short,
-    describe_result,
-    find_goodput,
-    measure,
-)
+from scripts.load_tester.analysis.goodput_search import find_goodput, measure
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import main
 from scripts.load_tester.output_files import FAILED, FINE, INVALID
 from scripts.load_tester.reporting.report import Report
+from scripts.load_tester.search_command import _sweep_status, _too_short, describe_result
 
 
 def counted(

@@ -4,7 +4,7 @@ import pytest
 from support.lone_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
-from common.decision_log import Decisions
+from common.decision_log import DecisionLog
 from common.scheduling.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 from decode_node.request_state import Event
 
@@ -12,7 +12,7 @@ CLASSES = PriorityRules(class_weights={"high": 8.0, "low": 1.0}, default_class="
 
 
 def value(node: PrefillNode | DecodeNode, name: str) -> float:
-    classes = node.scheduler._order._classes
+    classes = node.scheduler._ordering._classes
     assert classes is not None
     return classes.value(name)
 
@@ -67,7 +67,7 @@ def test_retracted_and_extending_requests_continue_in_the_new_class() -> None:
 
 
 def test_a_change_is_logged_with_both_classes() -> None:
-    decisions = Decisions()
+    decisions = DecisionLog()
     decisions.note_change(0.0, "a", (1, "low"), (2, "high"))
     decisions.note_change(0.0, "a", (2, "high"), (3, None))
     assert [decided.reason for decided in decisions.last(2, 0.0)] == [

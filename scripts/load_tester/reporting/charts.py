@@ -154,9 +154,16 @@ def distribution_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
 
 #: Colour of each stage in the Gantt chart.
 STAGE_COLOURS = {
-    stage_timeline.LATE: 3, stage_timeline.GATEWAY: 6, stage_timeline.UNTIMED: 6, "queue": 4, "prefill queue": 4,
-    "prefill": 1, stage_timeline.WAITING: 1, stage_timeline.FIRST_GAP: 2, stage_timeline.STEADY: 0,
-}  # fmt: skip
+    stage_timeline.LATE: 3,
+    stage_timeline.GATEWAY: 6,
+    stage_timeline.UNTIMED: 6,
+    "queue": 4,
+    "prefill queue": 4,
+    "prefill": 1,
+    stage_timeline.WAITING: 1,
+    stage_timeline.FIRST_GAP: 2,
+    stage_timeline.STEADY: 0,
+}
 FAILED, INVALID = 5, 6
 
 
