@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from common.decision_log import Decisions
 from common.request import Request, RequestKey
 from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
 from common.scheduling.new_token_ratio import NewTokenRatio, expected_left, expected_tokens
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
@@ -54,7 +54,7 @@ class DecodeLimits:
     cut: ChunkAlignment = field(default_factory=ChunkAlignment)
     max_requests: int | None = None
     is_mixed: bool = False
-    sharing: SharingLimits = field(default_factory=SharingLimits)
+    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     clip_tokens: int = 4_096
     max_skip_ahead: int = MAX_SKIP_AHEAD
     is_retracted_by_priority: bool = False
@@ -134,9 +134,9 @@ class PreallocQueue:
             return True
         return request.num_decodable - self._reservations.match(request).num_tokens <= limit
 
-    def sharing(self) -> Sharing:
+    def sharing(self) -> InBatchPrefixes:
         """The prefixes that are being computed here and that other requests may wait for."""
-        return Sharing(self._reservations.page_size, self._limits.sharing, self._table.extending.values())
+        return InBatchPrefixes(self._reservations.page_size, self._limits.sharing, self._table.extending.values())
 
     # ---- grants -----------------------------------------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class PreallocQueue:
         ahead = [*self._table.receiving.values(), *self._table.ready.values()]
         if len(ahead) < self._limits.max_running or not self._ordering.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
-        standing = self._ordering.standing(request)
-        return sum(self._ordering.standing(other) >= standing for other in ahead) >= self._limits.max_running
+        standing = self._ordering.effective_priority(request)
+        return sum(self._ordering.effective_priority(other) >= standing for other in ahead) >= self._limits.max_running
 
     def _grant_in_order(self, now: float) -> list[PageGrant]:
         granted: list[PageGrant] = []
@@ -180,12 +180,12 @@ class PreallocQueue:
             if self.is_computed_here(request):
                 ahead.append(request)
                 continue
-            spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.patient])
+            spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.blocking])
             found = self._reservations.reserve(request, spare_tokens=spare_tokens)
             if found is AllocationFailure.PREFIX_PENDING:
                 other = self._reservations.awaited_from(request)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", other and other[0])
-                skip_ahead.wait(request)
+                skip_ahead.defer(request)
             elif found is AllocationFailure.SHORT_OF_PAGES:
                 self.short[request.key] = request
                 skip_ahead.refuse(request)

@@ -52,10 +52,12 @@ class Preemptor:
             return False
         holders = table.preemptible()
         retracted = map(self._ordering.priority, table.retracted.values())
-        if not self._ordering.may_beat(max([table.waiting.highest_priority, *retracted]), holders):
+        if not self._ordering.may_preempt_any(max([table.waiting.highest_priority, *retracted]), holders):
             return False
         first = self._queue.sort(now)[0]
-        weaker = self._ordering.least_first(other for other in holders if self._ordering.beats(first, other))
+        weaker = self._ordering.in_preemption_order(
+            other for other in holders if self._ordering.may_preempt(first, other)
+        )
         if not weaker or self._waits_for_another(first):
             return False
         if not self._queue.lacks_pages(first) or self._queue.lacks_pages(first, weaker):
@@ -71,7 +73,7 @@ class Preemptor:
         """Whether the request lacks something other than pages."""
         if self._queue.is_computed_here(request):
             is_new = self._table.states[request.key] is State.WAITING
-            return is_new and self._queue.sharing().waits_for(request, self._cache) is not None
+            return is_new and self._queue.sharing().holder_of(request, self._cache) is not None
         return self._queue.is_full_for(request) or self._queue.waits_for_prefix(request)
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
@@ -84,7 +86,9 @@ class Preemptor:
     def _slot_victim(self, request: Request) -> Request | None:
         """The least urgent request in a slot, if this one may take its place."""
         in_slots = [*self._table.running.values(), *self._table.extending.values()]
-        weaker = self._ordering.least_first(other for other in in_slots if self._ordering.beats(request, other))
+        weaker = self._ordering.in_preemption_order(
+            other for other in in_slots if self._ordering.may_preempt(request, other)
+        )
         return weaker[0] if weaker else None
 
     def can_have_slot(self, request: Request) -> bool:
@@ -117,7 +121,7 @@ class Preemptor:
         return min(
             [*table.running.values(), *table.paused.values()],
             key=lambda r: (
-                ordering.claim_to_stay(r) if self._is_by_priority else (0.0, 0.0),
+                ordering.retraction_rank(r) if self._is_by_priority else (0.0, 0.0),
                 len(r.output),
                 -len(r.prompt),
                 -r.arrived_at,

@@ -22,7 +22,7 @@ from common.errors import ErrorCode, RequestError
 from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
-from common.scheduling.in_batch_prefix_caching import Sharing
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
 from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
@@ -196,7 +196,7 @@ class DecodeScheduler:
         if request is not None:
             before = (request.priority, request.priority_class)
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
-            self._table.waiting.change(request, priority, priority_class)
+            self._table.waiting.reprioritize(request, priority, priority_class)
             self._queue.changed()
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class DecodeScheduler:
         chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
         begun = [request for request in begun if request.slot >= 0]
-        self._ordering.explain(self.decisions, now)
+        self._ordering.note_policy_change(self.decisions, now)
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
         rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:
@@ -286,7 +286,7 @@ class DecodeScheduler:
 
     def _join_batch(self, now: float) -> None:
         """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""
-        for request in self._ordering.in_turn([*self._table.paused.values(), *self._table.ready.values()]):
+        for request in self._ordering.by_priority([*self._table.paused.values(), *self._table.ready.values()]):
             if not self._preemptor.can_have_slot(request):
                 break
             self._preemptor.free_slot(request, now)
@@ -305,7 +305,7 @@ class DecodeScheduler:
     def _rows(self) -> list[Request]:
         """Those of them that have room for it, most urgent first."""
         page_size = self._cache.page_size
-        growing = self._ordering.by_standing(self._growing())
+        growing = self._ordering.by_effective_priority(self._growing())
         return [r for r in growing if len(r.pages) * page_size > r.num_scheduled]
 
     def _grow(self, now: float) -> list[Request]:
@@ -318,7 +318,7 @@ class DecodeScheduler:
         num_awaited = 0  # lingering pages that are meant for requests
         page_size = self._cache.page_size
         full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
-        for request in self._ordering.by_standing(full):
+        for request in self._ordering.by_effective_priority(full):
             while request.key in self._table.running and len(request.pages) * page_size <= request.num_scheduled:
                 if pages := self._allocate_page(num_awaited):
                     request.pages += pages
@@ -381,13 +381,15 @@ class DecodeScheduler:
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
 
-    def _waits_for_prefix(self, request: Request, sharing: Sharing, lent: dict[RequestKey, int], now: float) -> bool:
+    def _waits_for_prefix(
+        self, request: Request, sharing: InBatchPrefixes, lent: dict[RequestKey, int], now: float
+    ) -> bool:
         """Whether a prefix of the request is being computed here; the request that does inherits its priority."""
         if self._table.states[request.key] is not State.WAITING or not self._queue.is_computed_here(request):
             return False
-        holder = sharing.waits_for(request, self._cache)
+        holder = sharing.holder_of(request, self._cache)
         if holder is not None:
-            self._ordering.lend(request, holder, lent)
+            self._ordering.inherit_priority(request, holder, lent)
             self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
         return holder is not None
 

@@ -23,7 +23,7 @@ from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import (
     AddResult,
@@ -66,7 +66,7 @@ class PrefillLimits:
     chunk_tokens: int | None = None
     cut: ChunkAlignment = field(default_factory=ChunkAlignment)
     max_requests: int | None = None
-    sharing: SharingLimits = field(default_factory=SharingLimits)
+    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
 
 
@@ -209,7 +209,7 @@ class PrefillScheduler:
     def rank(self, key: RequestKey) -> float:
         """The order in which pages of different requests leave, lowest first."""
         request = self.requests.get(key)
-        return math.inf if request is None else -self._ordering.standing(request)
+        return math.inf if request is None else -self._ordering.effective_priority(request)
 
     def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
         """Change the priority of a request, and its class unless that is None. Unknown keys are ignored."""
@@ -217,7 +217,7 @@ class PrefillScheduler:
         if request is not None:
             before = (request.priority, request.priority_class)
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
-            self._waiting.change(request, priority, priority_class)
+            self._waiting.reprioritize(request, priority, priority_class)
 
     def totals(self) -> dict[str, float]:
         """Monotonic totals of what was scheduled and preempted."""
@@ -247,7 +247,7 @@ class PrefillScheduler:
         urgent = self._preempt(granted, now)
         adder = self._adder()
         admitted = self._fill(adder, urgent, granted, now)
-        self._ordering.explain(self.decisions, now)
+        self._ordering.note_policy_change(self.decisions, now)
         if not adder.chunks:
             return None
         self._totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
@@ -265,7 +265,7 @@ class PrefillScheduler:
             total_tokens=num_available * self._cache.page_size + 1,
             input_tokens=self._limits.max_prefill_tokens,
             chunk_tokens=self._limits.chunk_tokens,
-            cut=self._limits.cut,
+            alignment=self._limits.cut,
         )
         return PrefillAdder(
             self._cache, self._allocator, budgets, max_requests=self._limits.max_requests, reserve_output=False
@@ -304,10 +304,10 @@ class PrefillScheduler:
                 may_pass.discard(request.key)
                 if not num_begun and not may_pass:
                     break
-                if self.has_priorities and (holder := sharing.waits_for(request, self._cache)):
-                    self._ordering.lend(request, holder, lent)
-            elif holder := sharing.waits_for(request, self._cache):
-                self._ordering.lend(request, holder, lent)
+                if self.has_priorities and (holder := sharing.holder_of(request, self._cache)):
+                    self._ordering.inherit_priority(request, holder, lent)
+            elif holder := sharing.holder_of(request, self._cache):
+                self._ordering.inherit_priority(request, holder, lent)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -337,8 +337,8 @@ class PrefillScheduler:
         num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
         self.decisions.note(now, request.rid, "admit", reason, num_tokens - request.num_cached, num_tokens)
 
-    def _sharing(self) -> Sharing:
-        return Sharing(self._cache.page_size, self._limits.sharing, self._extending.values())
+    def _sharing(self) -> InBatchPrefixes:
+        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._extending.values())
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
         """The chunks behind the rows of the plan that was made last."""
@@ -354,7 +354,7 @@ class PrefillScheduler:
         prompt is returned if it fits only by taking pages from others, now or in an earlier plan after which they
         lingered; it is admitted first.
         """
-        urgent = max(granted, key=self._ordering.standing, default=None)
+        urgent = max(granted, key=self._ordering.effective_priority, default=None)
         if urgent is not None and not self._fits(urgent):
             self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
             self._made_room_for = urgent.key
@@ -364,10 +364,10 @@ class PrefillScheduler:
         if not self._ordering.rules.is_enabled or not self._waiting:
             return None
         ungranted = self._ungranted()
-        if self._ordering.may_beat(max(map(self._ordering.priority, self._waiting.values())), ungranted):
-            first = self._ordering.most_urgent(self._waiting.values())
-            weaker = [victim for victim in ungranted if self._ordering.beats(first, victim)]
-            if weaker and self._sharing().waits_for(first, self._cache) is None:
+        if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
+            first = max(self._waiting.values(), key=self._ordering.effective_priority)
+            weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim)]
+            if weaker and self._sharing().holder_of(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)
         return None
 
@@ -375,7 +375,7 @@ class PrefillScheduler:
         """Requests that may be retracted, least urgent first."""
         states = (State.EXTENDING, State.SENDING)
         holders = [r for key, r in self.requests.items() if self._states[key] in states and not self._is_granted(key)]
-        return self._ordering.least_first(holders)
+        return self._ordering.in_preemption_order(holders)
 
     def _preempt_for_first(self, first: Request, weaker: list[Request], now: float) -> None:
         """Take a slot, pages, or both from less urgent requests for the first in the queue, if it lacks them."""

@@ -1,6 +1,6 @@
-"""``baton COMMAND``: the same commands as ``./scripts/COMMAND``, for those who installed Baton with pip.
+"""``baton COMMAND``: the same commands as ``./scripts/COMMAND``, for an installation with pip.
 
-A role becomes its own process image, so that its command line shows which it is.
+A role replaces this process image, so that its command line shows the role.
 """
 
 import os
@@ -11,11 +11,11 @@ USAGE = """\
 Usage: baton COMMAND [OPTIONS]
 
   serve     gateway, prefill nodes and decode nodes on this machine
-  gateway   the gateway alone; nodes of other machines dial it
+  gateway   the gateway; nodes on any machine connect to it
   prefill   one prefill node
   decode    one decode node
-  loadtest  load an OpenAI-compatible server, and say how it did
-  simulate  a service of many nodes in virtual time, with the real schedulers
+  loadtest  load test of an OpenAI-compatible server
+  simulate  a service of many nodes in virtual time, with the production schedulers
   bench     one benchmark by name
 
 baton COMMAND --help shows a command's options."""
@@ -24,7 +24,7 @@ baton COMMAND --help shows a command's options."""
 def main() -> int:
     try:
         return _run(sys.argv[1:])
-    except KeyboardInterrupt:  # while a command was loading; once it runs, each has its own way to stop
+    except KeyboardInterrupt:  # while a command is loading; each command handles it itself once it runs
         return 130
 
 

@@ -1,12 +1,12 @@
-"""What pyproject.toml asks for, listed for pip or compared with what this interpreter has.
+"""Lists the requirements in pyproject.toml for pip, or compares them with the installed packages.
 
-Run by scripts/setup.sh before anything is installed, so it needs nothing but the standard library and answers in
-milliseconds (a Python before 3.11 fails on its imports)::
+scripts/setup.sh runs it before anything is installed, so it uses only the standard library (and fails on its imports
+before Python 3.11)::
 
     requirements.py [--list | --pins constraints.txt] pyproject.toml [extra ...]
 
-Without ``--list`` the exit status says whether everything is there in a version that will do, with ``--pins`` also
-whether nothing differs from its pin; standard error names what is missing.
+Without ``--list`` the exit status is 0 if every requirement is met and, with ``--pins``, no installed version differs
+from its pin. Standard error names what is missing.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from pathlib import Path
 
 
 def requirements(pyproject: str, extras: list[str]) -> list[str]:
-    """The requirement strings of the project and of some of its extras."""
+    """The requirements of the project and of the given extras."""
     with open(pyproject, "rb") as file:
         project = tomllib.load(file)["project"]
     return [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
 
 
 def missing(lines: list[str]) -> Iterator[str]:
-    """Those requirements, all of the form ``name>=version``, that this interpreter does not meet."""
+    """The requirements, of the form ``name>=version``, that this interpreter does not meet."""
     for line in lines:
         name, _, least = line.partition(">=")
         try:
@@ -37,7 +37,7 @@ def missing(lines: list[str]) -> Iterator[str]:
 
 
 def strays(pins: str) -> Iterator[str]:
-    """Lines ``name==version`` of a file whose package is here in another version; +cpu and the like do not count."""
+    """Lines ``name==version`` of a file whose package has another version here, ignoring suffixes such as +cpu."""
     for line in Path(pins).read_text().split("\n"):
         name, _, version = line.partition("==")
         try:
@@ -54,7 +54,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    """Exit status: 0 if everything is there (or was listed), 1 if not."""
+    """Returns the exit status: 0 if all requirements are met or listed, else 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--pins")

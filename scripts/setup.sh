@@ -1,20 +1,20 @@
 # Sourced by every command: finds or makes the Python environment, and sets `baton_python` to its interpreter.
 #
 # 1. An active environment (VIRTUAL_ENV, CONDA_PREFIX) that meets the requirements is used as it is.
-# 2. Otherwise the checkout's own .venv, if its stamp says that it was installed from this pyproject.toml and constraints.txt.
+# 2. Otherwise the .venv of the checkout, if its stamp matches pyproject.toml and constraints.txt.
 # 3. Otherwise the python3 on the PATH, if it meets the requirements.
-# 4. Otherwise .venv is made, or brought up to date, once. Commands started meanwhile wait for it.
+# 4. Otherwise .venv is made or updated, once. Commands started meanwhile wait for it.
 #
-# A command that needs the extra "dev" as well sets baton_extra=dev before sourcing. BATON_VENV puts .venv elsewhere.
-# torch comes first and alone: without a GPU its CPU build (200 MB), where pip finds one, instead of the CUDA build that the
-# package index has (several GB). BATON_TORCH_INDEX names a further index: of CPU builds, or of another CUDA version.
+# A command that needs an extra, such as "dev", sets baton_extra=dev before sourcing. BATON_VENV moves .venv.
+# torch is installed first and separately: without a GPU in its CPU build (200 MB), if pip finds one, instead of the CUDA
+# build of the package index (several GB). BATON_TORCH_INDEX adds an index of CPU builds or of another CUDA version.
 
 baton_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 baton_extra=${baton_extra:-}
 baton_venv=${BATON_VENV:-$baton_root/.venv}
-baton_lock=$baton_root/scripts/setup.sh # this file is what is locked while installing
+baton_lock=$baton_root/scripts/setup.sh # this file is locked during installation
 
-# Also where only this shell is told to stop: it would go on once the program that runs now has ended.
+# Without these, a signal to this shell alone would take effect only after the running program has ended.
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -31,7 +31,7 @@ baton_meets() { # PYTHON [--pins FILE]: does this interpreter meet the requireme
     [ -x "$1" ] && baton_requirements "$@" > /dev/null 2>&1
 }
 
-baton_new_python() { # an interpreter that a new environment can be made with
+baton_new_python() { # prints an interpreter for a new environment
     local name
     for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
         name=$(command -v "$name") || continue
@@ -54,8 +54,8 @@ exit(version('torch').split('+')[0] != '$pin')" 2> /dev/null && return
         if baton_finds ${index:+--extra-index-url "$index"} "torch==$pin+cpu"; then
             pin=$pin+cpu
         else
-            printf 'baton: torch comes in its CUDA build, several GB; set BATON_TORCH_INDEX to the index of CPU builds that\n' >&2
-            printf 'baton: pytorch.org names to take 200 MB instead\n' >&2
+            printf 'baton: installing the CUDA build of torch, several GB; set BATON_TORCH_INDEX to the index of CPU builds\n' >&2
+            printf 'baton: that pytorch.org names to install 200 MB instead\n' >&2
         fi
     fi
     baton_pip ${index:+--extra-index-url "$index"} "torch==$pin"
@@ -75,13 +75,13 @@ baton_install() {
     fi
     if ! baton_meets "$baton_venv/bin/python" --pins "$baton_root/constraints.txt"; then
         printf 'baton: installing packages, once; this takes a few minutes\n' >&2
-        baton_install_torch || baton_fail "torch could not be installed; pip says why above. Run this again to go on."
-        requirements=$(baton_requirements "$baton_venv/bin/python" --list) || baton_fail "pyproject.toml could not be read"
+        baton_install_torch || baton_fail "cannot install torch; see the output of pip above. Run this again to continue."
+        requirements=$(baton_requirements "$baton_venv/bin/python" --list) || baton_fail "cannot read pyproject.toml"
         # shellcheck disable=SC2086
-        baton_pip $requirements || baton_fail "packages could not be installed; pip says why above. Run this again to go on."
+        baton_pip $requirements || baton_fail "cannot install packages; see the output of pip above. Run this again to continue."
         printf 'baton: set up in %d s\n' "$((SECONDS - began))" >&2
     fi
-    # What was installed for another extra is still there; what was installed from other files is not this.
+    # Keep the stamps of other extras; remove those of other versions of the two files.
     for stale in "$baton_venv"/.baton-*; do
         case $stale in "$baton_plain_stamp" | "$baton_plain_stamp"-*) ;; *) rm -f "$stale" ;; esac
     done
@@ -117,5 +117,5 @@ baton_find() {
 }
 
 baton_find
-# A folder of the user's that happens to be called common must not be imported: -P for this and all child processes.
+# Do not import a folder of the user that is called common: -P for this process and its children.
 export PYTHONSAFEPATH=1 PYTHONPATH="$baton_root${PYTHONPATH:+:$PYTHONPATH}"

@@ -25,7 +25,6 @@ class WatchIndex:
     def __init__(self, page_bytes: int, descend: Callable[[TreeNode, TokenKey, int], TreeNode]) -> None:
         self._page_bytes = page_bytes
         self._descend = descend
-        self.moved: dict[PrefixWatch, None] | None = None  # watches with a new cached length; None: not asked for yet
 
     def place(self, watch: PrefixWatch, node: TreeNode, offset: int) -> None:
         """Store a watch at the deepest matching ready node; ``node`` matches its first ``offset`` bytes."""
@@ -45,8 +44,6 @@ class WatchIndex:
         if not group:
             del node.watchers[page]
         watch.node = None
-        if self.moved is not None:
-            self.moved.pop(watch, None)
 
     def node_added(self, node: TreeNode) -> None:
         """Move watches down to a node that became ready."""
@@ -74,8 +71,6 @@ class WatchIndex:
     def _store(self, watch: PrefixWatch, node: TreeNode, num_tokens: int) -> None:
         watch.node = node
         watch.num_tokens = num_tokens
-        if self.moved is not None:
-            self.moved[watch] = None
         page = self._next_page(watch)
         group = node.watchers.get(page)
         if group is None:

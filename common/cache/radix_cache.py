@@ -151,11 +151,6 @@ class RadixCache:
             self._watches.place(watch, root, 0)
         return watch
 
-    def take_moved(self) -> list[PrefixWatch]:
-        """Return watches whose cached length may have changed since the last call; none at the first call."""
-        moved, self._watches.moved = self._watches.moved, {}
-        return list(moved or ())
-
     def unwatch(self, watch: PrefixWatch) -> None:
         """Remove a watch."""
         node = watch.node

@@ -11,10 +11,10 @@ from common.clock import Clock
 from common.config.node import NodeConfig
 from common.node.memory_plan import Capacity
 from common.plugins import load_policy
-from common.scheduling.in_batch_prefix_caching import SharingLimits, sharing_limits_from
-from common.scheduling.new_token_ratio import RatioConstants, constants_from
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefix_limits_from_environ
+from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class WorkerContext:
 
     @property
     def constants(self) -> RatioConstants:
-        """Constants of the new-token ratio. Raises ConfigError for a variable that is not such a number."""
-        return constants_from(self.environ)
+        """Raises ConfigError: a variable is no such number."""
+        return ratio_constants_from_environ(self.environ)
 
     @property
-    def sharing(self) -> SharingLimits:
-        """Limits of in-batch prefix caching. Raises ConfigError for a variable that is not such a number."""
-        return sharing_limits_from(self.environ)
+    def sharing(self) -> InBatchPrefixLimits:
+        """Raises ConfigError: a variable is no such number."""
+        return prefix_limits_from_environ(self.environ)
 
     def ordering(self) -> RequestOrdering:
         """The ordering of the role's queue. Raises ConfigError if the user's own policy cannot be made."""
         own_policy = load_policy(self.config.schedule_policy)
-        return make_order(
+        return make_ordering(
             self.config, self.cache, own_policy=own_policy, sharing=self.sharing, constants=self.constants
         )
 

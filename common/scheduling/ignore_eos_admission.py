@@ -1,10 +1,11 @@
-"""Proves that a batch of known output lengths never runs out of pages.
+"""Admission of requests of known output length: the batch provably never runs out of pages. Pure.
 
-Under ignore-EOS a request produces exactly ``max_new_tokens``. So the future is known: sort the requests by the tokens
-they still have to produce; just before the i-th of them ends, those from i on have each grown by as many tokens, and
-those before i have given their pages back. If the free pages cover that at each such moment, they always do. The walk
-is SGLang's (``add_one_req_ignore_eos``), done here in whole pages, with pages that requests share counted as not coming
-back, and with requests that still extend their prompt (whose end is therefore uncertain) counted as never ending.
+With ``ignore_eos`` a request produces exactly ``max_new_tokens``, so the future is known. Sort the requests by the
+tokens that they still produce. Just before the i-th of them ends, requests i and later have grown by that many tokens,
+and requests before i have returned their pages. If the free pages suffice at each of these moments, they always do.
+
+The rule is that of SGLang (``add_one_req_ignore_eos``), applied to whole pages. Pages that requests share count as
+never returned. A request that is still computing its prompt counts as never ending, because its end is uncertain.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,15 @@ from common.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What one request holds and is going to need.
+    """What one request holds and what it still needs.
 
     Attributes:
-        num_tokens: now. The last token of an output never gets KV; its place is the one token reserved per request.
-        num_pages: in its page table.
-        num_left: tokens it will still produce.
-        num_private: pages that come back when it ends.
-        is_late: it may end later than by counting steps.
+        num_tokens: prompt and output tokens now. The last output token never gets KV, which leaves one token of
+            reserve.
+        num_pages: pages in its page table.
+        num_left: tokens that it still produces.
+        num_private: pages that are returned when it ends.
+        is_late: it may end later than its token count says.
     """
 
     num_tokens: int
@@ -36,33 +38,33 @@ class Growth:
 
     @classmethod
     def of(cls, request: Request, num_left: int, *, is_late: bool) -> "Growth":
-        """Of an admitted request."""
+        """The growth of an admitted request."""
         num_private = len(request.own) + num_private_pages(request.node)
         return cls(request.num_tokens, len(request.pages), num_left, num_private, is_late)
 
 
 def is_extending(request: Request) -> bool:
-    """Whether more than its last token still lacks KV."""
+    """Whether the request still computes its prompt: more than its last token lacks KV."""
     return request.num_tokens - request.num_computed > 1
 
 
 def num_private_pages(node: TreeNode | None) -> int:
-    """Cached pages that only one lock keeps, on the path of a locked node."""
+    """Cached pages on the path of a locked node that only this lock keeps."""
     return 0 if node is None else sum(len(part.pages) for part in node.path() if part.locks == 1)
 
 
 def fits(growths: Sequence[Growth], num_available: int, page_size: int) -> bool:
-    """Whether ``num_available`` free pages suffice at every moment until all have ended."""
+    """Whether ``num_available`` pages suffice at every moment until all requests have ended."""
     order = sorted(growths, key=lambda growth: growth.num_left)
     tokens = np.array([growth.num_tokens for growth in order], np.int64)
     held = np.array([growth.num_pages for growth in order], np.int64)
     left = np.array([growth.num_left for growth in order], np.int64)
     is_late = np.array([growth.is_late for growth in order])
-    comes_back = np.where(is_late, 0, [growth.num_private for growth in order])
+    returned = np.where(is_late, 0, [growth.num_private for growth in order])
     # One row per moment, one column per request.
     grown = np.minimum(left[:, None], left[None, :])
     pages = np.maximum(-(-(tokens + grown) // page_size) - held, 0)
-    is_there = np.tri(len(order), dtype=bool).T | is_late
-    need = np.where(is_there, pages, 0).sum(axis=1)
-    back = np.cumsum(comes_back) - comes_back
-    return bool((need <= num_available + back).all())
+    is_present = np.tri(len(order), dtype=bool).T | is_late
+    needed = np.where(is_present, pages, 0).sum(axis=1)
+    returned_before = np.cumsum(returned) - returned
+    return bool((needed <= num_available + returned_before).all())

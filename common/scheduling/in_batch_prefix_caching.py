@@ -1,11 +1,12 @@
-"""In-batch prefix caching: a prompt whose beginning is being computed for another waits until that is cached. Pure.
+"""In-batch prefix caching: a prompt waits while another request computes its beginning. Pure.
 
-Looked at are prompts of which little is cached; held back are those that share enough with one being computed. So a
-system prompt, or the prompt of several samples, is computed once although its users arrive together. The two limits are
-SGLang's (IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD and ..._DEPRIORITIZE_THRESHOLD); there only ``lpm`` does this.
+A request is deferred if little of its prompt is cached and if it shares enough of it with a prompt that is being
+computed. A system prompt, or the prompt of several samples, is then computed once even if the requests arrive together.
+The two limits are SGLang's (``IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`` and ``..._DEPRIORITIZE_THRESHOLD``), where only
+the ``lpm`` policy does this.
 
-Two prompts share at least n tokens exactly if their first n are equal, so a look-up by those tells, and n takes few
-values: what may be cached at most, in whole pages, and what must be shared beyond it.
+Two prompts share at least n tokens exactly if their first n tokens are equal, so a dictionary look-up decides. Only a
+few values of n occur: one for each number of cached pages up to the limit.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,36 +15,40 @@ from dataclasses import dataclass
 from common.cache.radix_cache import TOKEN_BYTES, RadixCache, TokenKey
 from common.cache.request_kv import packed_tokens
 from common.request import Request
-from common.scheduling.new_token_ratio import count_from
+from common.scheduling.new_token_ratio import count_from_environ
 
 
 @dataclass(frozen=True, slots=True)
-class SharingLimits:
-    """Attributes:
-    max_cached: prompts with more cached tokens are not held back.
-    min_shared: tokens, beyond those cached, that a prompt must share with one being computed to be held back.
+class InBatchPrefixLimits:
+    """When a request is deferred.
+
+    Attributes:
+        max_cached: requests with more cached tokens are never deferred.
+        min_shared: tokens beyond the cached ones that a request must share with a prompt that is being computed.
     """
 
     max_cached: int = 32
     min_shared: int = 32
 
 
-def sharing_limits_from(environ: Mapping[str, str]) -> SharingLimits:
-    """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for a value that cannot be."""
-    default = SharingLimits()
-    return SharingLimits(
-        max_cached=count_from(environ, "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", default.max_cached, 0),
-        min_shared=count_from(environ, "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", default.min_shared, 1),
+def prefix_limits_from_environ(environ: Mapping[str, str]) -> InBatchPrefixLimits:
+    """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for an invalid value."""
+    default = InBatchPrefixLimits()
+    return InBatchPrefixLimits(
+        max_cached=count_from_environ(environ, "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", default.max_cached, 0),
+        min_shared=count_from_environ(
+            environ, "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", default.min_shared, 1
+        ),
     )
 
 
-class Sharing:
-    """The prompts being computed in the step in the making."""
+class InBatchPrefixes:
+    """The prefixes of the prompts that are computed in the step being planned."""
 
-    def __init__(self, page_size: int, limits: SharingLimits, computing: Iterable[Request] = ()) -> None:
+    def __init__(self, page_size: int, limits: InBatchPrefixLimits, computing: Iterable[Request] = ()) -> None:
         self._page_size = page_size
         self._limits = limits
-        #: How long a common beginning must be, by cached pages; in bytes of packed tokens.
+        # Required length of the shared prefix in bytes of packed tokens, by number of cached pages.
         self._needed = [
             -(-(num_cached + limits.min_shared) // page_size) * page_size * TOKEN_BYTES
             for num_cached in range(0, limits.max_cached + 1, page_size)
@@ -53,11 +58,11 @@ class Sharing:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """This prompt is being computed too."""
+        """Add a request whose prompt is being computed."""
         self._add(packed_tokens(request, len(request.prompt)), request)
 
-    def waits_for(self, request: Request, cache: RadixCache) -> Request | None:
-        """The one whose computing saves this request a good part of its prompt, if it waits a little."""
+    def holder_of(self, request: Request, cache: RadixCache) -> Request | None:
+        """The request that is computing a prefix which ``request`` should wait for; None if it should not wait."""
         if not self._holders or not cache.is_enabled:
             return None
         watch = request.watch
@@ -66,8 +71,9 @@ class Sharing:
         key = packed_tokens(request, request.num_cacheable)
         return self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
 
-    def holds_back_or_add(self, request: Request) -> bool:
-        """Whether a waiting request would wait for one looked at before; if not, others may wait for it."""
+    def defer_or_add(self, request: Request) -> bool:
+        """Whether a waiting request should wait for one added before. If not, and little of it is cached, it is
+        added."""
         watch = request.watch
         if watch is None or watch.num_tokens > self._limits.max_cached:
             return False

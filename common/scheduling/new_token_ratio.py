@@ -1,8 +1,8 @@
-"""How much of its allowed output a running request is expected to produce, when nothing else is known.
+"""The share of its allowed output that a running request is expected to produce, if nothing else is known. Pure.
 
-Requests rarely use all of ``max_new_tokens``; reserving all of it would leave memory idle, reserving too little makes
-requests be retracted. So the ratio starts high, falls step by step while all goes well, and jumps up after a retraction
-to what the retracted batch has shown it needs. Rule and constants are those of SGLang's scheduler.
+Requests rarely use all of ``max_new_tokens``. Reserving all of it leaves memory idle; reserving too little causes
+retractions. The ratio starts high, falls with each step without a retraction, and rises after a retraction to what the
+remaining batch has needed so far. The rule and the constants are those of SGLang's scheduler.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from common.request import Request
 
-#: Output tokens expected of one request at most. SGLang's CLIP_MAX_NEW_TOKENS.
+#: The most output tokens that one request is expected to produce (SGLang's ``CLIP_MAX_NEW_TOKENS``).
 CLIP_TOKENS = 4096
 
 
@@ -21,11 +21,11 @@ class RatioConstants:
     """Constants of the rule.
 
     Attributes:
-        initial: ratio at the start, before conservativeness.
-        lowest_factor: the ratio falls to this share of where it started.
-        decay_steps: over so many decode steps.
-        retract_steps: after a retraction, room for so many more tokens of each request.
-        clip: output tokens expected of one request at most.
+        initial: the ratio at the start, before it is multiplied by the conservativeness.
+        lowest_factor: the lowest ratio as a share of the first.
+        decay_steps: decode steps in which the ratio falls from the first to the lowest.
+        retract_steps: tokens of each request for which a retraction makes room.
+        clip: the most output tokens that one request is expected to produce.
     """
 
     initial: float = 0.7
@@ -35,24 +35,24 @@ class RatioConstants:
     clip: int = CLIP_TOKENS
 
 
-def constants_from(environ: Mapping[str, str]) -> RatioConstants:
-    """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for a value that cannot be."""
+def ratio_constants_from_environ(environ: Mapping[str, str]) -> RatioConstants:
+    """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for an invalid value."""
     default = RatioConstants()
     return RatioConstants(
         initial=_number(environ, "BATON_INIT_NEW_TOKEN_RATIO", default.initial, 0.0, 1.0),
         lowest_factor=_number(environ, "BATON_MIN_NEW_TOKEN_RATIO_FACTOR", default.lowest_factor, 0.0, 1.0),
-        decay_steps=count_from(environ, "BATON_NEW_TOKEN_RATIO_DECAY_STEPS", default.decay_steps, 1),
-        retract_steps=count_from(environ, "BATON_RETRACT_DECODE_STEPS", default.retract_steps, 0),
-        clip=count_from(environ, "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION", default.clip, 1),
+        decay_steps=count_from_environ(environ, "BATON_NEW_TOKEN_RATIO_DECAY_STEPS", default.decay_steps, 1),
+        retract_steps=count_from_environ(environ, "BATON_RETRACT_DECODE_STEPS", default.retract_steps, 0),
+        clip=count_from_environ(environ, "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION", default.clip, 1),
     )
 
 
 class NewTokenRatio:
-    """The ratio of one node, as it changes from step to step.
+    """The ratio of one node, updated with each step.
 
     Args:
         constants: of the rule.
-        conservativeness: ``--schedule-conservativeness``; above 1 reserves more and retracts less.
+        conservativeness: ``--schedule-conservativeness``; a value above 1 reserves more and retracts less.
     """
 
     def __init__(self, constants: RatioConstants, conservativeness: float = 1.0) -> None:
@@ -64,26 +64,26 @@ class NewTokenRatio:
         self.value = self._highest
 
     def decoded(self) -> None:
-        """A decode step went by without a retraction."""
+        """Lower the ratio after a decode step without a retraction."""
         self.value = max(self._lowest, self.value - self._decay)
 
     def retracted(self, running: Sequence[Request]) -> None:
-        """Requests were retracted; ``running`` are those that stay."""
+        """Raise the ratio after a retraction; ``running`` are the requests that stay."""
         num_decoded = sum(len(request.output) for request in running)
         num_allowed = sum(request.sampling.max_new_tokens for request in running)
         room = self._constants.retract_steps * len(running)
         self.value = min(1.0, (num_decoded + room) / (num_allowed + 1))
 
     def reset(self) -> None:
-        """The node fell idle: what was learnt about the last batch says nothing about the next."""
+        """Return to the first value. An idle node calls this: the last batch says nothing about the next."""
         self.value = self._highest
 
 
 def expected_left(request: Request, ratio: float, clip: int) -> float:
-    """Output tokens that a request is still expected to need.
+    """Output tokens that a request is still expected to produce, at most ``clip``.
 
-    All it may produce under ignore-EOS; what is left of its predicted length, as long as it has not outgrown it; else
-    ``ratio`` of what it may still produce. Clipped.
+    With ``ignore_eos`` these are all that it may produce. Otherwise they are the rest of its predicted length or,
+    without a prediction or past it, ``ratio`` of what it may still produce.
     """
     num_left = min(request.num_left, clip)
     if request.sampling.ignore_eos:
@@ -93,7 +93,7 @@ def expected_left(request: Request, ratio: float, clip: int) -> float:
 
 
 def expected_tokens(requests: Iterable[Request], ratio: float, clip: int) -> int:
-    """Output tokens that all of these are still expected to need."""
+    """Output tokens that all these requests together are still expected to produce, rounded up."""
     return math.ceil(sum(expected_left(request, ratio, clip) for request in requests))
 
 
@@ -107,8 +107,8 @@ def _number(environ: Mapping[str, str], name: str, default: float, low: float, h
     return value
 
 
-def count_from(environ: Mapping[str, str], name: str, default: int, low: int) -> int:
-    """A whole number of at least ``low`` from the environment. Raises ConfigError: names the variable."""
+def count_from_environ(environ: Mapping[str, str], name: str, default: int, low: int) -> int:
+    """An integer of at least ``low`` from the environment. Raises ConfigError naming the variable."""
     text = environ.get(name, str(default)).strip()
     if not text.isascii() or not text.isdigit() or int(text) < low:
         raise ConfigError(f"{name}={text} must be a whole number of at least {low}")

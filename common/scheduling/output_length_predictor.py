@@ -1,10 +1,9 @@
-"""How long an output will probably be, learned from those that have ended. Pure.
+"""Prediction of output lengths from outputs that have ended. Pure.
 
-Outputs of one application resemble each other, and so do their prompts' beginnings: lengths are remembered by tenant
-and prompt prefix, by tenant, and over all, and the narrowest of these that has seen enough answers. Each is a mean in
-which the last few dozen outputs count. An output that was cut at its limit says only that it would have been longer:
-it counts as the mean, if that is more. Without history there is no answer, and nodes use their ratio
-(``common/scheduling/new_token_ratio.py``).
+Outputs of one application resemble each other, and its prompts begin alike. Mean lengths are kept by tenant and prompt
+prefix, by tenant, and over all requests; the narrowest group with enough outputs decides. A mean counts the last few
+dozen outputs. An output that was cut at its limit would have been longer, so it counts as the mean if that is more.
+Without a prediction, nodes use their ratio (``common/scheduling/new_token_ratio.py``).
 """
 
 import math
@@ -13,21 +12,24 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-#: Tokens at the beginning of a prompt that tell one application from another.
+#: Tokens at the beginning of a prompt that identify an application.
 PREFIX_TOKENS = 32
-#: Outputs that must have been seen before their mean is believed, and over how many it is taken.
-ENOUGH, WINDOW = 4, 64
+#: Outputs that a group needs before its mean is used.
+MIN_OUTPUTS = 4
+#: Outputs that count in a mean.
+WINDOW = 64
 
-Group = tuple[str, int]  # a tenant, and the hash of a prefix; -1 for any
+#: A tenant and the hash of a prompt prefix, or ANY_PREFIX.
+Group = tuple[str, int]
 ANY_PREFIX = -1
-OVER_ALL: Group = ("\0", ANY_PREFIX)  # no tenant's name
+ALL_REQUESTS: Group = ("\0", ANY_PREFIX)  # "\0" is no tenant's name
 
 
-class Predictor:
-    """Of one model.
+class OutputLengthPredictor:
+    """Predicts output lengths for one model.
 
     Args:
-        max_groups: how many tenants and prefixes are remembered; those not met for longest are forgotten first.
+        max_groups: tenants and prefixes to remember; the least recently used ones are forgotten first.
     """
 
     def __init__(self, max_groups: int = 10_000) -> None:
@@ -35,19 +37,19 @@ class Predictor:
         self._means: OrderedDict[Group, tuple[int, float]] = OrderedDict()  # outputs seen, and their mean length
 
     def expected(self, tenant: str, prompt: Sequence[int]) -> int:
-        """Output tokens that there will probably be; 0 if nothing is known."""
+        """The predicted number of output tokens; 0 without data."""
         for group in _groups(tenant, prompt):
             count, mean = self._means.get(group, (0, 0.0))
-            if count >= ENOUGH:
+            if count >= MIN_OUTPUTS:
                 return max(1, math.ceil(mean))
         return 0
 
     def learn(self, tenant: str, prompt: Sequence[int], num_output: int, *, is_cut: bool) -> None:
-        """An output has ended.
+        """Record an output that has ended.
 
         Args:
-            num_output: its tokens.
-            is_cut: at its limit, not by itself.
+            num_output: its length in tokens.
+            is_cut: it ended at its limit, not by itself.
         """
         for group in _groups(tenant, prompt):
             count, mean = self._means.get(group, (0, 0.0))
@@ -63,6 +65,6 @@ class Predictor:
 
 
 def _groups(tenant: str, prompt: Sequence[int]) -> tuple[Group, Group, Group]:
-    """From the narrowest on."""
+    """The groups of a request, the narrowest first."""
     prefix = zlib.crc32(array("q", prompt[:PREFIX_TOKENS]).tobytes())
-    return (tenant, prefix), (tenant, ANY_PREFIX), OVER_ALL
+    return (tenant, prefix), (tenant, ANY_PREFIX), ALL_REQUESTS

@@ -1,15 +1,15 @@
-"""Builds one prefill batch out of the ordered waiting queue, under three budgets.
+"""Builds one prefill batch from the ordered waiting queue, within three budgets. Pure.
 
-1. total: tokens of memory that the caller says may be spent; a request is admitted only if it needs strictly less.
-2. input: prompt tokens of one batch. The first request may exceed it, a later one that does not fit waits.
-3. chunk: prompt tokens of one step. A request longer than what is left is cut at a page boundary and goes on in later
-   steps; behind its tail there is room for whole short requests and for the head of the next. With a cut by work
-   (``common/scheduling/chunked_prefill.py``) the step also holds no more work than one full chunk at the beginning
-   of a prompt.
+1. total: memory that the caller allows, in tokens. A request is admitted only if it needs strictly less.
+2. input: prompt tokens of one batch. Only the first request may exceed it.
+3. chunk: prompt tokens of one step. A request that is longer than what is left is cut at a page boundary and continues
+   in later steps. Behind its last chunk there is room for short requests and for the first chunk of another. With
+   dynamic chunking (``common/scheduling/chunked_prefill.py``) a step also holds at most the work of one full chunk at
+   the beginning of a prompt.
 
-All three are spent in whole pages. Names and rules are those of SGLang's ``PrefillAdder``, with two differences. Every
-step is filled to the chunk budget instead of serving one cut request alone. And admission allocates pages for all of a
-request's tokens at once, so that one that has begun to compute never waits for memory before its first token.
+All three are spent in whole pages. Names and rules are those of SGLang's ``PrefillAdder``, with two differences. Each
+step is filled to the chunk budget instead of serving one cut request alone. Admission allocates the pages for all of a
+request's tokens at once, so that a request never waits for memory between its first chunk and its first token.
 """
 
 import math
@@ -22,14 +22,14 @@ from common.cache.radix_cache import Match, RadixCache
 from common.cache.request_kv import packed_tokens
 from common.request import Request
 from common.sampling_params import TokenLogprobs
-from common.scheduling.chunked_prefill import ChunkAlignment, most_tokens, work
+from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
 from common.scheduling.ignore_eos_admission import Growth, fits, is_extending, num_private_pages
 from common.scheduling.new_token_ratio import CLIP_TOKENS, expected_left
 from common.step_plan import Admit, Row, StepResult
 
 
 class AddResult(Enum):
-    """What became of one request."""
+    """The outcome of adding one request."""
 
     CONTINUE = auto()  # it is in the batch; try the next
     NO_TOKEN = auto()  # it does not fit into memory now
@@ -38,19 +38,19 @@ class AddResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Of one batch, in tokens.
+    """The budgets of one batch, in tokens.
 
     Attributes:
-        total_tokens: free and evictable memory less what running and held requests are still expected to need.
+        total_tokens: free and evictable memory minus what admitted requests are still expected to need.
         input_tokens: ``--max-prefill-tokens``.
-        chunk_tokens: ``--chunked-prefill-size``; None for off. Less than where a prompt may be cut counts as that.
-        cut: where prompts are cut, and whether work is counted beside tokens.
+        chunk_tokens: ``--chunked-prefill-size``; None computes prompts whole. It is raised to the alignment.
+        alignment: where prompts may be cut, and whether work is counted.
     """
 
     total_tokens: int
     input_tokens: int
     chunk_tokens: int | None = None
-    cut: ChunkAlignment = field(default_factory=ChunkAlignment)
+    alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
 
 
 @dataclass(slots=True)
@@ -98,11 +98,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What a step found out about one chunk.
+    """The result of one chunk.
 
     Attributes:
-        sampled: token and its log-probability, of a last chunk.
-        prompt_logprobs: of the chunk's targets, if it had any.
+        sampled: the token and its log-probabilities after a last chunk, otherwise None.
+        prompt_logprobs: of the chunk's targets.
     """
 
     sampled: tuple[int, TokenLogprobs | None] | None
@@ -110,35 +110,44 @@ class ChunkResult:
 
 
 def chunk_results(chunks: Sequence[Chunk], result: StepResult, *, num_before: int = 0) -> list[ChunkResult]:
-    """Take a step's result apart by chunk. ``num_before`` sampled rows without targets came before the chunks."""
+    """Split the result of a step by chunk.
+
+    Args:
+        num_before: rows of the step before the chunks, each of which sampled one token.
+    """
     tokens = iter(result.tokens[num_before:])
     logprobs = iter(result.logprobs[num_before:] or (None,) * len(result.tokens))
-    judged = iter(result.prompt_logprobs)
+    prompt_logprobs = iter(result.prompt_logprobs)
     return [
         ChunkResult(
             (next(tokens), next(logprobs)) if chunk.is_last else None,
-            next(judged) if chunk.targets else (),
+            next(prompt_logprobs) if chunk.targets else (),
         )
         for chunk in chunks
     ]
 
 
 def admit_row(request: Request, *, last_token: int | None = None) -> Admit:
-    """How a request takes its slot. ``last_token``: sampled elsewhere or before, if its prompt is not extended now."""
+    """The message that tells the executor of a request in a slot.
+
+    Args:
+        last_token: the token sampled last, if the request decodes next; None if it extends its prompt.
+    """
     history = request.tokens() if request.sampling.has_penalties else ()
     return Admit(request.slot, request.sampling, len(request.prompt), last_token, history)
 
 
 class PrefillAdder:
-    """One batch in the making; a new one for each step.
+    """One batch that is being built; each step has a new one.
 
     Args:
         budgets: of this batch.
-        max_requests: chunks of this batch at most.
-        clip: output tokens reserved for one request at most.
-        reserve_output: count the outputs of admitted requests (true where this node decodes them).
-        running: requests that decode here now; the ignore-EOS proof walks them. Their expected needs are in the budget.
-        ratio: share of its remaining output that a request without ignore-EOS is expected to produce.
+        max_requests: the largest number of chunks; None for no limit.
+        clip: the most output tokens that are reserved for one request.
+        reserve_output: count the outputs of admitted requests; true on the node that decodes them.
+        running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``budgets`` already
+            accounts for their expected needs.
+        ratio: the share of its remaining output that a request without ``ignore_eos`` is expected to produce.
     """
 
     def __init__(
@@ -156,10 +165,10 @@ class PrefillAdder:
         self.chunks: list[Chunk] = []
         self.total_left = budgets.total_tokens
         self.input_left = budgets.input_tokens
-        self._unit = budgets.cut.unit(cache.page_size)
+        self._unit = budgets.alignment.unit(cache.page_size)
         self.chunk_left = None if budgets.chunk_tokens is None else max(budgets.chunk_tokens, self._unit)
-        self._crossover = None if self.chunk_left is None else budgets.cut.crossover_tokens
-        self._work_left = work(self._crossover or 0.0, 0, self.chunk_left or 0)
+        self._crossover = None if self.chunk_left is None else budgets.alignment.crossover_tokens
+        self._work_left = prefill_work(self._crossover or 0.0, 0, self.chunk_left or 0)
         self._cache = cache
         self._books = books
         self._page_size = cache.page_size
@@ -170,14 +179,14 @@ class PrefillAdder:
         self._ratio = ratio
 
     def add_chunked_req(self, request: Request) -> AddResult:
-        """The next chunk of a request that is admitted and not wholly scheduled. CONTINUE if it is in the batch.
+        """Add the next chunk of an admitted request. CONTINUE if it is in the batch, otherwise OTHER.
 
-        Its memory was spent when it was admitted, so it never answers NO_TOKEN.
+        The memory of the request was spent when it was admitted, so NO_TOKEN is impossible.
         """
         start = request.num_scheduled
         length = request.num_tokens - start
         assert request.pages, "this request was not admitted"
-        assert length > 0, "there is nothing left to extend"
+        assert length > 0, "the whole prompt is scheduled already"
         num_tokens = self._fit(start, length)
         if num_tokens == 0:
             return AddResult.OTHER
@@ -185,10 +194,11 @@ class PrefillAdder:
         return AddResult.CONTINUE
 
     def add_one_req(self, request: Request) -> AddResult:
-        """Admit a waiting request: match, lock, test the budgets, allocate every page, and take its first chunk.
+        """Admit a waiting request: match and lock its prefix, test the budgets, allocate all pages, add its first
+        chunk.
 
-        CONTINUE if it is in the batch; otherwise the request, the locks and the books are as they were. (Cached pages
-        may have been evicted for it without use if they linger; they are there for the next attempt.)
+        CONTINUE if it is in the batch. Otherwise the request, the locks and the allocator are unchanged, but cached
+        pages may have been evicted: a page that a running step still uses becomes free only when the step ends.
         """
         assert not request.pages, "this request is admitted already"
         if self._is_full():
@@ -220,7 +230,7 @@ class PrefillAdder:
         return self.chunk_left is not None and self.chunk_left <= 0
 
     def _fit(self, start: int, length: int) -> int:
-        """How many of ``length`` tokens from ``start`` on go into this batch: all, up to where it is cut, or 0."""
+        """The number of tokens from ``start`` on that this batch takes: ``length``, fewer if it is cut, or 0."""
         if self._is_full():
             return 0
         length = self._cut(start, length)
@@ -233,12 +243,12 @@ class PrefillAdder:
             return length
         most = self.chunk_left
         if self._crossover is not None:
-            most = min(most, most_tokens(self._crossover, start, self._work_left))
+            most = min(most, tokens_within(self._crossover, start, self._work_left))
         if length <= most:
             return length
         end = (start + most) // self._unit * self._unit
         if end <= start and not self.chunks:
-            end = (start // self._unit + 1) * self._unit  # however little fits, the first in order goes on
+            end = (start // self._unit + 1) * self._unit  # the first request in order always proceeds
         return min(max(end - start, 0), length)
 
     def _take(self, request: Request, start: int, num_tokens: int) -> None:
@@ -248,12 +258,12 @@ class PrefillAdder:
         if self.chunk_left is not None:
             self.chunk_left -= self._rounded(num_tokens)
         if self._crossover is not None:
-            self._work_left -= work(self._crossover, start, num_tokens)
+            self._work_left -= prefill_work(self._crossover, start, num_tokens)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def _allocate(self, request: Request, match: Match) -> list[int] | None:
-        """Pages for what is not cached, if the request may have them. Evicts as needed."""
+        """Allocate pages for the tokens that are not cached, evicting as needed; None if the request does not fit."""
         num_tokens = self._rounded(request.num_tokens - match.num_tokens)
         if not self._may_spend(request, match, num_tokens):
             return None
@@ -266,43 +276,43 @@ class PrefillAdder:
         return self._books.alloc(count, Owner.REQUEST)
 
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
-        """The total test, under the lock; ``num_tokens`` are those of the new pages."""
+        """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
         if self._proves(request):
             return self._never_runs_out(request, match, num_tokens // self._page_size)
-        # A request may ask for more output than the pool can ever hold. Once it would have the pool for itself, waiting
-        # gains nothing.
+        # A request may ask for more output than the pool holds. It is admitted once it has the pool for itself, because
+        # waiting longer gains nothing.
         num_usable = self._tokens(self._books.num_pages - self._books.count(Owner.QUARANTINE)) - match.num_tokens
         need = min(num_tokens + self._reserve(request), max(num_usable - 1, num_tokens))
         return need < self.total_left
 
     def _proves(self, request: Request) -> bool:
-        """Whether outputs are of known length, so that the future can be walked instead of guessed."""
+        """Whether the output length is known, so that admission can be proved instead of estimated."""
         return self._reserve_output and request.sampling.ignore_eos
 
     def _never_runs_out(self, request: Request, match: Match, count: int) -> bool:
-        """Whether all that run here, and this one too, can grow to their ends in what memory there is."""
+        """Whether all running requests and this one can grow to their ends in the available memory."""
         others = [Growth.of(other, self._expected(other), is_late=is_extending(other)) for other in self._running]
         running = {id(other) for other in self._running}
         for chunk in self.chunks:
             if id(chunk.request) not in running:
                 others.append(Growth.of(chunk.request, self._expected(chunk.request), is_late=not chunk.is_last))
         if not others:
-            return True  # alone: waiting gains nothing
+            return True  # the only request gains nothing by waiting
         num_private = count + num_private_pages(match.node)
         num_held = len(match.pages) + count
-        # It may be cut into chunks, and then it ends later than by counting its tokens; assume so.
+        # Chunking may make it end later than its token count says, so it counts as late.
         mine = Growth(request.num_tokens, num_held, self._expected(request), num_private, is_late=True)
         num_available = self._books.num_free + self._cache.num_evictable_pages - count
         return fits([*others, mine], num_available, self._page_size)
 
     def _expected(self, request: Request) -> int:
-        """Output tokens that a request is going to produce (ignore-EOS), or is expected to."""
+        """Output tokens that a request will produce (``ignore_eos``) or is expected to produce."""
         if request.sampling.ignore_eos:
             return request.num_left
         return math.ceil(expected_left(request, self._ratio, self._clip))
 
     def _reserve(self, request: Request) -> int:
-        """Output tokens to keep room for."""
+        """Output tokens to reserve room for."""
         if not self._reserve_output:
             return 0
         return math.ceil(expected_left(request, 1.0, self._clip))
@@ -312,7 +322,7 @@ class PrefillAdder:
         request.own = own
         request.node = match.node
         request.num_computed = request.num_scheduled = match.num_tokens
-        if not request.output:  # otherwise it was admitted before, here or elsewhere
+        if not request.output:  # a request with output was admitted before
             request.num_cached = match.num_tokens
         self.total_left -= self._tokens(len(own)) + self._reserve(request)
 
@@ -320,5 +330,5 @@ class PrefillAdder:
         return num_pages * self._page_size
 
     def _rounded(self, num_tokens: int) -> int:
-        """Up to whole pages."""
+        """``num_tokens`` rounded up to whole pages."""
         return -(-num_tokens // self._page_size) * self._page_size

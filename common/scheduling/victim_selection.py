@@ -1,4 +1,4 @@
-"""Whose pages must go so that a request fits: just enough of them, or none at all. Pure."""
+"""Selection of the requests that must give up their pages so that another one fits. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,11 +10,11 @@ from common.request import Request
 def has_room(
     cache: RadixCache, books: PageAllocator, *, num_pages: int, keep: TreeNode, without: Sequence[Request] = ()
 ) -> bool:
-    """Whether so many pages are free or could be evicted.
+    """Whether ``num_pages`` pages are free or could be evicted.
 
     Args:
-        keep: nobody may evict what is on the path of this node.
-        without: asked as if these requests held no pages.
+        keep: the path of this node may not be evicted.
+        without: requests whose pages count as free.
     """
     return _try(cache, books, num_pages, keep, without)[1]
 
@@ -22,14 +22,14 @@ def has_room(
 def victims_for(
     cache: RadixCache, books: PageAllocator, *, num_pages: int, keep: TreeNode, candidates: Iterable[Request]
 ) -> list[Request]:
-    """The first of ``candidates`` that have to give way.
+    """The fewest leading ``candidates`` whose pages make room.
 
     Args:
-        num_pages: that are needed beside those on the path of ``keep``, which nobody may evict meanwhile.
-        candidates: who may be asked, first to go first.
+        num_pages: pages that are needed beside those on the path of ``keep``, which may not be evicted.
+        candidates: requests in the order in which they are chosen.
+
     Returns:
-        Empty if there is room already, or if there would not be enough even without all of them: then nobody is to be
-        touched for it.
+        The chosen requests. None are chosen if there is room already, or if all candidates together do not make enough.
     """
     chosen, is_enough = _try(cache, books, num_pages, keep, candidates)
     return chosen if is_enough else []
@@ -38,7 +38,7 @@ def victims_for(
 def _try(
     cache: RadixCache, books: PageAllocator, num_pages: int, keep: TreeNode, candidates: Iterable[Request]
 ) -> tuple[list[Request], bool]:
-    """Take one after the other until there is room. Books and cache are as before afterwards."""
+    """Choose candidates until there is room. The allocator and the cache are unchanged afterwards."""
     cache.lock(keep)
     chosen: list[Request] = []
     num_own = 0
@@ -49,7 +49,7 @@ def _try(
             break
         chosen.append(victim)
         num_own += len(victim.own)
-        cache.unlock(victim.node)  # what several of them share comes back only with the last
+        cache.unlock(victim.node)  # pages that several victims share become evictable only with the last one
     is_enough = books.num_free + cache.num_evictable_pages + num_own >= num_pages
     for victim in chosen:
         cache.lock(victim.node)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
-from common.scheduling.output_length_predictor import Predictor
+from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.http.protocol import (
     Chat,
     ChatMessage,
@@ -81,7 +81,13 @@ class InputProcessor:
     """
 
     def __init__(
-        self, model: str, text: Text, chat: ChatTemplate | None, *, request_timeout_s: float, predictor: Predictor
+        self,
+        model: str,
+        text: Text,
+        chat: ChatTemplate | None,
+        *,
+        request_timeout_s: float,
+        predictor: OutputLengthPredictor,
     ) -> None:
         self._model = model
         self._text = text

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.adaptive import Adaptive
-from common.scheduling.policies.base import FirstComeFirstServed
 from common.scheduling.waiting_queue import WaitingQueue
-from gateway.requests.ranks import Ranks
 
 
 class RequestQueue:
@@ -26,8 +24,6 @@ class RequestQueue:
         self.order = order
         self._patience_s = patience_s
         self._waiting = WaitingQueue(order)
-        self._ranks = Ranks(order)
-        self._is_ranked = type(order.policy) is FirstComeFirstServed
         self._stranded: dict[RequestKey, None] = {}  # those whom no pool that is there could hold
         self._stranded_at: dict[RequestKey, float] = {}  # when that was found first
         self._unroutable_since: float | None = None
@@ -55,27 +51,20 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         """A request waits from now on."""
         self._waiting[request.key] = request
-        self._ranks.add(request)
 
     def remove(self, request: Request) -> None:
         """It waits no longer: it was sent out, or has ended."""
         del self._waiting[request.key]
-        self._ranks.remove(request)
         self._stranded.pop(request.key, None)
         self._stranded_at.pop(request.key, None)
 
     def change(self, request: Request, priority: int, priority_class: str) -> None:
         """It counts otherwise from now on; if it waits, it keeps its place among those that are equal then."""
-        number = self._ranks.remove(request) if request.key in self._waiting else 0
-        self._waiting.change(request, priority, priority_class)
-        if request.key in self._waiting:
-            self._ranks.add(request, number)
+        self._waiting.reprioritize(request, priority, priority_class)
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The ``count`` who are next, first in line first. They stay until they are removed."""
-        if self._is_ranked:
-            return self._ranks.first(count, self._stranded)
-        line = self._waiting.in_order(now)
+        line = self._waiting.sorted(now)
         if self._stranded:
             line = [request for request in line if request.key not in self._stranded]
         return line[:count]
@@ -92,12 +81,15 @@ class RequestQueue:
         """
         if not self.order.rules.is_enabled:
             return []
-        at_nodes = Ranks(self.order)
-        for other in sent:
-            at_nodes.add(other)
-        name, standing = request.priority_class, self.order.standing(request)
-        lower = [*self._ranks.lowest(name, standing, count), *at_nodes.lowest(name, standing, count)]
+        lower = [*self._lower(request, self.requests()), *self._lower(request, sent)]
         return lower[:count] if len(lower) >= count else []
+
+    def _lower(self, request: Request, others: Sequence[Request]) -> list[Request]:
+        """Requests of the same class with a lower standing, lowest first, the newest first among equals."""
+        standing = self.order.effective_priority
+        bound = standing(request)
+        lower = [o for o in reversed(others) if o.priority_class == request.priority_class and standing(o) < bound]
+        return sorted(lower, key=standing)
 
     # ---- nodes that are not there ---------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode, RequestError
 from common.plugins import load_policy
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
 from gateway.requests.admission import Admission
 from gateway.requests.output_processor import GenerateRequest
@@ -86,7 +86,7 @@ def make_fleet(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerP
     router = Router(local_prefill=config.local_prefill, local_threshold=config.local_prefill_threshold)
     queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
     backlog = RequestQueue(
-        make_order(config, own_policy=load_policy(config.schedule_policy)), patience_s=config.heartbeat_timeout
+        make_ordering(config, own_policy=load_policy(config.schedule_policy)), patience_s=config.heartbeat_timeout
     )
     return WorkerPool(model, registry, router, Admission(queued), backlog, config.gateway_lookahead)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
-from common.scheduling.output_length_predictor import Predictor
+from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.http.protocol import refuse
 from gateway.requests.input_processor import InputProcessor
 from gateway.text.chat_template import ChatTemplate
@@ -22,7 +22,7 @@ class Model:
     text: Text
     asker: InputProcessor
     fleet: WorkerPool
-    predictor: Predictor
+    predictor: OutputLengthPredictor
 
 
 class Models:
@@ -63,6 +63,6 @@ class Models:
 def _load(config: GatewayConfig, name: str, folder: Path, template: str | None) -> Model:
     text = Text.load(folder)
     chat = ChatTemplate.load(folder, None if template is None else Path(template))
-    predictor = Predictor()
+    predictor = OutputLengthPredictor()
     asker = InputProcessor(name, text, chat, request_timeout_s=config.request_timeout, predictor=predictor)
     return Model(name, text, asker, make_fleet(config, name, text.vocab_size), predictor)

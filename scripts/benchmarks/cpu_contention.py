@@ -1,4 +1,4 @@
-"""Whether a benchmark had its cores to itself: processor time that went to processes other than it and its children."""
+"""Measures the processor time that other processes took from a benchmark."""
 
 import os
 import time
@@ -8,20 +8,20 @@ from pathlib import Path
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class Neighbours:
-    """Looks from its making until ``cores`` is asked.
+class CpuContention:
+    """Processor time of other processes since construction.
 
     Args:
-        cpus: the CPUs that matter.
+        cpus: the CPUs to look at.
     """
 
     def __init__(self, cpus: Iterable[int]) -> None:
         self._names = {f"cpu{number}" for number in cpus}
-        self._began_at, self._busy_s, self._own_s = time.monotonic(), self._busy(), own_s(os.getpid())
+        self._began_at, self._busy_s, self._own_s = time.monotonic(), self._busy(), cpu_time_s(os.getpid())
 
     def cores(self) -> float:
-        """How many cores others kept busy on average, time stolen by a hypervisor included."""
-        others_s = self._busy() - self._busy_s - (own_s(os.getpid()) - self._own_s)
+        """Cores that other processes kept busy on average, including time stolen by the hypervisor."""
+        others_s = self._busy() - self._busy_s - (cpu_time_s(os.getpid()) - self._own_s)
         return max(0.0, others_s / max(time.monotonic() - self._began_at, 1e-9))
 
     def _busy(self) -> float:
@@ -34,15 +34,15 @@ class Neighbours:
         return total / TICKS_PER_S
 
 
-def own_s(root: int) -> float:
-    """Processor seconds of a process, of those that descend from it, and of their children that have ended."""
+def cpu_time_s(root: int) -> float:
+    """Processor seconds of a process and its descendants, including ended children that were waited for."""
     children: dict[int, list[int]] = {}
     used: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         pid = int(path.parent.name)
         children.setdefault(int(fields[1]), []).append(pid)
         used[pid] = sum(map(int, fields[11:15]))

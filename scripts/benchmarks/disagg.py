@@ -1,15 +1,15 @@
-"""What separate prefill and decode nodes do for latency: the same cores and Poisson load, arranged in several ways.
+"""Latency with and without separate prefill and decode nodes, on the same cores and under the same Poisson load.
 
-Every arrangement is a fresh ``serve`` on the same cores, and gets the very same requests at the same instants (one
-seed): prompts of 512 random token ids, nothing shared, 64 tokens out. They take turns at every rate, in the opposite
-order at every other, so that neither a slow hour of the machine nor its end falls on one of them alone. The load-test
-harness (``scripts/load_tester``) is the only client. Rates are absolute for the shape of Qwen3-0.6B; for the small
-model they
-are shares of its capacity: what the weaker of the first two arrangements completes with 32 requests always under way.
+Every arrangement is a new ``serve`` on the same cores and gets the same requests at the same instants: prompts of 512
+random token ids, 64 output tokens, nothing shared. At each rate the arrangements take turns, in alternating order, so
+that a slow phase of the machine does not fall on one of them alone. The load tester is the only client. Rates are
+absolute for the shape of Qwen3-0.6B. For the small model they are shares of its capacity: the rate that the weaker of
+the first two arrangements completes with 32 requests in flight.
 
-Latency counts from the intended instant. Ratios are to the first arrangement, 1 prefill + 1 decode: above 1 it is the
-better one. With all its defaults this takes about an hour; ``--quick`` takes three minutes. Every run is bounded by its
-seconds of arrivals and two minutes more, after which requests still under way are given up and count as failed.
+Latency counts from the planned instant of a request. Ratios are to the first arrangement; above 1, the first is better.
+The defaults take about an hour; ``--models small --arrangements split,colocated --small-seconds 10 --capacity-seconds
+6`` takes three minutes. Each run ends at the latest two minutes after its last arrival; requests still in flight then
+count as failed. Samples of several rounds are pooled: a percentile is that of all of them together.
 """
 
 import argparse
@@ -18,28 +18,32 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.config.shared import SMALL_MODEL
-from common.errors import BatonError
-from scripts.benchmarks.cpu_contention import Neighbours
-from scripts.benchmarks.disagg_table import ARRANGEMENTS, lines_of
-from scripts.benchmarks.service_fixture import served
+from common.errors import BatonError, ConfigError
+from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report, write_json
 from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
 from scripts.serving.cpu_affinity import usable_cores
 
+SHORTEST = (
+    "--models=small", "--arrangements=split", "--capacity=5", "--shares=1", "--small-seconds=2",
+)  # fmt: skip
 SCHEMA = 1
 NUM_INPUT, NUM_OUTPUT = 512, 64
 CAPACITY_CONCURRENCY = 32
-POOL_TOKENS = 32_768  # of every node, so that no arrangement is short of pages
-MAX_OTHERS = 0.15  # cores that others may use before figures are not to be trusted
-START_S = 15.0  # what a start and the last answers take, for the estimate alone
+POOL_TOKENS = 32_768  # of every node, so that no arrangement runs out of pages
+MAX_OTHERS = 0.15  # cores used by other processes above which a run is marked invalid
+START_S = 15.0  # start of a service and the last answers, for the estimate of the total time
 MODELS = ("qwen3-0.6b", "small")
 
 FLAGS = {
@@ -58,7 +62,13 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. ``rates`` are requests per second, ``shares`` parts of the capacity; times are in seconds."""
+    """What to measure.
+
+    Attributes:
+        rates: requests per second for the large model.
+        shares: rates for the small model, as shares of its capacity.
+        capacity: requests per second; None to measure it.
+    """
 
     models: tuple[str, ...]
     arrangements: tuple[str, ...]
@@ -68,6 +78,7 @@ class Options:
     large_s: float
     small_s: float
     capacity_s: float
+    capacity: float | None
     cores: int
     seed: int
 
@@ -77,7 +88,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run to make: everything that its outcome depends on. ``share`` is 0 where the rate is absolute."""
+    """All parameters of one run. ``share`` is 0 if the rate is absolute."""
 
     model: str
     arrangement: str
@@ -93,7 +104,7 @@ Found = dict[str, Any]
 
 
 class Bench:
-    """Makes the runs that are still missing, and keeps them in a file as they come."""
+    """Makes the missing runs, and writes each to a file when it is over."""
 
     def __init__(self, options: Options, path: str | None, found: Found) -> None:
         self._options = options
@@ -101,7 +112,7 @@ class Bench:
         self._found = found
 
     def run(self) -> Found:
-        """Make all of it; returns what belongs to it, earlier runs that were gone on with included."""
+        """Make all missing runs; returns the planned runs, including those of the file."""
         planned: list[Found] = []
         for model in self._options.models:
             place = SMALL_MODEL if model == "small" else str(random_model())
@@ -113,7 +124,9 @@ class Bench:
         return self._found | {"runs": [run for run in self._found["runs"] if run["point"] in planned]}
 
     def _capacity(self, place: str) -> float:
-        """Requests per second that the first two arrangements complete; all are measured, if that has not been done."""
+        """The lower capacity of the first two arrangements, in requests per second. Measures all that are not known."""
+        if self._options.capacity is not None:
+            return self._options.capacity
         known: dict[str, float] = self._found["capacity"]
         for name in self._options.arrangements:
             if name not in known:
@@ -140,19 +153,19 @@ class Bench:
                 f"{itl['p50'] * 1e3:.1f} ms, p99 {itl['p99'] * 1e3:.1f} ms"
             )
         for reason in report.reasons:
-            say(f"    not to be trusted: {reason}")
+            say(f"    invalid: {reason}")
         content = {name: value for name, value in report.to_dict().items() if name != "config"}
         self._found["runs"].append({"point": asdict(point), "report": content})
         self._save()
 
     def _load(self, place: str, arrangement: str, length_s: float, warmup_s: float, seed: int, **when: Any) -> Report:
         flags = [*FLAGS[arrangement], f"--model={place}", f"--max-total-tokens={POOL_TOKENS}"]
-        with served(flags) as url:
+        with running_service(flags) as url:
             config = LoadtestConfig(
                 url=url,
                 duration=f"{length_s:g}",
                 warmup=f"{warmup_s:g}",
-                timeout="120",  # bounds the end of a run at a rate that is too much
+                timeout="120",  # bounds a run at a rate above the capacity
                 input_len=str(NUM_INPUT),
                 output_len=str(NUM_OUTPUT),
                 return_token_ids=True,
@@ -161,13 +174,13 @@ class Bench:
                 seed=seed,
                 **when,
             )
-            neighbours = Neighbours(os.sched_getaffinity(0))
+            contention = CpuContention(os.sched_getaffinity(0))
             report = run_load(config)
-            others = neighbours.cores()
+            others = contention.cores()
         if others > MAX_OTHERS:
-            report.reasons.append(f"other processes kept {others:.1f} of our cores busy")
+            report.reasons.append(f"other processes used {others:.1f} of these cores")
         if "the run was stopped before its end" in report.reasons:
-            raise KeyboardInterrupt  # the harness has taken the signal
+            raise KeyboardInterrupt  # the load tester has handled the signal
         return report
 
     def _save(self) -> None:
@@ -177,7 +190,7 @@ class Bench:
 
 
 def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
-    """Every run for one model, in the order in which they are made."""
+    """All runs for one model, in order."""
     shares = options.shares if model == "small" else (0.0,) * len(options.rates)
     rates = [share * capacity for share in shares] if model == "small" else options.rates
     length_s = options.length_s(model)
@@ -192,7 +205,7 @@ def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
 
 
 def minutes(options: Options) -> float:
-    """About how long all of it takes."""
+    """Estimated minutes of all runs."""
     total_s = 0.0
     for model in options.models:
         num_rates = len(options.shares if model == "small" else options.rates)
@@ -207,45 +220,164 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+ARRANGEMENTS = {
+    "split": "1 prefill + 1 decode",
+    "colocated": "2 colocated",
+    "colocated-128": "2 colocated, chunks of 128",
+    "one": "1 colocated, all threads",
+}
+
+#: Another engine under the same load, on two cores of another machine, in seconds.
+REFERENCE_RATE = 0.5
+REFERENCE = {"ttft_p50": 0.81, "itl_p50": 0.066, "itl_p99": 0.806}
+REFERENCE_NAME = "vLLM 0.32, colocated (*)"
+FOOTNOTE = "(*) measured on two cores of another machine, for orientation only"
+
+COLUMNS = {
+    "ttft_p50": "TTFT p50",
+    "ttft_p99": "p99",
+    "itl_p50": "inter-token p50",
+    "itl_p99": "p99",
+    "e2e_p50": "whole p50",
+    "e2e_p99": "p99",
+}
+WIDTHS = {"ttft_p50": 10, "ttft_p99": 9, "itl_p50": 17, "itl_p99": 9, "e2e_p50": 11, "e2e_p99": 9}
+NAME_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One arrangement at one rate, over all rounds.
+
+    Attributes:
+        times: seconds, by the names in ``COLUMNS``; a figure without samples is missing.
+        tokens_per_s: output tokens received per second, over the time in which requests arrived.
+        reasons: why the figures are invalid; empty if they are valid.
+    """
+
+    times: dict[str, float]
+    requests_per_s: float
+    tokens_per_s: float
+    count: int
+    failed: int
+    reasons: tuple[str, ...]
+
+
+def pooled(reports: Sequence[dict[str, Any]]) -> Cell:
+    """Pool the reports (``Report.to_dict``) of all rounds."""
+    times: dict[str, float] = {}
+    for name in ("ttft", "itl", "e2e"):
+        samples = [value for report in reports for value in report["samples"][name]]
+        values = np.concatenate([np.atleast_1d(value) for value in samples]) if samples else np.array([])
+        if len(values):
+            times |= {f"{name}_p50": float(np.quantile(values, 0.5)), f"{name}_p99": float(np.quantile(values, 0.99))}
+    return Cell(
+        times,
+        float(np.mean([report["throughput"]["requests_per_s"] for report in reports])),
+        float(np.mean([report["throughput"]["output_tokens_per_s"] for report in reports])),
+        sum(report["num_measured"] for report in reports),
+        sum(report["errors"]["count"] for report in reports),
+        tuple(reason for report in reports for reason in report["reasons"]),
+    )
+
+
+def lines_of(found: dict[str, Any], arrangements: Sequence[str]) -> list[str]:
+    """The lines of the table."""
+    lines: list[str] = []
+    for model in dict.fromkeys(run["point"]["model"] for run in found["runs"]):
+        runs = [run for run in found["runs"] if run["point"]["model"] == model]
+        lines += ["", _title(model, found["capacity"], arrangements), _heading()]
+        for rate, share in dict.fromkeys((run["point"]["rate"], run["point"]["share"]) for run in runs):
+            here = [run for run in runs if run["point"]["rate"] == rate]
+            cells = {
+                name: pooled([run["report"] for run in here if run["point"]["arrangement"] == name])
+                for name in arrangements
+                if any(run["point"]["arrangement"] == name for run in here)
+            }
+            shown = f"{rate:.3g} requests/s" + (f" ({share:.0%} of capacity)" if share else "")
+            lines += ["", shown, *_rows(cells, has_reference=model != "small" and rate == REFERENCE_RATE)]
+    return lines[1:]
+
+
+def _title(model: str, capacity: dict[str, float], arrangements: Iterable[str]) -> str:
+    if model != "small":
+        return "Qwen3-0.6B's shape, 512 tokens in and 64 out (times in ms)"
+    known = ", ".join(f"{ARRANGEMENTS[name]}: {capacity[name]:.3g}" for name in arrangements if name in capacity)
+    return f"the small model, 512 tokens in and 64 out (times in ms); capacity in requests/s: {known}"
+
+
+def _heading() -> str:
+    cells = "".join(f"{title:>{WIDTHS[name]}}" for name, title in COLUMNS.items())
+    return f"{'':{NAME_WIDTH}}{cells}{'requests/s':>12}{'tokens/s':>10}{'count':>7}{'failed':>8}"
+
+
+def _rows(cells: dict[str, Cell], *, has_reference: bool) -> list[str]:
+    lines, notes = [], []
+    first = next(iter(cells.values()))
+    for name, cell in cells.items():
+        times = "".join(_time(cell.times.get(column), WIDTHS[column]) for column in COLUMNS)
+        rest = f"{cell.requests_per_s:12.3g}{cell.tokens_per_s:10.1f}{cell.count:7}{cell.failed:8}"
+        lines.append(f"{ARRANGEMENTS[name]:{NAME_WIDTH}}{times}{rest}")
+        if cell is not first:
+            lines.append(_ratios(first, cell))
+        notes += [f"  {ARRANGEMENTS[name]}: invalid, {reason}" for reason in dict.fromkeys(cell.reasons)]
+    if has_reference:
+        times = "".join(_time(REFERENCE.get(column), WIDTHS[column]) for column in COLUMNS)
+        lines += [f"{REFERENCE_NAME:{NAME_WIDTH}}{times}", FOOTNOTE]
+    return lines + notes
+
+
+def _ratios(first: Cell, other: Cell) -> str:
+    """By which factor the first is better: other over first for times, first over other for rates."""
+    line = f"{'  ratio to the first':{NAME_WIDTH}}"
+    for column, width in WIDTHS.items():
+        ours, theirs = first.times.get(column), other.times.get(column)
+        line += f"{theirs / ours:{width - 1}.2f}x" if ours and theirs else f"{'':{width}}"
+    rates = ((first.requests_per_s, other.requests_per_s, 12), (first.tokens_per_s, other.tokens_per_s, 10))
+    return line + "".join(f"{ours / theirs:{width - 1}.2f}x" if theirs else "" for ours, theirs, width in rates)
+
+
+def _time(seconds: float | None, width: int) -> str:
+    if seconds is None:
+        return f"{'-':>{width}}"
+    ms = seconds * 1e3
+    return f"{ms:{width}.{1 if ms < 100 else 0}f}"
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
-    """Options, and beside them ``json`` and ``resume``."""
-    parser = argparse.ArgumentParser(
-        prog="bench disagg", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="the small model alone, two arrangements, 10 s for each run")
     add("--models", default=",".join(MODELS), metavar="NAME,...", help="of %(default)s")
-    add("--arrangements", default=",".join(FLAGS), metavar="NAME,...", help="of %(default)s; the first is compared")
+    add("--arrangements", default=",".join(FLAGS), metavar="NAME,...", help="of %(default)s; ratios are to the first")
     add("--rates", default="0.25,0.5,0.75", metavar="RATE,...", help="requests/s for qwen3-0.6b (%(default)s)")
     add("--shares", default="0.3,0.6,0.85", metavar="SHARE,...", help="of capacity for small (%(default)s)")
-    add("--rounds", type=int, default=1, help="times that everything is measured, each with another seed (%(default)s)")
-    add("--large-seconds", type=float, default=150.0, help="of arrivals in a run of qwen3-0.6b (%(default)s)")
-    add("--small-seconds", type=float, default=45.0, help="of arrivals in a run of small (%(default)s)")
-    add("--capacity-seconds", type=float, default=20.0, help="of a run that finds the capacity (%(default)s)")
-    add("--cores", type=int, default=2, help="physical cores that everything shares, client included (%(default)s)")
+    add("--rounds", type=int, default=1, help="repetitions, each with another seed (%(default)s)")
+    add("--large-seconds", type=float, default=150.0, help="arrivals in a run of qwen3-0.6b (%(default)s)")
+    add("--small-seconds", type=float, default=45.0, help="arrivals in a run of small (%(default)s)")
+    add("--capacity-seconds", type=float, default=20.0, help="length of a run that measures the capacity (%(default)s)")
+    add("--capacity", type=float, help="requests/s to take as the small model's capacity instead of measuring it")
+    add("--cores", type=int, default=2, help="physical cores for the service and the client together (%(default)s)")
     add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="write every run there, as soon as it is over")
-    add("--resume", action="store_true", help="do not repeat the runs that are in the --json FILE")
-    given = parser.parse_args(argv)
-    if given.resume and not given.json:
-        parser.error("--resume goes on with the runs in a file: add --json FILE")
-    if given.quick:
-        given.models, given.small_seconds, given.capacity_seconds = "small", 10.0, 6.0
-        given.arrangements = "split,colocated" if given.arrangements == ",".join(FLAGS) else given.arrangements
+    add("--runs", metavar="FILE", help="write each run to FILE when it is over, and skip the runs already in FILE")
+
+
+def checked(given: argparse.Namespace) -> Options:
+    """Raises ConfigError for options that cannot be measured."""
     for flag, names, known in (
         ("--models", given.models, MODELS), ("--arrangements", given.arrangements, tuple(FLAGS))
     ):  # fmt: skip
         if unknown := [name for name in names.split(",") if name not in known]:
-            parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}")
+            raise ConfigError(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}")
     try:
         rates, shares = _numbers(given.rates), _numbers(given.shares)
     except ValueError:
-        parser.error("--rates and --shares are numbers with commas between")
-    options = Options(
+        raise ConfigError("--rates and --shares are numbers separated by commas") from None
+    return Options(
         models=tuple(given.models.split(",")),
         arrangements=tuple(given.arrangements.split(",")),
         rates=rates,
@@ -254,26 +386,26 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
         large_s=given.large_seconds,
         small_s=given.small_seconds,
         capacity_s=given.capacity_seconds,
+        capacity=given.capacity,
         cores=given.cores,
         seed=given.seed,
     )
-    return options, given
 
 
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in text.split(","))
 
 
-def started(path: str | None, *, is_resumed: bool) -> Found:
-    """What a file holds that is to be gone on with, or an empty start.
+def earlier_runs(path: str | None) -> Found:
+    """The content of a ``--runs`` file, or empty content if there is no file.
 
     Raises:
-        BatonError: the file holds something else.
+        BatonError: another program wrote the file.
     """
-    if is_resumed and path and Path(path).exists():
+    if path and Path(path).exists():
         found: Found = json.loads(Path(path).read_text())
         if found.get("schema") != SCHEMA or found.get("bench") != "disagg":
-            raise BatonError(f"--json {path} holds no runs of this benchmark")
+            raise BatonError(f"--runs {path} was not written by this benchmark")
         return found
     machine = {"machine": platform.machine(), "kernel": platform.release(), "python": platform.python_version()}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -281,29 +413,24 @@ def started(path: str | None, *, is_resumed: bool) -> Found:
 
 
 def keep_to(num_cores: int) -> None:
-    """This process and all that it starts stay on so many physical cores."""
+    """Pin this process and its children to that many physical cores."""
     cores = usable_cores()
     if len(cores) < num_cores:
-        say(f"bench disagg: --cores {num_cores}, but this machine has {len(cores)} for us")
+        say(f"bench disagg: --cores {num_cores}, but only {len(cores)} can be used here")
     os.sched_setaffinity(0, {cpu for core in cores[:num_cores] for cpu in core})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options, given = parse(argv)
+def run(given: argparse.Namespace) -> dict[str, float]:
+    options = checked(given)
     keep_to(options.cores)
     say(f"bench disagg: about {minutes(options):.0f} minutes")
-    try:
-        found = started(given.json, is_resumed=given.resume)
-        found = Bench(options, given.json, found).run()
-    except BatonError as error:
-        say(f"bench disagg: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("bench disagg: stopped" + ("; --resume goes on from here" if given.json else ""))
-        return 130
+    found = Bench(options, given.runs, earlier_runs(given.runs)).run()
     print("\n".join(lines_of(found, options.arrangements)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    figures: dict[str, float] = {f"capacity, {name}, requests/s": rate for name, rate in found["capacity"].items()}
+    for run in found["runs"]:
+        point, report = run["point"], run["report"]
+        name = f"{point['model']}, {point['arrangement']}, {point['rate']:.3g}/s"
+        cell = pooled([report])
+        figures |= {f"{name}, {figure} ms": 1e3 * cell.times.get(figure, 0.0) for figure in ("ttft_p50", "e2e_p50")}
+        figures[f"{name}, tokens/s"] = cell.tokens_per_s
+    return figures

@@ -1,16 +1,13 @@
-"""Our engine against ``transformers``: same weights, same number format, same threads, in one run.
+"""Tokens per second of the engine and of ``transformers``, with the same weights, dtype and threads.
 
-The model has Qwen3-0.6B's shape and random weights, made in memory. Decode starts from caches filled with random KV, so
-that no time goes into prompts that are not measured. Both sides take turns, and a figure is its best round, as are
-the limits, which are what this machine did just now: how fast it reads memory, and its best matrix product.
-Neighbours on the machine only ever make a round slower.
+The model has Qwen3-0.6B's shape and random weights. Decode starts from caches with random KV, so that no prompt has to
+be computed first. Both sides take turns, and the best round counts, because other processes only make a round slower.
+The limits are measured in the same run: memory bandwidth, and the fastest matrix product.
 """
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from common.engine.model_config import ModelConfig, RopeConfig
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
+SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
 PAGE_SIZE = 16
 CONTEXT = 256
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
@@ -33,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and how long."""
+    """What to measure."""
 
     device: str
     dtype: str
@@ -48,7 +46,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the machine, measured in this run."""
+    """Limits of the machine, measured in this run."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -56,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table, in tokens per second."""
+    """One row of the table, in tokens per second."""
 
     name: str
     ours: float
@@ -64,43 +62,44 @@ class Line:
     limit: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench engine", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
-    parser.add_argument("--threads", type=int, default=None, help="of torch; all cores unless given")
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="7 layers, one round, 8 new tokens")
-    parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here too")
-    args = parser.parse_args(argv)
+    parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
+    parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths (%(default)s)")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
+    parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
+
+
+def run(args: argparse.Namespace) -> dict[str, float]:
     if args.threads:
         torch.set_num_threads(args.threads)
     options = Options(
         device=args.device,
         dtype=args.dtype,
-        num_layers=7 if args.quick else args.layers,
+        num_layers=args.layers,
         prefills=tuple(args.prefill),
         batches=tuple(args.batch),
-        new_tokens=8 if args.quick else args.new_tokens,
-        rounds=1 if args.quick else args.rounds,
+        new_tokens=args.new_tokens,
+        rounds=args.rounds,
         with_transformers=not args.ours_only,
         attention=args.attention,
     )
     limits, lines = measure(options)
-    if args.json:
-        content = {"options": vars(options), "limits": vars(limits), "lines": [vars(line) for line in lines]}
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
-    return 0
+    figures = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
+    for line in lines:
+        figures[f"{line.name}, tokens/s"] = line.ours
+        if line.transformers is not None:
+            figures[f"{line.name}, transformers, tokens/s"] = line.transformers
+    return figures
 
 
 def measure(options: Options) -> tuple[Limits, list[Line]]:
-    """Every line of the table, each printed as soon as it is known."""
+    """Measure every row of the table, and print each as soon as it is known."""
     torch.manual_seed(0)
     config = model_shape(options.num_layers)
     ours, theirs = build(config, options)
@@ -116,7 +115,7 @@ def measure(options: Options) -> tuple[Limits, list[Line]]:
 
 
 def model_shape(num_layers: int) -> ModelConfig:
-    """Qwen3-0.6B, perhaps with fewer layers."""
+    """Qwen3-0.6B with this number of layers."""
     return ModelConfig(
         folder=Path(),
         family="qwen3",
@@ -143,7 +142,7 @@ def model_shape(num_layers: int) -> ModelConfig:
 
 
 def build(config: ModelConfig, options: Options) -> tuple[TorchExecutor, Any]:
-    """Both engines over one set of random tensors; transformers keeps them as they are, we repack ours."""
+    """Both engines over one set of random tensors, which ours repacks."""
     device = torch.device(options.device)
     weights, places = allocate_weights(config, TORCH_DTYPES[options.dtype], device)
     for name, tensor in places.items():
@@ -181,7 +180,7 @@ def transformers_model(config: ModelConfig, places: dict[str, torch.Tensor]) -> 
     with torch.device("meta"):
         model = Qwen3ForCausalLM(theirs)
     model.load_state_dict({**places, "lm_head.weight": embedding}, assign=True, strict=True)
-    # Buffers are not in the state: make the rotary ones anew, off the meta device.
+    # Buffers are not in the state dict: make the rotary ones again, outside the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embedding.device)
     return model.eval()
 
@@ -190,15 +189,15 @@ def measure_limits(options: Options) -> Limits:
     device = torch.device(options.device)
     ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
     readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
-    read = max(ballast.nbytes / best_s(reader, 9, device) for reader in readers)
+    read = max(ballast.nbytes / best_s(reader, 3 * options.rounds, device) for reader in readers)
     size = 4096 if options.dtype != "float32" or device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(TORCH_DTYPES[options.dtype])
-    flops = 2 * size**3 / best_s(lambda: a @ a, 9, device)
+    flops = 2 * size**3 / best_s(lambda: a @ a, 3 * options.rounds, device)
     return Limits(read, flops)
 
 
 def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
-    """One cold prompt in one step, up to its first token."""
+    """Measure one cold prompt in one step, up to its first token."""
     config = ours.model.config
     prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
     pages = tuple(range(ours.pool.geometry.num_pages(num_tokens)))
@@ -218,7 +217,7 @@ def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: L
 
 
 def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
-    """``new_tokens`` steps of ``batch`` rows, from ``CONTEXT`` cached tokens each."""
+    """Measure ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
     config, steps = ours.model.config, options.new_tokens
     per_row = ours.pool.geometry.num_pages(CONTEXT + steps)
     admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
@@ -242,7 +241,7 @@ def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits,
 
 
 def decode_transformers(model: Any, batch: int, steps: int, options: Options) -> None:
-    """What ``generate`` does per token, from a cache of random KV."""
+    """Decode as ``generate`` does, from a cache with random KV."""
     from transformers import DynamicCache
 
     config = model.config
@@ -260,7 +259,7 @@ def decode_transformers(model: Any, batch: int, steps: int, options: Options) ->
 def take_turns(
     ours: Callable[[], object], theirs: Callable[[], object] | None, options: Options
 ) -> tuple[float, float | None]:
-    """Best seconds of both, run alternately after one round that does not count."""
+    """Best seconds of both, run alternately after one warm-up round."""
     device = torch.device(options.device)
     pairs = [
         (timed(ours, device), timed(theirs, device) if theirs else None) for _ in range(max(2, options.rounds + 1))
@@ -283,7 +282,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
-    """Weights that every token is multiplied with."""
+    """Number of weights that every token is multiplied by."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.num_heads * config.head_dim
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)
     return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
@@ -305,7 +304,3 @@ def heading(options: Options, limits: Limits) -> str:
 def row_of(each: Line) -> str:
     theirs = f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
     return f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

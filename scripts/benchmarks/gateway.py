@@ -1,9 +1,9 @@
-"""What the gateway costs: answers and streamed chunks per second on one core, against nodes that cost next to nothing.
+"""Throughput of the gateway: answers and streamed chunks per second on one core, with scripted nodes.
 
-The gateway is a process of its own, pinned to one core; its nodes (no engine, a scripted answer) and a lean client
-share the other. Streams run in lockstep: a node sends the next token when the client has the previous chunk, so that no
-two tokens share a chunk. Beside the rate stands the gateway's own processor time, I/O thread included: where client and
-nodes are the slower side, its inverse is what the gateway could do.
+The gateway process is pinned to one core; its nodes (without an engine) and a minimal client share the others. Streams
+run in lockstep: a node sends the next token when the client has the previous chunk, so that every chunk holds one
+token. The table also shows the processor time of the gateway, including its I/O thread. If client and nodes are slower
+than the gateway, the inverse of that time is the rate that the gateway could reach.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import uvloop
 import zmq
 
 from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
@@ -29,12 +30,13 @@ from common.wire.messages import FromGateway, Generate, Geometry, Heartbeat, Reg
 from common.wire.process_id import new_incarnation
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORTEST = ("--seconds=0.3",)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 OnGenerate = Callable[["BenchNode", Generate], None]
 
 
 class BenchNode:
-    """A node that only speaks. ``on_generate`` answers."""
+    """A node without an engine; ``on_generate`` answers each request."""
 
     def __init__(self, context: zmq.Context[Any], control: str, role: Role, on_generate: OnGenerate) -> None:
         self.on_generate = on_generate
@@ -83,7 +85,7 @@ class BenchNode:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection; ``on_data`` gets what arrives."""
+    """One keep-alive connection; ``on_data`` receives its bytes."""
 
     def __init__(self, on_data: Callable[["Connection", bytes], None]) -> None:
         self.on_data = on_data
@@ -104,26 +106,26 @@ class Connection(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row: how many of what per second, and the gateway's processor time for each."""
+    """One row of the table: events per second, and the gateway's processor time per event."""
 
     name: str
     per_second: float
     cpu_us: float
 
     def __str__(self) -> str:
-        possible = 1e6 / self.cpu_us
-        return f"{self.name:42} {self.per_second:9,.0f} /s {self.cpu_us:8.1f} us CPU each {possible:9,.0f} /s per core"
+        possible = 1e6 / self.cpu_us if self.cpu_us else 0.0
+        return f"{self.name:56} {self.per_second:9,.0f} /s {self.cpu_us:8.1f} us CPU each {possible:9,.0f} /s per core"
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, all its threads."""
+    """Processor time of a process so far, over all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 @contextlib.asynccontextmanager
 async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple[int, str, str]]:
-    """A gateway on free ports: process id, HTTP address, control address."""
+    """Run a gateway on free ports; yields its process id, HTTP address and control address."""
     words = [sys.executable, "-m", "gateway", "--model", model, "--served-model-name", SMALL_MODEL_NAME]
     cores = sorted(os.sched_getaffinity(0))
     process = await asyncio.create_subprocess_exec(
@@ -144,7 +146,7 @@ async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple
 
 
 class Bench:
-    """Both measurements against one gateway."""
+    """The measurements against one gateway."""
 
     def __init__(self, pid: int, url: str, control: str, seconds: float) -> None:
         self._pid = pid
@@ -155,7 +157,7 @@ class Bench:
         self._nodes = [BenchNode(self._context, control, role, ignore) for role in ("prefill", "decode")]
 
     async def ready(self) -> None:
-        """Waits for the nodes, and asks for the tokens of 26 letters: every one of them makes a chunk."""
+        """Wait for the nodes, and look up the tokens of 26 letters; each of them makes a chunk."""
         for node in self._nodes:
             await node.registered.wait()
         answered = asyncio.get_running_loop().create_future()
@@ -177,7 +179,7 @@ class Bench:
         ]
 
     async def _measure(self, name: str, count: Callable[[], int]) -> Figure:
-        await asyncio.sleep(0.5)  # warm
+        await asyncio.sleep(0.5)  # warm up
         before, cpu, started_at = count(), cpu_seconds(self._pid), time.perf_counter()
         await asyncio.sleep(self._seconds)
         number = count() - before
@@ -185,7 +187,7 @@ class Bench:
         return Figure(name, number / (time.perf_counter() - started_at), 1e6 * cpu / max(number, 1))
 
     async def answers(self, num_connections: int) -> Figure:
-        """Whole answers of one token, closed loop."""
+        """Measure complete answers of one token in a closed loop."""
         num_done = 0
         body = {"prompt": "Shall I compare thee to a summer's day?", "max_tokens": 1}
 
@@ -206,17 +208,17 @@ class Bench:
         await close_all(connections)
         return figure
 
-    async def chunks(self, num_streams: int, path: str, body: dict[str, Any]) -> Figure:
-        """Streamed chunks, each of one token, all streams in lockstep with their node."""
+    async def chunks(self, num_streams: int, path: str, body: dict[str, Any], *, name: str = "") -> Figure:
+        """Measure streamed chunks of one token each, all streams in lockstep with their node."""
         num_chunks = 0
-        streams: dict[str, int] = {}  # request -> index of its next token
+        streams: dict[str, tuple[int, int]] = {}  # request -> attempt, index of its next token
         waiting: list[Connection] = []
         rids: dict[Connection, str] = {}
         prefill, decode = self._nodes
 
         def on_generate(node: BenchNode, generate: Generate) -> None:
             rids[waiting.pop(0)] = generate.rid
-            streams[generate.rid] = 1
+            streams[generate.rid] = (generate.attempt, 1)
             node.send(Tokens(generate.rid, generate.attempt, 0, self._letters[:1]))
 
         def on_data(connection: Connection, data: bytes) -> None:
@@ -226,9 +228,9 @@ class Bench:
                 return
             num_chunks += count
             rid = rids[connection]
-            index = streams[rid]
-            streams[rid] = index + 1
-            decode.send(Tokens(rid, 0, index, (self._letters[index % 26],)))
+            attempt, index = streams[rid]
+            streams[rid] = (attempt, index + 1)
+            decode.send(Tokens(rid, attempt, index, (self._letters[index % 26],)))
 
         prefill.on_generate, decode.on_generate = on_generate, ignore
         connections = await self._connect(num_streams, on_data)
@@ -237,7 +239,7 @@ class Bench:
             connection.post(path, {**body, "stream": True, "max_tokens": 1 << 19})
             while waiting:
                 await asyncio.sleep(0.001)
-        figure = await self._measure(f"{path} chunks, {num_streams} streams", lambda: num_chunks)
+        figure = await self._measure(f"{path} chunks, {num_streams} streams {name}".strip(), lambda: num_chunks)
         await close_all(connections)
         return figure
 
@@ -250,10 +252,10 @@ async def close_all(connections: list[Connection]) -> None:
 
 
 def ignore(node: BenchNode, generate: Generate) -> None:
-    """Says nothing."""
+    pass
 
 
-async def run(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
+async def measure(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
     async with gateway_process(model, is_pinned=is_pinned) as (pid, url, control):
         bench = Bench(pid, url, control, seconds)
         try:
@@ -264,29 +266,27 @@ async def run(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
                 await bench.chunks(1, "/v1/completions", {"prompt": "a"}),
                 await bench.chunks(64, "/v1/completions", {"prompt": "a"}),
                 await bench.chunks(64, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-                await bench.chunks(64, "/v1/completions", {"prompt": "a", "stop": ["THE END", "\n\n"]}),
+                await bench.chunks(
+                    64, "/v1/completions", {"prompt": "a", "stop": ["THE END", "\n\n"]}, name="with stop strings"
+                ),
             ]
         finally:
             bench.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench gateway", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement (%(default)s)")
     parser.add_argument("--model", default=SMALL_MODEL, help="folder with a tokenizer and a chat template")
-    parser.add_argument("--no-pin", action="store_true", help="leave the cores to the system")
-    options = parser.parse_args()
+    parser.add_argument("--no-pin", action="store_true", help="do not pin the gateway to a core")
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
     is_pinned = not options.no_pin and len(os.sched_getaffinity(0)) > 1
-    loop_factory: Any = None
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        loop_factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        for figure in runner.run(run(options.model, options.seconds, is_pinned=is_pinned)):
-            print(figure)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    figures = uvloop.run(measure(options.model, options.seconds, is_pinned=is_pinned))
+    for figure in figures:
+        print(figure)
+    return {
+        f"{figure.name}, {unit}": value
+        for figure in figures
+        for unit, value in (("per second", figure.per_second), ("us of CPU each", figure.cpu_us))
+    }

@@ -1,7 +1,7 @@
-"""What Gloo does by itself with the same bytes: one send of all of them, received straight into the other's pool.
+"""The baseline of ``bench transfer`` for the transport ``gloo``: one send of all bytes, straight into the other pool.
 
-The yard stick of ``bench transfer`` for the transport ``gloo``: a group of two over a store on loopback, no headers, no
-leave, no copy into place; one byte comes back when all are there.
+A group of two processes meets over a store on loopback. There are no headers, permissions or copies; the receiver
+answers with one byte when all bytes are there.
 """
 
 import threading
@@ -20,7 +20,7 @@ _PATIENCE = timedelta(seconds=60)
 
 
 def host() -> Any:
-    """A store on a free port (``.port``) of loopback, where the two find each other."""
+    """A store on a free port (``.port``) of loopback, where the two processes meet."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
 
 
@@ -36,7 +36,7 @@ def _bytes_of(pool: KVPool) -> torch.Tensor:
 
 
 def receive(pool: KVPool, port: int) -> None:
-    """Begin, in a thread, to take what the other end sends, for ever."""
+    """Start a thread that receives until the other end closes."""
     threading.Thread(target=_receive, args=(pool, port), daemon=True).start()
 
 
@@ -48,12 +48,12 @@ def _receive(pool: KVPool, port: int) -> None:
             group.recv([count], 0, 0).wait()
             group.recv([memory[: int(count) * pool.geometry.page_bytes]], 0, 0).wait()
             group.send([memory[:1]], 0, 0).wait()
-    except RuntimeError:  # the other end has gone
+    except RuntimeError:  # the other end has closed
         return
 
 
 def sender(pool: KVPool, store: Any) -> Callable[[int], float]:
-    """Seconds for the first so many pages to be there, once the other end has joined."""
+    """Returns a function that sends that many pages and returns the seconds until they have arrived."""
     group, memory, answer = _join(store, 0), _bytes_of(pool), torch.zeros(1, dtype=torch.uint8)
 
     def run(count: int) -> float:

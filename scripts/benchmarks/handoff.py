@@ -1,44 +1,44 @@
-"""What disaggregation costs a lone request: from its first token to its second, less one decode step, by transport.
+"""What separate nodes cost a single request between its first and second token, by transport.
 
-One prefill and one decode node, each with one compute thread on a core of its own, serve one request at a time: a
-prompt of random token ids, nothing cached. Its first token comes from the prefill node, its second from the decode
-node, and between them lie the handoff and one decode step; every later gap is a decode step alone. So the cost of a
-request is its first gap less the median of its others, and it is given as a share of *local TTFT*: the median time to
-the first token where one node with the same one thread computes prompts and decodes. The arrangements take turns, round
-by round, in the opposite order at every other; the load-test harness (``scripts/load_tester``) is the only client.
-The mark is 5 % of local TTFT.
+One prefill and one decode node, each with one compute thread on its own core, serve one request at a time, with a
+prompt of random token ids and nothing cached. The first token comes from the prefill node and the second from the
+decode node; the gap between them holds the handoff and one decode step, every later gap one decode step. So the cost of
+a request is its first gap minus the median of its later gaps. It is shown as a share of *local TTFT*, the median time
+to first token where one node with one thread prefills and decodes; the mark is 5 %. The arrangements take turns, in
+alternating order. The load tester is the only client.
 
-The stages are what the decode node says of each request: ``transfer``, from the handoff's arrival to the last page's,
-and ``join``, from then to the second token, which is a decode step and what it waited for. The defaults take a
-good half of an hour; ``--quick`` two minutes, on the small model.
+The decode node reports the stages ``transfer``, from the arrival of the handoff to that of the last page, and ``join``,
+from then to the second token. The defaults take half an hour; ``--model small --dtype float32 --rounds 1 --lengths
+512`` takes two minutes.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import partial
 
 from common.config.shared import SMALL_MODEL
-from common.errors import BatonError
-from scripts.benchmarks.cpu_contention import Neighbours
-from scripts.benchmarks.service_fixture import served
+from common.errors import BatonError, ConfigError
+from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
 from scripts.serving.cpu_affinity import usable_cores
 
+SHORTEST = ("--model=small", "--dtype=float32", "--transports=shm", "--rounds=1", "--requests=2", "--lengths=256")
 LOCAL = "local"
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 MODELS = ("qwen3-0.6b", "small")
 POOL_TOKENS = 4_096
 MARK = 0.05
-NUM_WARMUP = 2  # requests of each length and start that prepare what is prepared once
-MAX_OTHERS = 0.15  # cores that others may use before figures are not to be trusted
+MAX_ATTEMPTS = 10
+NUM_WARMUP = 2  # requests of each length that are left out after a start
+MAX_OTHERS = 0.15  # cores used by other processes above which a run is marked invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Options:
 
 
 def measure(options: Options) -> tuple[list[Sample], list[str]]:
-    """All samples, and why they should not be trusted."""
+    """All samples, and the reasons why they are invalid."""
     model = SMALL_MODEL if options.model == "small" else str(random_model())
     samples: list[Sample] = []
     reasons: list[str] = []
@@ -80,28 +80,43 @@ def measure(options: Options) -> tuple[list[Sample], list[str]]:
         arrangements = (LOCAL, *options.transports)
         for name in arrangements[::-1] if number % 2 else arrangements:
             say(f"round {number + 1} of {options.rounds}, {name} ...")
-            neighbours = Neighbours(os.sched_getaffinity(0))
-            with served(flags(name, model, options.dtype)) as url:
+            contention = CpuContention(os.sched_getaffinity(0))
+            with running_service(flags(name, model, options.dtype)) as url:
                 for length in options.lengths:
-                    found = ask(url, name, length, options, options.seed + number)
+                    found = samples_of(url, name, length, options, options.seed + number)
                     samples += found
                     say(f"    {line_of(found)}")
-            others = neighbours.cores()
+            others = contention.cores()
             if others > MAX_OTHERS:
-                reasons.append(f"round {number + 1}, {name}: other processes kept {others:.1f} of our cores busy")
+                reasons.append(f"round {number + 1}, {name}: other processes used {others:.1f} of these cores")
     return samples, reasons
 
 
 def flags(arrangement: str, model: str, dtype: str) -> list[str]:
-    """Of ``serve``. One thread for each node, however many nodes there are."""
+    """Options of ``serve``; every node has one thread in every arrangement."""
     shared = [f"--model={model}", f"--dtype={dtype}", "--threads=1", f"--max-total-tokens={POOL_TOKENS}"]
     if arrangement == LOCAL:
         return [*shared, "--prefill=0", "--decode=1", "--local-prefill=always"]
     return [*shared, "--prefill=1", "--decode=1", f"--transport={arrangement}"]
 
 
-def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Sample]:
-    """One request after another.
+def samples_of(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Sample]:
+    """One request after another, until enough of them had tokens that arrived one by one.
+
+    Raises:
+        BatonError: a request failed, or too few of the requests can be used.
+    """
+    found: list[Sample] = []
+    for attempt in range(MAX_ATTEMPTS):
+        records = ask(url, arrangement, length, options, seed + attempt * options.rounds)
+        found += [sample for sample in map(partial(sample_of, arrangement, length), records) if sample is not None]
+        if len(found) >= options.requests:
+            return found[: options.requests]
+    raise BatonError(f"{arrangement}: tokens arrived together in all but {len(found)} requests")
+
+
+def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[RequestRecord]:
+    """One request after another; the first ones, which warm up, are left out.
 
     Raises:
         BatonError: some failed.
@@ -120,19 +135,21 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
         )
     )
     if "the run was stopped before its end" in report.reasons:
-        raise KeyboardInterrupt  # the harness has taken the signal
+        raise KeyboardInterrupt  # the load tester has handled the signal
     failed = [record for record in report.records if not record.is_ok]
     if failed:
         raise BatonError(f"{arrangement}: a request failed: {failed[0].error} {failed[0].message}")
-    return [sample_of(arrangement, length, record) for record in report.records[NUM_WARMUP:]]
+    return report.records[NUM_WARMUP:]
 
 
-def sample_of(arrangement: str, length: int, record: RequestRecord) -> Sample:
-    """Raises BatonError if several tokens came at once, or too few to tell a step."""
+def sample_of(arrangement: str, length: int, record: RequestRecord) -> Sample | None:
+    """None if the first tokens arrived together, or there are too few to tell a step."""
     if len(record.stamps_s) < 4 or any(count != 1 for count in record.counts[:2]):
-        raise BatonError(f"{arrangement}: tokens came in pieces of {record.counts}")
-    gaps = record.gaps_s
-    return Sample(arrangement, length, record.ttft_s, gaps[0], statistics.median(gaps[1:]), dict(record.timings))
+        return None
+    first_gap_s, step_s = record.gaps_s[0], statistics.median(record.gaps_s[1:])
+    if not (first_gap_s and step_s):
+        return None
+    return Sample(arrangement, length, record.ttft_s, first_gap_s, step_s, dict(record.timings))
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -143,7 +160,7 @@ def median_ms(values: Sequence[float]) -> float:
 
 
 def line_of(samples: Sequence[Sample]) -> str:
-    """Of samples of one arrangement and length."""
+    """A line about the samples of one arrangement and length."""
     first = samples[0]
     return (
         f"{first.num_input} tokens: TTFT {median_ms([s.ttft_s for s in samples]):.1f} ms, first gap "
@@ -152,7 +169,7 @@ def line_of(samples: Sequence[Sample]) -> str:
 
 
 def table(samples: Sequence[Sample], options: Options) -> list[str]:
-    """A line for every length and transport; times are medians in ms."""
+    """The lines of the table; times are medians in ms."""
     columns = ("TTFT", "first gap", "step", "cost", "worst", "transfer", "join", "share")
     lines = [f"{'':24}" + "".join(f"{title:>11}" for title in columns)]
     for length in options.lengths:
@@ -182,66 +199,42 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
-    """Options, and beside them ``json``."""
-    parser = argparse.ArgumentParser(
-        prog="bench handoff", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="the small model in float32, one round")
     add("--model", default=MODELS[0], choices=MODELS, help="%(default)s has random weights")
     add("--transports", default=",".join(TRANSPORTS), metavar="NAME,...", help="of %(default)s")
     add("--lengths", type=int, nargs="+", default=[512, 2048], help="prompt tokens (%(default)s)")
-    add("--requests", type=int, default=4, help="of each length in each round (%(default)s)")
-    add("--rounds", type=int, default=2, help="times that everything is started and measured (%(default)s)")
-    add("--new-tokens", type=int, default=12, help="of each request (%(default)s)")
+    add("--requests", type=int, default=4, help="requests of each length in each round (%(default)s)")
+    add("--rounds", type=int, default=2, help="repetitions, each with new services (%(default)s)")
+    add("--new-tokens", type=int, default=12, help="output tokens of each request (%(default)s)")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
     add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="write every sample there")
-    given = parser.parse_args(argv)
-    if given.quick:
-        given.model, given.dtype, given.rounds = "small", "float32", 1
-        given.lengths = [length for length in given.lengths if length <= 1024] or [512]
+
+
+def checked(given: argparse.Namespace) -> Options:
+    """Raises ConfigError for options that cannot be measured."""
     if unknown := [name for name in given.transports.split(",") if name not in TRANSPORTS]:
-        parser.error(f"--transports: {unknown[0]!r} is none of {', '.join(TRANSPORTS)}")
+        raise ConfigError(f"--transports: {unknown[0]!r} is none of {', '.join(TRANSPORTS)}")
     if given.new_tokens < 4:
-        parser.error("--new-tokens must be at least 4: the steps after the second token are what is compared with")
-    options = Options(
-        model=given.model,
-        transports=tuple(given.transports.split(",")),
-        lengths=tuple(given.lengths),
-        requests=given.requests,
-        rounds=given.rounds,
-        new_tokens=given.new_tokens,
-        dtype=given.dtype,
-        seed=given.seed,
-    )
-    return options, given
+        raise ConfigError("--new-tokens must be at least 4: the cost is relative to the steps after the second token")
+    values = {field.name: getattr(given, field.name) for field in fields(Options)}
+    return Options(**values | {"transports": tuple(given.transports.split(",")), "lengths": tuple(given.lengths)})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options, given = parse(argv)
+def run(given: argparse.Namespace) -> dict[str, float]:
+    options = checked(given)
     if len(usable_cores()) < 2:
-        say("bench handoff: prefill and decode node share one core here, so that the cost is more than it would be")
-    try:
-        samples, reasons = measure(options)
-    except BatonError as error:
-        say(f"bench handoff: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("bench handoff: stopped")
-        return 130
+        say("bench handoff: prefill and decode node share one core here, which raises the cost")
+    samples, reasons = measure(options)
     print(f"{options.model}, {options.dtype}; medians in ms of {options.rounds} x {options.requests} requests each")
     print("\n".join(table(samples, options)))
     for reason in reasons:
-        print(f"not to be trusted: {reason}")
-    if given.json:
-        content: dict[str, Any] = {"options": asdict(options), "samples": [asdict(s) for s in samples]}
-        with open(given.json, "w") as file:
-            json.dump({**content, "reasons": reasons}, file, indent=1)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        print(f"invalid: {reason}")
+    figures = {}
+    for length in options.lengths:
+        for name in (LOCAL, *options.transports):
+            own = [s for s in samples if s.num_input == length and s.arrangement == name]
+            figures[f"{length} tokens, {name}, TTFT ms"] = median_ms([s.ttft_s for s in own])
+            figures[f"{length} tokens, {name}, first gap ms"] = median_ms([s.first_gap_s for s in own])
+            figures[f"{length} tokens, {name}, step ms"] = median_ms([s.step_s for s in own])
+    return figures

@@ -1,29 +1,81 @@
-"""``bench NAME``: one benchmark by name. Each is a file ``scripts/benchmarks/NAME.py`` with its own options."""
+"""``bench NAME``: run one benchmark, and check that it measured something.
 
-import os
+A benchmark is a module ``scripts/benchmarks/NAME.py``. Its docstring says what it measures (``bench`` lists the first
+line), ``SHORTEST`` holds the options that ``--shortest`` stands for, ``add_options(parser)`` declares its own options,
+and ``run(options)`` prints its tables and returns the figures in them by name.
+"""
+
+import argparse
+import importlib
+import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from common.errors import BatonError, ConfigError
 
-def names() -> dict[str, str]:
-    """What each benchmark measures, by name: the first line of its file."""
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        text = path.read_text()
-        if "__main__" in text and path != Path(__file__):  # others are what several share
-            found[path.stem] = text.split("\n", 1)[0].strip('"')
-    return found
+NAMES = ("disagg", "engine", "gateway", "handoff", "pictures", "receive", "scheduler", "simulate", "transfer")
+USAGE_STATUS, INTERRUPTED_STATUS = 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
-    known = names()
-    if not argv or argv[0] not in known:
+    """Returns the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C."""
+    if not argv or argv[0] not in NAMES:
         is_question = bool(argv) and argv[0] in ("-h", "--help")
-        lines = ["Usage: bench NAME [OPTIONS], where NAME is one of", *(f"  {name:12} {known[name]}" for name in known)]
+        lines = [
+            "Usage: bench NAME [OPTIONS], where NAME is one of",
+            *(f"  {name:10} {_summary(name)}" for name in NAMES),
+        ]
         print("\n".join(lines), file=sys.stdout if is_question else sys.stderr)
-        return 0 if is_question else 2
-    return os.execv(sys.executable, [sys.executable, "-m", f"scripts.benchmarks.{argv[0]}", *argv[1:]])
+        return 0 if is_question else USAGE_STATUS
+    name, *words = argv
+    try:
+        return _run(name, words)
+    except BatonError as error:
+        _say(f"bench {name}: {error}")
+        return USAGE_STATUS if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        _say(f"bench {name}: stopped")
+        return INTERRUPTED_STATUS
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    benchmark = importlib.import_module(f"scripts.benchmarks.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"bench {name}",
+        description=benchmark.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    short = " ".join(benchmark.SHORTEST)
+    parser.add_argument("--shortest", action="store_true", help=f"only check that it works; the same as {short}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    benchmark.add_options(parser)
+    options = parser.parse_args([*benchmark.SHORTEST, *words] if "--shortest" in words else words)
+    figures = benchmark.run(options)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    empty = empty_figures(figures)
+    for figure in empty:
+        _say(f"bench {name}: {figure} is {figures[figure]:g}, so nothing was measured")
+    if not figures:
+        _say(f"bench {name}: there are no figures")
+    return 0 if figures and not empty else 1
+
+
+def empty_figures(figures: Mapping[str, float]) -> list[str]:
+    """Names of the figures that are not finite numbers greater than zero."""
+    return [name for name, value in figures.items() if not (math.isfinite(value) and value > 0)]
+
+
+def _summary(name: str) -> str:
+    """The first line of a benchmark's docstring, read without importing the module and what it needs."""
+    return (Path(__file__).parent / f"{name}.py").read_text().split("\n", 1)[0].strip('"')
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

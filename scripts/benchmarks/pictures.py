@@ -1,20 +1,20 @@
-"""Tables and pictures of the small model under load, for the README: latency by rate, separate nodes or not, a trace.
+"""Latency of the small model by rate, on separate and on colocated nodes, and under a trace: tables and pictures.
 
-Writes SVG files and a page with the figures into a folder. Arrangements get the same requests at the same instants;
-every run says how much of the machine other processes had meanwhile.
+``--folder`` gets SVG files and a page with the figures. All arrangements get the same requests at the same instants.
+Every row shows how many cores other processes used meanwhile.
 """
 
+import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
 from common.config.shared import SMALL_MODEL
-from scripts.benchmarks.cpu_contention import Neighbours
+from scripts.benchmarks.cpu_contention import CpuContention
 from scripts.benchmarks.disagg import FLAGS
-from scripts.benchmarks.service_fixture import served
+from scripts.benchmarks.service_fixture import running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.charts import (
     distribution_charts,
@@ -28,24 +28,25 @@ from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.text_report import milliseconds, percent
 from scripts.load_tester.run import run_load
 
+SHORTEST = ("--rates=20", "--seconds=1")
 ARRANGEMENTS = {"split": "1 prefill + 1 decode", "colocated": "2 colocated"}
-HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | others' cores |"
+HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | cores of others |"
 
 
 def measured(flags: list[str], configs: list[LoadtestConfig]) -> list[tuple[Report, float]]:
-    """One service, one run after the other: reports, and how many cores other processes had."""
+    """Run each load against one service: reports, and cores that other processes used."""
     found = []
-    with served([*flags, f"--model={SMALL_MODEL}"]) as url:
+    with running_service([*flags, f"--model={SMALL_MODEL}"]) as url:
         for salt, config in enumerate(configs):
-            neighbours = Neighbours(os.sched_getaffinity(0))
+            contention = CpuContention(os.sched_getaffinity(0))
             report = run_load(LoadtestConfig(**vars(config) | {"url": url}), salt=salt)
-            found.append((report, neighbours.cores()))
+            found.append((report, contention.cores()))
             print(f"  {config.rate}/s: {'valid' if report.is_valid else report.reasons}", flush=True)
     return found
 
 
 def row(name: str, rate: str, report: Report, others: float) -> str:
-    """A line of a table."""
+    """A row of the table."""
     cells = [name, rate]
     for figure in ("ttft", "itl", "e2e"):
         cells += [milliseconds(report.latency[figure].get(share)) for share in ("p50", "p99")]
@@ -56,22 +57,28 @@ def row(name: str, rate: str, report: Report, others: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def sweep(rates: list[str], seconds: float, folder: Path) -> list[str]:
-    """Latency by rate of each arrangement: pictures, and the lines of the table."""
-    lines, reports = [HEAD, "| " + "--- | " * HEAD.count(" | ") + "--- |"], {}
+def table(found: Sequence[tuple[str, str, Report, float]]) -> list[str]:
+    return [HEAD, "| " + "--- | " * HEAD.count(" | ") + "--- |", *(row(*one) for one in found)]
+
+
+def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[str, str, Report, float]]:
+    """Measure every arrangement at every rate: arrangement, rate, report, cores that other processes used."""
+    found: list[tuple[str, str, Report, float]] = []
+    reports = {}
     common = {"duration": f"{seconds + 2:g}", "warmup": "2", "input_len": "200", "output_len": "40", "scrape": "none"}
     configs = [LoadtestConfig(rate=rate, **common) for rate in rates]  # type: ignore[arg-type]
     for arrangement, title in ARRANGEMENTS.items():
         print(title, flush=True)
-        found = measured(FLAGS[arrangement], configs)
-        reports[title] = rate_figures([report for report, _ in found])
-        lines += [row(title, rate, *one) for rate, one in zip(rates, found, strict=True)]
-    write_svgs(rate_charts(reports), str(folder))
-    return lines
+        runs = measured(FLAGS[arrangement], configs)
+        reports[title] = rate_figures([report for report, _ in runs])
+        found += [(title, rate, *one) for rate, one in zip(rates, runs, strict=True)]
+    if folder:
+        write_svgs(rate_charts(reports), str(folder))
+    return found
 
 
-def replay(trace: str, rate: str, seconds: float, folder: Path) -> list[str]:
-    """The trace, scaled to the small model, on one prefill and one decode node: pictures, and the lines about it."""
+def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[str]:
+    """Replay the trace, scaled to the small model, on one prefill and one decode node; returns lines about it."""
     print("trace", flush=True)
     config = LoadtestConfig(
         endpoint="generate", trace=trace, rate=rate, duration=f"{seconds:g}", length_scale=0.04, max_input_len=3000,
@@ -80,39 +87,48 @@ def replay(trace: str, rate: str, seconds: float, folder: Path) -> list[str]:
     ((report, others),) = measured(FLAGS["split"], [config])
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     pictures = [timeline_charts(report.records)[0], distribution_charts(good)[1], *waterfall_charts(good)]
-    write_svgs([(f"Trace, {title[0].lower()}{title[1:]}", chart) for title, chart in pictures], str(folder))
-    table = [HEAD, "| " + "--- | " * HEAD.count(" | ") + "--- |", row("the trace", rate, report, others)]
+    if folder:
+        write_svgs([(f"Trace, {title[0].lower()}{title[1:]}", chart) for title, chart in pictures], str(folder))
     caching = report.caching
-    share = (
-        f"{percent(caching['achieved_share'])} of prompt tokens were found cached, of {percent(caching['ideal_share'])}"
-    )
-    return [*report.notes, "", *table, "", f"{share} that are possible. Of {report.num_requests:,} requests "
-            f"{report.errors['count']:,} failed."]  # fmt: skip
+    shares = f"{percent(caching['achieved_share'])} of prompt tokens were cached, of {percent(caching['ideal_share'])}."
+    failures = f"{report.errors['count']:,} of {report.num_requests:,} requests failed."
+    return [*report.notes, "", *table([("the trace", rate, report, others)]), "", f"{shares} {failures}"]
 
 
-@click.command()
-@click.option("--rates", default="10,20,30,40,50", show_default=True, help="Requests per second.")
-@click.option("--seconds", default=10.0, show_default=True, help="Measured at each rate.")
-@click.option("--trace", help="A Mooncake trace to replay as well.", metavar="FILE")
-@click.option("--trace-rate", default="8", show_default=True, help="Its mean rate.")
-@click.option("--trace-seconds", default=45.0, show_default=True)
-@click.option("--folder", default="docs", show_default=True, help="Where pictures and page go.")
-def main(rates: str, seconds: float, trace: str | None, trace_rate: str, trace_seconds: float, folder: str) -> None:
-    """Measure, draw, and write ``measured.md``."""
-    place = Path(folder)
-    names = [Path(word).name if word == trace else word for word in sys.argv[1:]]
-    command = shlex.join(["./scripts/bench", "pictures", *names])
-    lines = ["# The small model under load", "", f"Made by `{command}`. Milliseconds; 200 tokens in and 40 out.", ""]
-    lines += sweep(rates.split(","), seconds, place)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rates", default="10,20,30,40,50", help="requests per second (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="measured at each rate (%(default)s)")
+    parser.add_argument("--trace", help="also replay this Mooncake trace", metavar="FILE")
+    parser.add_argument("--trace-rate", default="8", help="its mean rate (%(default)s)")
+    parser.add_argument("--trace-seconds", type=float, default=45.0, help="its length (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="write the pictures and measured.md there")
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
+    folder = options.folder
+    shown = shlex.join(Path(word).name if word == options.trace else word for word in sys.argv[1:])
+    lines = [
+        "# The small model under load",
+        "",
+        f"Made by `./scripts/{shown}`. Milliseconds; 200 tokens in and 40 out.",
+        "",
+    ]
+    rates = options.rates.split(",")
+    found = sweep(rates, options.seconds, folder)
+    lines += table(found)
     for title in ("time-to-first-token-by-rate", "gap-between-tokens-by-rate", "throughput-and-goodput-by-rate"):
         lines += ["", f"![{title.replace('-', ' ')}]({title}.svg)"]
-    if trace:
+    if options.trace:
         lines += ["", "## A conversation trace", "", "Lengths times 0.04."]
-        lines += ["", *replay(trace, trace_rate, trace_seconds, place)]
-        lines += ["", *(f"![]({path.name})\n" for path in sorted(place.glob("trace-*.svg")))]
-    (place / "measured.md").write_text("\n".join(lines).rstrip() + "\n")
+        lines += ["", *replay(options.trace, options.trace_rate, options.trace_seconds, folder)]
+        if folder:
+            lines += ["", *(f"![]({path.name})\n" for path in sorted(folder.glob("trace-*.svg")))]
+    if folder:
+        (folder / "measured.md").write_text("\n".join(lines).rstrip() + "\n")
     print("\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()
+    figures = {}
+    for name, rate, report, _ in found:
+        figures[f"{name}, {rate}/s, TTFT p50 ms"] = 1e3 * report.latency["ttft"]["p50"]
+        figures[f"{name}, {rate}/s, end to end p50 ms"] = 1e3 * report.latency["e2e"]["p50"]
+        figures[f"{name}, {rate}/s, tokens/s"] = report.throughput["output_tokens_per_s"]
+    return figures

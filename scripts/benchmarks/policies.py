@@ -1,9 +1,9 @@
-"""What ordering long queues costs: ``plan`` of a prefill node under every policy, and ``lpm`` beside SGLang's.
+"""Cost of ordering long queues: ``plan`` of a prefill node under every policy, and ``lpm`` compared with SGLang's.
 
-The node's tree is the one of ``bench scheduler``, a million tokens; prompts have 1,024 tokens and begin with one of its
-50 shared prefixes. Every step admits what a chunk budget of 8,192 tokens allows, as many requests come anew, and the
-pool is full, so that pages are evicted in every plan. *Plan* is one step with all watches current; *cold* is what it
-costs to build them: all requests arrive, their tokens are packed, and the first step is planned.
+The node has the cache of ``bench scheduler``, with a million tokens. Prompts have 1,024 tokens and start with one of
+its 50 shared prefixes. Each step admits a chunk budget of 8,192 tokens, as many new requests arrive, and the pool is
+full, so that every plan evicts pages. *Plan* is one step with all watches current. *Cold* is the cost of building the
+watches: all requests arrive, their tokens are packed, and the first step is planned.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from common.config.scheduling import POLICIES, SchedulingOptions
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.factory import make_order, make_policy
+from common.scheduling.policies.factory import make_ordering, make_policy
 from common.scheduling.waiting_queue import WaitingQueue
 from common.step_plan import StepPlan, StepResult
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
@@ -27,17 +27,16 @@ from scripts.benchmarks.tree import PREFIX_TOKENS, Figure, Sample, Tree, figure,
 
 PROMPT_TOKENS = 1_024
 CHUNK_TOKENS = 8_192
-#: Waiting requests, and what a plan over them may take at most.
-SIZES = ((1_000, 5_000.0), (10_000, 50_000.0))
-#: SGLang 0.5.23's ``lpm`` over so many waiting requests of 1,024 tokens, with the limit of 128 lifted for the second.
+PLAN_MARK_US = 5.0  # target for a plan, per waiting request
+#: SGLang 0.5.23's ``lpm``, by number of waiting requests of 1,024 tokens, with the limit of 128 lifted for the second.
 SGLANG_LPM_US = {128: 1_900.0, 1_000: 16_000.0}
-#: Beyond the policies: what stands above them.
-ABOVE: dict[str, SchedulingOptions] = {
-    "fcfs, priorities": SchedulingOptions(enable_priority_scheduling=True),
-    "fcfs, ageing": SchedulingOptions(
+#: Every policy, and priorities, ageing and classes on top of fcfs.
+ROWS: dict[str, SchedulingOptions] = {name: SchedulingOptions(schedule_policy=name) for name in POLICIES} | {
+    "fcfs+priorities": SchedulingOptions(enable_priority_scheduling=True),
+    "fcfs+ageing": SchedulingOptions(
         enable_priority_scheduling=True, default_priority_value=0, priority_aging_per_second=1.0
     ),
-    "fcfs, 3 classes": SchedulingOptions(priority_classes=("high:8", "normal:3", "low:1")),
+    "fcfs+classes": SchedulingOptions(priority_classes=("high:8", "normal:3", "low:1")),
 }
 
 
@@ -53,11 +52,11 @@ class PlanFigure:
 
 
 class Node:
-    """A prefill node with a full cache and a queue.
+    """A prefill node with a full cache and a queue of constant length.
 
     Args:
-        options: of its order; the limit on ``lpm`` is lifted.
-        num_waiting: length of the queue, kept up.
+        options: of the order; the limit on ``lpm`` is lifted.
+        num_waiting: length of the queue.
     """
 
     def __init__(self, tree: Tree, options: SchedulingOptions, num_waiting: int) -> None:
@@ -73,13 +72,13 @@ class Node:
             tree.cache,
             tree.books,
             limits=PrefillLimits(max_running=256, chunk_tokens=CHUNK_TOKENS),
-            ordering=make_order(options, tree.cache),
+            ordering=make_ordering(options, tree.cache),
             eos_token_ids=(),
             is_granted=lambda key: False,
         )
 
     def requests(self, count: int) -> list[Request]:
-        """New ones, a millisecond apart."""
+        """New requests, a millisecond apart."""
         made = []
         for number in itertools.islice(self._arrivals, count):
             start = int(self._random.integers(0, len(self._base) - PROMPT_TOKENS))
@@ -107,7 +106,7 @@ class Node:
             self.scheduler.submit(request)
 
     def steps(self, num_steps: int) -> Iterator[tuple[Sample, Sample]]:
-        """Plans and commits; what was computed leaves at once, and as many requests come."""
+        """Plan and commit; computed requests leave at once, and as many new ones arrive."""
         for _ in range(num_steps):
             now = next(self._arrivals) * 1e-3
             planned = timed(partial(self._plan, now))
@@ -126,7 +125,7 @@ class Node:
         self._planned = self.scheduler.plan(now)
 
     def close(self) -> None:
-        """Everything back."""
+        """Release all requests and check the books."""
         for key in list(self.scheduler.requests):
             self.scheduler.abort(key)
             self.scheduler.release(key)
@@ -135,29 +134,19 @@ class Node:
         self._tree.books.check()
 
 
-def bench_plan(name: str, options: SchedulingOptions, size: tuple[int, float], num_steps: int) -> PlanFigure:
-    num_waiting, mark_us = size
+def bench_plan(name: str, options: SchedulingOptions, num_waiting: int, num_steps: int) -> PlanFigure:
     node = Node(Tree(), options, num_waiting)
     arriving = node.requests(num_waiting)
     arrival = timed(partial(node.submit, arriving))
     (first, _), *later = node.steps(num_steps + 1)
     node.close()
-    plan = figure(f"plan, {name}", [planned for planned, _ in later], mark=mark_us)
+    plan = figure(f"plan, {name}", [planned for planned, _ in later], mark=PLAN_MARK_US * num_waiting)
     commit = figure(f"commit, {name}", [committed for _, committed in later])
     return PlanFigure(name, num_waiting, plan, commit, arrival.wall_us + first.wall_us)
 
 
-def bench_plans(num_steps: int, names: tuple[str, ...]) -> Iterator[PlanFigure]:
-    """Every policy and what stands above them, over 1,000 and 10,000 waiting requests."""
-    rows = {name: SchedulingOptions(schedule_policy=name) for name in POLICIES} | ABOVE
-    for name, options in rows.items():
-        if not names or name in names:
-            for size in SIZES:
-                yield bench_plan(name, options, size, num_steps if size[0] < 10_000 else max(3, num_steps // 4))
-
-
 def bench_lpm(num_repeats: int) -> list[Figure]:
-    """Only the ordering, as SGLang's figures are: with watches as they stand, and with all of them made anew."""
+    """Measure the ordering alone, as SGLang's figures do: with current watches, and with all watches built again."""
     figures = []
     for count, published_us in SGLANG_LPM_US.items():
         tree = Tree()
@@ -166,20 +155,20 @@ def bench_lpm(num_repeats: int) -> list[Figure]:
         order = RequestOrdering(make_policy("lpm", tree.cache, options=options))
         queue = WaitingQueue(order, tree.cache)
         for request in requests:
-            packed_tokens(request, request.num_tokens)  # once in a request's life; a row of its own
+            packed_tokens(request, request.num_tokens)  # once per request, measured in a row of its own
 
         def arrive(queue: WaitingQueue = queue, requests: list[Request] = requests) -> None:
             for request in requests:
                 queue[request.key] = request
-            queue.in_order(0.0)
+            queue.sorted(0.0)
 
         cold, warm = [], []
         for _ in range(max(3, num_repeats // 20)):
             cold.append(timed(arrive))
-            warm += [timed(partial(queue.in_order, 0.0)) for _ in range(5)]
+            warm += [timed(partial(queue.sorted, 0.0)) for _ in range(5)]
             queue.clear()
         figures.append(figure(f"lpm over {count:,} of 1,024 tokens", warm, python=published_us))
-        figures.append(figure(f"lpm over {count:,}, all watched anew", cold, python=published_us))
+        figures.append(figure(f"lpm over {count:,}, cold", cold, python=published_us))
     return figures
 
 
@@ -194,11 +183,11 @@ def print_plans(rows: list[PlanFigure]) -> None:
             f"{row.name:22} {row.num_waiting:>8,} {plan:8.2f} {p99:8.2f} {mark:6.0f} {commit:8.2f} {cold:9.1f}{verdict}"
         )
     print("Plan and commit: one step that admits 8,192 tokens of prompts of 1,024, with watches current.")
-    print("Cold: all of them arrive, are packed and watched, and the first step is planned.")
+    print("Cold: all requests arrive, are packed and watched, and the first step is planned.")
 
 
 def measured_steps(num_repeats: int) -> dict[str, float]:
-    """What scheduling hides behind, in milliseconds: steps of the small model on this machine, now."""
+    """Milliseconds of steps of the small model on this machine, to compare scheduling with."""
     from common.config.shared import SMALL_MODEL
     from common.engine.executor import load_executor
     from common.engine.model_config import ModelConfig
@@ -235,10 +224,10 @@ def measured_steps(num_repeats: int) -> dict[str, float]:
 
 
 def print_steps(measured: dict[str, float], given: list[str]) -> None:
-    """Measured steps, and those that the caller gave as ``NAME:MILLISECONDS``."""
-    print("\nSteps to hide behind, in milliseconds:")
+    """Print measured steps, and given ones (``NAME:MILLISECONDS``)."""
+    print("\nEngine steps for comparison, in milliseconds:")
     for name, step_ms in measured.items():
-        print(f"  {name}, small model, here and now: {step_ms:.1f}")
+        print(f"  {name}, small model, measured: {step_ms:.1f}")
     for text in given:
         name, _, milliseconds = text.rpartition(":")
         print(f"  {name}, given: {milliseconds}")

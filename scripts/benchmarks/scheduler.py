@@ -1,35 +1,33 @@
-"""What scheduling costs: the radix cache on a million tokens, a step of 256 decode rows, plans over 10,000 prompts.
+"""Cost of scheduling: the radix cache with a million tokens, a step of 256 decode rows, plans over 10,000 prompts.
 
-The cache is measured on its tree, ``plan`` + ``commit`` on a full batch, and ``plan`` of a prefill node over 1,000 and
-10,000 waiting requests under every policy (``scripts/benchmarks/policies.py``).
+The table shows cache operations, ``plan`` + ``commit`` of a full decode batch, and ``plan`` of a prefill node with
+1,000 and 10,000 waiting requests under every policy (``scripts/benchmarks/policies.py``).
 
-Each figure is the median (and 99th percentile) of many repetitions on one core, in microseconds, beside the published
-figures of SGLang 0.5.23's Python and Rust trees on the same tree: 1,000 sequences of 50 shared prefixes of 256 tokens,
-page size 16. They were measured on another machine, so the ratio is a guide. Tokens are packed once per request in
-Baton; that is a row of its own.
+Each figure is the median (and 99th percentile) of many repetitions on one core, in microseconds. Beside it stand the
+published figures of SGLang 0.5.23's Python and Rust trees on the same tree: 1,000 sequences with 50 shared prefixes of
+256 tokens, page size 16. They were measured on another machine, so the ratio is only a guide. Baton packs tokens once
+per request; that is a row of its own.
 """
 
 import argparse
 import gc
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import TOKEN_BYTES, RadixCache, pack
+from common.errors import ConfigError
+from common.node.memory_plan import MAX_QUEUED
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
-from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.factory import make_policy
+from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
-from scripts.benchmarks.policies import bench_lpm, bench_plans, measured_steps, print_plans, print_steps
+from scripts.benchmarks.policies import ROWS, bench_lpm, bench_plan, measured_steps, print_plans, print_steps
 from scripts.benchmarks.tree import CHAIN_NODES, LEAF_TOKENS, PAGE_SIZE, PROBE_TOKENS, Figure, Tree, figure, timed
 
+SHORTEST = ("--repeats=3", "--policies=fcfs", "--waiting=1000")
 EVICT_TOKENS = 100_000
 NUM_ROWS = 256
 PLAN_MARK_US = 500.0
@@ -63,7 +61,7 @@ def bench_insert_behind_chain(tree: Tree, num_repeats: int) -> Figure:
 def bench_match(tree: Tree, num_repeats: int) -> Figure:
     key = tree.fresh(PROBE_TOKENS)
     tree.add(key)
-    copy = key[:-1] + key[-1:]  # equal, but not the same object
+    copy = key[:-1] + key[-1:]  # equal, but another object
     times = [timed(lambda: tree.cache.match(copy)) for _ in range(num_repeats)]
     assert tree.cache.match(copy).num_tokens == PROBE_TOKENS
     tree.cache.clear()
@@ -89,18 +87,22 @@ def bench_evict(tree: Tree, num_repeats: int) -> Figure:
     return figure("evict 100,000 tokens", times, python=724, rust=403)
 
 
-def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
-    """``plan`` and ``commit`` of 256 rows that decode; each enters a new page every 16 steps, at different times."""
-    pages_each = (1_024 + num_steps) // PAGE_SIZE + 2
-    books = PageAllocator(NUM_ROWS * pages_each)
+def bench_step(num_steps: int, name: str = "fcfs", *, num_waiting: int = 0) -> Figure:
+    """Measure a step of 256 decode rows: ``plan``, ``commit`` and ``grant``.
+
+    Each row starts a new page every 16 steps, at different times. Waiting requests find no free pages.
+    """
+    max_new = num_steps + 8
+    books = PageAllocator(NUM_ROWS * ((1_016 + max_new) // PAGE_SIZE + 1))  # 256 rows fit to their ends, and no more
     ratio = NewTokenRatio(RatioConstants())
     limits = DecodeLimits(max_running=NUM_ROWS)
     cache = RadixCache(books, PAGE_SIZE)
+    sampling = SamplingParams(max_new_tokens=max_new, ignore_eos=True)
     scheduler = DecodeScheduler(
         cache,
         books,
         limits=limits,
-        ordering=RequestOrdering(make_policy(policy, cache)),
+        ordering=make_ordering(ROWS[name], cache),
         ratio=ratio,
         eos_token_ids=(2,),
         is_connected=lambda source: False,
@@ -108,31 +110,45 @@ def bench_step(num_steps: int, policy: str = "fcfs") -> Figure:
     for number in range(NUM_ROWS):
         length = 1_000 + number % PAGE_SIZE
         prompt = tuple(range(number * 2_000, number * 2_000 + length))
-        scheduler.submit(
-            Request(f"r{number}", 0, prompt, SamplingParams(max_new_tokens=num_steps + 8), tenant=f"t{number % 9}"),
-            source="prefill",
-        )
+        scheduler.submit(Request(f"r{number}", 0, prompt, sampling, tenant=f"t{number % 9}"), source="prefill")
     scheduler.grant(0.0)
     scheduler.take_effects()
     for key in list(scheduler.requests):
         scheduler.received(key, token=7)
+    for number in range(NUM_ROWS, NUM_ROWS + num_waiting):
+        scheduler.submit(_waiting(number), source="prefill")
     times = []
     for number in range(num_steps):
         result = StepResult(number + 1, (7,) * NUM_ROWS)
-        times.append(timed(partial(plan_and_commit, scheduler, number * 0.01, result)))
-    assert len(scheduler.requests) == NUM_ROWS
-    assert all(len(request.output) == num_steps + 1 for request in scheduler.requests.values())
+        times.append(timed(partial(run_step, scheduler, number * 0.01, result)))
+    assert len(scheduler.requests) == NUM_ROWS + num_waiting
+    assert sum(len(request.output) == num_steps + 1 for request in scheduler.requests.values()) == NUM_ROWS
     scheduler.check()
-    return figure(f"plan + commit, 256 decode rows, {policy}", times[1:], mark=PLAN_MARK_US)
+    waiting = f", {num_waiting:,} waiting" if num_waiting else ""
+    return figure(f"256 decode rows{waiting}, {name}", times[1:], mark=PLAN_MARK_US)
 
 
-def plan_and_commit(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
+def _waiting(number: int) -> Request:
+    """A request that waits for pages."""
+    return Request(
+        f"r{number}",
+        0,
+        tuple(range(number, number + 8_192)),
+        SamplingParams(max_new_tokens=600),
+        priority=-(number % 7),
+        priority_class=("high", "normal", "low")[number % 3],
+        arrived_at=number * 1e-6,
+    )
+
+
+def run_step(scheduler: DecodeScheduler, now: float, result: StepResult) -> None:
     scheduler.plan(now)
     scheduler.commit(result)
+    scheduler.grant(now)
 
 
 def measure(num_repeats: int) -> list[Figure]:
-    """All rows. The garbage collector is off while times are taken, as in ``timeit``."""
+    """Measure all rows. The garbage collector is off meanwhile, as in ``timeit``."""
     tree = Tree()
     gc.collect()
     gc.disable()
@@ -143,7 +159,9 @@ def measure(num_repeats: int) -> list[Figure]:
     figures.append(bench_evict(tree, num_repeats))
     tree.cache.check()
     tree.books.check()
-    figures += [bench_step(max(20, num_repeats), policy) for policy in ("fcfs", "fair")]
+    figures += [bench_step(max(20, num_repeats), name) for name in ("fcfs", "fair")]
+    for name in ("fcfs", "fcfs+priorities", "fcfs+classes"):
+        figures.append(bench_step(max(20, num_repeats // 4), name, num_waiting=MAX_QUEUED))
     figures += bench_lpm(num_repeats)
     gc.enable()
     return figures
@@ -158,38 +176,42 @@ def print_table(figures: Sequence[Figure]) -> None:
         own = f"{row.median_us:8.1f} {row.p99_us:8.1f} {row.num_preempted:>4} /{row.num_samples:>4}"
         others = [f"{value:.0f}" if value else "" for value in (row.python_tree_us, row.rust_tree_us, row.mark_us)]
         print(f"{row.name:46} {own} {others[0]:>9} {others[1]:>7} {others[2]:>6}  {gain}")
-    print("S: SGLang 0.5.23's trees as published for a Zen 5 machine. Gain: over its Python tree, or over the mark.")
-    print(
-        "Preempted: repetitions during which another process had the core; they are in the figures, most of all in p99."
-    )
+    print("S: SGLang 0.5.23's trees, published for a Zen 5 machine. Gain: over its Python tree, or over the mark.")
+    print("Preempted: repetitions interrupted by another process; they raise mostly p99.")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench scheduler", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=400, help="repetitions of each row (evict: a twentieth)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--policy", action="append", default=[], help="only plans under this policy; may be repeated")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=400, help="repetitions (%(default)s); evict: a twentieth")
+    parser.add_argument("--only-plans", action="store_true", help="do not measure the cache and the decode step")
+    parser.add_argument("--policies", default=",".join(ROWS), metavar="NAME,...", help="of %(default)s")
+    parser.add_argument("--waiting", default="1000,10000", metavar="COUNT,...", help="queue lengths (%(default)s)")
     parser.add_argument(
-        "--step", action="append", default=[], metavar="NAME:MS", help="a step time to print beside the measured ones"
+        "--step", action="append", default=[], metavar="NAME:MS", help="an engine step time to print for comparison"
     )
-    parser.add_argument("--no-steps", action="store_true", help="do not run the small model for step times")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
     if options.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    figures = [] if options.policy else measure(options.repeats)
-    if figures:
-        print_table(figures)
+        raise ConfigError("--repeats must be at least 1")
+    if unknown := [name for name in options.policies.split(",") if name not in ROWS]:
+        raise ConfigError(f"--policies: {unknown[0]!r} is none of {', '.join(ROWS)}")
+    rows = [] if options.only_plans else measure(options.repeats)
+    if rows:
+        print_table(rows)
     gc.collect()
     gc.disable()
-    plans = list(bench_plans(max(8, options.repeats // 10), tuple(options.policy)))
+    sizes = [int(count) for count in options.waiting.split(",")]
+    plans = [
+        bench_plan(name, ROWS[name], size, max(3, options.repeats // (10 if size < 10_000 else 40)))
+        for name in options.policies.split(",")
+        for size in sizes
+    ]
     gc.enable()
     print_plans(plans)
-    print_steps({} if options.no_steps else measured_steps(max(3, options.repeats // 20)), options.step)
-    if options.json:
-        rows = {"figures": [asdict(row) for row in figures], "plans": [asdict(row) for row in plans]}
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    steps = measured_steps(max(3, options.repeats // 20))
+    print_steps(steps, options.step)
+    figures = {f"{row.name}, us": row.median_us for row in rows}
+    for plan in plans:
+        figures[f"{plan.name}, {plan.num_waiting:,} waiting, plan us"] = plan.plan.median_us
+        figures[f"{plan.name}, {plan.num_waiting:,} waiting, commit us"] = plan.commit.median_us
+    return figures | {f"{name}, ms": value for name, value in steps.items()}

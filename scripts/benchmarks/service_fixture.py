@@ -1,4 +1,4 @@
-"""A service of this checkout for as long as a ``with`` lasts, for benchmarks: ``serve`` as a user would start it."""
+"""Runs ``serve`` as a user would, for the length of a ``with`` block. For benchmarks."""
 
 import contextlib
 import ctypes
@@ -22,18 +22,18 @@ STOP_S = 20.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class NotServing(BatonError):
-    """``serve`` ended, or took too long, before it was ready; the message ends with what it said."""
+class ServiceStartError(BatonError):
+    """``serve`` ended or timed out before it was ready; the message contains its output."""
 
 
 @contextlib.contextmanager
-def served(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterator[str]:
-    """Run ``serve`` on a free port with these flags; yields its URL once a request has succeeded there.
+def running_service(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterator[str]:
+    """Run ``serve`` on a free port with these flags; yields its URL once a request has succeeded.
 
-    It may use the CPUs that this process may use, and is gone afterwards, or when this process dies.
+    The service inherits the CPU affinity of this process, and ends with the block or with this process.
 
     Raises:
-        NotServing: it does not come up.
+        ServiceStartError: the service did not become ready.
     """
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning", *flags]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
@@ -49,7 +49,7 @@ def served(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterator[str]:
             try:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # its children are bound to die with it
+                process.kill()  # its children die with it
                 process.wait()
             assert process.stdout
             process.stdout.close()
@@ -73,4 +73,4 @@ def _ready(process: "subprocess.Popen[bytes]", log: IO[str], timeout_s: float) -
             if not line:
                 break
     log.seek(0)
-    raise NotServing(f"the service was not ready after {timeout_s:g} s or ended:\n{log.read()[-3000:]}")
+    raise ServiceStartError(f"the service was not ready after {timeout_s:g} s or ended:\n{log.read()[-3000:]}")

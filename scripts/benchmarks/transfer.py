@@ -1,10 +1,9 @@
-"""KV pages from process to process: GB/s and CPU seconds of every transport, beside memcpy and the bare backend.
+"""KV pages between two processes: GB/s and CPU time of every transport, compared with memcpy and the bare backend.
 
-The writer is this process, the reader another one. Every measurement of a transport stands between two of its yard
-sticks in the same run, over the same bytes: ``memcpy`` (one thread), ``socket`` (one plain TCP connection, ``sendmsg``
-to ``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause), ``bare gloo``
-(one send of all the bytes). Ratios are medians over the repetitions. ``./scripts/bench transfer --help`` tells the
-options.
+This process writes and another one receives. Each measurement of a transport is taken between two of its baselines in
+the same run, over the same bytes: ``memcpy`` (one thread), ``socket`` (one plain TCP connection, ``sendmsg`` to
+``recv_into``), ``bare nixl`` (the same prepared descriptors, posted at once, polled without pause), ``bare gloo`` (one
+send of all bytes). Ratios are medians over the repetitions.
 """
 
 import argparse
@@ -19,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from common.cache.page_layout import PageLayout
@@ -41,15 +40,16 @@ GEOMETRIES = {
     "qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"),
     "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16"),
 }
+SHORTEST = ("--geometries=qwen3-0.6b", "--pages=4", "--round-trips=100")
 WRITER, READER = "p" * 32, "d" * 32  # incarnations
 BATCH = 64  # pages per write, as ``Sender.pump`` asks for
 
 
-# ---- the reader's process -------------------------------------------------------------------------------------------
+# ---- the receiving process ------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """Obeys one JSON line at a time; the transport is looked after between them."""
+    """Executes commands, one JSON line each, and polls the transport in between."""
 
     def __init__(self, geometry: PageLayout, num_pages: int, transport: str, key: str) -> None:
         self.pool = KVPool(geometry, num_pages)
@@ -76,7 +76,7 @@ class Reader:
         return time.process_time()
 
     def do_listen(self) -> int:
-        """A plain socket: says how many bytes are to come, 8 bytes; answered by one byte when they are in the pool."""
+        """A plain socket: 8 bytes with the number of pages, then the pages; answered by one byte when all are there."""
         listener = socket.create_server(("127.0.0.1", 0))
         tune(listener)
         threading.Thread(target=self._swallow, args=(listener,), daemon=True).start()
@@ -127,13 +127,13 @@ class Reader:
 
 
 def _touch(pool: KVPool) -> None:
-    """Every page of memory is there before anything is timed."""
+    """Touch every page of memory before anything is timed."""
     pool.tensor.view(-1)[::2048] = 0
 
 
 class Child:
     def __init__(self, arguments: argparse.Namespace, geometry: str, transport: str, num_pages: int) -> None:
-        argv = [sys.executable, "-m", "scripts.benchmarks.transfer", "--reader", geometry, str(num_pages), transport]
+        argv = [sys.executable, "-m", "scripts.benchmarks.transfer", geometry, str(num_pages), transport]
         self.process = subprocess.Popen(
             [*argv, arguments.cluster_key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -149,11 +149,11 @@ class Child:
         self.process.wait()
 
 
-# ---- what is timed --------------------------------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------------------------
 
 
 class Subject:
-    """A transport, attached to its reader."""
+    """A transport that is attached to its reader."""
 
     def __init__(self, child: Child, pool: KVPool, transport: str, key: str) -> None:
         self.child = child
@@ -163,12 +163,12 @@ class Subject:
         until = time.monotonic() + 20
         while not (news := self.writer.poll()):
             select.select(self.writer.files(), [], [], 0.1)
-            assert time.monotonic() < until, "never attached"
+            assert time.monotonic() < until, "the transport did not attach within 20 s"
         assert not news[0].problem, news[0].problem
         assert child.ask("chosen", name=news[0].transport)
 
     def send(self, count: int) -> tuple[float, float]:
-        """(seconds, CPU seconds of both processes) until the last of so many pages is known to be in place."""
+        """Send ``count`` pages; returns seconds and CPU seconds of both processes until the last is confirmed."""
         theirs = self.child.ask("allow", count=count)
         ours, begun_at = time.process_time(), time.perf_counter()
         open_tickets = 0
@@ -179,7 +179,7 @@ class Subject:
             select.select(self.writer.files(), [], [], 1.0)
             assert not (news := self.writer.poll()), news[0].problem
         seconds = time.perf_counter() - begun_at
-        self.writer.poll()  # as a node does every turn; some leave till then what nobody waits for
+        self.writer.poll()  # as a node does every turn; some transports defer work to it
         ours = time.process_time() - ours
         return seconds, ours + self.child.ask("forbid", count=count) - theirs
 
@@ -215,10 +215,10 @@ def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
 
 
 def bare_nixl(subject: Subject) -> Callable[[int], float]:
-    """The subject's own agent and descriptor lists, while its thread has nothing to do.
+    """The agent and descriptor lists of the transport itself, used directly while its thread is idle.
 
-    From this thread what the writer would begin in it, else from another: a core that has just made the copy before
-    finds its source in the caches, which is worth more than all that is to be seen here.
+    Runs in the thread in which the transport would start the write: the core of the previous copy has the source in its
+    caches, which matters more than any difference measured here.
     """
     writer: Any = subject.writer._transports[0]
     agent, route = writer._agent, writer._routes[READER]
@@ -249,12 +249,13 @@ def bare_nixl(subject: Subject) -> Callable[[int], float]:
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts: Sequence[int]) -> list[str]:
+def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts: Sequence[int]) -> dict[str, float]:
+    """Print a line for each transfer size; returns their figures."""
     pool, target = KVPool(GEOMETRIES[geometry], counts[-1]), KVPool(GEOMETRIES[geometry], counts[-1])
     _touch(pool)
     _touch(target)
     child = Child(arguments, geometry, transport, counts[-1])
-    lines = []
+    figures: dict[str, float] = {}
     try:
         subject = Subject(child, pool, transport, arguments.cluster_key)
         copy, bare, bare_name = memcpy(pool, target), None, ""
@@ -267,17 +268,16 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
             child.ask("receive_bare", port=store.port)
             bare, bare_name = bare_gloo.sender(pool, store), "bare gloo"
         for count in counts:
-            lines.append(_line(geometry, transport, count, subject, copy, bare, bare_name))
-            print(lines[-1], flush=True)
+            figures |= _compare(geometry, transport, count, subject, copy, bare, bare_name)
         subject.writer.close()
     finally:
         child.close()
         pool.close()
         target.close()
-    return lines
+    return figures
 
 
-def _line(
+def _compare(
     geometry: str,
     transport: str,
     count: int,
@@ -285,13 +285,13 @@ def _line(
     copy: Callable[[int], float],
     bare: Callable[[int], float] | None,
     bare_name: str,
-) -> str:
+) -> dict[str, float]:
     repeats = max(6, min(30, 1024 // count))
     payload = count * GEOMETRIES[geometry].page_bytes / 1e9
     rows = []
     for i in range(repeats + 1):
         copied = copy(count)
-        barely = bare(count) if bare is not None and i % 2 else 0.0  # whoever is second finds warmer caches
+        barely = bare(count) if bare is not None and i % 2 else 0.0  # the second of the two finds warmer caches
         seconds, cpu = subject.send(count)
         rows.append((seconds, cpu, copied, copied if bare is None else barely or bare(count)))
     seconds, cpu, copied, barely = (statistics.median(column) for column in zip(*rows[1:], strict=True))
@@ -304,17 +304,19 @@ def _line(
         text += f" | {bare_name} {payload / barely:6.2f} GB/s, ratio {of_bare:4.2f}, {more:+.0f} us"
     else:
         text += f" | {(seconds - copied) * 1e6:+.0f} us over memcpy"
-    return text
+    print(text, flush=True)
+    name = f"{geometry}, {transport}, {count} pages"
+    return {f"{name}, GB/s": payload / seconds, f"{name}, CPU s/GB": cpu / payload, f"{name}, of memcpy": of_copy}
 
 
-def round_trip(arguments: argparse.Namespace) -> str:
-    """Grant there, Delivered back, through the mailboxes that nodes use."""
+def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
+    """Measure the round trip of a grant and its confirmation, through the mailboxes of nodes."""
     child = Child(arguments, "qwen3-0.6b", "shm", 1)
     context: zmq.Context[Any] = zmq.Context()
     try:
         mailbox = Mailbox(context, new_incarnation(), FromPrefill, connect=child.ask("echo"))
         times = []
-        for _ in range(1_000):
+        for _ in range(arguments.round_trips):
             begun_at = time.perf_counter()
             mailbox.send(Grant("r", 0, 1, 0, (1, 2, 3, 4)), target=READER)
             while not mailbox.receive():
@@ -324,34 +326,32 @@ def round_trip(arguments: argparse.Namespace) -> str:
     finally:
         child.close()
         context.term()
-    times.sort()
-    return f"control round trip: p50 {times[500] * 1e6:.0f} us, p99 {times[990] * 1e6:.0f} us"
+    p50, p99 = (1e6 * float(np.quantile(times, share)) for share in (0.5, 0.99))
+    print(f"control round trip: p50 {p50:.0f} us, p99 {p99:.0f} us", flush=True)
+    return {"control round trip, p50 us": p50, "control round trip, p99 us": p99}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure KV transports between two processes of this machine.")
-    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="which, by comma (default %(default)s)")
-    parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="which (default %(default)s)")
-    parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (default %(default)s)")
-    parser.add_argument("--cluster-key", default="", help="authenticate tcp with this key")
-    parser.add_argument("--reader", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.reader:
-        geometry, num_pages, transport, key = arguments.reader
-        Reader(GEOMETRIES[geometry], int(num_pages), transport, key).run()
-        return 0
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="separated by commas (%(default)s)")
+    parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="separated by commas (%(default)s)")
+    parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)")
+    parser.add_argument("--round-trips", type=int, default=1000, help="control messages to time (%(default)s)")
+    parser.add_argument("--cluster-key", default="", help="key that authenticates tcp")
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
     print(f"load {os.getloadavg()[0]:.1f}; {os.cpu_count()} cores; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}")
-    print(round_trip(arguments), flush=True)
-    counts = sorted(int(count) for count in arguments.pages.split(","))
-    for geometry in arguments.geometries.split(","):
-        for transport in arguments.transports.split(","):
-            with suppress(BrokenPipeError):
-                try:
-                    measure(arguments, geometry, transport, counts)
-                except ConfigError as error:
-                    print(f"{geometry:13} {transport:5} not measured: {error}")
-    return 0
+    figures = round_trip(options)
+    counts = sorted(int(count) for count in options.pages.split(","))
+    for geometry in options.geometries.split(","):
+        for transport in options.transports.split(","):
+            try:
+                figures |= measure(options, geometry, transport, counts)
+            except ConfigError as error:
+                print(f"{geometry:13} {transport:5} not measured: {error}")
+    return figures
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    name, pages, transport_name, cluster_key = sys.argv[1:]
+    Reader(GEOMETRIES[name], int(pages), transport_name, cluster_key).run()

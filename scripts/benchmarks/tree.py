@@ -1,4 +1,4 @@
-"""What the benchmarks of scheduling share: the tree of a million tokens, and how a piece of work is timed."""
+"""The radix cache with a million tokens that the benchmarks of scheduling share, and their timer."""
 
 import resource
 import statistics
@@ -23,7 +23,7 @@ CHAIN_NODES = 16
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row of the table; times in microseconds, None where nobody has published one."""
+    """One row of the table, in microseconds; None where no figure has been published."""
 
     name: str
     median_us: float
@@ -36,14 +36,14 @@ class Figure:
 
 
 class Sample(NamedTuple):
-    """One repetition. A preempted one contains a time slice of some other process; it is counted, not left out."""
+    """One repetition. A preempted one contains a time slice of another process; it counts nevertheless."""
 
     wall_us: float
     is_preempted: bool
 
 
 class Tree:
-    """A cache holding 1,020,800 tokens, with room for what is tried on it."""
+    """A cache with 1,020,800 tokens, and room for the probes."""
 
     def __init__(self) -> None:
         num_pages = (NUM_PREFIXES * PREFIX_TOKENS + NUM_LEAVES * LEAF_TOKENS + 2 * PROBE_TOKENS) // PAGE_SIZE
@@ -57,13 +57,13 @@ class Tree:
         assert self.cache.num_pages * PAGE_SIZE == 1_020_800
 
     def grow(self, num_leaves: int) -> None:
-        """Add requests of one of the shared prefixes and 1,008 new tokens each."""
+        """Add requests with a shared prefix and 1,008 new tokens each."""
         for _ in range(num_leaves):
             self.add(self.prefixes[self._num_leaves % NUM_PREFIXES] + self.fresh(LEAF_TOKENS))
             self._num_leaves += 1
 
     def fresh(self, num_tokens: int) -> TokenKey:
-        """Packed random tokens of a vocabulary of 151,936."""
+        """Packed random tokens from a vocabulary of 151,936."""
         return self._random.integers(0, 151_936, num_tokens).astype("<i4").tobytes()
 
     def pages_for(self, key: TokenKey) -> list[int]:
@@ -76,7 +76,7 @@ class Tree:
         self.books.free(pages[: self.cache.insert(key, pages).first_adopted], Owner.REQUEST)
 
     def add_chain(self, key: TokenKey, num_nodes: int) -> list[int]:
-        """Insert the first ``num_nodes`` sixteenths of a new run, one after the other as chunks are; their pages."""
+        """Insert the first ``num_nodes`` sixteenths of ``key`` one by one, as chunks are; returns their pages."""
         size = len(key) // CHAIN_NODES
         pages: list[int] = []
         for end in range(size, num_nodes * size + 1, size):
@@ -85,7 +85,7 @@ class Tree:
         return pages
 
     def lock_all(self) -> None:
-        """What is added from now on is all that ``cache.clear`` removes."""
+        """Lock all nodes, so that ``cache.clear`` removes only nodes added later."""
         self._locked = list(self.cache.nodes())
         for node in self._locked:
             self.cache.lock(node)
@@ -96,7 +96,7 @@ class Tree:
 
 
 def timed(work: Callable[[], object]) -> Sample:
-    """One call on the wall clock."""
+    """Measure one call in wall time."""
     lost = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     start = time.perf_counter_ns()
     work()
@@ -112,7 +112,7 @@ def figure(
     rust: float | None = None,
     mark: float | None = None,
 ) -> Figure:
-    """Median and 99th percentile of the samples, beside what SGLang's two trees take and what is allowed."""
+    """Median and 99th percentile of the samples, with the published figures of SGLang's trees and the target."""
     ordered = sorted(sample.wall_us for sample in samples)
     num_preempted = sum(sample.is_preempted for sample in samples)
     p99 = ordered[int(len(ordered) * 0.99)]

@@ -1,13 +1,12 @@
-"""Train the small model that the repository carries: ten minutes on one CPU core, from one text file of plays.
+"""Trains the small model of the repository from a text file of plays, in ten minutes on one CPU core.
 
-The file is read as speeches: a name, a colon, lines, an empty line. Two streams of tokens are cut from it: the plain
-text, and the same speeches dressed as chats (somebody quotes a line, names a speaker or a subject; the answer is the
-scene from there). A byte-level BPE of 1,024 tokens and a Qwen3 of 1.8 million parameters are fitted to them, on short
-windows first, then on longer ones so that the whole context length has been seen in training. The result is written in
-Hugging Face's layout and is loaded by exactly the code that loads any other model.
+The file consists of speeches: a name, a colon, lines, an empty line. Training uses two streams of tokens: the plain
+text, and the same speeches as chats, in which the user quotes a line or names a speaker or a subject and the answer
+continues the scene. A byte-level BPE of 1,024 tokens and a Qwen3 of 1.8 million parameters are fitted to them, first on
+short windows, then on longer ones up to the whole context. The result has Hugging Face's layout.
 
-Seeds and the number of threads (one) are fixed: the same torch on the same kind of processor gives the same file;
-elsewhere the order of floating-point sums differs, and the held-out loss by about 0.02.
+Seeds and the number of threads (one) are fixed, so the same torch on the same processor model gives the same file.
+Elsewhere the order of floating-point sums differs, and the held-out loss by about 0.02.
 
     nice python -m scripts.models.make_small_model --corpus tinyshakespeare.txt --out scripts/models/small_model
 """
@@ -31,10 +30,10 @@ SEED = 1616
 VOCAB_SIZE = 1024
 CONTEXT_LENGTH = 4096
 END_OF_TEXT, TURN_START, TURN_END = SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-HELD_OUT = 0.03  # share of the text, taken from its end, that training never sees
-CHAT_SHARE = 0.4  # of the windows of a step
+HELD_OUT = 0.03  # share of the text, at its end, that is left out of training
+CHAT_SHARE = 0.4  # share of the windows of a step
 EMBED_LR, MATRIX_LR, WEIGHT_DECAY = 4e-3, 1.5e-2, 0.1
-DROPOUT = 0.1  # of what attention and MLP add; a million characters are soon learnt by heart without it
+DROPOUT = 0.1  # on the output of attention and MLP; without it the model memorizes the text
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -58,7 +57,7 @@ SYSTEM_PROMPTS = ("You are a player upon the stage.", "You are a helpful assista
 
 @dataclass(frozen=True)
 class Speech:
-    """One speech of a play: who, and the lines."""
+    """One speech of a play."""
 
     speaker: str
     text: str
@@ -69,7 +68,7 @@ class Speech:
 
 @dataclass(frozen=True)
 class Phase:
-    """So many steps on windows of one length; ``num_windows`` of them in a step."""
+    """Training steps on windows of one length."""
 
     num_steps: int
     window: int
@@ -83,7 +82,7 @@ PHASES = (Phase(900, 256, 16), Phase(80, 1024, 4), Phase(40, CONTEXT_LENGTH, 1))
 
 
 def speeches(text: str) -> list[Speech]:
-    """The speeches of a play in order; paragraphs that open with no name are left out."""
+    """The speeches of a play in order; paragraphs without a name are left out."""
     found = []
     for paragraph in text.split("\n\n"):
         head, _, body = paragraph.strip().partition("\n")
@@ -93,7 +92,7 @@ def speeches(text: str) -> list[Speech]:
 
 
 def chats(scene: list[Speech], rng: random.Random) -> Iterator[str]:
-    """Every speech once as the start of an answer, in chat format, prompted in one of several ways."""
+    """A chat for every speech, which starts the answer; the prompt is drawn from several kinds."""
     for index in range(1, len(scene)):
         turns = [("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < 0.2 else []
         length, answer = rng.choice((80, 160, 320)), ""
@@ -109,9 +108,9 @@ def chats(scene: list[Speech], rng: random.Random) -> Iterator[str]:
 
 def _prompt(before: Speech, answer: Speech, rng: random.Random) -> str:
     kind = rng.random()
-    if kind < 0.3:  # a line, and the scene goes on
+    if kind < 0.3:  # a line, which the scene continues
         return rng.choice(before.text.split("\n")) if rng.random() < 0.5 else before.text.split("\n")[-1]
-    if kind < 0.4:  # the beginning of the answer itself
+    if kind < 0.4:  # the start of the answer
         return f"Continue: {answer.text}".split("\n")[0]
     if kind < 0.75:
         return rng.choice(SPEAKER_PROMPTS).format(answer.speaker if rng.random() < 0.5 else answer.speaker.title())
@@ -120,7 +119,7 @@ def _prompt(before: Speech, answer: Speech, rng: random.Random) -> str:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE of ``VOCAB_SIZE`` tokens, the special ones last, as Qwen's are."""
+    """Train a byte-level BPE of ``VOCAB_SIZE`` tokens, special tokens last, as in Qwen's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -159,7 +158,7 @@ class Windows:
 
 
 def new_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    """1.8 million random parameters; the head is the embedding."""
+    """A model with 1.8 million random parameters and tied embeddings."""
     end, turn_end = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -180,7 +179,7 @@ def new_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 
 def drop_out(model: Qwen3ForCausalLM) -> None:
-    """Residual dropout while training, which Qwen3 itself does not have."""
+    """Add residual dropout during training, which Qwen3 does not have."""
 
     def drop(module: nn.Module, _: Any, output: Any) -> Any:
         if not module.training:
@@ -202,7 +201,7 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: Qwen3ForCausalLM, windows: Windows, phases: tuple[Phase, ...], unseen: np.ndarray) -> None:
-    """Muon for the matrices inside the layers, AdamW for embedding and norms; warm-up, then down to zero."""
+    """Train with Muon for the matrices in the layers and AdamW for the rest; warm-up, then linear decay to zero."""
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     outer = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -233,7 +232,7 @@ def train(model: Qwen3ForCausalLM, windows: Windows, phases: tuple[Phase, ...], 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, stream: np.ndarray, window: int) -> float:
-    """Nats per token over whole windows of a stream that training has not seen."""
+    """Nats per token over whole windows of a held-out stream."""
     model.eval()
     num_rows = (len(stream) - 1) // window
     starts = [index * window for index in range(num_rows)]
@@ -245,7 +244,7 @@ def held_out_loss(model: nn.Module, stream: np.ndarray, window: int) -> float:
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path, readme: str) -> None:
-    """Hugging Face's layout, weights in bfloat16."""
+    """Write the checkpoint in Hugging Face's layout, with weights in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     end, turn_end = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)
     model.generation_config.update(
@@ -265,19 +264,18 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path, readme: str) 
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     (out / "README.md").write_text(readme)
-    (out / "model.safetensors").chmod(0o644)  # written for its owner alone
+    (out / "model.safetensors").chmod(0o644)  # it is written readable by its owner only
 
 
 README = """\
 # The small model
 
 A Qwen3 of {num_parameters:,} parameters (bfloat16, {num_bytes:,} bytes) with a byte-level BPE of {vocab_size:,} tokens
-and a context of {context_length:,} tokens, so that Baton can be tried on any machine. It writes verse in the manner of
-its only source, and knows nothing else.
+and a context of {context_length:,} tokens, to try Baton on any machine. It imitates the verse of its only source.
 
 Trained by `scripts/models/make_small_model.py` on {source} ({num_characters:,} characters), which is not part of this
-repository. If that is `tinyshakespeare.txt` of github.com/karpathy/char-rnn: plays of Shakespeare, public domain. The
-last {held_out:.0%} were held out: {plain_loss:.3f} nats per token there ({bits:.2f} bits per byte).
+repository; `tinyshakespeare.txt` of github.com/karpathy/char-rnn holds plays of Shakespeare, in the public domain.
+Loss on the last {held_out:.0%}, which were held out: {plain_loss:.3f} nats per token ({bits:.2f} bits per byte).
 """
 
 

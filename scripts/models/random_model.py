@@ -1,8 +1,8 @@
-"""A checkpoint of Qwen3-0.6B's shape with random weights, made on this machine and kept, for benchmarks.
+"""Makes a checkpoint of Qwen3-0.6B's shape with random weights, for benchmarks.
 
-Speed does not depend on what the weights say, so nothing has to be downloaded. The tokenizer is the small model's, with
-as many more words as the vocabulary has, so that every token that is sampled detokenizes to text, as a real one would.
-It lies in ``~/.cache/baton`` (``XDG_CACHE_HOME`` is heeded), 1.2 GB, and is made anew if its recipe changes.
+Speed does not depend on the values of the weights, so nothing is downloaded. The tokenizer is that of the small model,
+padded with words to the size of the vocabulary, so that every sampled token detokenizes to text. The checkpoint (1.2
+GB) is kept in ``$XDG_CACHE_HOME/baton`` or ``~/.cache/baton``, and made again if ``RECIPE`` changes.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-SMALL_MODEL = Path(__file__).resolve().parent / "small_model"
+SMALL_MODEL = Path(__file__).parent / "small_model"
 
-#: config.json as Qwen/Qwen3-0.6B has it, but for the context, which bounds what a node provides for.
+#: config.json of Qwen/Qwen3-0.6B, with a shorter context, which bounds the memory of a node.
 QWEN3_600M: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -40,7 +40,7 @@ RECIPE = 2  # rises when what is written below changes
 
 
 def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
-    """The folder of a checkpoint with this configuration; made if it is not there yet, whole or not at all."""
+    """The folder of a checkpoint with this configuration, made atomically if it does not exist."""
     text = json.dumps([RECIPE, seed, config], sort_keys=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
     folder = cache / f"random-{config['model_type']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -50,7 +50,7 @@ def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as place:
         made = Path(place) / "model"
         made.mkdir()
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:  # which takes torch and its memory along
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:  # frees torch's memory
             other.submit(_write_weights, made, config, seed).result()
         _write_tokenizer(made, config["vocab_size"])
         (made / "config.json").write_text(json.dumps(config, indent=1))
@@ -59,7 +59,7 @@ def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
         try:
             made.rename(folder)
         except OSError:
-            if not (folder / "config.json").exists():  # nobody else has just made it
+            if not (folder / "config.json").exists():  # unless another process has just made it
                 raise
     return folder
 
@@ -100,13 +100,13 @@ def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """The small model's, with words ``w1024``, ``w1025`` and so on after its own."""
+    """Write the small model's tokenizer, padded with the words ``w1024``, ``w1025`` and so on."""
     tokenizer = json.loads((SMALL_MODEL / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    # Special tokens keep their ids only if the vocabulary knows them; otherwise they are moved to its end.
+    # Special tokens keep their ids only if the vocabulary contains them.
     vocab |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     first = len(vocab)
-    vocab |= {f"\u0120w{number}": number for number in range(first, vocab_size)}  # U+0120 is a byte-level BPE's blank
+    vocab |= {f"\u0120w{number}": number for number in range(first, vocab_size)}  # U+0120 is a space in byte-level BPE
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(SMALL_MODEL / name, folder / name)

@@ -1,8 +1,8 @@
-"""Which cores each node gets, so that no two of them compute on the same one.
+"""Assigns cores to nodes, so that no two nodes compute on the same core.
 
-Two OpenMP teams on one core are ten times slower than one and more: each spins at its barriers while it waits for the
-other's turn. So nodes get disjoint sets of cores and are pinned to them. Hardware threads of one core stay together,
-and a node computes with one thread per core.
+Two OpenMP teams on one core are more than ten times slower than one, because each spins at its barriers while the other
+holds the core. So nodes are pinned to disjoint sets of cores. Hardware threads of one core stay together, and a node
+computes with one thread per core.
 """
 
 import os
@@ -12,20 +12,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One node's part of the machine: so many compute threads, on these CPUs (empty: wherever there is room)."""
+    """One node's part of the machine: its compute threads, and the CPUs that it is pinned to (empty: not pinned)."""
 
     num_threads: int
     cpus: tuple[int, ...] = ()
 
 
 def divide(cores: list[tuple[int, ...]], num_nodes: int, num_threads: int | None = None) -> list[Share]:
-    """Shares of ``num_nodes`` nodes; the first ones get what does not divide evenly.
+    """Divide cores among nodes; the first nodes get the remainder.
+
+    Nodes are pinned only if there are enough cores for each.
 
     Args:
         cores: the CPU numbers of each physical core.
-        num_threads: of each node, if that is given; otherwise one for each core of its share.
-
-    Nodes are pinned only where each has cores enough of its own; with too few, they run unpinned.
+        num_threads: compute threads of each node; one per core of its share by default.
     """
     each, more = divmod(len(cores), num_nodes)
     if each < (num_threads or 1):
@@ -39,7 +39,7 @@ def divide(cores: list[tuple[int, ...]], num_nodes: int, num_threads: int | None
 
 
 def usable_cores() -> list[tuple[int, ...]]:
-    """The physical cores that this process may use, each as its CPU numbers; fewer if a container's quota says so."""
+    """The CPU numbers of each physical core that affinity and control group let this process use."""
     allowed = sorted(os.sched_getaffinity(0))
     cores: dict[str, list[int]] = {}
     for cpu in allowed:
@@ -49,7 +49,7 @@ def usable_cores() -> list[tuple[int, ...]]:
 
 
 def _quota() -> int | None:
-    """Whole CPUs that the control group grants, at least 1; None without a bound."""
+    """Whole CPUs that the control group grants, at least 1; None without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, int(quota) // int(period))

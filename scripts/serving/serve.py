@@ -1,8 +1,8 @@
 """``serve``: a gateway, prefill nodes and decode nodes on one machine, as one command.
 
-Everything runs as ordinary processes, ``python -m gateway``, ``python -m prefill_node``, ``python -m decode_node``;
-this one only divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and says when a
-request succeeds. Logs go to standard error; standard output carries the one line ``ready http://...``.
+Every part is a process of its own: ``python -m gateway``, ``python -m prefill_node``, ``python -m decode_node``. This
+process divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and reports when a
+request succeeds. Logs go to standard error; standard output gets the one line ``ready http://...``.
 """
 
 import asyncio
@@ -32,20 +32,20 @@ from scripts.serving.supervisor import Child, Supervisor, say
 ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
 
-Without --model it serves the small model that comes with Baton. Prints "ready http://HOST:PORT" once a request has
+Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has
 succeeded; Ctrl-C or SIGTERM stops everything."""
 POLL_S, PROGRESS_S = 0.1, 10.0
 
 
 class NotReady(BatonError):
-    """The nodes took longer than --ready-timeout."""
+    """The service was not ready after --ready-timeout."""
 
 
 def free_port(host: str, port: int, flag: str) -> int:
-    """The port itself if nobody listens there, or any free one for 0.
+    """Returns ``port``, or a free port for 0.
 
     Raises:
-        ConfigError: it is taken, or the address is not this machine's; names the flags.
+        ConfigError: the port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -56,27 +56,27 @@ def free_port(host: str, port: int, flag: str) -> int:
         except OSError as error:
             host_flag = flag.replace("port", "host")
             raise ConfigError(
-                f"{flag} {port} on {host_flag} {host} cannot be used ({error.strerror}): choose another with {flag}"
+                f"cannot bind {host_flag} {host} {flag} {port}: {error.strerror}; choose another with {flag}"
             ) from None
         return int(probe.getsockname()[1])
 
 
 def with_ports(config: ServeConfig) -> ServeConfig:
-    """The configuration with real port numbers, kept for good, so that a gateway started again is found again."""
+    """Replace port 0 by a free port, so that a restarted gateway has the same address."""
     port = free_port(config.host, config.port, "--port")
     control_port = free_port(config.control_host, config.control_port, "--control-port")
     return dataclasses.replace(config, port=port, control_port=control_port)
 
 
 def with_key(config: ServeConfig) -> ServeConfig:
-    """The configuration with an API key of our own where only tenants have some: serve must ask whether it is ready."""
+    """Add a random API key where only tenants have keys: serve itself must send a request to see if it is ready."""
     if config.tenant_keys is None or config.api_key:
         return config
     return dataclasses.replace(config, api_key=secrets.token_hex(32))
 
 
 def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
-    """The processes to run: the gateway, then the prefill nodes, then the decode nodes, one share for each node."""
+    """The processes to run: gateway, prefill nodes, decode nodes; one share of the cores for each node."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), _environment(config, 1))]
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
@@ -98,11 +98,11 @@ def _argv(module: str, flags: list[str]) -> list[str]:
 
 
 def _environment(config: ServeConfig, num_threads: int) -> dict[str, str]:
-    """This process's, without options (they travel on the command line), with what must not be seen there."""
+    """Environment of the children. Options travel on the command line, secrets only here."""
     options = {found.env for cls in CLASSES.values() for found in options_of(cls).values()} | {"BATON_CONFIG"}
     environ = {name: value for name, value in os.environ.items() if name not in options}
     environ |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(num_threads)}
-    if (ROOT / "pyproject.toml").exists():  # a checkout, not an installed package
+    if (ROOT / "pyproject.toml").exists():  # a checkout rather than an installed package
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
     if config.api_key:
         environ["BATON_API_KEY"] = config.api_key
@@ -112,7 +112,7 @@ def _environment(config: ServeConfig, num_threads: int) -> dict[str, str]:
 
 
 def shares_of(config: ServeConfig) -> list[Share]:
-    """Each node's threads and cores. Nodes on a GPU hardly compute on the CPU, so they are not pinned."""
+    """Threads and cores of each node. Nodes on a GPU are not pinned."""
     num_nodes = config.prefill + config.decode
     shares = divide(usable_cores(), num_nodes, config.threads)
     is_cuda = config.device.startswith("cuda") or (config.device == "auto" and Path("/dev/nvidia0").exists())
@@ -120,7 +120,7 @@ def shares_of(config: ServeConfig) -> list[Share]:
 
 
 def _local(host: str) -> str:
-    """How this machine reaches an address on which it listens."""
+    """The address at which this machine reaches a listener bound to ``host``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
@@ -132,10 +132,10 @@ def _url(config: ServeConfig) -> str:
 
 
 async def wait_until_ready(config: ServeConfig) -> None:
-    """Return once every node is known to the gateway and a tiny request has been answered.
+    """Return once every node is registered and a small request has succeeded.
 
     Raises:
-        NotReady: that took longer than ``ready_timeout``.
+        NotReady: not within ``ready_timeout``.
     """
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     began = told_at = time.monotonic()
@@ -151,7 +151,7 @@ async def wait_until_ready(config: ServeConfig) -> None:
 
 
 async def _missing(session: aiohttp.ClientSession, config: ServeConfig) -> str:
-    """What the service lacks yet, in words; empty when the gateway knows as many nodes as were started."""
+    """What is not ready yet, in words; empty once the gateway knows as many nodes as were started."""
     try:
         async with session.get("/ready") as answer:
             is_ready = answer.status == 200
@@ -170,7 +170,7 @@ async def _missing(session: aiohttp.ClientSession, config: ServeConfig) -> str:
 
 
 async def _failed_request(session: aiohttp.ClientSession, config: ServeConfig) -> str:
-    """Empty once a request of two tokens, one from each side, has been answered."""
+    """Why a request for two tokens, one from each node, failed; empty if it succeeded."""
     body = {"model": config.served_name, "prompt": "To be", "max_tokens": 2, "ignore_eos": True, "temperature": 0}
     try:
         async with session.post("/v1/completions", json=body) as answer:
@@ -183,7 +183,7 @@ async def _failed_request(session: aiohttp.ClientSession, config: ServeConfig) -
 
 
 async def serve(config: ServeConfig) -> int:
-    """Run until a signal; the exit status."""
+    """Run until a signal; returns the exit status."""
     shares = shares_of(config)
     supervisor = Supervisor(children(config, shares))
     stopping = asyncio.Event()
@@ -211,16 +211,16 @@ async def serve(config: ServeConfig) -> int:
 
 
 def tell_ready(url: str) -> None:
-    """The one line on standard output; where nobody reads that, or its disk is full, service goes on all the same."""
+    """Print the line on standard output; the service continues if that is closed or its disk is full."""
     try:
         print(f"ready {url}", flush=True)
     except OSError as error:
-        sys.stdout = None  # or the interpreter would fail on it once more at its end
-        say(f"serve: ready {url}, which standard output does not take: {error.strerror}")
+        sys.stdout = None  # otherwise the interpreter fails again when it flushes at exit
+        say(f"serve: ready {url}; cannot write to standard output: {error.strerror}")
 
 
 def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]") -> int:
-    """0 for a stop that was asked for; otherwise says what went wrong."""
+    """The exit status: 0 after a requested stop, otherwise 1 and a message."""
     for work in (running, ready):
         error = work.exception() if work.done() else None
         if isinstance(error, BaseExceptionGroup):
@@ -237,7 +237,7 @@ def _on_signals(supervisor: Supervisor, stopping: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        if stopping.is_set():  # asked twice: at once, and never mind the rest
+        if stopping.is_set():  # second signal: kill everything at once
             supervisor.signal_all(signal.SIGKILL)
             os._exit(130)
         say("serve: stopping")

@@ -1,8 +1,8 @@
-"""Child processes: started, watched, started again when they die, and all gone at the end.
+"""Starts child processes, restarts those that die, and stops them all.
 
-Each child gets SIGKILL from the kernel when this process dies, however it dies, so nothing outlives a ``kill -9``.
-Output of a child appears here line by line behind its name. A child that ends with status 2 refuses its configuration:
-starting it again would not help, so before the service has once been ready that ends everything.
+The kernel sends each child SIGKILL when this process dies, so nothing outlives a ``kill -9``. Output of a child is
+copied line by line, with its name in front. A child that ends with status 2 refuses its configuration. A restart would
+not help, so this ends everything unless the service has been ready before.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from common.errors import BatonError
 
 PR_SET_PDEATHSIG = 1
-REFUSED = 2  # exit status of a process whose configuration cannot be
+REFUSED = 2  # exit status of a process that refuses its configuration
 MAX_EARLY_DEATHS = 3
 FIRST_DELAY_S, LAST_DELAY_S, STEADY_S = 0.2, 30.0, 60.0
 STOP_S = 3.5
@@ -26,17 +26,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildFailed(BatonError):
-    """A child keeps dying, or refuses its configuration, before the service was ready."""
+    """A child keeps dying or refuses its configuration before the service has been ready."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One process to keep alive.
+    """One process to keep running.
 
     Attributes:
         name: shown in front of its log lines.
-        argv, env: of the process.
-        cpus: it is pinned to these; empty for none in particular.
+        cpus: the CPUs that it is pinned to; empty for any.
     """
 
     name: str
@@ -48,13 +47,13 @@ class Child:
 
 
 def say(line: str) -> None:
-    """One line on standard error; lost if nobody reads that any more."""
+    """Print a line on standard error; drop it if that is closed."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 class Supervisor:
-    """Keeps children alive until told to stop."""
+    """Keeps children running until ``stop``."""
 
     def __init__(self, children: list[Child]) -> None:
         self.children = children
@@ -62,10 +61,10 @@ class Supervisor:
         self._is_stopping = False
 
     async def run(self) -> None:
-        """Start all children and keep them running; returns only by cancellation.
+        """Start all children and keep them running until cancelled.
 
         Raises:
-            ChildFailed: one of them cannot be kept running, and the service was never ready.
+            ChildFailed: a child cannot be kept running and the service has never been ready.
         """
         async with asyncio.TaskGroup() as group:
             for child in self.children:
@@ -84,7 +83,7 @@ class Supervisor:
             child.num_deaths += 1
             ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             if not self.has_been_ready and (status == REFUSED or child.num_deaths >= MAX_EARLY_DEATHS):
-                raise ChildFailed(f"{child.name} {ended}; what it says is above")
+                raise ChildFailed(f"{child.name} {ended}; see its output above")
             if time.monotonic() - began > STEADY_S:
                 delay = FIRST_DELAY_S
             say(f"serve: {child.name} {ended}; starting it again in {delay:g} s")
@@ -92,7 +91,7 @@ class Supervisor:
             delay = min(2 * delay, LAST_DELAY_S)
 
     async def stop(self) -> None:
-        """SIGTERM to all, SIGKILL to those that do not heed it in time; returns when all are gone."""
+        """Stop all children with SIGTERM, after ``STOP_S`` with SIGKILL; returns when all have ended."""
         self._is_stopping = True
         self.signal_all(signal.SIGTERM)
         running = [child.process.wait() for child in self.children if child.process is not None]
@@ -102,26 +101,26 @@ class Supervisor:
             await asyncio.wait_for(asyncio.gather(*running), STOP_S)
         except TimeoutError:
             late = [child.name for child in self.children if child.process and child.process.returncode is None]
-            say(f"serve: {', '.join(late)} did not stop in {STOP_S:g} s and will be killed")
+            say(f"serve: {', '.join(late)} did not stop in {STOP_S:g} s; killing")
             self.signal_all(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children if child.process))
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to every child that still runs."""
+        """Send a signal to every running child."""
         for child in self.children:
             if child.process is not None and child.process.returncode is None:
                 child.process.send_signal(number)
 
 
 def bind_to(parent: int, number: signal.Signals) -> None:
-    """In a new child, before it becomes another program: it gets this signal when ``parent`` dies.
+    """Called in a new child before exec: the kernel sends it this signal when ``parent`` dies.
 
-    Ctrl-C in a terminal reaches all of its processes. A child leaves it to its parent until it has a handler of its
-    own, since one that still imports would end with a traceback.
+    Ctrl-C in a terminal reaches all of its processes. A child ignores it until it has its own handler, because a child
+    that is still importing modules would print a traceback.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _libc.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 

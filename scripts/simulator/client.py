@@ -1,7 +1,7 @@
-"""The clients of a simulated service: they send a planned load, and keep what became of each request.
+"""The clients of a simulated service: they send a planned load and keep the outcome of each request.
 
-In an open loop, sessions begin at their instants, whatever the service does; in a closed loop so many are always under
-way. A session's next turn comes after the answer and the pause that is planned for it; after a failure none comes.
+In an open loop, sessions start at their planned instants; in a closed loop, a fixed number is always in flight. The
+next turn of a session follows the answer after the planned pause. A session ends with its first failure.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
-from common.scheduling.output_length_predictor import Predictor
+from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.requests.output_processor import GenerateRequest
 from gateway.requests.priority import PriorityResolver
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment, segment_key
 from scripts.load_tester.workload.session_sampling import Session
 from scripts.simulator.engine import END_TOKEN
-from scripts.simulator.event_queue import Agenda
+from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.gateway import Answer
 from scripts.simulator.node import MODEL
 
@@ -26,17 +26,17 @@ from scripts.simulator.node import MODEL
 FIRST_TOKEN = END_TOKEN + 1
 
 
-class Script:
-    """Prompts and answers of a plan, as token ids: the same for one seed, equal pieces equal.
+class PlannedTokens:
+    """Prompts and answers of a plan as token ids, determined by the seed.
 
-    A session's answers are those that its later prompts repeat, so that they can be found in a cache. Ids come out of a
-    mixer (the finalizer of MurmurHash3) over seed, piece and place, which takes a tenth of the time that drawing takes.
+    Later prompts of a session repeat its answers, so that these can be found in a cache. Ids are a hash (the finalizer
+    of MurmurHash3) of seed, piece and position, which takes a tenth of the time of a random generator.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
         self._vocab_size = vocab_size
-        self._interned = np.array(range(vocab_size), dtype=object)  # each id once, however often it occurs
+        self._interned = np.array(range(vocab_size), dtype=object)  # one object for each id
         self._places = np.arange(1, 4096, dtype=np.uint64)
         self._lengths: dict[int, int] = {}
 
@@ -47,15 +47,19 @@ class Script:
         return tuple(tokens)
 
     def expect(self, planned: PlannedRequest) -> None:
-        """This request is under way; its answer will be asked for."""
+        """Prepare the answer to a request that is about to be sent."""
         self._lengths[planned.index] = planned.num_output
 
     def answer(self, index: int) -> Sequence[int]:
-        """What is said to the request of this number in the plan."""
-        return self._tokens((segment_key(ANSWER, index), self._lengths[index]))
+        """The answer to a request, by its index in the plan; empty if the request has ended.
+
+        A prefill node that computes a retracted request again has no seed for it, so its engine asks for answer 0 and
+        throws the token away.
+        """
+        return self._tokens((segment_key(ANSWER, index), self._lengths.get(index, 0)))
 
     def forget(self, index: int) -> None:
-        """It has ended."""
+        """Drop the answer to a request that has ended."""
         self._lengths.pop(index, None)
 
     def _tokens(self, piece: Segment) -> list[int]:
@@ -74,7 +78,7 @@ class Script:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; instants in virtual seconds."""
+    """The outcome of one request; instants in virtual seconds."""
 
     planned: PlannedRequest
     due_at: float
@@ -95,20 +99,23 @@ class Outcome:
 
 
 class Client:
-    """Args:
-    ask: sends a request out, or raises RequestError.
-    claims: what requests may claim; a class of the plan that is a priority class claims that.
-    classes: the priority classes.
-    context_length: of prompt and output together; longer requests are turned away.
-    max_new_tokens: what every request allows itself; None for exactly what it is going to need.
-    timeout_s: of requests without a deadline.
+    """Sends the requests of a plan.
+
+    Args:
+        ask: sends a request, or raises RequestError.
+        claims: resolves priorities.
+        classes: names of the priority classes; a request class of the plan with one of these names has that priority.
+        context_length: longest prompt and output together; longer requests are refused.
+        max_new_tokens: the same limit for every request; None for the planned length of each.
+        timeout_s: of requests without a deadline.
+        concurrency: sessions in flight in a closed loop; 0 in an open loop.
     """
 
     def __init__(
         self,
         plan: Plan,
-        script: Script,
-        agenda: Agenda,
+        script: PlannedTokens,
+        events: EventQueue,
         ask: Callable[[GenerateRequest], Answer],
         *,
         claims: PriorityResolver,
@@ -120,28 +127,28 @@ class Client:
     ) -> None:
         self._plan = plan
         self._script = script
-        self._agenda = agenda
+        self._events = events
         self._ask = ask
         self._claims = claims
         self._classes = classes
         self._context_length = context_length
-        self._predictor = Predictor()
+        self._predictor = OutputLengthPredictor()
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
         self._concurrency = concurrency
         self._chains: Iterator[Session] = iter(plan.sessions)
-        self._under_way: dict[str, tuple[Outcome, Session, int]] = {}
+        self._in_flight: dict[str, tuple[Outcome, Session, int]] = {}
         self.outcomes: list[Outcome] = []
         self.num_ended = 0
-        self._num_expected = 0  # turns that are still to come
+        self._num_expected = 0  # sessions that have not ended
 
     @property
     def is_done(self) -> bool:
-        """Nothing is under way, and nothing is to come."""
+        """Whether all sessions have ended."""
         return self._num_expected == 0
 
     def start(self) -> None:
-        """Put the first arrivals on the agenda."""
+        """Schedule the first arrivals."""
         for _ in range(self._concurrency or 1):
             self._next_chain()
 
@@ -149,12 +156,12 @@ class Client:
         chain = next(self._chains, None)
         if chain is None:
             return
-        now = self._agenda.now()
+        now = self._events.now()
         due_at = chain[0].at if self._plan.is_open else now
         if not self._plan.is_open and self._plan.seconds is not None and now >= self._plan.seconds:
             return
         self._num_expected += 1
-        self._agenda.at(due_at, self._arrive, chain)
+        self._events.at(due_at, self._arrive, chain)
 
     def _arrive(self, chain: Session) -> None:
         if self._plan.is_open:
@@ -163,11 +170,11 @@ class Client:
 
     def _send(self, chain: Session, turn: int) -> None:
         planned = chain[turn]
-        outcome = Outcome(planned, self._agenda.now())
+        outcome = Outcome(planned, self._events.now())
         self.outcomes.append(outcome)
         rid = f"r{planned.index}"
         self._script.expect(planned)
-        self._under_way[rid] = (outcome, chain, turn)
+        self._in_flight[rid] = (outcome, chain, turn)
         try:
             self._ask(self._asked(rid, planned))
         except RequestError as error:
@@ -175,7 +182,7 @@ class Client:
             self._over(rid)
 
     def _asked(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
-        """As the gateway understands it. Raises RequestError: it claims what it may not."""
+        """The request as the gateway parses it. Raises RequestError if its priority is not allowed."""
         is_known = self._max_new_tokens is None
         prompt = self._script.prompt(planned)
         sampling = SamplingParams(
@@ -205,8 +212,8 @@ class Client:
         return self._claims.judged([ask])[0]
 
     def ended(self, answer: Answer) -> None:
-        """To be called when an answer is over."""
-        outcome = self._under_way[answer.ask.rid][0]
+        """Record an answer that has ended."""
+        outcome = self._in_flight[answer.ask.rid][0]
         outcome.error = answer.error.code.value if answer.error else ""
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra
         outcome.cached_tokens = answer.cached_tokens
@@ -217,12 +224,12 @@ class Client:
         self._over(answer.ask.rid)
 
     def _over(self, rid: str) -> None:
-        outcome, chain, turn = self._under_way.pop(rid)
-        outcome.ended_at = self._agenda.now()
+        outcome, chain, turn = self._in_flight.pop(rid)
+        outcome.ended_at = self._events.now()
         self._script.forget(outcome.planned.index)
         self.num_ended += 1
         if outcome.is_ok and turn + 1 < len(chain):
-            self._agenda.after(max(0.0, chain[turn + 1].think_s), self._send, chain, turn + 1)
+            self._events.after(max(0.0, chain[turn + 1].think_s), self._send, chain, turn + 1)
             return
         self._num_expected -= 1
         if not self._plan.is_open:

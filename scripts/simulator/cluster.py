@@ -1,84 +1,86 @@
-"""A whole service in virtual time: a gateway, prefill nodes, decode nodes, and what travels between them."""
+"""A whole service in virtual time: a gateway, prefill nodes, decode nodes, and the messages between them."""
 
 from collections.abc import Callable, Sequence
 
 from common.config.shared import Role
 from common.wire.messages import Message
 from gateway.workers.pool import WorkerPool
-from scripts.simulator.event_queue import Agenda
+from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.gateway import Answer, Gateway
-from scripts.simulator.network import TimedWire
-from scripts.simulator.node import Make, Node
+from scripts.simulator.network import Network
+from scripts.simulator.node import Node, NodeSettings
 
 
 class Cluster:
-    """Args:
-    make: what nodes are made of.
-    num_prefill, num_decode: how many.
-    fleet: the gateway's pure parts.
-    on_end: told of every answer that is over.
+    """The nodes and the gateway of one simulated service, and the delivery of their messages.
+
+    Args:
+        settings: of every node.
+        fleet: registry, router and admission of the gateway.
+        num_prefill, num_decode: number of nodes of each role.
+        on_end: called with every answer that has ended.
     """
 
     def __init__(
         self,
-        make: Make,
+        settings: NodeSettings,
         fleet: WorkerPool,
         *,
         num_prefill: int = 1,
         num_decode: int = 1,
         on_end: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
-        self.agenda = Agenda()
-        self.make = make
-        self.wire = TimedWire(self.agenda, make.costs)
-        self.gateway = Gateway(fleet, self.agenda, self._from_gateway, on_end=on_end)
-        self.nodes: dict[str, Node] = {}  # by incarnation; the dead included
-        self._message_s = make.costs.message_s
+        self.events = EventQueue()
+        self._settings = settings
+        self.network = Network(self.events, settings.costs)
+        self.gateway = Gateway(fleet, self.events, self._from_gateway, on_end=on_end)
+        self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
+        self._message_s = settings.costs.message_s
         for _ in range(num_prefill):
             self.start("prefill")
         for _ in range(num_decode):
             self.start("decode")
 
     def start(self, role: Role) -> Node:
-        """One more node."""
+        """Add a node and register it at the gateway."""
         incarnation = f"{role}-{len(self.nodes)}".ljust(16, ".")
-        node = Node(role, incarnation, self.make, agenda=self.agenda, wire=self.wire, mail=self)
+        node = Node(role, incarnation, self._settings, events=self.events, network=self.network, bus=self)
         self.nodes[incarnation] = node
         self.gateway.register(incarnation, node.register())
         return node
 
     def kill(self, node: Node) -> None:
-        """As kill -9; the others notice after as long as a message takes."""
+        """Stop a node as ``kill -9`` would; its peers notice one message delay later."""
         node.die()
-        self.agenda.after(self._message_s, self.gateway.lose, node.incarnation)
+        self.events.after(self._message_s, self.gateway.lose, node.incarnation)
         for other in self.nodes.values():
             if other.is_alive and other.kind != node.kind:
-                self.agenda.after(self._message_s, other.lose, node.incarnation)
+                self.events.after(self._message_s, other.lose, node.incarnation)
 
     def of(self, role: Role) -> list[Node]:
-        """The nodes of a role that are alive."""
+        """The living nodes of a role."""
         return [node for node in self.nodes.values() if node.kind == role and node.is_alive]
 
     def check(self) -> None:
-        """Prove the books of every node; raises ``InvariantError``."""
+        """Check the invariants of every living node; raises ``InvariantError``."""
         for node in self.nodes.values():
             if node.is_alive:
                 node.role.check()
 
-    # ---- mail -------------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _from_gateway(self, incarnation: str, message: Message) -> None:
-        self.agenda.after(self._message_s, self.nodes[incarnation].hear_gateway, (message,))
+        self.events.after(self._message_s, self.nodes[incarnation].on_gateway_messages, (message,))
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None:
-        self.agenda.after(self._message_s, self.gateway.hear, sender, messages)
+        self.events.after(self._message_s, self.gateway.on_messages, sender, messages)
 
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None:
         node = self.nodes.get(peer)
         if node is not None:
-            self.agenda.after(self._message_s, node.hear_peer, sender, messages)
+            self.events.after(self._message_s, node.on_peer_messages, sender, messages)
 
     def hang_up(self, sender: str, peer: str) -> None:
         node = self.nodes.get(peer)
         if node is not None:
-            self.agenda.after(self._message_s, node.lose, sender)
+            self.events.after(self._message_s, node.lose, sender)

@@ -1,4 +1,4 @@
-"""What a simulation can be told: the same limits and policies as nodes, the same loads as the load test, and costs."""
+"""Options of ``simulate``: limits and policies of the nodes, loads of the load tester, and the cost model."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ from common.node.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_fleet
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
 from scripts.simulator.costs import Costs
-from scripts.simulator.engine import blank_geometry
+from scripts.simulator.engine import simulated_geometry
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
@@ -23,51 +23,53 @@ CONTEXT_LENGTH = 131_072
 
 @dataclass(frozen=True, kw_only=True)
 class _Service:
-    """How many nodes, and how fast they are."""
+    """Number of nodes, and their speed."""
 
     prefill: int = option(1, "Prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=100_000)
     decode: int = option(1, "Decode nodes.", minimum=1, maximum=100_000)
     step_cost: str = option(
         "5ms",
-        "Time of any step of the engine, whatever is in it: launching it and reading the weights once. The defaults "
-        "are roughly those of an 8-billion-parameter model in bfloat16 on one large GPU; take your own from "
-        f"bench engine. {SECONDS}",
+        "Fixed time of every engine step: launching it and reading the weights once. The defaults are roughly those "
+        "of an 8-billion-parameter model in bfloat16 on one large GPU; measure your own with bench engine. "
+        f"{SECONDS}",
     )
-    prompt_token_cost: str = option("50us", f"Time on top, of each prompt token that a step computes. {SECONDS}")
-    row_cost: str = option("20us", f"Time on top, of each request that decodes a token in a step. {SECONDS}")
+    prompt_token_cost: str = option("50us", f"Time added per prompt token in a step. {SECONDS}")
+    row_cost: str = option("20us", f"Time added per decoding request in a step. {SECONDS}")
     context_token_cost: str = option(
-        "0.04us", f"Time on top, of each token of context that a decoding request looks back at. {SECONDS}"
+        "0.04us", f"Time added per token of context that a decoding request attends to. {SECONDS}"
     )
-    message_cost: str = option("100us", f"Time that a message takes from process to process. {SECONDS}")
-    wire_latency: str = option("20us", f"Time that pages take on their way, beyond that of their bytes. {SECONDS}")
-    wire_bandwidth: float = option(25e9, "Bytes per second of a node's data connection, each way.", minimum=1.0)
+    message_cost: str = option("100us", f"Time for a message between two processes. {SECONDS}")
+    wire_latency: str = option("20us", f"Latency of a page transfer, beyond its transmission time. {SECONDS}")
+    wire_bandwidth: float = option(
+        25e9, "Bytes per second of a node's data connection, in each direction.", minimum=1.0
+    )
     kv_bytes_per_token: int = option(
-        131_072, "Bytes of KV of one token: 2 x layers x KV heads x head size x bytes of a number.", minimum=256
+        131_072, "KV bytes of one token: 2 x layers x KV heads x head size x bytes per number.", minimum=256
     )
     max_new_tokens: int | None = option(
         None,
-        "Output tokens that every request allows itself, as users do who do not know; it ends by itself at its planned "
-        "length. Otherwise each asks for exactly what it is going to need, and nodes know it.",
+        "The max_tokens of every request; each ends at its planned length, which the nodes do not know. By default "
+        "each request asks for exactly its planned length.",
         minimum=1,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Outputs:
-    json: str | None = option(None, "Write the report.", metavar="FILE")
-    progress: bool = option(True, "Say on standard error how far it has come, where that is a terminal.")
+    json: str | None = option(None, "Write the report to FILE.", metavar="FILE")
+    progress: bool = option(True, "Show progress on standard error, if that is a terminal.")
     replay: str | None = option(
         None,
-        "Instead of simulating: replay what a node recorded (--record), and say whether its plans come out the same, "
-        "byte for byte.",
+        "Replay a node's recording (--record) instead of simulating, and check that all plans are the same, byte for "
+        "byte.",
         metavar="FILE",
     )
-    check: bool = option(False, "Prove the books of every node after every event; slow.")
+    check: bool = option(False, "Check the invariants of every node after every event; slow.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
-    """What ``simulate`` runs with."""
+    """Options of ``simulate``."""
 
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
@@ -76,7 +78,7 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
             options = [found for found in options_of(SimulateConfig).values() if found.name != "replay"]
             others = [found.flag for found in options if getattr(self, found.name) != found.default]
             if others:
-                raise ConfigError(f"--replay goes alone, the recording says all else: leave out {', '.join(others)}")
+                raise ConfigError(f"--replay takes everything from the recording: remove {', '.join(others)}")
         check_load(self)
         check_scheduling(self)
         check_batching(self)
@@ -95,11 +97,11 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
 
     @property
     def geometry(self) -> PageLayout:
-        return blank_geometry(self.kv_bytes_per_token, self.page_size)
+        return simulated_geometry(self.kv_bytes_per_token, self.page_size)
 
     @property
     def node(self) -> NodeConfig:
-        """What a node is told: every option that both know."""
+        """Options of each node: those that both commands have."""
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(NodeConfig) if name in ours}
         values["max_total_tokens"] = self.max_total_tokens or POOL_TOKENS
@@ -110,8 +112,8 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
         return plan_capacity(self.node, self.geometry, device="cuda", context_length=CONTEXT_LENGTH)
 
     def fleet(self, model: str) -> WorkerPool:
-        """The gateway's pure parts."""
+        """Registry, router and admission of the gateway."""
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(GatewayConfig) if name in ours}
-        values["tenant_header"] = True  # the plan says whose a request is
+        values["tenant_header"] = True  # requests of the plan carry their tenant
         return make_fleet(GatewayConfig(**values), model, 1)

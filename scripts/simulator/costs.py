@@ -1,4 +1,4 @@
-"""What things cost in virtual time: steps of the engine, messages, bytes on the wire."""
+"""The cost model: how long engine steps, messages and page transfers take in virtual time."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,16 +8,16 @@ from common.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds.
+    """Parameters of the cost model.
 
     Attributes:
-        step_s: of any step, whatever is in it: launching it, and reading the weights once.
-        prompt_token_s: on top, of each prompt token computed.
-        row_s: on top, of each request that gets a token.
-        context_token_s: on top, of each token of context that a decoding row looks back at.
-        message_s: from the moment a message is sent until its receiver turns to it.
-        wire_s: from the end of a page's last byte at the writer until the writer knows that it is in place.
-        wire_bytes_per_s: what a node's data connection carries, each way.
+        step_s: fixed part of a step: launching it and reading the weights once.
+        prompt_token_s: added per prompt token computed.
+        row_s: added per decoding request.
+        context_token_s: added per token of context that a decoding request attends to.
+        message_s: from sending a message until its receiver handles it.
+        wire_s: latency of a transfer, beyond its transmission time.
+        wire_bytes_per_s: bandwidth of a node's data connection, in each direction.
     """
 
     step_s: float = 0.005
@@ -28,8 +28,8 @@ class Costs:
     wire_s: float = 20e-6
     wire_bytes_per_s: float = 25e9
 
-    def seconds(self, work: "Work") -> float:
-        """How long the engine takes over a step."""
+    def seconds(self, work: "StepWork") -> float:
+        """The duration of a step."""
         return (
             self.step_s
             + self.prompt_token_s * work.num_prompt
@@ -38,15 +38,15 @@ class Costs:
         )
 
 
-class Work(NamedTuple):
-    """What a step consists of: prompt tokens, requests that decode a token, and the context that these look back at."""
+class StepWork(NamedTuple):
+    """The work in a step: prompt tokens, decoding requests, and the total context that these attend to."""
 
     num_prompt: int
     num_rows: int
     num_context: int
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "Work":
+    def of(cls, plan: StepPlan) -> "StepWork":
         num_prompt = num_rows = num_context = 0
         for _, start, tokens, _, _, _ in plan.rows:
             if tokens is None:

@@ -1,8 +1,8 @@
-"""An engine without a model: it knows every answer by heart and says the next token of it.
+"""An engine without a model, which returns the next token of a known answer.
 
-Which answer, the request's seed says; which token, the position. So tokens are a pure function of seed and position,
-as those of a real engine are one of logits, parameters, seed and position: retraction and migration change nothing.
-Page contents are not kept, for speed; ``tests/support/fake_engine.py`` has an engine whose tokens betray wrong pages.
+The request's seed selects the answer and the position selects the token. So, as in the real engine, tokens do not
+depend on retraction or migration. Pages have no contents, for speed; the engine in ``tests/support/fake_engine.py``
+does check contents.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from common.cache.page_layout import PageLayout
 from common.step_plan import StepPlan, StepResult
 
-#: What the engine says where an answer is over.
+#: Token after the last token of an answer.
 END_TOKEN = 0
 
 
-class BlankStore:
-    """A ``PageStore`` without contents: pages are numbers."""
+class EmptyPageStore:
+    """A ``PageStore`` whose pages have no contents."""
 
     fd = -1
     is_mapped = is_in_place = True
@@ -33,22 +33,22 @@ class BlankStore:
         pass
 
 
-def blank_geometry(kv_bytes_per_token: int, page_size: int) -> PageLayout:
-    """Of pages with so many bytes for each token, a multiple of 256."""
+def simulated_geometry(kv_bytes_per_token: int, page_size: int) -> PageLayout:
+    """A page geometry with this many bytes per token, a multiple of 256."""
     return PageLayout(
         num_layers=1, num_kv_heads=kv_bytes_per_token // 256, head_dim=64, page_size=page_size, dtype="bfloat16"
     )
 
 
-class RecitingEngine:
-    """An executor over a ``BlankStore``.
+class ScriptedEngine:
+    """An executor over a ``EmptyPageStore``.
 
     Args:
-        answers: the answer to a request's seed; of two calls with one seed, both give the same.
+        answers: returns the answer for a request's seed, always the same for one seed.
         num_slots: rows of the request table.
     """
 
-    def __init__(self, pool: BlankStore, answers: Callable[[int], Sequence[int]], num_slots: int) -> None:
+    def __init__(self, pool: EmptyPageStore, answers: Callable[[int], Sequence[int]], num_slots: int) -> None:
         self.pool = pool
         self._answers = answers
         self._said: list[tuple[int, Sequence[int]]] = [(0, ())] * num_slots  # by slot: prompt tokens, answer

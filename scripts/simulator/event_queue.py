@@ -1,6 +1,6 @@
-"""Virtual time: what is to happen when. The next event is at once, however far away it is.
+"""Virtual time: a queue of events and a clock that jumps from one event to the next.
 
-Events at one instant happen in the order in which they were put down, so that equal beginnings give equal histories.
+Events of one instant run in the order in which they were scheduled, so that a run is reproducible.
 """
 
 import heapq
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Timer:
-    """Something that is to happen unless it is called off."""
+    """A scheduled call that can be cancelled."""
 
     __slots__ = ("_arguments", "_do")
 
@@ -20,49 +20,49 @@ class Timer:
     def cancel(self) -> None:
         self._do, self._arguments = None, ()
 
-    def go_off(self) -> None:
+    def fire(self) -> None:
         if self._do is not None:
             self._do(*self._arguments)
 
 
-class Agenda:
-    """A clock (``common.clock.Clock``) that goes from event to event."""
+class EventQueue:
+    """Scheduled calls, and the clock (``common.clock.Clock``) that they advance."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.num_events = 0
-        self.num_idle = 0  # of those that wait: after them, all may be as before
+        self.num_background = 0  # pending calls made with `background_after`
 
     def now(self) -> float:
         return self._now
 
     def at(self, when: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Call ``do(*arguments)`` at that instant, in seconds; what is past happens now."""
+        """Call ``do(*arguments)`` at ``when``, in seconds, or now if that is past."""
         self.num_events += 1
         heapq.heappush(self._heap, (when if when > self._now else self._now, self.num_events, do, arguments))
 
     def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Call it so many seconds from now."""
+        """Call ``do(*arguments)`` in ``seconds`` seconds."""
         self.at(self._now + seconds, do, *arguments)
 
-    def idle_after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> "Timer":
-        """As ``after``, but whoever waits for something to happen need not wait for this, and it can be called off."""
-        self.num_idle += 1
+    def background_after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> Timer:
+        """Like ``after``, for periodic work: the call can be cancelled and does not count against ``is_idle``."""
+        self.num_background += 1
         timer = Timer(do, arguments)
-        self.after(seconds, self._idle, timer)
+        self.after(seconds, self._run_background, timer)
         return timer
 
-    def _idle(self, timer: "Timer") -> None:
-        self.num_idle -= 1
-        timer.go_off()
+    def _run_background(self, timer: Timer) -> None:
+        self.num_background -= 1
+        timer.fire()
 
     @property
-    def is_still(self) -> bool:
-        """Nothing but idle events is to come."""
-        return len(self._heap) == self.num_idle
+    def is_idle(self) -> bool:
+        """Whether only idle calls are pending."""
+        return len(self._heap) == self.num_background
 
     def step(self) -> None:
-        """The next event."""
+        """Advance to the next event and run it."""
         self._now, _, do, arguments = heapq.heappop(self._heap)
         do(*arguments)

@@ -1,6 +1,6 @@
-"""The gateway in virtual time: production registry, router, admission and table of requests; no HTTP, text or sockets.
+"""The gateway in virtual time: the production registry, router, admission and dispatcher, without HTTP and text.
 
-It is to ``gateway.requests.dispatcher.Dispatch`` what ``gateway.workers.control_plane.Control`` is in a real gateway.
+``Gateway`` takes the part that ``gateway.workers.control_plane.Control`` has in the real gateway.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from common.wire.messages import Failed, Message, Register, Registered, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.output_processor import GenerateRequest, OutputStream
 from gateway.workers.pool import WorkerPool, WorkerPools
-from scripts.simulator.event_queue import Agenda, Timer
+from scripts.simulator.event_queue import EventQueue, Timer
 
 TICK_S = 1.0
 
 
 class NoText:
-    """A ``Detokenizer`` for those who count tokens and read none."""
+    """A ``Detokenizer`` that produces no text."""
 
     def push(self, ids: Sequence[int]) -> str:
         return ""
@@ -28,16 +28,16 @@ class NoText:
 NO_TEXT = NoText()
 
 
-def _nobody_reads(relay: OutputStream) -> None:
+def _ignore(relay: OutputStream) -> None:
     pass
 
 
 class Answer(OutputStream):
-    """A production relay that notes when tokens come.
+    """A production relay that records when tokens arrive.
 
     Attributes:
-        stamps_s: when each message with tokens came.
-        extra: how many tokens beyond one a message brought, by its place in ``stamps_s``, where it was not one.
+        stamps_s: arrival of each message with tokens.
+        extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Answer(OutputStream):
         ids = self.ids
         num_known = len(ids)
         if message.index == num_known > 0 and not (message.finish or self._early or self.ended_at):
-            ids += message.tokens  # one more of many, and nobody reads it: what the relay would do, without the text
+            ids += message.tokens  # the common case of `Relay.on_tokens`, without text
             self.last_at = now
             if message.timings:
                 self.timings.update(message.timings)
@@ -69,41 +69,43 @@ class Answer(OutputStream):
 
 
 class Gateway:
-    """Args:
-    deliver: takes a message to a node.
-    on_end: told of every answer that is over.
+    """The gateway of a simulated service.
+
+    Args:
+        deliver: sends a message to a node.
+        on_end: called with every answer that has ended.
     """
 
     def __init__(
         self,
         fleet: WorkerPool,
-        agenda: Agenda,
+        events: EventQueue,
         deliver: Callable[[str, Message], None],
         *,
         on_end: Callable[[Answer], None],
     ) -> None:
         self.fleet = fleet
-        self.answers: dict[str, Answer] = {}  # under way
-        self._agenda = agenda
+        self.answers: dict[str, Answer] = {}  # in flight, by request id
+        self._events = events
         self._deliver = deliver
         self._on_end = on_end
         self._is_ticking = False
         self.requests = Dispatcher(
-            WorkerPools([fleet]), self, agenda, on_start=lambda relay, pair: None, on_end=lambda relay: None
+            WorkerPools([fleet]), self, events, on_start=lambda relay, pair: None, on_end=lambda relay: None
         )
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def ask(self, ask: GenerateRequest) -> Answer:
-        """Take one request in.
+        """Accept a request.
 
         Raises:
-            RequestError: it is turned away.
+            RequestError: the request is refused.
         """
         if not self._is_ticking:
             self._is_ticking = True
-            self._agenda.idle_after(TICK_S, self._tick)
-        answer = self.answers[ask.rid] = Answer(ask, _nobody_reads, self._ended, self._agenda.now())
+            self._events.background_after(TICK_S, self._tick)
+        answer = self.answers[ask.rid] = Answer(ask, _ignore, self._ended, self._events.now())
         try:
             self.requests.dispatch([answer])
         except RequestError:
@@ -112,7 +114,7 @@ class Gateway:
         return answer
 
     def abort(self, rid: str) -> None:
-        """The client has gone."""
+        """Abort a request, as a client that disconnects does."""
         self.requests.abort(rid)
 
     def _ended(self, relay: OutputStream) -> None:
@@ -124,13 +126,13 @@ class Gateway:
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def register(self, incarnation: str, register: Register) -> None:
-        """A node introduces itself."""
-        answer = self.fleet.registry.register(incarnation, register, self._agenda.now())
+        """Register a node."""
+        answer = self.fleet.registry.register(incarnation, register, self._events.now())
         assert isinstance(answer, Registered), answer
         self.requests.nodes_came(self.fleet)
 
-    def hear(self, sender: str, messages: Sequence[Message]) -> None:
-        """What a node says."""
+    def on_messages(self, sender: str, messages: Sequence[Message]) -> None:
+        """Handle messages from a node."""
         requests = self.requests
         for message in messages:
             if type(message) is Tokens:
@@ -139,26 +141,26 @@ class Gateway:
                 requests.on_failed(sender, message)
 
     def send(self, message: Message, incarnation: str) -> bool:
-        """To a node, which may have died without anybody's having noticed."""
+        """Send a message to a node; always True, even if the node has died unnoticed."""
         self._deliver(incarnation, message)
         return True
 
     def lose(self, incarnation: str) -> None:
-        """A node is gone."""
+        """Handle the loss of a node."""
         node = self.fleet.registry.remove(incarnation)
         if node is not None:
             self.fleet.router.forget(incarnation)
             self.requests.lost(incarnation, node.name)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
-        return self._agenda.idle_after(delay_s, act, rid)
+        return self._events.background_after(delay_s, act, rid)
 
     def call_soon(self, act: Callable[[], None]) -> None:
-        self._agenda.after(0.0, act)
+        self._events.after(0.0, act)
 
     def _tick(self) -> None:
-        """Once a second, as long as there is something to look after."""
+        """Run the periodic work once a second while requests are in flight."""
         self._is_ticking = bool(self.answers)
         if self._is_ticking:
-            self.requests.tick(self._agenda.now())
-            self._agenda.idle_after(TICK_S, self._tick)
+            self.requests.tick(self._events.now())
+            self._events.background_after(TICK_S, self._tick)

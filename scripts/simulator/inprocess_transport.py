@@ -1,13 +1,12 @@
-"""Writers and readers of one process, joined by a wire whose time is turned by hand. For tests and the simulator.
+"""An in-process transport whose time is advanced by hand, for tests and the simulator.
 
-A write takes effect some ticks after it began, and a tick moves only so many bytes; the source is read and the
-destination written at that moment and no earlier. So a source page given away too soon, or a write that arrives after
-its destination went to someone else, corrupts pages here just as it would on hardware. Fence: ``detach`` drops what
-has not been delivered (on a wire that can call it back); a writer that a test declares dead is reported by the
-reader's ``poll``.
+A write takes effect some ticks after it started, and a tick moves a limited number of bytes. The source is read and the
+destination written at that moment. So, as on hardware, a source page that is reused too early, or a write that arrives
+after its destination has a new owner, corrupts a page. Fence: ``detach`` drops undelivered writes (on a wire that can
+recall them); the reader's ``poll`` reports a writer that a test has declared dead.
 
-What goes wrong is handed in, page by page (``Fault``), or done by hand (``arrive``, ``partition``, ``die``); nothing
-here draws lots.
+Faults are passed in page by page (``Fault``) or injected with ``arrive``, ``partition`` and ``die``; nothing here is
+random.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +22,15 @@ FaultKind = Literal["drop", "duplicate", "reorder", "delay", "corrupt", "partiti
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What befalls one page on its way.
+    """A fault that happens to one page in flight.
 
     Attributes:
-        kind: ``drop``: it never arrives, and the connection breaks with it, as a real one does. ``duplicate``: it
-            arrives twice, and its write is over with the second. ``reorder``: it is late, and those behind it pass.
-            ``delay``: it is late, and holds up those behind it. ``corrupt``: it arrives with one byte changed, and the
-            wire notices nothing. ``partition``: from here on nothing passes between its two ends for a while, and
-            nobody is told. ``restart``: the writer's process dies at this page.
-        ticks: how long: until the second copy, of lateness, of the partition.
+        kind: ``drop``: the page never arrives and the connection breaks. ``duplicate``: the page arrives twice, and its
+            write ends with the second. ``reorder``: the page is late and later pages pass it. ``delay``: the page is
+            late and holds up later pages. ``corrupt``: the page arrives with one byte changed, undetected by the wire.
+            ``partition``: from now on nothing passes between the two ends for a while, without notice. ``restart``:
+            the writer's process dies at this page.
+        ticks: until the second copy, of lateness, or of the partition.
     """
 
     kind: FaultKind
@@ -40,7 +39,7 @@ class Fault:
 
 @dataclass(slots=True, eq=False)
 class _Page:
-    """One page on its way."""
+    """One page in flight."""
 
     writer: "InProcessWriter"
     peer: str
@@ -59,13 +58,14 @@ class _Page:
 
 @dataclass(slots=True)
 class Wire:
-    """Joins writers and readers.
+    """Connects writers and readers.
 
     Attributes:
-        latency: ticks between the beginning of a write and its first byte. With 0, writes are over when they begin.
-        bytes_per_tick: how much moves in one tick, whole pages only but at least one; None: any amount.
-        faults: what befalls the n-th page that is begun, from 0.
-        can_recall: False: what is under way goes on after ``detach``, which says so, as with remote memory access.
+        latency: ticks from the start of a write to its first byte; with 0, writes end when they start.
+        bytes_per_tick: bytes that move in one tick, in whole pages and at least one; None for no limit.
+        faults: by the number of the page, counted from 0 in the order in which pages start.
+        can_recall: False if pages in flight still arrive after ``detach`` (which says so), as with remote memory
+        access.
     """
 
     latency: int = 0
@@ -73,15 +73,15 @@ class Wire:
     faults: Mapping[int, Fault] = field(default_factory=dict)
     can_recall: bool = True
     num_ticks: int = 0
-    num_begun: int = 0  # pages so far
-    num_ends: int = 0  # writers and readers so far
-    offers: dict[str, tuple["InProcessReader", str]] = field(default_factory=dict)  # endpoint -> reader, for whom
-    _pages: dict[int, _Page] = field(default_factory=dict)  # on their way, by number
-    _partitions: dict[tuple[str, str], int | None] = field(default_factory=dict)  # pair -> until when, if ever
+    num_begun: int = 0  # pages started
+    num_ends: int = 0  # writers and readers made
+    offers: dict[str, tuple["InProcessReader", str]] = field(default_factory=dict)  # endpoint -> reader, peer
+    _pages: dict[int, _Page] = field(default_factory=dict)  # in flight, by number
+    _partitions: dict[tuple[str, str], int | None] = field(default_factory=dict)  # pair -> last tick, None for no end
 
     @property
     def num_in_flight(self) -> int:
-        """Pages begun and not delivered."""
+        """Number of pages in flight."""
         return len(self._pages)
 
     @property
@@ -90,17 +90,17 @@ class Wire:
 
     @property
     def in_flight(self) -> Sequence[int]:
-        """Numbers of the pages begun and not delivered, oldest first."""
+        """Numbers of the pages in flight, oldest first."""
         return list(self._pages)
 
     def tick(self) -> None:
-        """Time goes on by one tick."""
+        """Advance time by one tick."""
         self.num_ticks += 1
         self._partitions = {p: t for p, t in self._partitions.items() if t is None or t > self.num_ticks}
         self.deliver()
 
     def deliver(self) -> None:
-        """Everything that is due by now arrives, as far as a tick's bytes go."""
+        """Deliver the pages that are due, within the bytes of one tick."""
         budget = self.bytes_per_tick
         held_up: set[tuple[str, str]] = set()
         for number, page in list(self._pages.items()):
@@ -113,11 +113,11 @@ class Wire:
                 budget = None if budget is None else budget - num_bytes
             elif page.fault != "reorder":
                 if not self.faults:
-                    return  # nothing behind it is due either
+                    return  # no later page is due either
                 held_up.add(page.pair)
 
     def arrive(self, number: int) -> int:
-        """This page's turn has come: it arrives, or its fault strikes. Returns the bytes that were moved."""
+        """Deliver one page or apply its fault; returns the bytes moved."""
         page = self._pages[number]
         kind, page.fault = page.fault, None
         if kind == "restart":
@@ -139,11 +139,11 @@ class Wire:
         return 0
 
     def befall(self, number: int, kind: FaultKind, ticks: int = 0) -> None:
-        """From now on, this is what happens to a page that is on its way."""
+        """Set the fault of a page in flight."""
         self._pages[number].fault, self._pages[number].fault_ticks = kind, ticks
 
     def begin(self, page: _Page) -> None:
-        """A page sets out."""
+        """Put a page in flight."""
         number, page.due_at = self.num_begun, self.num_ticks + self.latency
         self.num_begun += 1
         self._pages[number] = page
@@ -153,7 +153,7 @@ class Wire:
             page.due_at += fault.ticks if fault.kind in ("reorder", "delay") else 0
 
     def partition(self, writer: "InProcessWriter", peer: str, num_ticks: int | None = None) -> None:
-        """Nothing passes between the two for so many ticks, or until ``heal``."""
+        """Block all pages between the two for ``num_ticks``, or until ``heal``."""
         until = None if num_ticks is None else self.num_ticks + num_ticks
         self._partitions[writer.incarnation, peer] = until
 
@@ -161,17 +161,17 @@ class Wire:
         self._partitions.pop((writer.incarnation, peer), None)
 
     def is_carrying(self, writer: "InProcessWriter", peer: str) -> bool:
-        """Is anything on its way between the two?"""
+        """Whether a page is in flight between the two."""
         return any(page.writer is writer and page.peer == peer for page in self._pages.values())
 
     def drop(self, writer: "InProcessWriter", peer: str) -> list[int]:
-        """WriteQueue to this peer that have not happened never will; returns their tickets."""
+        """Drop all pages in flight to this peer; returns the tickets of their writes."""
         found = [n for n, page in self._pages.items() if page.writer is writer and page.peer == peer]
         return list(dict.fromkeys(self._pages.pop(number).ticket for number in found))
 
 
 class InProcessWriter:
-    """``WriterTransport`` over a wire. ``peer`` arguments are the readers' incarnations, as ``incarnation`` is ours."""
+    """``WriterTransport`` over a wire. A ``peer`` is the incarnation of a reader."""
 
     name = "inprocess"
     names: Sequence[str] = ("inprocess",)
@@ -183,10 +183,10 @@ class InProcessWriter:
         self.finished: list[int] = []
         self._wire = wire
         self._readers: dict[str, InProcessReader] = {}
-        self._leaving: dict[str, None] = {}  # detached from, with pages on their way
+        self._leaving: dict[str, None] = {}  # detached peers with pages in flight
         self._news: list[Attached] = []
-        self._remaining: dict[int, int] = {}  # ticket -> pages on their way
-        self._lost: dict[str, list[int]] = {}  # tickets that broke with their connection, until we let go of it
+        self._remaining: dict[int, int] = {}  # ticket -> pages in flight
+        self._lost: dict[str, list[int]] = {}  # tickets of a broken connection, until `detach`
         self._num_tickets = 0
 
     def attach(self, peer: str, connect: Connect) -> None:
@@ -217,7 +217,7 @@ class InProcessWriter:
         return ticket
 
     def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
-        """Copy one page now, or a slices of it; returns its bytes."""
+        """Copy one page or a piece of it now; returns the bytes copied."""
         reader = self._readers[peer]
         num_bytes = reader.store.geometry.page_bytes
         with memoryview(reader.store.memory) as memory, memory[target * num_bytes : (target + 1) * num_bytes] as into:
@@ -230,7 +230,7 @@ class InProcessWriter:
             return slices.num_bytes
 
     def spoil(self, peer: str, target: int, slices: SlicePair | None = None) -> None:
-        """Change one byte of the peer's page, or of that slices of it."""
+        """Change one byte of the peer's page, or of a piece of it."""
         store = self._readers[peer].store
         at = 0 if slices is None else slices.runs[0][1]
         with memoryview(store.memory) as memory:
@@ -246,7 +246,7 @@ class InProcessWriter:
         self.finished.append(ticket)
 
     def _drop(self, peer: str) -> None:
-        """What is under way never arrives. Whoever was told that it is under way still learns that it is over."""
+        """Drop the pages in flight to a peer. Writes that ``detach`` reported as unfinished count as finished."""
         for ticket in self._wire.drop(self, peer):
             if peer in self._leaving:
                 self._finish(ticket)
@@ -259,7 +259,7 @@ class InProcessWriter:
         return tickets
 
     def lose(self, peer: str, why: str) -> None:
-        """The connection breaks; what is under way on it never arrives."""
+        """Break the connection and drop its pages in flight."""
         self._drop(peer)
         if peer in self._leaving:
             return
@@ -280,11 +280,11 @@ class InProcessWriter:
         self._lost.pop(peer, None)
         reader = self._readers.pop(peer, None)
         if reader is not None:
-            reader.gone(self, "the writer has let go")
+            reader.gone(self, "the writer has detached")
         return True
 
     def die(self) -> None:
-        """What kill -9 would do."""
+        """Stop as ``kill -9`` would."""
         for peer, reader in list(self._readers.items()):
             self._drop(peer)
             reader.gone(self, "the writer has died", is_dead=True)
@@ -311,7 +311,7 @@ class InProcessReader:
         wire.num_ends += 1
         self.store = store
         self.incarnation = incarnation or str(wire.num_ends)
-        self.writers: dict[InProcessWriter, tuple[str, int]] = {}  # who, under which epoch
+        self.writers: dict[InProcessWriter, tuple[str, int]] = {}  # name, epoch
         self._wire = wire
         self._offers: dict[str, str] = {}  # peer -> endpoint
         self._news: list[Fenced] = []
@@ -355,7 +355,7 @@ class InProcessReader:
         return {}
 
     def die(self) -> None:
-        """What kill -9 would do: its offers are gone; what is written to it still goes nowhere that matters."""
+        """Stop as ``kill -9`` would: withdraw all offers."""
         for peer in list(self._offers):
             self.withdraw(peer)
 

@@ -1,7 +1,7 @@
 """``simulate``: the command.
 
-Exit status: 0 fine, 1 a replay differs or cannot be made, or the report cannot be written, 2 wrong options, 130
-stopped.
+Exit status: 0 for success, 1 if a replay differs or fails or the report cannot be written, 2 for wrong options, 130
+after Ctrl-C.
 """
 
 import gc
@@ -18,17 +18,17 @@ from common.node.recording.format import RecordingError
 from common.plugins import load_priority_function
 from gateway.requests.priority import PriorityResolver
 from scripts.load_tester.workload.plan import Plan, make_plan
-from scripts.simulator.client import Client, Script
+from scripts.simulator.client import Client, PlannedTokens
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
-from scripts.simulator.engine import END_TOKEN, BlankStore, RecitingEngine
+from scripts.simulator.engine import END_TOKEN, EmptyPageStore, ScriptedEngine
 from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL, Make
+from scripts.simulator.node import MODEL, NodeSettings
 from scripts.simulator.replay import replay
-from scripts.simulator.report import Figures, Goals, figures, table
+from scripts.simulator.report import Figures, Objectives, figures, table
 
 HELP = """Run a service of many nodes in virtual time, with the schedulers, caches, admission, router and transfer
-sessions that serve in production; only the clock, the engine and the wires are stand-ins that cost what you say.
+sessions of production. Only the clock, the engine and the network are replaced, by a cost model.
 
 \b
 simulate --prefill 2 --decode 6 --rate 8 --duration 10m --input-len lognormal:800:1 --output-len 250
@@ -36,9 +36,9 @@ simulate --prefill 8 --decode 8 --trace conversation_trace.jsonl
 simulate --trace AzureLLMInferenceTrace_code.csv --time-scale 0.5 --schedule-policy lpm --json report.json
 simulate --replay FILE       check a node's recording (--record) against the code
 
-Loads, traces and seeds are those of loadtest; limits and policies those of the nodes. Same options, same result. What a
-trace does to a fleet of any size takes a minute here instead of an hour there: find where it saturates, and which
-limit, policy or share of prefill to decode nodes helps, before paying for it."""
+Loads, traces and seeds are those of loadtest; limits and policies are those of the nodes. The same options give the
+same result. An hour of a trace takes about a minute: find where a service saturates, and which limit, policy or ratio
+of prefill to decode nodes helps."""
 
 VOCAB_SIZE = 32_000
 LOOK_EVERY = 2_000  # events
@@ -46,23 +46,23 @@ PROGRESS_EVERY_S = 2.0
 
 
 class Simulation:
-    """One run: a cluster, and the clients that load it."""
+    """One run: a cluster and its clients."""
 
     def __init__(self, config: SimulateConfig, plan: Plan) -> None:
         self._config = config
-        script = Script(config.seed, VOCAB_SIZE)
+        script = PlannedTokens(config.seed, VOCAB_SIZE)
         geometry, capacity = config.geometry, config.capacity
-        make = Make(
+        settings = NodeSettings(
             config.node,
             {"prefill": capacity, "decode": capacity},
-            lambda given: RecitingEngine(BlankStore(geometry, given.num_pages), script.answer, given.num_slots),
+            lambda given: ScriptedEngine(EmptyPageStore(geometry, given.num_pages), script.answer, given.num_slots),
             config.costs,
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length or CONTEXT_LENGTH,
             eos_token_ids=(END_TOKEN,),
         )
         self.cluster = Cluster(
-            make,
+            settings,
             config.fleet(MODEL),
             num_prefill=config.prefill,
             num_decode=config.decode,
@@ -71,7 +71,7 @@ class Simulation:
         self.client = Client(
             plan,
             script,
-            self.cluster.agenda,
+            self.cluster.events,
             self.cluster.gateway.ask,
             claims=PriorityResolver(config, load_priority_function(config.priority_function)),
             classes=config.class_weights,
@@ -80,21 +80,21 @@ class Simulation:
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,
         )
-        self._goals = Goals(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
+        self._goals = Objectives(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
         self.is_stopped = False
 
     def _on_end(self, answer: Answer) -> None:
         self.client.ended(answer)
 
     def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
-        """To the end, or until ``is_stopped`` is set; what it came to."""
+        """Run to the end, or until ``is_stopped`` is set; returns the results."""
         began_at = time.monotonic()
-        agenda, client = self.cluster.agenda, self.client
+        events, client = self.cluster.events, self.client
         client.start()
         check = self.cluster.check if self._config.check else None
         while not client.is_done and not self.is_stopped:
             for _ in range(LOOK_EVERY):
-                agenda.step()
+                events.step()
                 if check is not None:
                     check()
                 if client.is_done:
@@ -112,7 +112,7 @@ class Simulation:
 
 
 class Progress:
-    """A line on standard error, over and over."""
+    """Shows the progress on standard error."""
 
     def __init__(self, num_sessions: int | None) -> None:
         self._num_chains = num_sessions
@@ -130,7 +130,7 @@ class Progress:
         client = simulation.client
         of = f" of {self._num_chains:,} sessions begun" if self._num_chains else ""
         line = (
-            f"{simulation.cluster.agenda.now():,.1f} s simulated; {len(client.outcomes):,} requests sent{of}, "
+            f"{simulation.cluster.events.now():,.1f} s simulated; {len(client.outcomes):,} requests sent{of}, "
             f"{client.num_ended:,} ended; {pace:.1f} million row-steps a minute"
         )
         self._is_shown = True
@@ -142,7 +142,7 @@ class Progress:
 
 
 def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
-    """The whole command but for what it writes: figures, and notes about the load. Ctrl-C ends it early, cleanly."""
+    """Run a simulation; returns its results and notes about the load. Ctrl-C ends it early."""
     plan = make_plan(config)
     simulation = Simulation(config, plan)
     is_shown = config.progress and sys.stderr.isatty()
@@ -156,7 +156,7 @@ def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     thresholds = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # modules and the plan are for the whole run; and hardly anything here lies in circles
+    gc.freeze()  # modules and the plan live for the whole run, and the run makes few reference cycles
     gc.set_threshold(100_000, 20, 1_000)
     try:
         found = simulation.run(progress if is_shown else lambda simulation: None)
@@ -170,7 +170,7 @@ def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
 
 
 def replay_command(path: str) -> int:
-    """``--replay``: says "identical", or where the first difference is."""
+    """``--replay``: prints "identical" or the first difference; returns the exit status."""
     try:
         found = replay(path)
     except RecordingError as error:
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return replay_command(config.replay)
     try:
         if config.json and not Path(config.json).resolve().parent.is_dir():
-            raise ConfigError(f"--json {config.json}: there is no such folder")
+            raise ConfigError(f"--json {config.json}: the folder does not exist")
         found, notes = simulate(config)
     except ConfigError as error:
         print(f"simulate: {error}", file=sys.stderr)
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             Path(config.json).write_text(json.dumps({"notes": notes, **found}, indent=2) + "\n")
         except OSError as error:
-            print(f"simulate: --json {config.json} cannot be written: {error.strerror}", file=sys.stderr)
+            print(f"simulate: cannot write --json {config.json}: {error.strerror}", file=sys.stderr)
             return 1
     return 0 if found["is_whole"] else 130
 

@@ -1,59 +1,61 @@
-"""The in-process wire in virtual seconds instead of ticks: every node's data connection carries so much, each way."""
+"""The in-process transport in virtual seconds: each node's data connection has a bandwidth in each direction."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_transfer.transports.base import PageStore
 from scripts.simulator.costs import Costs
-from scripts.simulator.event_queue import Agenda
+from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.inprocess_transport import InProcessWriter, Wire
 
 
-class TimedWire(Wire):
-    """A write waits for the writer's line and the reader's, then takes its bytes' time, then the way."""
+class Network(Wire):
+    """A write waits until both links are idle, then takes its transmission time and the latency."""
 
-    def __init__(self, agenda: Agenda, costs: Costs) -> None:
+    def __init__(self, events: EventQueue, costs: Costs) -> None:
         super().__init__()
         self.busy_s = 0.0
-        self._agenda = agenda
+        self._events = events
         self._costs = costs
-        self._free_at: dict[tuple[str, str], float] = {}  # (way, whose line) -> when it is idle
-        self._under_way: dict[tuple[InProcessWriter, str], dict[int, int]] = {}  # tickets, and how many pages each has
+        self._free_at: dict[tuple[str, str], float] = {}  # (direction, node) -> when the link is idle
+        self._in_flight: dict[tuple[InProcessWriter, str], dict[int, int]] = {}  # ticket -> number of pages
 
-    def carry(self, writer: "TimedWriter", peer: str, ticket: int, num_pages: int, land: Callable[[], None]) -> None:
-        """Call ``land`` when these pages have arrived, unless they are called off before."""
-        lines = (("out", writer.incarnation), ("in", peer))
+    def carry(self, writer: "NetworkWriter", peer: str, ticket: int, num_pages: int, land: Callable[[], None]) -> None:
+        """Call ``land`` when these pages have arrived, unless ``drop`` comes first."""
+        links = (("out", writer.incarnation), ("in", peer))
         takes_s = num_pages * writer.store.geometry.page_bytes / self._costs.wire_bytes_per_s
-        over_at = max(self._agenda.now(), *(self._free_at.get(line, 0.0) for line in lines)) + takes_s
-        self._free_at.update(dict.fromkeys(lines, over_at))
+        over_at = max(self._events.now(), *(self._free_at.get(link, 0.0) for link in links)) + takes_s
+        self._free_at.update(dict.fromkeys(links, over_at))
         self.busy_s += takes_s
-        self._under_way.setdefault((writer, peer), {})[ticket] = num_pages
-        self._agenda.at(over_at + self._costs.wire_s, self._arrive, writer, peer, ticket, land)
+        self._in_flight.setdefault((writer, peer), {})[ticket] = num_pages
+        self._events.at(over_at + self._costs.wire_s, self._arrive, writer, peer, ticket, land)
 
-    def _arrive(self, writer: "TimedWriter", peer: str, ticket: int, land: Callable[[], None]) -> None:
-        if self._under_way.get((writer, peer), {}).pop(ticket, 0):
+    def _arrive(self, writer: "NetworkWriter", peer: str, ticket: int, land: Callable[[], None]) -> None:
+        if self._in_flight.get((writer, peer), {}).pop(ticket, 0):
             land()
 
     @property
     def num_in_flight(self) -> int:
-        return sum(num_pages for tickets in self._under_way.values() for num_pages in tickets.values())
+        return sum(num_pages for tickets in self._in_flight.values() for num_pages in tickets.values())
 
     def is_carrying(self, writer: InProcessWriter, peer: str) -> bool:
-        return bool(self._under_way.get((writer, peer)))
+        return bool(self._in_flight.get((writer, peer)))
 
     def drop(self, writer: InProcessWriter, peer: str) -> list[int]:
-        self._under_way.pop((writer, peer), None)
-        return []  # nobody keeps count of what was called off
+        self._in_flight.pop((writer, peer), None)
+        return []  # `NetworkWriter` keeps no state of unfinished writes
 
 
-class TimedWriter(InProcessWriter):
-    """Args:
-    wake: called whenever a write is over.
+class NetworkWriter(InProcessWriter):
+    """A writer whose pages arrive in virtual time.
+
+    Args:
+        wake: called whenever a write has finished.
     """
 
-    def __init__(self, wire: TimedWire, store: PageStore, incarnation: str, wake: Callable[[], None]) -> None:
-        super().__init__(wire, store, incarnation)
-        self._timed = wire
+    def __init__(self, network: Network, store: PageStore, incarnation: str, wake: Callable[[], None]) -> None:
+        super().__init__(network, store, incarnation)
+        self._network = network
         self._wake = wake
         self._num_writes = 0
 
@@ -62,11 +64,11 @@ class TimedWriter(InProcessWriter):
         ticket = self._num_writes
 
         def land() -> None:
-            if len(self.store.memory):  # else pages are numbers, without contents
+            if len(self.store.memory):  # an `EmptyPageStore` has no contents
                 for source, target in pages:
                     self.put(peer, source, target, *rest)
             self.finished.append(ticket)
             self._wake()
 
-        self._timed.carry(self, peer, ticket, len(pages), land)
+        self._network.carry(self, peer, ticket, len(pages), land)
         return ticket

@@ -1,7 +1,7 @@
-"""One simulated node: a production role, turned as ``common.node.event_loop.Node`` turns it, in virtual time.
+"""One simulated node: a production role, driven in virtual time as ``common.node.event_loop.Node`` drives a real one.
 
-What the loop of a real node does between two waits is a *turn*: hear, commit, tick, plan, speak. Here a turn takes no
-time, and a step takes what ``Costs`` says.
+One iteration of the loop is a *turn*: receive, commit, tick, plan, send. Here a turn takes no time, and a step takes as
+long as ``Costs`` says.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from common.wire.messages import Geometry, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import to_message
 from prefill_node.__main__ import build as build_prefill
-from scripts.simulator.costs import Costs, Work
-from scripts.simulator.event_queue import Agenda
+from scripts.simulator.costs import Costs, StepWork
+from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.inprocess_transport import InProcessReader
-from scripts.simulator.network import TimedWire, TimedWriter
+from scripts.simulator.network import Network, NetworkWriter
 
 MODEL, DIGEST = "simulated", "simulated"
 
@@ -38,13 +38,13 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Make:
-    """What all nodes of a cluster are made of.
+class NodeSettings:
+    """Settings shared by all nodes of a cluster.
 
     Attributes:
-        config: of every node; its role and name are filled in.
-        capacities: by role.
-        engine: makes the engine of a node that has these pages and slots.
+        config: configuration of every node; role and name are filled in.
+        capacities: pages and slots, by role.
+        engine: makes an engine with the given capacity.
     """
 
     config: NodeConfig
@@ -56,8 +56,8 @@ class Make:
     eos_token_ids: tuple[int, ...] = ()
 
 
-class Mail(Protocol):
-    """Carries what a node says."""
+class MessageBus(Protocol):
+    """Delivers the messages of a node."""
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None: ...
@@ -65,38 +65,48 @@ class Mail(Protocol):
 
 
 class Node:
-    """Args:
-    incarnation: also its name.
-    wire: carries its pages.
+    """A simulated node.
+
+    Args:
+        incarnation: also its name.
+        network: carries its pages.
+        bus: delivers its messages.
     """
 
     def __init__(
-        self, role: Role, incarnation: str, make: Make, *, agenda: Agenda, wire: TimedWire, mail: Mail
+        self,
+        role: Role,
+        incarnation: str,
+        settings: NodeSettings,
+        *,
+        events: EventQueue,
+        network: Network,
+        bus: MessageBus,
     ) -> None:
         self.kind: Role = role
         self.incarnation = incarnation
-        self.capacity = make.capacities[role]
-        self.engine = make.engine(self.capacity)
+        self.capacity = settings.capacities[role]
+        self.engine = settings.engine(self.capacity)
         self.is_alive = True
         self.is_busy = False
         self.busy_s = 0.0
         self.work: Counter[str] = Counter()
-        self.used_page_s = 0.0  # pages that somebody needs, times the seconds for which somebody did
-        self._make = make
-        self._costs = make.costs
-        self._agenda = agenda
-        self._mail = mail
+        self.used_page_s = 0.0  # integral of the pages in use over time
+        self._settings = settings
+        self._costs = settings.costs
+        self._events = events
+        self._bus = bus
         self._has_timer = False
-        self._used = (0, 0.0)  # pages that somebody needs, since when
+        self._used = (0, 0.0)  # pages in use, since when
         self.books = PageAllocator(self.capacity.num_pages)
-        self.cache = make_cache(make.config, self.books)
-        self.transport: InProcessReader | TimedWriter
-        parts = self._parts(replace(make.config, role=role, name=incarnation))
+        self.cache = make_cache(settings.config, self.books)
+        self.transport: InProcessReader | NetworkWriter
+        parts = self._parts(replace(settings.config, role=role, name=incarnation))
         if role == "prefill":
-            self.transport = TimedWriter(wire, self.engine.pool, incarnation, self.turn)
+            self.transport = NetworkWriter(network, self.engine.pool, incarnation, self.turn)
             self.role: Any = build_prefill(parts, self.transport)
         else:
-            self.transport = InProcessReader(wire, self.engine.pool, incarnation)
+            self.transport = InProcessReader(network, self.engine.pool, incarnation)
             self.role = build_decode(parts, self.transport)
 
     def _parts(self, config: NodeConfig) -> WorkerContext:
@@ -106,15 +116,15 @@ class Node:
             pool=self.engine.pool,
             allocator=self.books,
             cache=self.cache,
-            clock=self._agenda,
+            clock=self._events,
             digest=DIGEST,
             incarnation=self.incarnation,
-            vocab_size=self._make.vocab_size,
-            eos_token_ids=self._make.eos_token_ids,
+            vocab_size=self._settings.vocab_size,
+            eos_token_ids=self._settings.eos_token_ids,
         )
 
     def register(self) -> Register:
-        """What it tells the gateway of itself."""
+        """The registration that the node sends to the gateway."""
         geometry: Geometry = to_message(self.engine.pool.geometry)
         return Register(
             role=self.kind,
@@ -122,9 +132,9 @@ class Node:
             model=MODEL,
             digest=DIGEST,
             weight_version=DIGEST,
-            vocab_size=self._make.vocab_size,
-            context_length=self._make.context_length,
-            eos_token_ids=self._make.eos_token_ids,
+            vocab_size=self._settings.vocab_size,
+            context_length=self._settings.context_length,
+            eos_token_ids=self._settings.eos_token_ids,
             generation={},
             geometry=geometry,
             num_pages=self.capacity.num_pages,
@@ -142,47 +152,47 @@ class Node:
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
-    def hear_gateway(self, messages: Sequence[Message]) -> None:
+    def on_gateway_messages(self, messages: Sequence[Message]) -> None:
         if self.is_alive:
-            now = self._agenda.now()
+            now = self._events.now()
             for message in messages:
                 self.role.on_gateway(message, now)
             self.turn()
 
-    def hear_peer(self, sender: str, messages: Sequence[Message]) -> None:
+    def on_peer_messages(self, sender: str, messages: Sequence[Message]) -> None:
         if self.is_alive:
-            now = self._agenda.now()
+            now = self._events.now()
             for message in messages:
                 self.role.on_peer(sender, message, now)
             self.turn()
 
     def lose(self, peer: str) -> None:
-        """The connection to another node is gone."""
+        """Handle the loss of the connection to another node."""
         if self.is_alive:
-            self.role.peer_lost(peer, self._agenda.now())
+            self.role.peer_lost(peer, self._events.now())
             self.turn()
 
     def die(self) -> None:
-        """As kill -9."""
+        """Stop as ``kill -9`` would."""
         self.is_alive = False
         self.transport.die()
 
     def turn(self) -> None:
-        """Whatever can be done now."""
+        """Do everything that can be done now."""
         if not self.is_alive:
             return
-        now = self._agenda.now()
+        now = self._events.now()
         more = self.role.tick(now)
         if not self.is_busy:
             plan = self.role.plan(now)
             if plan is not None:
                 self._begin(plan)
-        self._speak()
+        self._send_messages()
         if more:
-            self._agenda.at(now, self.turn)
+            self._events.at(now, self.turn)
         elif not self._has_timer and self._has_work():
             self._has_timer = True
-            self._agenda.idle_after(LONGEST_WAIT_S, self._on_timer)
+            self._events.background_after(LONGEST_WAIT_S, self._on_timer)
 
     def _on_timer(self) -> None:
         self._has_timer = False
@@ -194,7 +204,7 @@ class Node:
 
     def _begin(self, plan: StepPlan) -> None:
         self.is_busy = True
-        work = Work.of(plan)
+        work = StepWork.of(plan)
         seconds = self._costs.seconds(work)
         counts = self.work
         counts["steps"] += 1
@@ -202,34 +212,34 @@ class Node:
         counts["prompt_tokens"] += work.num_prompt
         self.busy_s += seconds
         self._note_pages()
-        self._agenda.after(seconds, self._end, plan)
+        self._events.after(seconds, self._end, plan)
 
     def _end(self, plan: StepPlan) -> None:
         if not self.is_alive:
             return
         self.is_busy = False
-        self.role.commit(self.engine.run(plan), self._agenda.now())
+        self.role.commit(self.engine.run(plan), self._events.now())
         self.turn()
 
     def _note_pages(self) -> None:
-        now = self._agenda.now()
+        now = self._events.now()
         used, since = self._used
         self.used_page_s += used * (now - since)
         self._used = (self.capacity.num_pages - self.books.num_free - self.cache.num_evictable_pages, now)
 
-    def _speak(self) -> None:
+    def _send_messages(self) -> None:
         outbox = self.role.outbox
-        outbox.dial.clear()  # everybody can reach everybody
+        outbox.dial.clear()  # every node can reach every other
         if outbox.peers:
             by_peer: dict[str, list[Message]] = {}
             for peer, message in outbox.peers:
                 by_peer.setdefault(peer, []).append(message)
             outbox.peers.clear()
             for peer, messages in by_peer.items():
-                self._mail.to_peer(self.incarnation, peer, messages)
+                self._bus.to_peer(self.incarnation, peer, messages)
         if outbox.gateway:
             messages, outbox.gateway = outbox.gateway, []
-            self._mail.to_gateway(self.incarnation, messages)
+            self._bus.to_gateway(self.incarnation, messages)
         for peer in outbox.hang_up:
-            self._mail.hang_up(self.incarnation, peer)
+            self._bus.hang_up(self.incarnation, peer)
         outbox.hang_up.clear()

@@ -1,8 +1,8 @@
 """Replays a recording of a node (``--record``) through the role's code, and compares plans byte for byte.
 
-The role is built as it was, over a transport that returns what the recorded one returned. Everything that it was told
-is told again, with the same instants. A difference means that something that decides depends on more than what it is
-told: a clock, a random source, the order of a set, an address.
+The role is built with the recorded configuration, over a transport that returns the recorded results. All recorded
+events are repeated at the same instants. A difference means that a decision depends on something that is not an input:
+a clock, a random source, the order of a set, an address.
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ from common.node.worker_context import WorkerContext, make_cache
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
 from prefill_node.__main__ import build as build_prefill
-from scripts.simulator.engine import BlankStore
+from scripts.simulator.engine import EmptyPageStore
 
-#: What calls of a transport return, by role and name.
+#: Result types of a transport's methods, by role and name.
 RESULTS: dict[tuple[str, str], Any] = {
-    ("prefill", "attach"): str,  # why it failed
+    ("prefill", "attach"): str,  # the error
     ("prefill", "poll"): list[Attached],
     ("prefill", "write"): int,
     ("prefill", "done"): list[int],
@@ -37,10 +37,10 @@ RESULTS: dict[tuple[str, str], Any] = {
 
 
 class ReplayedTransport:
-    """Returns what the recorded transport returned, call by call."""
+    """A transport that returns the recorded results, call by call."""
 
     def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult]) -> None:
-        self.store = BlankStore(from_message(opening.geometry), opening.capacity.num_pages)
+        self.store = EmptyPageStore(from_message(opening.geometry), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
         self._num_calls: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class ReplayedTransport:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay came to.
+    """The result of a replay.
 
     Attributes:
         num_plans: compared (those of steps; looks that gave no step are compared and not counted).

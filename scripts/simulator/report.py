@@ -1,4 +1,4 @@
-"""What a simulation comes to: figures as a dictionary, and the same as a table."""
+"""The results of a simulation, as a dictionary and as a table."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ ROWS = (
     ("gap between messages", "itl"),
     ("  first to second", "first_gap"),
     ("time per output token", "tpot"),
-    ("  waiting for decode's pages", "decode_queue"),
-    ("  the last pages' way", "transfer"),
+    ("  waiting for decode pages", "decode_queue"),
+    ("  transfer of the last pages", "transfer"),
     ("end to end", "e2e"),
 )
-#: What nodes tell of a request's way, in seconds.
+#: Stages of a request that nodes report, in seconds.
 STAGES = ("prefill_queue", "prefill", "decode_queue", "prompt_wait", "transfer", "join")
-#: Totals of the nodes that the table names, where they are not zero.
+#: Counters of the nodes that the table shows where they are not zero.
 TOTALS = (
     "retractions",
     "preemptions",
@@ -43,11 +43,14 @@ TOTALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
-    """Attributes:
-    slos: limits in seconds by ttft, itl, tpot, e2e; ``kinds`` have their own over them.
-    attainment: the share of requests that should keep them.
-    starvation_s: who waits longer for a first token is starved.
+class Objectives:
+    """Service level objectives.
+
+    Attributes:
+        slos: limits in seconds by ttft, itl, tpot, e2e.
+        kinds: request classes, whose own limits take precedence.
+        attainment: the share of requests that should meet their limits.
+        starvation_s: a request that waits longer than this for its first token counts as starved.
     """
 
     slos: dict[str, float]
@@ -56,8 +59,8 @@ class Goals:
     starvation_s: float
 
 
-def service(kept: Sequence[Outcome], goals: Goals) -> Figures:
-    """How many of the measured requests were served as wished; failures were not."""
+def service(kept: Sequence[Outcome], goals: Objectives) -> Figures:
+    """How many of the measured requests met their limits; failed requests did not."""
     num_good = sum(_is_good(o, slo_limits(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
     starved = sum((o.stamps_s[0] if o.stamps_s else o.ended_at) - o.due_at > goals.starvation_s for o in kept)
     share = num_good / len(kept) if kept else 0.0
@@ -94,20 +97,20 @@ def figures(
     cluster: Cluster,
     outcomes: Sequence[Outcome],
     *,
-    goals: Goals,
+    goals: Objectives,
     wall_s: float,
     measured: tuple[float, float],
     is_whole: bool = True,
 ) -> Figures:
-    """Everything that is reported.
+    """All results.
 
     Args:
-        goals: what is good.
+        goals: service level objectives.
         wall_s: real seconds that the simulation took.
-        measured: requests due in between count; all of them count in totals.
-        is_whole: False if it was stopped before its end.
+        measured: first and last due time of the requests that count in latencies.
+        is_whole: False if the run was stopped before its end.
     """
-    now = cluster.agenda.now()
+    now = cluster.events.now()
     kept = [outcome for outcome in outcomes if measured[0] <= outcome.due_at <= measured[1] and outcome.ended_at >= 0]
     good = [outcome for outcome in kept if outcome.is_ok and outcome.stamps_s]
     rows = sum(node.work["rows"] for node in cluster.nodes.values())
@@ -118,7 +121,7 @@ def figures(
         "wall_s": wall_s,
         "row_steps": rows,
         "row_steps_per_minute": rows / wall_s * 60 if wall_s else 0.0,
-        "events": cluster.agenda.num_events,
+        "events": cluster.events.num_events,
         "requests": {
             "sent": len(outcomes),
             "measured": len(kept),
@@ -136,12 +139,12 @@ def figures(
         "classes": _by(good, lambda outcome: outcome.planned.class_name),
         "tenants": _by(good, lambda outcome: outcome.planned.tenant),
         "nodes": {role: _role(cluster.of(role), now) for role in ("prefill", "decode")},
-        "wire_busy_s": cluster.wire.busy_s,
+        "wire_busy_s": cluster.network.busy_s,
     }
 
 
 def latencies(good: Sequence[Outcome]) -> Figures:
-    """In seconds, from the instant at which a request was due."""
+    """Latencies in seconds, from the instant at which a request was due."""
     stamps = [np.array(outcome.stamps_s) for outcome in good]
     gaps = [np.diff(each) for each in stamps]
     tpot = [
@@ -163,7 +166,7 @@ def latencies(good: Sequence[Outcome]) -> Figures:
 
 
 def _by(good: Sequence[Outcome], name_of: Any) -> dict[str, Figures]:
-    """Latencies of each class (or tenant), if there is more than one."""
+    """Latencies of each class or tenant, if there is more than one."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in good:
         groups.setdefault(name_of(outcome), []).append(outcome)
@@ -171,7 +174,7 @@ def _by(good: Sequence[Outcome], name_of: Any) -> dict[str, Figures]:
 
 
 def _role(nodes: Sequence[Node], now: float) -> Figures:
-    """Of all nodes of a role together."""
+    """Totals over all nodes of a role."""
     if not nodes:
         return {"count": 0}
     work: Counter[str] = Counter()
@@ -194,10 +197,10 @@ def _role(nodes: Sequence[Node], now: float) -> Figures:
 
 
 def table(found: Figures) -> list[str]:
-    """The summary on the terminal."""
+    """The lines of the summary."""
     requests, rates = found["requests"], found["throughput"]
     errors = ", ".join(f"{name} {count:,}" for name, count in requests["errors"].items())
-    lines = [] if found["is_whole"] else ["stopped before the end; what had ended by then:"]
+    lines = [] if found["is_whole"] else ["stopped before the end; results so far:"]
     lines += [
         f"simulated  {found['virtual_s']:,.1f} s in {found['wall_s']:,.1f} s: {found['row_steps']:,} row-steps, "
         f"{found['row_steps_per_minute'] / 1e6:.1f} million a minute",
@@ -205,7 +208,7 @@ def table(found: Figures) -> list[str]:
         + (f"; failed: {errors}" if errors else ""),
         f"throughput {rates['requests_per_s']:.3g} requests/s, {rates['output_tokens_per_s']:,.0f} tokens/s out, "
         f"{rates['input_tokens_per_s']:,.0f} tokens/s in, {found['cached_share']:.1%} of these cached",
-        f"service    {found['service']['share']:.1%} as wished, {found['service']['starved']:,} starved",
+        f"service    {found['service']['share']:.1%} within limits, {found['service']['starved']:,} starved",
         "",
         f"{'ms':32}" + "".join(f"{name:>11}" for name in COLUMNS),
     ]

@@ -62,7 +62,7 @@ def test_a_prefill_node_notes_why_prompts_wait_and_which_overtake():
     assert told(node) == [
         ("holder", "admit", "computes 24 of 24 tokens"),
         ("large", "wait", "for room for 40 tokens"),
-        ("small", "admit", "computes 4 of 4 tokens, passing who does not fit"),
+        ("small", "admit", "computes 4 of 4 tokens, ahead of requests that do not fit"),
     ]
 
 
@@ -77,7 +77,7 @@ def test_a_decode_node_notes_why_requests_wait_and_which_overtake():
     node.step()
     assert told(node)[1:] == [
         ("large", "wait", "for 11 pages"),
-        ("one", "grant", "2 of 2 pages, passing who does not fit"),
+        ("one", "grant", "2 of 2 pages, ahead of requests that do not fit"),
         ("same", "wait", "for its prefix, which comes for one"),
         ("urgent", "admit", "computes 4 of 4 tokens"),
     ]

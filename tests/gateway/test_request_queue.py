@@ -134,7 +134,7 @@ RULES = [
 def test_who_is_next_is_who_stands_first_when_all_are_sorted(
     rules: PriorityRules, steps: list[tuple[str, int, int, str]]
 ) -> None:
-    """What is kept sorted tells the same as sorting all anew who can go, after whatever has happened."""
+    """The queue tells the same as sorting all anew who can go, after whatever has happened."""
     waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), patience_s=10.0)
     there: dict[int, Request] = {}
     stranded: set[int] = set()
@@ -157,10 +157,8 @@ def test_who_is_next_is_who_stands_first_when_all_are_sorted(
         for count in (1, 3, 99):
             assert rids(waiting.first(count, 0.0)) == rids(line[:count])
         newcomer = request("new", priority, float(at), priority_class=name)
-        lower = sorted(
-            (one for one in reversed(waiting.requests())
-             if one.priority_class == name and waiting.order.standing(one) < waiting.order.standing(newcomer)),
-            key=waiting.order.standing,
-        )  # fmt: skip
+        priority_of = waiting.order.effective_priority
+        others = [one for one in reversed(waiting.requests()) if one.priority_class == name]
+        lower = sorted((one for one in others if priority_of(one) < priority_of(newcomer)), key=priority_of)
         expected = lower[:2] if len(lower) >= 2 and rules.is_enabled else []
         assert rids(waiting.outranked(newcomer, 2)) == rids(expected)

@@ -1,4 +1,4 @@
-"""The main job against ``transformers``: prefill on one node, decode on another, token for token the same."""
+"""Prefill on one node and decode on another give the same tokens as ``transformers``."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("chunk_tokens", [16, 100, None])
 @pytest.mark.parametrize("together", [False, True])
-def test_greedy_tokens_are_those_of_transformers_cold_and_cached(
+def test_greedy_tokens_equal_transformers_cold_and_cached(
     model: tuple[Path, list[Case]], page_size: int, chunk_tokens: int | None, together: bool
 ) -> None:
     folder, cases = model
@@ -80,7 +80,7 @@ def test_retraction_in_a_tiny_pool_changes_no_token(model: tuple[Path, list[Case
     cluster.close()
 
 
-def test_pages_leave_while_later_chunks_compute(model: tuple[Path, list[Case]]) -> None:
+def test_pages_are_sent_while_later_chunks_are_computed(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     long = [case for case in cases if len(case[0]) > 100]
     cluster = LocalCluster(folder, chunk_tokens=32)
@@ -102,9 +102,7 @@ def test_any_number_of_nodes_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, None])
-def test_a_decode_node_that_prefills_by_itself_gives_the_same_tokens(
-    model: tuple[Path, list[Case]], chunk_tokens: int | None
-) -> None:
+def test_local_prefill_gives_the_same_tokens(model: tuple[Path, list[Case]], chunk_tokens: int | None) -> None:
     folder, cases = model
     cluster = LocalCluster(folder, num_prefill=0, chunk_tokens=chunk_tokens)
     for tag in ("cold", "cached"):
@@ -132,7 +130,7 @@ def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case
     cluster.close()
 
 
-def test_without_a_radix_cache_nothing_is_kept_and_tokens_are_the_same(model: tuple[Path, list[Case]]) -> None:
+def test_without_a_radix_cache_tokens_are_the_same_and_no_page_stays(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     cluster = LocalCluster(folder, chunk_tokens=64, is_cached=False)
     serve_all(cluster, cases, together=True)

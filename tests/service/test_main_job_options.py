@@ -1,6 +1,6 @@
-"""The main job with penalties and prompt log-probabilities: chunks, caches, transfers, local prompts, retractions.
+"""Penalties and prompt log-probabilities equal those of ``transformers`` in float32.
 
-The judge is ``transformers`` in float32, which knows nothing of any of these.
+The cases cover chunks, caches, transfers, local prefill and retraction, none of which the reference has.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ def penalised(reference: Any) -> list[Case]:
 
 @pytest.mark.parametrize("chunk_tokens", [16, None])
 @pytest.mark.parametrize("is_local", [False, True])
-def test_penalised_tokens_are_those_of_transformers_cold_and_cached(
+def test_penalised_tokens_equal_transformers_cold_and_cached(
     folder: Path, penalised: list[Case], chunk_tokens: int | None, is_local: bool
 ) -> None:
     cluster = LocalCluster(folder, chunk_tokens=chunk_tokens)
@@ -82,7 +82,7 @@ def judged(first: int, num_top: int | None = 3) -> SamplingParams:
 def check_logprobs(
     found: tuple[TokenLogprobs, ...], expected: torch.Tensor, prompt: tuple[int, ...], first: int, num_top: int
 ) -> None:
-    """``expected``: from ``prompt_logprobs``."""
+    """Compare with ``expected``, the result of ``prompt_logprobs``."""
     first = max(first, 1)
     assert len(found) == max(0, len(prompt) - first)
     for position, logprobs in enumerate(found, first):
@@ -96,10 +96,10 @@ def check_logprobs(
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk_tokens", [16, 100, None])
 @pytest.mark.parametrize("is_local", [False, True])
-def test_prompt_log_probabilities_are_those_of_transformers_cold_and_cached(
+def test_prompt_logprobs_equal_transformers_cold_and_cached(
     folder: Path, reference: Any, penalised: list[Case], page_size: int, chunk_tokens: int | None, is_local: bool
 ) -> None:
-    """From every kind of position on; a cached prefix is used only as far as it may be."""
+    """From several start positions; a cached prefix is used only up to the start."""
     num_pages = 3000 // page_size
     cluster = LocalCluster(
         folder, page_size=page_size, chunk_tokens=chunk_tokens, prefill_pages=num_pages, decode_pages=num_pages
@@ -124,7 +124,7 @@ def test_prompt_log_probabilities_are_those_of_transformers_cold_and_cached(
     cluster.close()
 
 
-def test_alternatives_are_given_only_as_many_as_asked_for(folder: Path, penalised: list[Case]) -> None:
+def test_the_number_of_alternatives_is_that_of_the_request(folder: Path, penalised: list[Case]) -> None:
     cluster = LocalCluster(folder)
     prompt = penalised[4][0]
     answers = [cluster.submit(f"r{count}", prompt, judged(1, count)) for count in (None, 0, 5)]
@@ -136,10 +136,8 @@ def test_alternatives_are_given_only_as_many_as_asked_for(folder: Path, penalise
     cluster.close()
 
 
-def test_prompt_log_probabilities_come_once_and_whole_after_retractions_on_the_prefill_nodes(
-    folder: Path, reference: Any
-) -> None:
-    """All pools are full: granted prompts take pages from those without a grant, whether half computed or done."""
+def test_prompt_logprobs_are_sent_once_after_retractions_on_prefill_nodes(folder: Path, reference: Any) -> None:
+    """All pools are full, so granted prompts take pages from prompts without a grant, computed or not."""
     cluster = LocalCluster(
         folder,
         num_prefill=2,

@@ -11,7 +11,7 @@ from support.processes import ROOT, environment
 from support.service import running
 
 MODULE = """
-from common.policies import Policy
+from common.scheduling.policies.base import Policy
 
 class LongestPromptFirst(Policy):
     def order(self, waiting, now):

@@ -1,7 +1,7 @@
-"""What waiting protects: whoever stands first by then keeps its slot, its row, its pages, however urgent the rest is.
+"""Ageing protects a request: once it comes first it keeps its slot, its row and its pages.
 
-Everywhere 2 are added to a priority per second, and the threshold is 2: a request of priority 0 stands before one of
-priority 10 if it came more than 5 s earlier.
+Priorities rise by 2 per second and the threshold is 2, so a request of priority 0 comes before one of priority 10 that
+arrived more than 5 s later.
 """
 
 import pytest
@@ -25,28 +25,32 @@ def request(rid: str, priority: int, arrived_at: float) -> Request:
     ("difference", "seconds_later", "is_taken"),
     [(2, 0.0, False), (3, 0.0, True), (10, 4.9, True), (10, 5.1, False), (-1, -9.0, False), (3, -9.0, True)],
 )
-def test_a_place_is_taken_by_who_is_more_urgent_by_more_than_the_threshold_and_stands_before(
+def test_preemption_needs_the_threshold_and_a_higher_effective_priority(
     difference: int, seconds_later: float, is_taken: bool
 ) -> None:
     order = RequestOrdering(FirstComeFirstServed(), AGING)
     running, waiting = request("running", 0, 100.0), request("waiting", difference, 100.0 + seconds_later)
-    assert order.beats(waiting, running) == is_taken
-    assert not (is_taken and order.beats(running, waiting)), "or they would change places for ever"
+    assert order.may_preempt(waiting, running) == is_taken
+    assert not (is_taken and order.may_preempt(running, waiting)), "two requests preempt each other in turn"
 
 
-@pytest.mark.parametrize(("seconds_later", "loan"), [(0.0, 10), (-3.0, 10), (0.5, 9), (1.2, 7), (5.0, 0), (9.0, -8)])
-def test_what_is_lent_lets_nobody_stand_before_the_lender(seconds_later: float, loan: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds_later", "inherited"), [(0.0, 10), (-3.0, 10), (0.5, 9), (1.2, 7), (5.0, 0), (9.0, -8)]
+)
+def test_an_inherited_priority_puts_no_request_before_its_source(seconds_later: float, inherited: int) -> None:
     order = RequestOrdering(FirstComeFirstServed(), AGING)
     holder, lender = request("holder", -20, 100.0), request("lender", 10, 100.0 + seconds_later)
-    holder.inherited_priority = order.loan(lender, holder)
-    assert holder.inherited_priority == loan
-    assert order.standing(holder) <= order.standing(lender) or seconds_later <= 0
+    holder.inherited_priority = order.inheritable_priority(lender, holder)
+    assert holder.inherited_priority == inherited
+    assert order.effective_priority(holder) <= order.effective_priority(lender) or seconds_later <= 0
     for place in (request("a place", 3, 99.0), request("another", 9, 95.0), request("a third", -9, 104.0)):
-        assert order.beats(lender, place) or not order.beats(holder, place), "it took what the lender could not"
+        assert order.may_preempt(lender, place) or not order.may_preempt(holder, place), (
+            "the holder may preempt a request that its waiter may not"
+        )
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
-def test_a_row_is_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
+def test_an_aged_request_keeps_its_row(comes_at: float, is_taken: bool) -> None:
     node = DecodeNode(slots=1, rules=AGING)
     node.run_in("old", 8, 0, new=20)
     node.now = comes_at
@@ -56,7 +60,7 @@ def test_a_row_is_not_taken_from_who_stands_first(comes_at: float, is_taken: boo
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
-def test_pages_are_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
+def test_an_aged_request_keeps_its_pages(comes_at: float, is_taken: bool) -> None:
     node = DecodeNode(num_pages=8, rules=AGING)
     node.run_in("old", 16, 0, new=8)
     node.now = comes_at
@@ -66,7 +70,7 @@ def test_pages_are_not_taken_from_who_stands_first(comes_at: float, is_taken: bo
 
 
 @pytest.mark.parametrize(("comes_at", "victim"), [(4.0, "old"), (5.1, "urgent")])
-def test_when_the_batch_outgrows_the_pool_who_stands_first_stays(comes_at: float, victim: str) -> None:
+def test_when_the_batch_outgrows_the_pool_an_aged_request_stays(comes_at: float, victim: str) -> None:
     node = DecodeNode(num_pages=8, rules=AGING)
     node.run_in("old", 8, 0, new=40)
     node.now = comes_at
@@ -76,7 +80,7 @@ def test_when_the_batch_outgrows_the_pool_who_stands_first_stays(comes_at: float
     assert [key[0] for key in node.places.retracted] == [victim]
 
 
-def test_of_several_that_would_give_way_the_one_that_stands_lowest_does() -> None:
+def test_the_lowest_effective_priority_is_preempted() -> None:
     node = DecodeNode(slots=2, rules=AGING)
     node.run_in("old", 8, 0, new=40)
     node.now = 8.0
@@ -88,20 +92,20 @@ def test_of_several_that_would_give_way_the_one_that_stands_lowest_does() -> Non
     assert (node.state("old"), node.state("newer")) == (State.RUNNING, State.PAUSED)
 
 
-def test_transfers_that_stand_lower_do_not_keep_who_stands_first_from_beginning() -> None:
+def test_later_transfers_do_not_delay_the_grant_of_an_aged_request() -> None:
     node = DecodeNode(slots=1, rules=AGING)
     node.run_in("busy", 8, 50, new=30)
     node.now = 20.0
     node.submit("urgent", 8, 10)
     assert node.grant() == ["urgent"]
-    node.receive("urgent")  # it is here, and there is no row
-    late = request("old", 0, 1.0)  # it waited in the gateway until now
+    node.receive("urgent")  # its prompt has arrived, but there is no free row
+    late = request("old", 0, 1.0)  # it has waited in the gateway until now
     node.scheduler.submit(late, source="prefill")
     assert node.grant() == ["old"]
 
 
-def is_taken_from_old(node: PrefillNode, comes_at: float, *, old: int, urgent: int) -> bool:
-    """Whether a prompt that comes amid another, which is less urgent and older, takes its place and ends first."""
+def preempts_the_old_prompt(node: PrefillNode, comes_at: float, *, old: int, urgent: int) -> bool:
+    """Whether an urgent prompt that arrives while an older one is computed preempts it and ends first."""
     node.submit("old", old, 0)
     node.step()
     node.now = comes_at
@@ -112,10 +116,10 @@ def is_taken_from_old(node: PrefillNode, comes_at: float, *, old: int, urgent: i
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
-def test_a_prefill_slot_is_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
-    assert is_taken_from_old(PrefillNode(slots=1, rules=AGING), comes_at, old=64, urgent=32) == is_taken
+def test_an_aged_prompt_keeps_its_prefill_slot(comes_at: float, is_taken: bool) -> None:
+    assert preempts_the_old_prompt(PrefillNode(slots=1, rules=AGING), comes_at, old=64, urgent=32) == is_taken
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.9, True), (5.1, False)])
-def test_pages_of_a_prefill_node_are_not_taken_from_who_stands_first(comes_at: float, is_taken: bool) -> None:
-    assert is_taken_from_old(PrefillNode(num_pages=8, rules=AGING), comes_at, old=24, urgent=16) == is_taken
+def test_an_aged_prompt_keeps_its_pages_on_a_prefill_node(comes_at: float, is_taken: bool) -> None:
+    assert preempts_the_old_prompt(PrefillNode(num_pages=8, rules=AGING), comes_at, old=24, urgent=16) == is_taken

@@ -1,6 +1,6 @@
 """Ageing bounds every wait for a prefill node and for a row of a decode node; in virtual time.
 
-Which formula, and why: ``tests/support/ageing.py``, and docs/scheduling.md.
+``tests/support/ageing.py`` and docs/scheduling.md explain the formula.
 """
 
 import math
@@ -42,9 +42,9 @@ PROMPTS = Costs(STEP_S, TOKEN_S, TOKEN_S, 0.0, MESSAGE_S, 0.0, 1e12)
 
 
 def prompt_s(length: int, *, is_sent_late: bool = False) -> float:
-    """At most so much time of a prefill node goes into a prompt: its tokens, and the steps that it would fill alone.
+    """Longest work of a prompt on a prefill node: its tokens, and the steps that it would fill alone.
 
-    If it may have to be sent while the node has nothing to do, also the way there and the news of the end before it.
+    With ``is_sent_late`` the node may be idle until the prompt arrives, which adds two messages.
     """
     return TOKEN_S * length + STEP_S * math.ceil(length / CHUNK) + 2 * MESSAGE_S * is_sent_late
 
@@ -62,14 +62,14 @@ def prompt_s(length: int, *, is_sent_late: bool = False) -> float:
     num_rows=st.sampled_from([1, 2, 400]),
     threshold=st.sampled_from([0, 10]),
 )
-def test_no_prompt_waits_longer_than_ageing_lets_it(
+def test_ageing_bounds_the_wait_of_every_prompt(
     kinds: list[tuple[int, int, int | None, int]], load: float, head: int, burst_s: float, rate: float,
     lookahead: int, num_rows: int, threshold: int,
 ) -> None:  # fmt: skip
-    """A first token comes after at most ``D + B``, the step that is under way and the one that it ends in.
+    """A first token comes after at most ``D + B``, the running step and its own last step.
 
-    With a small lookahead prompts wait in the gateway, with a large one on the prefill node, and there, with few slots
-    and no threshold, they take each other's. What they share is computed for one of them while the others wait.
+    With a small lookahead prompts wait in the gateway, with a large one on the prefill node, where with few slots and
+    no threshold they preempt each other. A shared prefix is computed for one prompt while the others wait.
     """
     is_sent_late = lookahead < 1_000
     sizes = [kinds[number % len(kinds)] for number in range(100)]
@@ -97,14 +97,14 @@ def test_no_prompt_waits_longer_than_ageing_lets_it(
 
 # ---- rows of a decode node ------------------------------------------------------------------------------------------
 
-#: Prompts cost a step, however many there are, so that only the decode node is short of anything.
+#: All prompts of a step cost one step, so that only the decode node is a bottleneck.
 OUTPUTS = Costs(STEP_S, 0.0, TOKEN_S, 0.0, MESSAGE_S, 0.0, 1e12)
 
 
 def row_s(max_new: int, num_rows: int, *, is_sent_late: bool = False) -> float:
-    """At most so long a request is in a row of a full batch: a step for each token but the first, and one to join.
+    """Longest time of a request in a row of a full batch: a step for each token but the first, and one to join.
 
-    If it may be sent only when the row is free, also its way there, and the news of the end before it.
+    With ``is_sent_late`` the row may be free until the request arrives.
     """
     return max_new * (STEP_S + TOKEN_S * num_rows) + (READY_S + 2 * MESSAGE_S) * is_sent_late
 
@@ -112,9 +112,11 @@ def row_s(max_new: int, num_rows: int, *, is_sent_late: bool = False) -> float:
 def rows_bound_s(
     sent: Sent, rate: float, requests: Sequence[Sent], num_rows: int, *, is_sent_late: bool = False
 ) -> float:
-    """The latest end of an output: ``D + B + L (m - 1) / m`` and its own steps, where L is the longest output: that of
-    the others in the rows when somebody had to wait first. Twice its way here: its own, and that of those that stand
-    before it, or whose prefix it waits for."""
+    """The latest end of an output: ``D + B + L (m - 1) / m`` and its own steps.
+
+    L is the longest output, for the other rows at the moment when a request first had to wait. The transfer counts
+    twice: its own, and that of requests before it or whose prefix it waits for.
+    """
     rows_s = [row_s(each.max_new, num_rows, is_sent_late=is_sent_late) for each in requests]
     shares = [(each.at, each_s / num_rows) for each, each_s in zip(requests, rows_s, strict=True)]
     longest_s = max(rows_s) * (num_rows - 1) / num_rows
@@ -124,7 +126,7 @@ def rows_bound_s(
 
 
 def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int, *, lookahead: int = 1_000) -> Service:
-    """Outputs that have pages enough and few rows."""
+    """Run outputs with enough pages and few rows."""
     return served(
         requests,
         Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=4_000, max_running=num_rows, prefill_running=400),
@@ -146,11 +148,11 @@ def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int
     num_rows=st.sampled_from([1, 2, 5]),
     threshold=st.sampled_from([0, 5, 10]),
 )
-def test_no_output_ends_later_than_ageing_lets_it_where_rows_are_short(
+def test_ageing_bounds_the_end_of_every_output_where_rows_are_short(
     kinds: list[tuple[int, int, int | None]], load: float, head: int, burst_s: float, rate: float, lookahead: int,
     num_rows: int, threshold: int,
 ) -> None:  # fmt: skip
-    """Whether rows are taken from one another (pauses) or not, and whether they wait in the gateway or on the nodes."""
+    """With and without preemption of rows, and with requests that wait in the gateway or on the nodes."""
     is_sent_late = lookahead < 1_000
     sizes = [kinds[number % len(kinds)] for number in range(60)]
     arrivals = arriving(
@@ -167,12 +169,12 @@ def test_no_output_ends_later_than_ageing_lets_it_where_rows_are_short(
     places_lost(service, rate)
 
 
-# ---- while urgent ones keep coming ----------------------------------------------------------------------------------
+# ---- under a stream of urgent ones ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_rows", "lookahead"), [(400, 1_000), (4, 4), (1, 0)])
-def test_the_least_urgent_prompt_is_served_while_urgent_ones_keep_coming(num_rows: int, lookahead: int) -> None:
-    """What it waited in the gateway counts on the nodes."""
+def test_the_least_urgent_prompt_is_served_among_urgent_ones(num_rows: int, lookahead: int) -> None:
+    """Time spent in the gateway counts on the nodes."""
     each_s = prompt_s(54, is_sent_late=lookahead < 1_000)
     requests = [Sent(0.01, 8, 1, 0), *(Sent(at, 54, 1, HIGHEST) for at in stream(each_s, 12.0))]
     limits = Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows)
@@ -188,8 +190,8 @@ def test_the_least_urgent_prompt_is_served_while_urgent_ones_keep_coming(num_row
 
 
 @pytest.mark.parametrize("threshold", [2, 10])
-def test_the_least_urgent_output_keeps_its_row_in_the_end_while_urgent_ones_keep_coming(threshold: int) -> None:
-    """It has the row first, and with a threshold below the difference loses it, again and again at first."""
+def test_the_least_urgent_output_finally_keeps_its_row(threshold: int) -> None:
+    """With a threshold below the difference it loses its row repeatedly at first."""
     requests = [Sent(0.0, PAGE, 40, 0), *(Sent(at + 0.1, PAGE, 10, HIGHEST) for at in stream(row_s(10, 1), 12.0))]
     ended_at = patient(in_rows(requests, 1, 4.0, threshold), requests)
     assert ended_at <= rows_bound_s(requests[0], 4.0, sorted(requests, key=lambda sent: sent.at), 1)

@@ -1,6 +1,6 @@
 """Ageing bounds every wait for pages of a decode node, retractions and shared prefixes included; in virtual time.
 
-Which formula, and why: ``tests/support/ageing.py``, and docs/scheduling.md.
+``tests/support/ageing.py`` and docs/scheduling.md explain the formula.
 """
 
 from collections import Counter
@@ -35,17 +35,17 @@ from support.simulated import Limits, Service
 from scripts.simulator.costs import Costs
 
 NUM_PAGES = 24
-#: Steps cost the same however many rows they have, so that only pages are short.
+#: The cost of a step does not depend on its rows, so that only pages are short.
 COSTS = Costs(STEP_S, 0.0, 0.0, 0.0, MESSAGE_S, 0.0, 1e12)
-#: A request of so many pages, prompt and output, has so many output tokens.
+#: Pages of prompt and output, output tokens, priority, group, shared tokens.
 KINDS = st.tuples(st.integers(2, 10), st.integers(2, 36), PRIORITIES, GROUPS, st.sampled_from([4, 8, 16, 24]))
 Kind = tuple[int, int, int, int | None, int]
 
 
 def held_s(max_new: int, num_retracted: int = 0) -> float:
-    """For at most so long a request holds pages: until its prompt is here, and its steps, with one to join.
+    """Longest time for which a request holds pages: the transfer of its prompt, its steps, and one to join.
 
-    Each retraction costs it the token under way, a step in which what it had is computed again, and one to join.
+    Each retraction adds the lost token, a step to compute the request again, and one to join.
     """
     return READY_S + (max_new + 1 + 3 * num_retracted) * STEP_S
 
@@ -59,11 +59,10 @@ def pages_bound_s(
 ) -> float:
     """The latest end of an output: ``D + B + H (P + k (r + 1) s) / (P - s)`` and its own steps.
 
-    A request of s pages is refused only if fewer than s are left of the pool's P; so whenever somebody waits, at least
-    P - s are in use, for the largest s. A request takes its pages, and at most one more for what its last page has
-    room for, for as long as it holds them, at most H, in all its stays together: what is computed again is load, too.
-    What is in use when somebody has to wait first is at most P; and each time that this one waits, which is once more
-    than the r times that it was retracted, k smaller ones may pass.
+    A request of s pages waits only if fewer than s of the pool's P pages are left; so while any request waits, at least
+    P - s are in use, for the largest s. A request holds its pages, and at most one more for a partly filled last page,
+    for at most H over all its stays: repeated work is load, too. At most P pages are in use when a request first has to
+    wait. Each time that this one waits, once more than its r retractions, k smaller ones may pass.
     """
     largest = 1 + max(map(num_pages, requests))
     capacity = NUM_PAGES - largest
@@ -79,7 +78,7 @@ def in_pages(
     requests: Sequence[Sent], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
     reserved: int | None = None, lookahead: int = 1_000,
 ) -> Service:  # fmt: skip
-    """Outputs that have rows enough and few pages."""
+    """Run outputs with enough rows and few pages."""
     return served(
         requests,
         Limits(4_000, num_pages, page_size=PAGE, chunk_tokens=4_000, max_running=num_pages, prefill_running=400),
@@ -93,11 +92,11 @@ def in_pages(
 
 
 def retractions(service: Service) -> Counter[str]:
-    """How often each lost its pages, to a more urgent one or to what was running."""
+    """How often each request was retracted."""
     retracted: Counter[str] = Counter()
     num_retractions = 0
     for node in service.cluster.nodes.values():
-        decided = node.role._scheduler.decisions.last(MAX_DECISIONS, service.agenda.now())
+        decided = node.role._scheduler.decisions.last(MAX_DECISIONS, service.events.now())
         retracted.update(each.rid for each in decided if each.action == "retract")
         num_retractions += node.role.counters()["retractions"]
     assert retracted.total() == num_retractions
@@ -116,12 +115,11 @@ def retractions(service: Service) -> Counter[str]:
     reserved=st.sampled_from([None, 1]),
     lookahead=st.sampled_from([0, 4, 1_000]),
 )
-def test_no_output_ends_later_than_ageing_lets_it_where_pages_are_short(
+def test_ageing_bounds_the_end_of_every_output_where_pages_are_short(
     kinds: list[Kind], load: float, head: int, burst_s: float, rate: float, skip_ahead: int, threshold: int,
     reserved: int | None, lookahead: int,
 ) -> None:  # fmt: skip
-    """Whether pages are taken from one another or not, and where too little is reserved, so that the batch outgrows
-    the pool."""
+    """With and without preemption, and with a reserve so small that the batch outgrows the pool."""
     sizes = [kinds[number % len(kinds)] for number in range(60)]
     sizes = [(size, min(max_new, size * PAGE - 1), *rest) for size, max_new, *rest in sizes]
     capacity = NUM_PAGES - 1 - max(size for size, *_ in sizes)
@@ -141,8 +139,8 @@ def test_no_output_ends_later_than_ageing_lets_it_where_pages_are_short(
     assert places_lost(service, rate) <= retracted
 
 
-def test_the_least_urgent_output_keeps_its_pages_in_the_end_while_urgent_ones_keep_coming() -> None:
-    """Three of them fit at a time, 0.09 s each: it has its pages first, loses them, and then never more."""
+def test_the_least_urgent_output_finally_keeps_its_pages() -> None:
+    """Three requests of 0.09 s each fit at a time. It has its pages first, loses them, and then keeps them."""
     each_s = 0.09 / 3
     requests = [Sent(0.0, 4, 28, 0), *(Sent(at + 0.15, 24, 8, HIGHEST) for at in stream(each_s, 12.0))]
     service = in_pages(requests, 4.0, threshold=2, skip_ahead=0, num_pages=27)

@@ -1,7 +1,7 @@
-"""Bounds on waiting that scheduling promises, proved on whole services in virtual time, over loads drawn by hypothesis.
+"""Bounds that policies guarantee, checked on whole services in virtual time under random loads.
 
-- ``fair``: backlogged tenants are served alike within the bound of the VTC paper.
-- ``edf``: deadlines that can be met are met.
+- ``fair``: backlogged tenants get equal service within the bound of the VTC paper.
+- ``edf``: feasible deadlines are met.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_to
 
 
 def unlike(number: int, length: int) -> tuple[int, ...]:
-    """A prompt that begins like no other."""
+    """A prompt that shares no prefix with others."""
     return (1_000 + number, *range(1, length))
 
 
@@ -33,7 +33,7 @@ def unlike(number: int, length: int) -> tuple[int, ...]:
 
 
 class Metered(FakeExecutor):
-    """Notes what each tenant is served: a prompt when it begins, a token when it is said."""
+    """Records the service of each tenant: a prompt when it starts, a token when it is generated."""
 
     def __init__(self, capacity: Capacity, tenants: list[str]) -> None:
         super().__init__(capacity.num_pages, PAGE, capacity.num_slots)
@@ -72,7 +72,7 @@ KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, 
     late_s=st.sampled_from([0.0, 0.3, 1.0]),
 )
 @example(heavy=[(1, 2)], light=[(1, 2)], max_running=1, weight=1, lookahead=1, late_s=0.0)
-def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
+def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     heavy: list[tuple[int, int]],
     light: list[tuple[int, int]],
     max_running: int,
@@ -80,16 +80,18 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
     lookahead: int,
     late_s: float,
 ) -> None:
-    """Sheng et al. (OSDI'24, theorem 4.4): in any stretch of time in which two clients both have requests waiting, what
-    they are served differs by at most 2 * max(w_p * L_input, w_q * M): L_input is the longest prompt, M the tokens
-    that fit into a batch. With weights, what is compared is divided by them. One of them may come when the other has
-    long been served: it begins where that one is. What the gateway sends ahead is promised as what is in a batch is,
-    and counts with it; but where it sends all ahead, the node chooses among all, and the batch alone counts.
+    """Check the bound of Sheng et al. (OSDI'24, theorem 4.4).
+
+    While two tenants both have waiting requests, their service differs by at most 2 * max(w_p * L_input, w_q * M).
+    L_input is the longest prompt and M the tokens that fit into a batch.
+
+    Service is divided by the tenant's weight. A tenant that arrives later starts at the counter of the other. Requests
+    that the gateway dispatches ahead count as part of the batch, unless it dispatches all: then the node chooses.
     """
     tenants = ["heavy"] * NUM_EACH + ["light"] * NUM_EACH
     requests = [kinds[number % len(kinds)] for kinds in (heavy, light) for number in range(NUM_EACH)]
     meters: list[Metered] = []
-    has_come: list[int] = []  # steps that were made before both of them had come
+    has_come: list[int] = []  # number of steps before both had arrived
 
     def engine(capacity: Capacity) -> Metered:
         meters.append(Metered(capacity, tenants))
@@ -111,7 +113,7 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
         tenant = tenants[number]
         at = late_s if tenant == "light" else 0.0
         service.ask(f"r{number}", unlike(number, length), max_new, at=at, tenant=tenant, seed=number)
-    service.agenda.at(late_s, lambda: has_come.append(len(meters[0].history)))
+    service.events.at(late_s, lambda: has_come.append(len(meters[0].history)))
     service.run(is_checked=False)
     longest = max(length for length, _ in requests)
     num_promised = max_running + (lookahead if lookahead < NUM_EACH else 0)
@@ -122,8 +124,8 @@ def test_backlogged_tenants_are_served_alike_within_the_bound_of_the_vtc_paper(
     assert max(ahead, default=0) - min(ahead, default=0) <= bound
 
 
-def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
-    """Forty prompts of one tenant stand before ten of another; without ``fair`` they would all come first."""
+def test_a_tenant_with_ten_times_the_load_gets_no_more_service() -> None:
+    """Forty prompts of one tenant arrive before ten of another; without ``fair`` all of them would be served first."""
     tenants = ["heavy"] * 40 + ["light"] * 10
     meters: list[Metered] = []
 
@@ -144,7 +146,7 @@ def test_a_tenant_that_asks_for_ten_times_as_much_is_not_served_more() -> None:
         service.ask(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
     service.run(is_checked=False)
     begun = [begun for _, begun in meters[0].history if begun["light"] < 10]
-    # Two go out before anybody else has come; then one after the other.
+    # Two are sent before the other tenant's requests arrive; then they alternate.
     assert max(abs(each["heavy"] - each["light"]) for each in begun) <= 4
 
 
@@ -154,7 +156,7 @@ CHUNK_S = STEP_S + TOKEN_S * PAGE
 
 
 def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
-    """When each of these (released, chunks) ends in one schedule of many: by a random order, overtaking at chunks."""
+    """When each job (release, chunks) ends in a random schedule with preemption between chunks."""
     ranks = Random(seed).sample(range(len(jobs)), len(jobs))
     left = [chunks for _, chunks in jobs]
     ends = [0.0] * len(jobs)
@@ -176,12 +178,12 @@ def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
     jobs=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 8)), min_size=1, max_size=20),
     seed=st.integers(0, 1_000_000),
 )
-def test_edf_meets_every_deadline_that_can_be_met(jobs: list[tuple[float, int]], seed: int) -> None:
-    """One node, one prompt in a step, known times: whatever deadlines *some* schedule meets, ``edf`` meets.
+def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]], seed: int) -> None:
+    """With one node, one prompt per step and known times, ``edf`` meets all deadlines that some schedule meets.
 
-    The deadlines are the ends in a schedule made by lot. Earliest deadline first is optimal where work can be
-    interrupted at any time (Horn, 1974); chunks cannot, so each deadline has one chunk to spare, for the one that is
-    under way when a prompt comes, and what two messages take.
+    The deadlines are the ends of a random schedule. Earliest deadline first is optimal for work that can be preempted
+    at any time (Horn, 1974). Chunks cannot, so each deadline allows for one more chunk, which runs when a prompt
+    arrives, and for two messages.
     """
     ends = some_schedule(jobs, seed)
     service = Service(

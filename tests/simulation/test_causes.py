@@ -1,4 +1,4 @@
-"""Both nodes of a pair tell the gateway the same about a request that fails, whichever of them is heard first."""
+"""Both nodes of a pair report a failed request to the gateway with the same error code."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from common.wire.messages import Abort, Failed, Message
 
 
 class SlowGateway(LocalCluster):
-    """Each node says what it has to say before the gateway tells it of what the other has said."""
+    """A gateway that does not forward aborts, so that each node reports the failure by itself."""
 
     def __init__(self, **options: int) -> None:
         super().__init__(chunk_tokens=16, latency=3, **options)
@@ -60,7 +60,7 @@ CAUSES: dict[Callable[[LocalCluster], None], ErrorCode] = {
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
-def test_every_cause_of_an_end_has_one_error_code(cause: Callable[[LocalCluster], None], num_steps: int) -> None:
+def test_both_nodes_report_the_same_error_code(cause: Callable[[LocalCluster], None], num_steps: int) -> None:
     cluster = SlowGateway()
     cluster.submit("a", prompt_of(64), sampling(1000), timeout_s=1.0)
     for _ in range(num_steps):
@@ -71,11 +71,11 @@ def test_every_cause_of_an_end_has_one_error_code(cause: Callable[[LocalCluster]
     for member in cluster.members:
         LocalCluster.tell(cluster, member, Abort("a", 0))
     cluster.settle()
-    assert cluster.failures or num_steps == 7, "nobody says that it has ended"
+    assert cluster.failures or num_steps == 7, "no node reports the end of the request"
     assert_all_pages_are_back(cluster)
 
 
-def test_a_prompt_larger_than_the_prefill_pool_is_refused_with_one_code() -> None:
+def test_both_nodes_refuse_a_prompt_larger_than_the_prefill_pool() -> None:
     cluster = SlowGateway(page_size=4, prefill_pages=10)
     cluster.submit("small", prompt_of(20), sampling(3))
     cluster.run()

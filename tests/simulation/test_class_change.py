@@ -1,4 +1,4 @@
-"""A request's class can be changed wherever it is: its turn comes by the new one, and the new one pays from then on."""
+"""A request's class can be changed in every state: turns and charges follow the new class from then on."""
 
 import pytest
 from support.lone_nodes import DecodeNode, PrefillNode
@@ -12,13 +12,13 @@ CLASSES = PriorityRules(class_weights={"high": 8.0, "low": 1.0}, default_class="
 
 
 def value(node: PrefillNode | DecodeNode, name: str) -> float:
-    classes = node.scheduler._order._classes
+    classes = node.scheduler._ordering._classes
     assert classes is not None
     return classes.value(name)
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_a_request_waiting_on_a_prefill_node_moves_to_its_new_class(is_changed: bool) -> None:
+def test_a_request_waiting_on_a_prefill_node_takes_its_turn_in_the_new_class(is_changed: bool) -> None:
     node = PrefillNode(slots=1, chunk=None, rules=CLASSES)
     for rid in "abcd":
         node.submit(rid, 8)
@@ -26,13 +26,13 @@ def test_a_request_waiting_on_a_prefill_node_moves_to_its_new_class(is_changed: 
     if is_changed:
         node.scheduler.reprioritize(("d", 0), 0, node.now, priority_class="high")
     assert node.run() == (["a", "b", "d", "c"] if is_changed else ["a", "b", "c", "d"])
-    # high begins where low stands, since what never waited has earned nothing, and pays an eighth.
+    # The counter of high starts at that of low, and is charged an eighth.
     assert value(node, "high") == (INPUT_WEIGHT * 8 + INPUT_WEIGHT * 8 / 8) * is_changed
 
 
 @pytest.mark.parametrize(("is_local", "order"), [(False, "abdc"), (True, "adbc")])
-def test_a_request_waiting_on_a_decode_node_moves_to_its_new_class(is_local: bool, order: str) -> None:
-    """Where prompts are received, b has its pages by then."""
+def test_a_request_waiting_on_a_decode_node_takes_its_turn_in_the_new_class(is_local: bool, order: str) -> None:
+    """If prompts are received, b already has its pages."""
     node = DecodeNode(slots=1, rules=CLASSES)
     for rid in "abcd":
         node.submit(rid, 8, is_local=is_local)
@@ -43,7 +43,7 @@ def test_a_request_waiting_on_a_decode_node_moves_to_its_new_class(is_local: boo
     assert "".join(node.run()) == order
 
 
-def test_a_running_request_is_charged_to_its_new_class_from_then_on() -> None:
+def test_the_new_class_of_a_running_request_is_charged_for_later_tokens() -> None:
     node = DecodeNode(rules=CLASSES)
     node.run_in("a", 8, new=9)
     before = value(node, "low")
@@ -54,7 +54,7 @@ def test_a_running_request_is_charged_to_its_new_class_from_then_on() -> None:
     assert node.run() == ["a"]
 
 
-def test_a_retracted_or_extending_request_continues_in_its_new_class() -> None:
+def test_retracted_and_extending_requests_continue_in_the_new_class() -> None:
     node = DecodeNode(rules=CLASSES)
     request = node.run_in("a", 8, new=9)
     node.submit("b", 32, is_local=True)
@@ -66,7 +66,7 @@ def test_a_retracted_or_extending_request_continues_in_its_new_class() -> None:
     assert {name for name in ("high", "low") if value(node, name)} == {"high", "low"}
 
 
-def test_a_logged_change_names_both_classes() -> None:
+def test_a_change_is_logged_with_both_classes() -> None:
     decisions = Decisions()
     decisions.note_change(0.0, "a", (1, "low"), (2, "high"))
     decisions.note_change(0.0, "a", (2, "high"), (3, None))
@@ -79,7 +79,7 @@ def test_a_logged_change_names_both_classes() -> None:
 BOTH = PriorityRules(is_enabled=True, class_weights={"high": 8.0, "low": 1.0}, default_class="low")
 
 
-def test_a_slot_goes_to_the_class_that_was_served_least_regardless_of_priorities() -> None:
+def test_a_row_goes_to_the_least_served_class_whatever_the_priorities() -> None:
     node = DecodeNode(slots=1, rules=BOTH)
     node.run_in("busy", 8, 90, new=3)
     for rid, name, priority in (("a", "low", 90), ("b", "high", 1)):
@@ -91,7 +91,7 @@ def test_a_slot_goes_to_the_class_that_was_served_least_regardless_of_priorities
     assert node.run() == ["busy", "b", "a"]
 
 
-def test_the_class_that_was_served_most_is_retracted_when_pages_run_short() -> None:
+def test_when_pages_run_short_the_most_served_class_is_retracted() -> None:
     node = DecodeNode(num_pages=10, rules=BOTH)
     for rid, name, priority in (("a", "low", 90), ("b", "high", 1)):
         node.submit(rid, 8, priority, new=24)

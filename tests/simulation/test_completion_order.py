@@ -1,8 +1,8 @@
-"""Reversing two priorities reverses the order in which two like requests end: at each place where they meet, alone.
+"""Swapping two priorities swaps the order in which two otherwise equal requests end, at each point where they wait.
 
-Everywhere the two are alike but for their priorities, and the one called ``a`` comes first. So with equal priorities it
-ends first; and since the more urgent one ends first whichever of the two it is, it is the priorities that decide. Each
-test runs with high values first and with low ones, turned round by the gateway's own rule for what clients say.
+The requests differ only in their priorities, and ``a`` arrives first, so with equal priorities it ends first. Since the
+more urgent request ends first whichever it is, the priorities decide. Each test runs with high values first and with
+low values first, which the gateway negates.
 """
 
 import pytest
@@ -17,13 +17,13 @@ Both = tuple[int, int]
 
 
 def travelling(said: Both, *, low_first: bool = False) -> Both:
-    """What nodes hear of what the clients of a and b say."""
+    """The priorities that nodes receive for those that the clients of a and b name."""
     options = SchedulingOptions(enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
     claims = PriorityResolver(options)
     return claims.claim("", said[0], None).priority, claims.claim("", said[1], None).priority
 
 
-#: Priorities of a and of b, and who ends first.
+#: Priorities of a and b, and the order in which they end.
 CASES = [
     pytest.param(travelling((20, 1)), "ab", id="20-1"),
     pytest.param(travelling((1, 20)), "ba", id="1-20"),
@@ -37,8 +37,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_in_the_gateways_queue(priorities: Both, ends: str) -> None:
-    """The nodes have one request at a time, so that nothing but the gateway can choose."""
+def test_priority_decides_in_the_gateways_queue(priorities: Both, ends: str) -> None:
+    """The nodes run one request at a time, so that only the gateway chooses."""
     service = Service(
         limits=Limits(max_running=1), enable_priority_scheduling=True, default_priority_value=0, gateway_lookahead=0
     )
@@ -53,7 +53,7 @@ def test_in_the_gateways_queue(priorities: Both, ends: str) -> None:
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_in_the_queue_of_a_prefill_node(priorities: Both, ends: str) -> None:
+def test_priority_decides_in_the_queue_of_a_prefill_node(priorities: Both, ends: str) -> None:
     node = PrefillNode(slots=1)
     for rid, priority in zip("ab", priorities, strict=True):
         node.submit(rid, 12, priority)
@@ -61,8 +61,8 @@ def test_in_the_queue_of_a_prefill_node(priorities: Both, ends: str) -> None:
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_between_the_chunks_of_a_prefill_node(priorities: Both, ends: str) -> None:
-    """a has computed a chunk when b comes; both have slots and pages, so that only the next chunks are at stake."""
+def test_priority_decides_between_chunks_on_a_prefill_node(priorities: Both, ends: str) -> None:
+    """a has computed a chunk when b arrives; both have slots and pages, so that only the next chunks are contended."""
     node = PrefillNode(slots=2)
     first, second = priorities
     node.submit("a", 64, first)
@@ -73,7 +73,7 @@ def test_between_the_chunks_of_a_prefill_node(priorities: Both, ends: str) -> No
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_for_the_slot_of_a_prefill_node(priorities: Both, ends: str) -> None:
+def test_priority_decides_for_a_slot_of_a_prefill_node(priorities: Both, ends: str) -> None:
     node = PrefillNode(slots=1)
     first, second = priorities
     node.submit("a", 32, first)
@@ -87,8 +87,8 @@ def test_for_the_slot_of_a_prefill_node(priorities: Both, ends: str) -> None:
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_for_grants_of_pages(priorities: Both, ends: str) -> None:
-    """There are rows for both, and pages for one."""
+def test_priority_decides_for_grants_of_pages(priorities: Both, ends: str) -> None:
+    """There are rows for both and pages for one."""
     node = DecodeNode(num_pages=5, slots=4)
     for rid, priority in zip("ab", priorities, strict=True):
         node.submit(rid, 12, priority)
@@ -98,8 +98,8 @@ def test_for_grants_of_pages(priorities: Both, ends: str) -> None:
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_when_received_prompts_are_admitted_to_the_batch(priorities: Both, ends: str) -> None:
-    """Both are here with all their pages when the only row comes free."""
+def test_priority_decides_which_received_prompt_joins_the_batch(priorities: Both, ends: str) -> None:
+    """Both prompts have arrived when the only row becomes free."""
     node = DecodeNode(slots=1)
     node.run_in("busy", 8, 50, new=3)
     for rid, priority in zip("ab", priorities, strict=True):
@@ -112,8 +112,8 @@ def test_when_received_prompts_are_admitted_to_the_batch(priorities: Both, ends:
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_for_a_row_of_the_running_batch(priorities: Both, ends: str) -> None:
-    """a runs when b is ready: with b more urgent a is paused; with a more urgent b waits."""
+def test_priority_decides_for_a_row_of_the_running_batch(priorities: Both, ends: str) -> None:
+    """a runs when b becomes ready: a more urgent b pauses a; a less urgent b waits."""
     node = DecodeNode(slots=1)
     first, second = priorities
     node.run_in("a", 8, first, new=20)
@@ -123,8 +123,8 @@ def test_for_a_row_of_the_running_batch(priorities: Both, ends: str) -> None:
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_inside_a_step_of_the_running_batch(priorities: Both, ends: str) -> None:
-    """a got its row first; both have their last tokens from one step."""
+def test_priority_decides_the_order_inside_a_step(priorities: Both, ends: str) -> None:
+    """a got its row first; both sample their last token in the same step."""
     node = DecodeNode(slots=2)
     node.run_in("a", 8, priorities[0], new=5)
     node.run_in("b", 8, priorities[1], new=4)
@@ -133,7 +133,7 @@ def test_inside_a_step_of_the_running_batch(priorities: Both, ends: str) -> None
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_between_chunks_of_prompts_computed_on_a_decode_node(priorities: Both, ends: str) -> None:
+def test_priority_decides_between_chunks_on_a_decode_node(priorities: Both, ends: str) -> None:
     node = DecodeNode(slots=2)
     first, second = priorities
     node.submit("a", 64, first, new=1, is_local=True)
@@ -144,8 +144,8 @@ def test_between_chunks_of_prompts_computed_on_a_decode_node(priorities: Both, e
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
-def test_when_pages_go_to_a_newcomer(priorities: Both, ends: str) -> None:
-    """a holds pages that b needs: with b more urgent a is retracted; with a more urgent b waits."""
+def test_priority_decides_whether_pages_go_to_a_new_request(priorities: Both, ends: str) -> None:
+    """a holds pages that b needs: a is retracted for a more urgent b; a less urgent b waits."""
     node = DecodeNode(num_pages=8)
     first, second = priorities
     node.run_in("a", 16, first, new=8)
@@ -155,8 +155,8 @@ def test_when_pages_go_to_a_newcomer(priorities: Both, ends: str) -> None:
 
 
 @pytest.mark.parametrize(("priorities", "ends"), CASES[:4])
-def test_when_the_batch_outgrows_the_pool(priorities: Both, ends: str) -> None:
-    """Both run, and one has to give way: who is retracted ends last."""
+def test_priority_decides_when_the_batch_outgrows_the_pool(priorities: Both, ends: str) -> None:
+    """Both run and one must be retracted, which then ends last."""
     node = DecodeNode(num_pages=10)
     for rid, priority in zip("ab", priorities, strict=True):
         node.submit(rid, 8, priority, new=24)

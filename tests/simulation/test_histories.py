@@ -1,8 +1,8 @@
-"""Random histories of whole clusters that lead a rough life: exact tokens or a typed error, and every page back.
+"""Random histories of whole clusters with faults: exact tokens or a typed error, and all pages returned.
 
-A history is a seed. From it come the nodes (pools too small, pages of unequal size, every policy, every limit), the
-requests (equal and half-equal prompts, tenants, classes, deadlines, several samples of one prompt) and what befalls
-them.
+A history follows from a seed: the nodes (pools that are too small, pages of unequal size, every policy, every limit),
+the requests (equal and partly equal prompts, tenants, classes, deadlines, several samples of one prompt) and the
+events.
 """
 
 from random import Random
@@ -16,7 +16,7 @@ from support.rough_cluster import RoughCluster, end_by_client
 from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.in_batch_prefix_caching import SharingLimits
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -24,12 +24,12 @@ ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 
 
 
 class History:
-    """One history, up to its end; ``judge`` then says whether all went well."""
+    """One history; ``run`` plays it to its end, and ``judge`` checks the result."""
 
     def __init__(self, seed: int, num_outstanding: int = 1) -> None:
         self.random = random = Random(seed)
         self.num_outstanding = num_outstanding
-        self.wanted: dict[str, tuple[tuple[int, ...], int, int | None]] = {}  # prompt, most tokens, where it stops
+        self.wanted: dict[str, tuple[tuple[int, ...], int, int | None]] = {}  # prompt, max_new_tokens, stop token
         self.given_up: dict[str, None] = {}
         self.in_haste: dict[str, None] = {}
         self.may_fail = {ErrorCode.OUT_OF_PAGES, ErrorCode.POOL_TOO_SMALL}
@@ -109,7 +109,7 @@ class History:
                 ]
             ),
             "max_requests": random.choice([None, None, 1]),
-            "sharing": random.choice([SharingLimits(), SharingLimits(4, 4), SharingLimits(0, 1)]),
+            "sharing": random.choice([InBatchPrefixLimits(), InBatchPrefixLimits(4, 4), InBatchPrefixLimits(0, 1)]),
             "max_skip_ahead": random.choice([8, 8, 0, 1]),
             "is_mixed": random.random() < 0.7,
             "reserved_tokens": random.choice([None, None, 0, 8]),
@@ -134,7 +134,7 @@ class History:
         where: dict[str, Any] = {
             "salt": random.choice(["", "", "", "red"]),
             "priority": random.choice([0, 0, 3, 9, -5]),
-            "timeout_s": random.choice([1e6, 1e6, 0.5, 0.05]),  # no gateway watches these: order alone
+            "timeout_s": random.choice([1e6, 1e6, 0.5, 0.05]),  # no gateway enforces these; they only affect the order
             "tenant": random.choice(["", "a", "b"]),
             "priority_class": random.choice(["", "high"]) if self._has_classes() else "",
             "expected_output": random.choice([0, 0, 2, 30]),
@@ -234,8 +234,8 @@ def live(seed: int, num_outstanding: int = 1) -> History:
     return history
 
 
-def test_a_request_that_outgrows_the_pool_ends_alone() -> None:
-    """Retracted at that moment, it stood at the front of the line for ever, and others were ended in its stead."""
+def test_a_request_that_outgrows_the_pool_fails_at_once_and_alone() -> None:
+    """A regression: once retracted, the request stayed first in the queue for ever, and others failed in its place."""
     cluster = LocalCluster(
         page_size=4, decode_pages=4, conservativeness=0, resume_tokens=0, limits={"max_skip_ahead": 0},
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
@@ -256,8 +256,8 @@ def test_a_request_that_outgrows_the_pool_ends_alone() -> None:
     assert_all_pages_are_back(cluster)
 
 
-def test_a_request_retracted_for_a_local_prompt_does_not_get_its_pages_back_first() -> None:
-    """It was granted them again at once, and retracted again, for ever."""
+def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
+    """A regression: the request was granted its pages again at once and retracted again, without end."""
     cluster = LocalCluster(
         page_size=4, decode_pages=8, conservativeness=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
@@ -275,9 +275,9 @@ def test_a_request_retracted_for_a_local_prompt_does_not_get_its_pages_back_firs
     assert_all_pages_are_back(cluster)
 
 
-def test_pages_granted_to_a_refused_resume_can_be_granted_again() -> None:
-    """The grant follows on its heels. It was kept for a request that might yet come, and when the pages were granted to
-    another, that was refused in its stead."""
+def test_the_grant_of_a_refused_resume_is_free_for_the_next_request() -> None:
+    """A regression: the grant, which arrives after the refusal, was kept for a request that might still arrive. When
+    its pages were granted to another request, that one was refused."""
     cluster = LocalCluster(page_size=4)
     cluster.submit("first", prompt_of(8), sampling(2))
     cluster.run()
@@ -289,14 +289,14 @@ def test_pages_granted_to_a_refused_resume_can_be_granted_again() -> None:
     assert all(isinstance(message, Closed) and message.rid == "again" for message in answers) and answers
 
 
-def test_a_request_that_is_as_urgent_by_ageing_is_not_retracted() -> None:
-    """Retracted, it would come before the request that it made room for, and be retracted again, for ever."""
+def test_a_request_that_has_aged_is_not_retracted() -> None:
+    """If it were retracted, it would come before the request that it made room for, and both would loop."""
     rules = PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1000.0)
     cluster = LocalCluster(page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0, rules=rules)
     old = cluster.submit("old", prompt_of(12), sampling(6))
     while len(old.tokens) < 2:
         cluster.step()
-    cluster.clock.advance(0.01)  # which is worth 10 priorities, and it came earlier than that
+    cluster.clock.advance(0.01)  # worth 10 priorities, and the old request arrived even earlier
     new = cluster.submit("new", prompt_of(12, 1), sampling(4), priority=10)
     cluster.run(200)
     assert old.output == expected_output(prompt_of(12), 6)
@@ -306,9 +306,7 @@ def test_a_request_that_is_as_urgent_by_ageing_is_not_retracted() -> None:
 
 @pytest.mark.parametrize("num_outstanding", [1, 2])
 @pytest.mark.parametrize("seed", range(30))
-def test_every_request_ends_in_its_tokens_or_an_error_and_every_page_comes_back(
-    seed: int, num_outstanding: int
-) -> None:
+def test_random_histories_end_in_exact_tokens_or_an_error_and_return_all_pages(seed: int, num_outstanding: int) -> None:
     live(seed, num_outstanding)
 
 

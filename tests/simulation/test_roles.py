@@ -1,4 +1,4 @@
-"""Both roles under everything that can happen to them, over an engine whose tokens betray every wrong page."""
+"""Both roles together, on an engine whose tokens reveal every wrong page."""
 
 from random import Random
 from typing import Any
@@ -20,7 +20,7 @@ from prefill_node.request_state import Event as PrefillEvent
 from prefill_node.request_state import State as PrefillState
 
 
-def test_a_prompt_is_computed_on_one_node_and_continued_on_the_other() -> None:
+def test_a_prompt_computed_by_one_node_is_continued_by_the_other() -> None:
     cluster = LocalCluster(chunk_tokens=16)
     answer = cluster.submit("a", prompt_of(100), sampling(20))
     cluster.run()
@@ -30,7 +30,7 @@ def test_a_prompt_is_computed_on_one_node_and_continued_on_the_other() -> None:
 
 
 @pytest.mark.parametrize("latency", [0, 7])
-def test_the_second_token_carries_the_time_of_every_stage(latency: int) -> None:
+def test_timings_cover_every_stage_up_to_the_second_token(latency: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=latency)
     answer = cluster.submit("a", prompt_of(40), sampling(4))  # three chunks, at 1, 2 and 3 ms
     cluster.run()
@@ -130,7 +130,7 @@ def test_a_request_beyond_the_context_is_refused(
     assert_all_pages_are_back(cluster)
 
 
-def test_a_resumed_prompt_keeps_its_priority_and_its_waiting_time() -> None:
+def test_a_prompt_computed_again_keeps_its_priority_and_its_age() -> None:
     cluster = LocalCluster(
         page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1.0),
@@ -148,13 +148,13 @@ def test_a_resumed_prompt_keeps_its_priority_and_its_waiting_time() -> None:
         cluster.step()
     again = at_prefill["lost", RESUMED]
     assert (again.priority, again.priority_class) == (7, "high")
-    assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # but for the message's way
+    assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # except for the time of the message
     cluster.run()
     assert lost.output == expected_output(prompt_of(12), 6)
 
 
 def test_a_resume_beyond_the_context_is_refused() -> None:
-    """It broke a step, and with it the node."""
+    """A regression: it broke a step and stopped the node."""
     cluster = LocalCluster(limits={"context_length": 48})
     [member], stranger = cluster.prefill, "s" * 32
     member.role.on_peer(stranger, Resume("a", 0, prompt_of(48), timeout_s=9.0), 0.0)
@@ -176,7 +176,7 @@ def test_a_resume_beyond_the_context_is_refused() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_sampling_parameters_that_would_break_a_step_are_refused(fields: dict[str, Any]) -> None:
+def test_a_node_refuses_sampling_parameters_that_would_break_a_step(fields: dict[str, Any]) -> None:
     cluster = LocalCluster()
     answer = cluster.submit("a", prompt_of(8), SamplingParams(max_new_tokens=2, **fields))
     cluster.run()
@@ -185,14 +185,14 @@ def test_sampling_parameters_that_would_break_a_step_are_refused(fields: dict[st
     assert_all_pages_are_back(cluster)
 
 
-def test_an_output_that_outgrows_the_pool_ends_in_a_typed_error_after_its_last_token() -> None:
+def test_an_output_that_outgrows_the_pool_fails_after_the_last_token_with_room() -> None:
     cluster = LocalCluster(page_size=4, decode_pages=10)
     answer = cluster.submit("a", prompt_of(30), sampling(50))
     cluster.run()
     assert answer.error is not None
     assert answer.error.code is ErrorCode.OUT_OF_PAGES
-    assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and the token after them
-    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last that could run gave its own pages away"
+    assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and one token more
+    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last request that could run was retracted"
     cluster.settle()
     assert_all_pages_are_back(cluster)
 
@@ -219,10 +219,10 @@ def test_a_deadline_ends_a_request_in_every_state() -> None:
 
 
 @pytest.mark.parametrize(("before_s", "is_missed"), [(0.11, False), (0.09, True), (-6.0, True)])
-def test_both_policies_hear_of_a_missed_deadline(
+def test_a_request_ended_close_to_its_deadline_counts_as_missed_on_both_nodes(
     monkeypatch: pytest.MonkeyPatch, before_s: float, is_missed: bool
 ) -> None:
-    """The gateway ends it, or in the end the node by itself."""
+    """The gateway ends it, or finally the node itself."""
     cluster, missed = LocalCluster(chunk_tokens=16), []
     for member in cluster.members:
         policy = member.role._scheduler.policy
@@ -240,7 +240,7 @@ def test_both_policies_hear_of_a_missed_deadline(
 
 
 @pytest.mark.parametrize("num_steps", range(14))
-def test_an_abort_gives_every_page_back_in_every_state(num_steps: int) -> None:
+def test_an_abort_returns_all_pages_in_every_state(num_steps: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=3)
     answer = cluster.submit("a", prompt_of(64), sampling(1000))
     for _ in range(num_steps):
@@ -291,7 +291,7 @@ def test_a_full_batch_and_a_finished_transfer_do_not_deadlock() -> None:
     assert_all_pages_are_back(cluster)
 
 
-def test_nodes_with_full_pools_do_not_wait_in_a_circle() -> None:
+def test_nodes_with_full_pools_do_not_deadlock() -> None:
     cluster = LocalCluster(num_prefill=2, num_decode=2, page_size=4, prefill_pages=20, decode_pages=14, max_running=3)
     random = Random(5)
     wanted = {}
@@ -309,7 +309,7 @@ def test_nodes_with_full_pools_do_not_wait_in_a_circle() -> None:
     assert_all_pages_are_back(cluster)
 
 
-def test_both_nodes_change_the_class_of_a_request() -> None:
+def test_both_nodes_take_in_a_new_class() -> None:
     cluster = LocalCluster(page_size=4, prefill_pages=20, decode_pages=20, max_running=2)
     cluster.submit("a", prompt_of(12), sampling(4))
     for member in cluster.members:
@@ -326,7 +326,7 @@ def test_both_nodes_change_the_class_of_a_request() -> None:
     ("table", "states", "events"),
     [(PREFILL_TABLE, PrefillState, PrefillEvent), (DECODE_TABLE, DecodeState, DecodeEvent)],
 )
-def test_every_state_reaches_done_and_none_follows_it(table: Any, states: Any, events: Any) -> None:
+def test_a_state_table_reaches_done_from_every_state_and_never_leaves_it(table: Any, states: Any, events: Any) -> None:
     done = next(state for state in states if state.value == "done")
     assert not [event for event in events if (done, event) in table]
     for state in states:
@@ -339,17 +339,17 @@ def test_every_state_reaches_done_and_none_follows_it(table: Any, states: Any, e
         assert done in reached, f"{state} never ends"
 
 
-def test_a_message_carries_stream_interval_tokens() -> None:
+def test_a_message_may_carry_several_tokens() -> None:
     for interval, num_messages in ((1, 10), (4, 4), (100, 2)):
         cluster = LocalCluster(stream_interval=interval)
         answer = cluster.submit("a", (1, 2, 3), sampling(10))
         cluster.run()
         assert answer.output == expected_output((1, 2, 3), 10)
-        assert answer.num_messages == num_messages  # the first token alone, then 9 by fours: 4, 4, 1
+        assert answer.num_messages == num_messages  # the first token alone, then 9 tokens as 4, 4 and 1
 
 
 @pytest.mark.parametrize(("latency", "num_overlapped"), [(0, 1), (20, 0)])
-def test_chunked_and_overlapped_prompts_are_counted_once(latency: int, num_overlapped: int) -> None:
+def test_chunked_prompts_and_overlapped_transfers_are_counted_once(latency: int, num_overlapped: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=latency)
     for rid, prompt, num_cut in [
         ("cut", prompt_of(40), 1),  # 16, 16 and 8 tokens

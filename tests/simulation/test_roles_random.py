@@ -1,4 +1,4 @@
-"""Both roles under random events, over an engine whose tokens betray every wrong page."""
+"""Both roles under random events, on an engine whose tokens reveal every wrong page."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from common.wire.messages import Reprioritize
 
 
 class Cluster(RuleBasedStateMachine):
-    """Random requests, aborts, deaths and replacements in pools so small that everything is short."""
+    """Random requests, aborts, node deaths and replacements with very small pools."""
 
     priorities: PriorityRules | None = None
     resume_tokens: int | None = None
@@ -104,8 +104,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 class UrgentCluster(Cluster):
-    """The same with priorities and classes obeyed, down to a difference of 3, and retracted requests computed again
-    elsewhere."""
+    """The same with priorities and classes, and with retracted requests that a prefill node computes again."""
 
     priorities = PriorityRules(
         is_enabled=True,
@@ -115,7 +114,7 @@ class UrgentCluster(Cluster):
         default_class="low",
     )
     resume_tokens = 3
-    conservativeness = 0.0  # so many requests are let in that some have to go
+    conservativeness = 0.0  # admits so many requests that some are retracted
 
 
 SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))

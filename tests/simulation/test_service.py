@@ -1,4 +1,4 @@
-"""A whole service in virtual time: every number of a lone request by hand, then everything at once."""
+"""A whole service in virtual time: times computed by hand, then random loads, faults and policies."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from common.config.shared import Role
 from common.errors import ErrorCode
 
 
-def test_a_lone_requests_times_are_those_of_its_parts() -> None:
+def test_times_of_a_lone_request_are_the_sum_of_its_parts() -> None:
     service = Service()
     service.ask("a", prompt_of(8), 3, at=5.0)
     service.run()
     answer = service.ended["a"]
-    # Told to the nodes at 5.001. Prefill computes 8 tokens in 10 + 8 ms and tells the gateway, which hears 1 ms later.
-    # Meanwhile decode's Connect has been answered and its grant is there, so that the two pages (1 ms each) leave then:
-    # in place at 5.021, and known to the writer at 5.022. Delivered arrives at 5.023; two steps of one row, 11 ms each.
+    # The nodes get the request at 5.001. Prefill takes 10 + 8 ms for 8 tokens; the gateway gets the first token 1 ms
+    # later. By then the grant has arrived, so both pages (1 ms each) leave at once: they arrive at 5.021, the writer
+    # knows at 5.022, and the confirmation arrives at 5.023. Two steps of one row follow, 11 ms each.
     assert answer.stamps_s == pytest.approx([5.020, 5.035, 5.046])
     assert answer.ended_at == pytest.approx(5.046)
     assert answer.timings["prefill_s"] == pytest.approx(0.018)
@@ -27,12 +27,12 @@ def test_a_lone_requests_times_are_those_of_its_parts() -> None:
     service.assert_all_is_back()
 
 
-def test_two_prompts_share_a_step_and_two_answers_a_batch() -> None:
+def test_two_outputs_share_a_batch() -> None:
     service = Service()
     for number in range(2):
         service.ask(f"r{number}", prompt_of(4, number), 2)
     service.run()
-    # The first is alone in its step (10 + 4 ms from 1 ms on), since it came a moment before the second.
+    # The first request is alone in its step (10 + 4 ms from 1 ms on), because it arrived a moment earlier.
     first, second = (service.ended[f"r{number}"] for number in range(2))
     assert first.stamps_s[0] == pytest.approx(0.016)
     assert second.stamps_s[0] == pytest.approx(0.030)
@@ -41,7 +41,7 @@ def test_two_prompts_share_a_step_and_two_answers_a_batch() -> None:
     service.assert_all_is_back()
 
 
-def test_equal_beginnings_give_equal_histories() -> None:
+def test_a_run_is_deterministic() -> None:
     def history() -> list[tuple[str, list[float], list[int]]]:
         service = Service(2, 2, limits=Limits(prefill_pages=20, decode_pages=14, max_running=3, chunk_tokens=8))
         for number in range(30):
@@ -64,7 +64,7 @@ def test_a_deadline_ends_a_request_at_its_instant() -> None:
     service.assert_all_is_back()
 
 
-def test_more_than_nodes_and_queue_hold_are_turned_away_at_once() -> None:
+def test_requests_beyond_the_queue_are_refused_at_once() -> None:
     service = Service(limits=Limits(max_running=2), max_queued_requests=3)
     for number in range(8):
         service.ask(f"r{number}", prompt_of(8), 5)
@@ -74,7 +74,7 @@ def test_more_than_nodes_and_queue_hold_are_turned_away_at_once() -> None:
     service.assert_all_is_back()
 
 
-def test_prompts_are_computed_where_they_are_decoded_if_there_is_no_prefill_node() -> None:
+def test_decode_nodes_compute_prompts_without_a_prefill_node() -> None:
     service = Service(0, 1, local_prefill="always")
     for number in range(6):
         service.ask(f"r{number}", prompt_of(20, number), 6)
@@ -84,7 +84,7 @@ def test_prompts_are_computed_where_they_are_decoded_if_there_is_no_prefill_node
     service.assert_all_is_back()
 
 
-def test_a_page_takes_its_time_on_the_wire_and_waits_for_those_before_it() -> None:
+def test_pages_are_transmitted_one_after_the_other() -> None:
     service = Service(limits=Limits(prefill_pages=200, decode_pages=200, chunk_tokens=None))
     for number in range(2):
         service.ask(f"r{number}", prompt_of(400, number), 2)
@@ -95,9 +95,9 @@ def test_a_page_takes_its_time_on_the_wire_and_waits_for_those_before_it() -> No
     assert second[1] - first[1] == pytest.approx(0.410, abs=1e-3)
 
 
-def test_a_prompt_whose_pages_are_awaited_passes_one_that_does_not_fit_however_strict_the_order() -> None:
-    """Found by the test below. A (8 of 11 pages) is computed and waits for its decode node's only row, which is kept
-    for B; B waits behind C, which comes first by its longer output, and does not fit beside A."""
+def test_a_prompt_with_granted_pages_passes_one_that_does_not_fit() -> None:
+    """Found by the test below: A (8 of 11 pages) is computed and waits for the only row of its decode node, kept for
+    B. B waits behind C, which comes first because of its longer output and does not fit beside A."""
     service = Service(
         1, 2, limits=Limits(11, 14, chunk_tokens=8, max_running=1), schedule_policy="lof", max_skip_ahead=0,
         disable_radix_cache=True,
@@ -112,12 +112,12 @@ def test_a_prompt_whose_pages_are_awaited_passes_one_that_does_not_fit_however_s
     service.assert_all_is_back()
 
 
-# ---- everything at once ---------------------------------------------------------------------------------------------
+# ---- random services ------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def options(draw: st.DrawFn) -> dict[str, Any]:
-    """Whatever a node and a gateway can be told about order."""
+    """Random options of nodes and gateway that affect the order."""
     found: dict[str, Any] = {
         "schedule_policy": draw(st.sampled_from(POLICIES)),
         "max_skip_ahead": draw(st.sampled_from([0, 1, 8])),
@@ -143,7 +143,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 
 REQUEST = st.fixed_dictionaries(
     {
-        "first": st.integers(0, 2),  # prompts of one number begin alike
+        "first": st.integers(0, 2),  # prompts with the same number share a prefix
         "length": st.integers(1, 40),
         "max_new": st.integers(1, 14),
         "at": st.floats(0.0, 0.5),
@@ -165,7 +165,7 @@ FAULT = st.tuples(st.floats(0.0, 0.6), st.sampled_from(["prefill", "decode", "ab
     max_running=st.integers(1, 4),
     given_options=options(),
 )
-def test_every_request_ends_and_every_page_comes_back_whatever_happens(
+def test_every_request_ends_and_every_page_is_released(
     requests: list[dict[str, Any]],
     faults: list[tuple[float, str, int]],
     nodes: tuple[int, int],
@@ -173,7 +173,7 @@ def test_every_request_ends_and_every_page_comes_back_whatever_happens(
     max_running: int,
     given_options: dict[str, Any],
 ) -> None:
-    """No deadlock either: ``run`` fails as soon as requests wait and nothing but deadlines is to come."""
+    """``run`` also fails on a deadlock: when requests wait and only deadlines are pending."""
     num_prefill = 0 if given_options["local_prefill"] == "always" else nodes[0]
     limits = Limits(*pools, chunk_tokens=8, max_running=max_running)
     service = Service(num_prefill, nodes[1], limits=limits, **given_options)
@@ -189,7 +189,7 @@ def test_every_request_ends_and_every_page_comes_back_whatever_happens(
             priority_class=("high" if request["is_high"] else "low") if "priority_classes" in given_options else "",
         )
     for at, what, number in faults:
-        service.agenda.at(at, strike, service, what, number)
+        service.events.at(at, strike, service, what, number)
     service.run()
     for rid in service.ended:
         service.assert_right(rid)
@@ -197,7 +197,7 @@ def test_every_request_ends_and_every_page_comes_back_whatever_happens(
 
 
 def strike(service: Service, what: str, number: int) -> None:
-    """A client leaves, or a node dies and another takes its place."""
+    """Abort a request, or kill a node and start another."""
     if what == "abort":
         service.cluster.gateway.abort(f"r{number}")
         return

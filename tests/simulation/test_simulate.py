@@ -1,4 +1,4 @@
-"""The command: loads in, figures out, the same every time; and what it refuses."""
+"""``simulate``: its results, determinism, and the options that it refuses."""
 
 import json
 import os
@@ -15,6 +15,7 @@ import pytest
 from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.workload.plan import make_plan
+from scripts.simulator.client import PlannedTokens
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import Simulation, main, simulate
 from scripts.simulator.report import table
@@ -31,7 +32,7 @@ def run(*words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_lone_request_costs_what_its_parts_cost() -> None:
+def test_latency_of_a_lone_request_is_the_sum_of_its_parts() -> None:
     found = run(
         *["--num-requests=1", "--input-len=100", "--output-len=11", "--step-cost=10ms", "--prompt-token-cost=1ms"],
         *["--row-cost=2ms", "--context-token-cost=0.1ms", "--message-cost=1ms", "--wire-latency=5ms"],
@@ -40,7 +41,7 @@ def test_a_lone_request_costs_what_its_parts_cost() -> None:
     latency = found["latency_s"]
     # A message, a step of 100 tokens, a message.
     assert latency["ttft"]["max"] == pytest.approx(0.001 + 0.010 + 0.100 + 0.001)
-    # Steps of one row that looks back at 100, 101, ... 109 tokens; the first also waits for 7 pages of 16 tokens.
+    # Steps of one row with a context of 100, 101, ... 109 tokens; the first also waits for 7 pages of 16 tokens.
     later = [0.010 + 0.002 + 0.0001 * context for context in range(101, 110)]
     wire = 7 * 16 * 625_152 / 1e9 + 0.005
     assert latency["itl"]["min"] == pytest.approx(later[0])
@@ -51,7 +52,7 @@ def test_a_lone_request_costs_what_its_parts_cost() -> None:
     assert found["requests"] == {"sent": 1, "measured": 1, "answered": 1, "errors": {}}
 
 
-def test_the_same_options_give_the_same_figures_and_another_seed_gives_others() -> None:
+def test_results_depend_on_options_and_seed_alone() -> None:
     words = ["--rate=20", "--num-requests=60", "--input-len=lognormal:200:1", "--output-len=uniform:2:40", "--decode=2"]
     first, again, other = run(*words), run(*words), run(*words, "--seed=1")
     for found in (first, again, other):
@@ -60,7 +61,7 @@ def test_the_same_options_give_the_same_figures_and_another_seed_gives_others() 
     assert first["latency_s"] != other["latency_s"]
 
 
-def test_a_shared_beginning_is_found_in_the_cache() -> None:
+def test_a_shared_prefix_is_found_in_the_cache() -> None:
     words = ["--rate=5", "--num-requests=40", "--input-len=32", "--output-len=4", "--prefix-len=320"]
     assert run(*words)["cached_share"] == pytest.approx(39 * 320 / (40 * 352), abs=1e-6)
     assert run(*words, "--disable-radix-cache")["cached_share"] == 0.0
@@ -74,14 +75,18 @@ def test_a_session_finds_its_own_answers_in_the_cache() -> None:
     assert found["nodes"]["decode"]["totals"]["pages_cached"] == 12 + 24
 
 
-def test_requests_that_allow_themselves_more_end_where_they_would() -> None:
+def test_requests_with_a_higher_limit_end_at_the_same_token() -> None:
     exact = run("--num-requests=10", "--rate=5", "--output-len=20")
     loose = run("--num-requests=10", "--rate=5", "--output-len=20", "--max-new-tokens=500")
     assert loose["row_steps"] == exact["row_steps"] + 10  # the end token itself
     assert loose["requests"]["answered"] == 10
 
 
-def test_a_closed_loop_keeps_so_many_under_way() -> None:
+def test_a_retracted_request_may_be_computed_again_after_request_0_has_ended() -> None:
+    assert list(PlannedTokens(1, 100).answer(0)) == []
+
+
+def test_a_closed_loop_keeps_its_concurrency() -> None:
     simulation = Simulation(given := config("--concurrency=4", "--num-requests=30"), make_plan(given))
     most = 0
 
@@ -89,14 +94,14 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
         nonlocal most
         most = max(most, len(simulation.cluster.gateway.answers))
 
-    simulation.cluster.agenda.at(0.5, look, simulation)
+    simulation.cluster.events.at(0.5, look, simulation)
     found = simulation.run(look)
     assert found["requests"]["answered"] == 30
     assert most <= 4
     assert found["virtual_s"] > 30 / 4 * 31 * 0.005
 
 
-def test_what_is_turned_away_and_what_is_late_is_counted() -> None:
+def test_refused_and_late_requests_are_counted() -> None:
     found = run("--rate=200", "--num-requests=80", "--max-running-requests=2", "--max-queued-requests=4")
     assert set(found["requests"]["errors"]) == {"queue_full"}
     assert found["requests"]["answered"] + found["requests"]["errors"]["queue_full"] == 80
@@ -104,7 +109,7 @@ def test_what_is_turned_away_and_what_is_late_is_counted() -> None:
     assert late["requests"]["errors"] == {"deadline_exceeded": 4}
 
 
-def test_wishes_are_held_against_what_came() -> None:
+def test_requests_are_judged_by_their_limits() -> None:
     words = ["--num-requests=20", "--rate=5", "--input-len=100", "--output-len=11", "--starvation-bound=0.001"]
     assert run(*words, "--slo-ttft=1s", "--slo-itl=50ms")["service"] == {
         "good": 20, "share": 1.0, "is_attained": True, "starved": 20,
@@ -116,7 +121,7 @@ def test_wishes_are_held_against_what_came() -> None:
     assert run(*words, "--context-length=110")["requests"]["errors"] == {"context_length_exceeded": 20}
 
 
-def test_traces_are_read_as_the_load_test_reads_them(tmp_path: Path) -> None:
+def test_traces_are_read_as_in_the_load_tester(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 500 * i, "input_length": 600, "output_length": 5, "hash_ids": [1, 2 + i % 2]} for i in range(6)
     ]
@@ -129,7 +134,7 @@ def test_traces_are_read_as_the_load_test_reads_them(tmp_path: Path) -> None:
     assert found["cached_share"] == pytest.approx((512 + 4 * 592) / (6 * 600))
 
 
-def test_the_table_says_what_the_figures_say() -> None:
+def test_the_table_shows_the_figures() -> None:
     found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64")
     lines = "\n".join(table(found))
     for word in ("row-steps", "20 sent, 20 answered", "time to first token", "end to end", "chat", "batch", "prefill"):
@@ -140,15 +145,15 @@ def test_the_table_says_what_the_figures_say() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--prefill=0"], "--prefill 0 leaves no node"),
+        (["--prefill=0"], "--prefill 0 leaves no node to compute prompts"),
         (["--kv-bytes-per-token=300"], "--kv-bytes-per-token must be a multiple of 256"),
         (["--step-cost=fast"], "--step-cost must be seconds"),
         (["--schedule-policy=best"], "--schedule-policy best is unknown"),
         (["--trace-window=1:2"], "--trace-window needs --trace"),
-        (["--replay=x", "--decode=2"], "leave out --decode"),
+        (["--replay=x", "--decode=2"], "remove --decode"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(words: list[str], sentence: str) -> None:
+def test_impossible_options_are_refused_by_name(words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         config(*words)
 
@@ -159,21 +164,21 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsy
     assert "5 sent, 5 answered" in capsys.readouterr().out
     assert json.loads(file.read_text())["requests"]["answered"] == 5
     assert main(["--num-requests=5", "--json=/nowhere/report.json"]) == 2
-    assert "--json /nowhere/report.json: there is no such folder" in capsys.readouterr().err
+    assert "--json /nowhere/report.json: the folder does not exist" in capsys.readouterr().err
 
 
-def test_figures_are_shown_even_if_they_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_shown_even_if_the_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-requests=5", "--rate=50", "--json=/dev/full"]) == 1
     said = capsys.readouterr()
     assert "5 sent, 5 answered" in said.out
-    assert said.err == "simulate: --json /dev/full cannot be written: No space left on device\n"
+    assert said.err == "simulate: cannot write --json /dev/full: No space left on device\n"
 
 
-def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:
+def test_ctrl_c_ends_a_run_with_partial_results() -> None:
     words = [sys.executable, "-m", "scripts.cli", "simulate", "--num-requests=100000", "--rate=10"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(words, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not is_caught(signal.SIGTERM, process.pid):  # which is so from the run's beginning on
+    while not is_caught(signal.SIGTERM, process.pid):  # the handler is installed when the run begins
         time.sleep(0.02)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -184,7 +189,7 @@ def test_ctrl_c_ends_a_long_run_with_what_there_is() -> None:
 
 
 def is_caught(number: signal.Signals, pid: int) -> bool:
-    """Has the process a handler of its own for this signal?"""
+    """Whether the process has its own handler for this signal."""
     (mask,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> number - 1 & 1)
 
@@ -195,7 +200,7 @@ def short_ones_first(facts):
 """
 
 
-def test_a_function_of_ones_own_sets_priorities_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_function_sets_priorities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_simulated.py").write_text(OWN_FUNCTION)
     monkeypatch.syspath_prepend(tmp_path)
     words = [

@@ -1,10 +1,10 @@
-"""Requests that arrive below capacity, and how long they may wait where priorities age; for tests in virtual time.
+"""Requests below capacity, and the bound on their wait where priorities age; for tests in virtual time.
 
-The formula is the same everywhere (docs/scheduling.md). A request of priority p stands before whatever arrives more
-than D = (highest priority - p) / rate after it: later ones neither pass it nor take what it has. What is there at that
-moment may come first, and what is there is bounded where the load is below capacity: B, the longest backlog that a
-server of that capacity would ever have of these arrivals (Lindley's recursion), and what it takes until a place that is
-taken comes free. So a request is served, or has ended, after at most D + B + that, and its own work.
+docs/scheduling.md derives the formula. A request of priority p stands before all requests that arrive more than
+D = (highest priority - p) / rate after it: they neither pass it nor take its resources. Requests that are there by then
+may come first. Their work is bounded if the load is below capacity: by B, the longest backlog of a server of that
+capacity under these arrivals (Lindley's recursion), and by the time until an occupied place becomes free. So a request
+is served after at most D + B + that time, plus its own work.
 """
 
 from collections import Counter, deque
@@ -25,16 +25,16 @@ RATES = st.sampled_from([1.0, 5.0, 20.0, 1_000.0])
 LOADS = st.sampled_from([0.6, 0.9, 0.98])
 BURSTS_S = st.sampled_from([0.0, 0.5, 2.0])
 PRIORITIES = st.sampled_from([0, 3, 10, 10])
-#: Which prompts begin alike; None: like no other.
+#: Prompts of one group share a prefix; None for no group.
 GROUPS = st.sampled_from([None, None, 0, 0, 1])
-#: What fails is told as it is found: to make it smaller would take minutes.
+#: No shrinking: it would take minutes.
 SETTINGS = settings(
     max_examples=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
-#: A prompt is computed and here after at most so long: two steps and five messages.
+#: Longest time until a prompt is computed and transferred: two steps and five messages.
 READY_S = 2 * STEP_S + 5 * MESSAGE_S
 
 
@@ -43,8 +43,8 @@ class Sent:
     """One request.
 
     Attributes:
-        at: when, in seconds.
-        group: those of one share their first ``num_shared`` tokens, as far as they reach.
+        at: arrival in seconds.
+        group: requests of one group share their first ``num_shared`` tokens.
     """
 
     at: float
@@ -61,8 +61,8 @@ class Sent:
 
 
 def arriving(works_s: Sequence[float], load: float, head: int, burst_s: float) -> list[float]:
-    """When these come, at ``load`` times what can be served: the first ``head`` at once, and those of every
-    ``burst_s`` seconds."""
+    """Arrivals at ``load`` times the capacity: the first ``head`` at once, the others in bursts of ``burst_s``
+    seconds."""
     instants, at = [], 0.0
     for number, work_s in enumerate(works_s):
         instants.append(at if not burst_s else at // burst_s * burst_s)
@@ -71,7 +71,7 @@ def arriving(works_s: Sequence[float], load: float, head: int, burst_s: float) -
 
 
 def longest_backlog_s(arrivals: Sequence[tuple[float, float]]) -> float:
-    """The most work that ever waits for a server that works whenever there is any; each is an instant and its work."""
+    """The longest backlog of a work-conserving server; each arrival is an instant and its work."""
     backlog = most = last = 0.0
     for at, work_s in arrivals:
         backlog = max(0.0, backlog - (at - last)) + work_s
@@ -80,30 +80,29 @@ def longest_backlog_s(arrivals: Sequence[tuple[float, float]]) -> float:
 
 
 def overtaken_s(priority: int, rate: float) -> float:
-    """D: for so long later ones may still pass."""
+    """D: how much later a request may arrive and still pass."""
     return (HIGHEST - priority) / rate
 
 
 def served(requests: Sequence[Sent], limits: Limits, costs: Costs, **options: object) -> Service:
-    """All of these, through one prefill and one decode node, to their ends."""
+    """Run all requests through one prefill and one decode node."""
     service = Service(limits=limits, costs=costs, enable_priority_scheduling=True, default_priority_value=0, **options)
     for number, sent in enumerate(requests):
         service.ask(f"r{number}", sent.prompt(number), sent.max_new, at=sent.at, priority=sent.priority, timeout_s=1e6)
     for node in service.cluster.nodes.values():
-        node.role._scheduler.decisions._ring = deque(maxlen=MAX_DECISIONS)  # none may be forgotten
+        node.role._scheduler.decisions._ring = deque(maxlen=MAX_DECISIONS)  # keeps all decisions
     service.run(is_checked=False, max_events=1_000_000)
     assert not service.refused
     return service
 
 
 def places_lost(service: Service, rate: float) -> Counter[str]:
-    """How often each lost its pages, slot or row to another: never to one that came later than by the difference in
-    priority."""
+    """How often each request lost pages, slot or row to another, and check that the other did not arrive too late."""
     lost: Counter[str] = Counter()
     for node in service.cluster.nodes.values():
         decisions = node.role._scheduler.decisions
-        assert decisions.num_noted <= MAX_DECISIONS, "the ring has forgotten some"
-        for decided in decisions.last(MAX_DECISIONS, service.agenda.now()):
+        assert decisions.num_noted <= MAX_DECISIONS, "the ring dropped some decisions"
+        for decided in decisions.last(MAX_DECISIONS, service.events.now()):
             if "goes to the more urgent" in decided.reason or "go to the more urgent" in decided.reason:
                 loser, winner = service.ended[decided.rid], service.ended[decided.reason.rsplit(" ", 1)[1]]
                 difference = winner.ask.priority - loser.ask.priority
@@ -113,10 +112,10 @@ def places_lost(service: Service, rate: float) -> Counter[str]:
 
 
 def stream(each_s: float, seconds: float, load: float = 0.95) -> list[float]:
-    """Instants: at first two seconds' work, then ``load`` of what can be served."""
+    """Arrivals: two seconds of work at first, then ``load`` times the capacity."""
     return [0.0] * round(2.0 / each_s) + [number * each_s / load for number in range(1, round(seconds / each_s * load))]
 
 
 def patient(service: Service, requests: Sequence[Sent]) -> float:
-    """When the one that is not urgent ended."""
+    """When the request with priority 0 ended."""
     return service.ended[f"r{[sent.priority for sent in requests].index(0)}"].ended_at

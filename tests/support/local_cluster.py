@@ -19,7 +19,7 @@ from common.clock import ManualClock
 from common.config.scheduling import PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.scheduling.new_token_ratio import NewTokenRatio, constants_from
+from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Tokens
@@ -202,7 +202,7 @@ class LocalCluster:
                 )
             ),
             ordering=self._order(cache),
-            ratio=NewTokenRatio(constants_from({}), self._conservativeness),
+            ratio=NewTokenRatio(ratio_constants_from_environ({}), self._conservativeness),
             eos_token_ids=eos,
             is_connected=receiver.is_connected,
         )

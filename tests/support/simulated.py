@@ -1,4 +1,4 @@
-"""Small services in virtual time whose engines betray wrong pages, for tests of what happens in the long run."""
+"""Small services in virtual time, whose engines produce wrong tokens from wrong pages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gateway.workers.pool import make_fleet
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.costs import Costs
 from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL, Engine, Make
+from scripts.simulator.node import MODEL, Engine, NodeSettings
 
 #: A step takes 10 ms, and 1 ms for each prompt token or row; a message 1 ms; pages of 32 bytes 1 ms each.
 COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)
@@ -24,10 +24,10 @@ COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)
 
 @dataclass(frozen=True)
 class Limits:
-    """Of both roles, but for the pools.
+    """Limits of the nodes, for both roles except the pools.
 
     Attributes:
-        prefill_running: prompts that a prefill node works on at once, if not ``max_running``.
+        prefill_running: prompts that a prefill node runs at once; ``max_running`` by default.
     """
 
     prefill_pages: int = 64
@@ -40,10 +40,10 @@ class Limits:
 
 
 class Service:
-    """A cluster of ``FakeExecutor``s, its answers, and what they should be.
+    """A cluster of ``FakeExecutor``s with its requests and answers.
 
     Args:
-        options: of nodes and gateway, where they know them.
+        options: of nodes and gateway, passed to those that have them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Service:
         gateway = {name: value for name, value in shared.items() if hasattr(GatewayConfig, name)}
         config = NodeConfig(**{"page_size": limits.page_size, **node})
         rest = (limits.max_queued, limits.chunk_tokens)
-        make = Make(
+        settings = NodeSettings(
             config,
             {
                 "prefill": Capacity(limits.prefill_running or limits.max_running, limits.prefill_pages, *rest),
@@ -73,19 +73,19 @@ class Service:
             vocab_size=VOCAB_SIZE,
         )
         self.cluster = Cluster(
-            make,
+            settings,
             make_fleet(GatewayConfig(**gateway), MODEL, 1),
             num_prefill=num_prefill,
             num_decode=num_decode,
             on_end=self._on_end,
         )
-        self.agenda = self.cluster.agenda
+        self.events = self.cluster.events
         self.asked: dict[str, GenerateRequest] = {}
-        self.ended: dict[str, Answer] = {}  # in the order in which they ended
+        self.ended: dict[str, Answer] = {}  # in order of their ends
         self.refused: dict[str, RequestError] = {}
 
     def _on_end(self, answer: Answer) -> None:
-        assert answer.ask.rid not in self.ended, "it ends twice"
+        assert answer.ask.rid not in self.ended, "a request ended twice"
         self.ended[answer.ask.rid] = answer
 
     # ---- clients ----------------------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ class Service:
     def ask(
         self, rid: str, prompt: Sequence[int], max_new: int, *, at: float = 0.0, seed: int = 0, **more: Any
     ) -> None:
-        """One request, at an instant; ``more`` are fields of ``GenerateRequest``."""
+        """Send a request at an instant; ``more`` are fields of ``GenerateRequest``."""
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True, seed=seed)
         ask = self.asked[rid] = GenerateRequest(rid, rid, tuple(prompt), sampling, model=MODEL, **more)
-        self.agenda.at(at, self._send, ask)
+        self.events.at(at, self._send, ask)
 
     def _send(self, ask: GenerateRequest) -> None:
         try:
@@ -111,52 +111,52 @@ class Service:
         return len(self.ended) + len(self.refused) == len(self.asked)
 
     def run(self, *, is_checked: bool = True, max_events: int = 200_000) -> None:
-        """Until every request has ended; every node's books are proved after every event.
+        """Run until every request has ended, and check every node after every event.
 
         Raises:
-            AssertionError: they do not balance, or nothing advances although requests wait.
+            AssertionError: a check failed, or nothing advances although requests wait.
         """
         for _ in range(max_events):
             if self.is_done:
                 break
-            assert not self.agenda.is_still or self._moves(), "nothing advances, and requests wait"
+            assert not self.events.is_idle or self._moves(), "nothing advances, and requests wait"
             self.step(is_checked=is_checked)
-        assert self.is_done, f"not over after {max_events} events: {self.asked.keys() - self.ended.keys()}"
+        assert self.is_done, f"not finished after {max_events} events: {self.asked.keys() - self.ended.keys()}"
 
     def step(self, *, is_checked: bool = True) -> None:
-        self.agenda.step()
+        self.events.step()
         if is_checked:
             self.cluster.check()
 
     def _moves(self) -> bool:
-        """Whether a node that is asked to has something to do after all."""
+        """Whether a turn of some node makes progress."""
         for node in self.cluster.nodes.values():
             node.turn()
-        return not self.agenda.is_still
+        return not self.events.is_idle
 
     def settle(self, seconds: float = 30.0) -> None:
-        """Some more time, so that what is said last is heard."""
-        until = self.agenda.now() + seconds
-        self.agenda.at(until, lambda: None)
-        while self.agenda.now() < until:
+        """Let some time pass, so that the last messages arrive."""
+        until = self.events.now() + seconds
+        self.events.at(until, lambda: None)
+        while self.events.now() < until:
             self.step()
 
-    # ---- judging ----------------------------------------------------------------------------------------------------
+    # ---- checks -----------------------------------------------------------------------------------------------------
 
     def assert_all_is_back(self) -> None:
-        """Every page, slot and count is back where it was."""
+        """Assert that every page, slot and count has been released."""
         self.settle()
         for node in self.cluster.nodes.values():
             if node.is_alive:
                 load = node.role.load()
                 assert (load.num_running, load.num_waiting, load.num_quarantined_pages) == (0, 0, 0), node.incarnation
-                assert load.num_free_pages + load.num_cached_pages == node.capacity.num_pages, "a page is lost"
+                assert load.num_free_pages + load.num_cached_pages == node.capacity.num_pages, "a page leaked"
                 assert self.cluster.gateway.fleet.router.load(node.incarnation) == 0
         assert self.cluster.gateway.fleet.admission.num_in_flight == 0
-        assert self.cluster.wire.num_in_flight == 0
+        assert self.cluster.network.num_in_flight == 0
 
     def assert_right(self, rid: str) -> None:
-        """What was said is what must be said, as far as it goes; all of it, if it ended well."""
+        """Assert that the tokens are right, and complete if the request succeeded."""
         answer, ask = self.ended[rid], self.asked[rid]
         expected = expected_output(ask.prompt, ask.sampling.max_new_tokens)
         assert tuple(answer.ids) == expected[: len(answer.ids)], f"{rid} got wrong tokens"
@@ -164,5 +164,5 @@ class Service:
 
 
 def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
-    """Prompts of one ``first`` begin alike."""
+    """A prompt; those with the same ``first`` share a prefix."""
     return tuple((first + 3 * i) % 101 for i in range(length))

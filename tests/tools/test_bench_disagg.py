@@ -1,8 +1,7 @@
 """The disaggregation benchmark without its runs: what is planned, how runs are pooled, and what the table says."""
 
+import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,29 @@ import pytest
 from tokenizers import Tokenizer
 
 from common.engine.model_config import ModelConfig
-from common.errors import BatonError
-from scripts.benchmarks.disagg import Bench, minutes, parse, points, started
-from scripts.benchmarks.disagg_table import lines_of, pooled
-from scripts.load_tester.reporting.report import write_json
+from common.errors import BatonError, ConfigError
+from scripts.benchmarks.disagg import (
+    Bench,
+    Options,
+    add_options,
+    checked,
+    earlier_runs,
+    lines_of,
+    minutes,
+    points,
+    pooled,
+)
+from scripts.load_tester.reporting.files import write_json
 from scripts.models.random_model import QWEN3_600M, random_model, shapes
+
+
+def parse(*words: str) -> Options:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return checked(parser.parse_args(words))
+
+
+QUICK = ("--models=small", "--arrangements=split,colocated", "--small-seconds=10", "--capacity-seconds=6")
 
 
 def report(ttft: list[float], itl: list[list[float]], **more: Any) -> dict[str, Any]:
@@ -31,7 +48,7 @@ def run_of(arrangement: str, found: dict[str, Any], *, model: str = "qwen3-0.6b"
 
 
 def test_arrangements_take_turns_and_change_their_order_from_rate_to_rate() -> None:
-    options, _ = parse(["--arrangements=split,colocated", "--rounds=2", "--seed=7"])
+    options = parse("--arrangements=split,colocated", "--rounds=2", "--seed=7")
     planned = list(points(options, "qwen3-0.6b", 0.0))
     assert [(point.rate, point.arrangement) for point in planned[:6]] == [
         (0.25, "split"), (0.25, "colocated"), (0.5, "colocated"), (0.5, "split"), (0.75, "split"), (0.75, "colocated"),
@@ -41,21 +58,20 @@ def test_arrangements_take_turns_and_change_their_order_from_rate_to_rate() -> N
 
 
 def test_the_small_model_is_loaded_by_shares_of_its_capacity() -> None:
-    options, _ = parse(["--quick"])
-    planned = list(points(options, "small", 20.0))
+    planned = list(points(parse(*QUICK), "small", 20.0))
     assert sorted({point.rate for point in planned}) == [6.0, 12.0, 17.0]
     assert {point.length_s for point in planned} == {10.0}
 
 
-def test_the_defaults_take_about_an_hour_and_quick_a_few_minutes() -> None:
-    assert 45 < minutes(parse([])[0]) < 75
-    assert minutes(parse(["--quick"])[0]) < 5
+def test_the_defaults_take_about_an_hour() -> None:
+    assert 45 < minutes(parse()) < 75
+    assert minutes(parse(*QUICK)) < 5
 
 
-@pytest.mark.parametrize("words", [["--models=large"], ["--arrangements=split,three"], ["--resume"], ["--rates=fast"]])
-def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(words)
+@pytest.mark.parametrize("word", ["--models=large", "--arrangements=split,three", "--rates=fast"])
+def test_wrong_options_are_refused_by_name(word: str) -> None:
+    with pytest.raises(ConfigError, match=word.partition("=")[0]):
+        parse(word)
 
 
 def test_percentiles_are_those_of_all_rounds_together() -> None:
@@ -70,7 +86,7 @@ def test_the_table_says_how_many_times_better_the_first_is() -> None:
     lines = lines_of(
         {"capacity": {}, "runs": [run_of("split", first), run_of("colocated", other)]}, ["split", "colocated"]
     )
-    ratios = next(line for line in lines if "times better" in line)
+    ratios = next(line for line in lines if "ratio to the first" in line)
     assert ratios.split("first")[1].split() == ["2.00x", "2.00x", "4.00x", "4.00x", "2.00x", "2.00x", "1.00x", "1.00x"]
 
 
@@ -90,19 +106,19 @@ def test_a_run_in_which_nothing_was_answered_still_has_its_row() -> None:
 def test_a_run_that_cannot_be_trusted_says_so_in_the_table() -> None:
     doubtful = report([0.5], [[0.1]], reasons=["the client was late"])
     lines = lines_of({"capacity": {}, "runs": [run_of("split", doubtful)]}, ["split"])
-    assert any("not to be trusted, the client was late" in line for line in lines)
+    assert any("invalid, the client was late" in line for line in lines)
 
 
-def test_only_a_file_of_this_benchmark_is_gone_on_with(tmp_path: Path) -> None:
+def test_only_a_file_of_this_benchmark_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
-    fresh = started(str(path), is_resumed=True)
+    fresh = earlier_runs(str(path))
     assert fresh["runs"] == []
     write_json(fresh | {"capacity": {"split": 3.5}}, str(path))
-    assert started(str(path), is_resumed=True)["capacity"] == {"split": 3.5}
-    assert started(str(path), is_resumed=False)["capacity"] == {}
+    assert earlier_runs(str(path))["capacity"] == {"split": 3.5}
+    assert earlier_runs(None)["capacity"] == {}
     path.write_text(json.dumps({"schema": 1}))
     with pytest.raises(BatonError):
-        started(str(path), is_resumed=True)
+        earlier_runs(str(path))
 
 
 class FakeReport:
@@ -119,7 +135,7 @@ class FakeReport:
 def test_what_was_measured_before_an_interruption_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, given = parse(["--quick", f"--json={tmp_path / 'runs.json'}", "--resume"])
+    options, path = parse(*QUICK), str(tmp_path / "runs.json")
     loads: list[tuple[str, dict[str, Any]]] = []
 
     def load(self: Bench, place: str, arrangement: str, *times: float, **when: Any) -> FakeReport:
@@ -130,28 +146,16 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
 
     monkeypatch.setattr(Bench, "_load", load)
     with pytest.raises(KeyboardInterrupt):
-        Bench(options, given.json, started(given.json, is_resumed=True)).run()
+        Bench(options, path, earlier_runs(path)).run()
     assert [when for _, when in loads[:2]] == [{"concurrency": 32}] * 2
-    found = Bench(options, given.json, started(given.json, is_resumed=True)).run()
+    found = Bench(options, path, earlier_runs(path)).run()
     assert len(found["runs"]) == 6
     assert len(loads) == 2 + 6 + 1  # the one that was interrupted came twice
     assert loads[4] == loads[5] == ("colocated", {"rate": "12"})
     # Runs of other lengths may lie in the same file, and are not mixed in.
-    others, _ = parse(["--quick", "--seed=9"])
-    assert len(Bench(others, given.json, started(given.json, is_resumed=True)).run()["runs"]) == 6
-    assert len(json.loads(Path(given.json).read_text())["runs"]) == 12
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs_from_beginning_to_end(tmp_path: Path) -> None:
-    words = ["--models=small", "--shares=0.3", "--small-seconds=3", "--capacity-seconds=3", "--arrangements=split,one"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmarks.disagg", *words, f"--json={tmp_path / 'runs.json'}"],
-        capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "times better is the first" in ended.stdout
-    assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 2
+    others = parse(*QUICK, "--seed=9")
+    assert len(Bench(others, path, earlier_runs(path)).run()["runs"]) == 6
+    assert len(json.loads(Path(path).read_text())["runs"]) == 12
 
 
 def test_the_shape_has_as_many_parameters_as_the_model_it_is_named_after() -> None:

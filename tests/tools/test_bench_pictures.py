@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from support.load_mock import MockServer, mock_server
 
 from scripts.benchmarks import pictures as bench_pictures
+from scripts.benchmarks.main import main
 
 
 def test_arrangements_get_the_same_requests_and_the_page_shows_all_of_it(
@@ -18,31 +18,20 @@ def test_arrangements_get_the_same_requests_and_the_page_shows_all_of_it(
     servers: list[tuple[list[str], MockServer]] = []
 
     @contextmanager
-    def served(flags: list[str]) -> Iterator[str]:
+    def running_service(flags: list[str]) -> Iterator[str]:
         folder = tmp_path / f"mock{len(servers)}"
         folder.mkdir()
         with mock_server(folder, "--ttft", "0.01") as server:
             servers.append((flags, server))
             yield server.url
 
-    monkeypatch.setattr(bench_pictures, "served", served)
+    monkeypatch.setattr(bench_pictures, "running_service", running_service)
     trace = tmp_path / "t.jsonl"
     rows = [{"timestamp": at, "input_length": 900, "output_length": 50, "hash_ids": [1, 2]} for at in range(0, 900, 90)]
     trace.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    words = [
-        "--rates",
-        "20",
-        "--seconds",
-        "0.5",
-        "--trace",
-        str(trace),
-        "--trace-rate",
-        "20",
-        "--folder",
-        str(tmp_path / "d"),
-    ]
-    result = CliRunner().invoke(bench_pictures.main, words)
-    assert result.exit_code == 0, result.output
+    (tmp_path / "d").mkdir()
+    words = ["--rates=20", "--seconds=0.5", f"--trace={trace}", "--trace-rate=20", f"--folder={tmp_path / 'd'}"]
+    assert main(["pictures", *words]) == 0
     assert [flags[0] for flags, _ in servers] == ["--prefill=1", "--prefill=0", "--prefill=1"]
     first, second = ([one["body"] for one in server.truth] for _, server in servers[:2])
     assert first == second and len(first) > 30

@@ -1,4 +1,4 @@
-"""``baton COMMAND``: what it does before a command runs."""
+"""``baton COMMAND``: dispatch to the commands."""
 
 import sys
 
@@ -8,7 +8,7 @@ from scripts import cli
 
 
 class Loading:
-    """A module at which Ctrl-C comes."""
+    """A module that is interrupted by Ctrl-C while it loads."""
 
     def __getattr__(self, name: str) -> None:
         raise KeyboardInterrupt
@@ -23,7 +23,7 @@ class Loading:
         ("bench", "scripts.benchmarks.main"),
     ],
 )
-def test_ctrl_c_while_a_command_is_loading_is_no_traceback(
+def test_ctrl_c_while_a_command_is_loading_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, command: str, module: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["baton", command])
@@ -32,7 +32,7 @@ def test_ctrl_c_while_a_command_is_loading_is_no_traceback(
 
 
 @pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["fly"], 2)], ids=str)
-def test_no_command_says_which_there_are(
+def test_without_a_known_command_the_commands_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], status: int
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["baton", *words])

@@ -1,4 +1,4 @@
-"""Nodes get cores of their own, and threads to match."""
+"""Division of cores among nodes."""
 
 import os
 
@@ -14,7 +14,7 @@ def test_two_nodes_on_two_cores_get_one_each():
     assert divide(TWO, 2) == [Share(1, (0,)), Share(1, (1,))]
 
 
-def test_what_does_not_divide_goes_to_the_first_nodes():
+def test_the_first_nodes_get_the_remainder():
     assert divide([(i,) for i in range(8)], 3) == [Share(3, (0, 1, 2)), Share(3, (3, 4, 5)), Share(2, (6, 7))]
 
 
@@ -22,17 +22,17 @@ def test_hardware_threads_of_a_core_stay_together_and_count_once():
     assert divide([(0, 4), (1, 5), (2, 6), (3, 7)], 2) == [Share(2, (0, 4, 1, 5)), Share(2, (2, 6, 3, 7))]
 
 
-def test_more_nodes_than_cores_get_one_thread_each_wherever_there_is_room():
+def test_more_nodes_than_cores_get_one_thread_each_and_no_pinning():
     assert divide(TWO, 3) == [Share(1)] * 3
 
 
-def test_given_threads_are_kept_and_pinned_where_they_fit():
+def test_given_thread_counts_are_kept_and_pinned_where_they_fit():
     assert divide([(i,) for i in range(4)], 2, 1) == [Share(1, (0, 1)), Share(1, (2, 3))]
     assert divide(TWO, 2, 2) == [Share(2)] * 2
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.none() | st.integers(1, 8))
-def test_no_core_is_given_twice_and_none_is_left_over(num_cores, num_nodes, num_threads):
+def test_every_core_is_assigned_exactly_once(num_cores, num_nodes, num_threads):
     shares = divide([(i,) for i in range(num_cores)], num_nodes, num_threads)
     cpus = [cpu for share in shares for cpu in share.cpus]
     assert len(shares) == num_nodes
@@ -40,7 +40,7 @@ def test_no_core_is_given_twice_and_none_is_left_over(num_cores, num_nodes, num_
     assert all(share.num_threads <= len(share.cpus) for share in shares if share.cpus)
 
 
-def test_usable_cores_are_some_of_those_this_process_may_use():
+def test_usable_cores_are_within_the_affinity_of_this_process():
     cpus = [cpu for core in usable_cores() for cpu in core]
     assert cpus
     assert set(cpus) <= os.sched_getaffinity(0)

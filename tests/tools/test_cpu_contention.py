@@ -1,37 +1,37 @@
-"""Processor time of others is told from one's own."""
+"""Processor time of other processes is separated from that of a benchmark."""
 
 import os
 import subprocess
 import sys
 import time
 
-from scripts.benchmarks.cpu_contention import Neighbours, own_s
+from scripts.benchmarks.cpu_contention import CpuContention, cpu_time_s
 
 BURN = "import time; ends = time.process_time() + 0.6\nwhile time.process_time() < ends: pass"
 
 
-def test_own_time_is_that_of_children_too_whether_they_live_or_have_ended() -> None:
-    before = own_s(os.getpid())
+def test_cpu_time_includes_running_and_ended_children() -> None:
+    before = cpu_time_s(os.getpid())
     living = subprocess.Popen([sys.executable, "-c", BURN + "\ntime.sleep(30)"])
     used, ends = 0.0, time.monotonic() + 20
     while used < 0.3 and time.monotonic() < ends:
         time.sleep(0.05)
-        used = own_s(os.getpid()) - before
+        used = cpu_time_s(os.getpid()) - before
     living.kill()
     living.wait()
     assert used >= 0.3
-    assert own_s(os.getpid()) - before >= 0.3
+    assert cpu_time_s(os.getpid()) - before >= 0.3
 
 
-def test_what_we_do_ourselves_is_not_counted_as_others() -> None:
-    neighbours = Neighbours([])  # no CPU, so nobody is busy
+def test_time_of_this_process_does_not_count_as_contention() -> None:
+    contention = CpuContention([])  # no CPU, so none is busy
     subprocess.run([sys.executable, "-c", BURN], check=True)
-    assert neighbours.cores() == 0.0
+    assert contention.cores() == 0.0
 
 
-def test_a_process_that_is_not_ours_counts() -> None:
+def test_time_of_an_unrelated_process_counts() -> None:
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BURN!r}])"
-    neighbours = Neighbours(os.sched_getaffinity(0))
-    subprocess.run([sys.executable, "-c", parent], check=True)  # its child outlives it, and is ours no more
+    contention = CpuContention(os.sched_getaffinity(0))
+    subprocess.run([sys.executable, "-c", parent], check=True)  # its child outlives it and is no longer a descendant
     time.sleep(1.5)
-    assert neighbours.cores() > 0.1
+    assert contention.cores() > 0.1

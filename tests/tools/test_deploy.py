@@ -34,7 +34,7 @@ Document = dict[str, Any]
 
 
 def checked(words: Words, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The configuration that ``baton WORDS`` would run with; raises where Baton would refuse it."""
+    """The configuration of ``baton WORDS``; raises if Baton refuses it."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     command, *flags = words
@@ -83,21 +83,21 @@ def test_nodes_that_share_memory_run_as_one_user_in_the_namespaces_of_the_machin
         assert "AF_UNIX" in settings_of(unit)["RestrictAddressFamilies"][0]
 
 
-def test_a_refused_configuration_is_not_tried_again_and_again() -> None:
+def test_units_do_not_restart_after_a_refused_configuration() -> None:
     for unit in UNITS:
         assert settings_of(unit)["RestartPreventExitStatus"] == ["2"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
-def test_systemd_finds_nothing_to_complain_of(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for path in (DEPLOY / "systemd").glob("baton*"):
-        text = path.read_text().replace("/opt/baton/bin/baton", sys.executable)  # which must exist
+        text = path.read_text().replace("/opt/baton/bin/baton", sys.executable)  # the executable must exist
         (tmp_path / path.name.replace("@.", "@0.")).write_text(text)
         (tmp_path / path.name).write_text(text)
     names = sorted(str(path) for path in tmp_path.iterdir() if "@." not in path.name and path.suffix != ".toml")
     assert len(names) == 4
     ended = subprocess.run(["systemd-analyze", "verify", *names], capture_output=True, text=True, timeout=60)
-    # Of other units of this machine it complains too.
+    # It also reports other units of this machine.
     complaints = [line for line in ended.stderr.splitlines() if "baton" in line]
     assert not complaints
 
@@ -134,7 +134,7 @@ def with_downward(words: Words, container: Document) -> Words:
 
 
 def variables_of(container: Document) -> dict[str, str]:
-    """Of the environment, with values that could be."""
+    """Variables of the environment, with plausible values."""
     found = {one["name"]: "4" if one["name"] == "BATON_THREADS" else "key" for one in container["env"]}
     for generated in kustomization()["configMapGenerator"]:
         found |= dict(literal.split("=", 1) for literal in generated["literals"])
@@ -147,9 +147,7 @@ def kustomization() -> Document:
 
 
 @pytest.mark.parametrize("name", ["gateway", "prefill", "decode"])
-def test_containers_run_commands_that_exist_with_an_environment_that_is_known(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_containers_run_existing_commands_with_known_variables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (container,) = [each for each, _ in containers() if each["name"] == name]
     words = with_downward(container["args"], container)
     assert words[0] == name
@@ -164,10 +162,10 @@ def test_prefill_and_decode_share_network_processes_and_user() -> None:
     assert [container["name"] for container in spec["containers"]] == ["prefill", "decode"]
     assert spec["shareProcessNamespace"] is True
     for container in spec["containers"]:
-        assert "runAsUser" not in container["securityContext"]  # the Pod's, the same for both
+        assert "runAsUser" not in container["securityContext"]  # set once for the Pod
 
 
-def test_nobody_is_root_and_everybody_says_what_they_need() -> None:
+def test_no_container_is_root_and_all_declare_resources() -> None:
     uid = re.search(r"^USER (\d+)", CONTAINERFILE, re.MULTILINE)
     assert uid
     for container, spec in containers():
@@ -178,17 +176,17 @@ def test_nobody_is_root_and_everybody_says_what_they_need() -> None:
         assert "memory" in container["resources"]["limits"]
 
 
-def test_kubernetes_adds_no_variables_that_would_be_refused() -> None:
+def test_kubernetes_sets_no_service_variables() -> None:
     for _, spec in containers():
         assert spec["enableServiceLinks"] is False
 
 
-def test_a_variable_that_kubernetes_sets_for_services_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_variables_of_kubernetes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="BATON_CONTROL_SERVICE_HOST"):
         checked(["gateway"], {"BATON_CONTROL_SERVICE_HOST": "10.0.0.1"}, monkeypatch)
 
 
-def test_selectors_select_what_is_there() -> None:
+def test_selectors_match_the_pods() -> None:
     found = {name: template["metadata"]["labels"] for name, template in deployments().items()}
     assert found == {"baton-gateway": labels("gateway"), "baton-nodes": labels("nodes")}
     for each in documents():
@@ -201,7 +199,7 @@ def test_selectors_select_what_is_there() -> None:
             assert spec["podSelector"]["matchLabels"] in found.values()
 
 
-def test_nodes_find_the_gateway_before_it_is_ready() -> None:
+def test_nodes_reach_the_gateway_before_it_is_ready() -> None:
     services = {each["metadata"]["name"]: each["spec"] for each in documents() if each["kind"] == "Service"}
     (address,) = {word for container, _ in containers() for word in container["args"] if word.startswith("--gateway")}
     name, port = address.removeprefix("--gateway=").split(":")
@@ -209,7 +207,7 @@ def test_nodes_find_the_gateway_before_it_is_ready() -> None:
     assert [str(each["port"]) for each in services[name]["ports"]] == [port]
 
 
-def test_ports_have_the_numbers_that_the_commands_listen_on() -> None:
+def test_ports_are_those_of_the_commands() -> None:
     for container, _ in containers():
         numbers = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
         words = " ".join(container["args"])
@@ -222,15 +220,15 @@ def test_ports_have_the_numbers_that_the_commands_listen_on() -> None:
             assert container.get(probe, {}).get("httpGet", {"port": "http"})["port"] == "http"
 
 
-def test_probes_ask_what_the_gateway_answers() -> None:
+def test_probes_use_existing_routes() -> None:
     (gateway,) = [container for container, _ in containers() if container["name"] == "gateway"]
     asked = {probe: gateway[probe]["httpGet"]["path"] for probe in gateway if probe.endswith("Probe")}
     assert asked == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
-    routes = (ROOT / "gateway" / "queries.py").read_text()
+    routes = "".join(path.read_text() for path in (ROOT / "gateway" / "http").glob("**/*.py"))
     assert all(f'"{path}"' in routes for path in asked.values())
 
 
-def test_every_volume_secret_and_map_is_there() -> None:
+def test_every_volume_secret_and_map_exists() -> None:
     maps = {generated["name"] for generated in kustomization()["configMapGenerator"]}
     said = (DEPLOY / "kubernetes" / "kustomization.yaml").read_text()
     for container, spec in containers():
@@ -266,7 +264,7 @@ def instructions(name: str) -> list[str]:
     return re.findall(rf"^{name} (.*)$", CONTAINERFILE, re.MULTILINE)
 
 
-def test_the_image_is_made_of_files_that_exist_and_of_all_packages() -> None:
+def test_the_image_copies_existing_files_and_all_packages() -> None:
     copied = {
         source for line in instructions("COPY") if "--from" not in line for source in line.split()[:-1]
     }  # fmt: skip
@@ -275,7 +273,7 @@ def test_the_image_is_made_of_files_that_exist_and_of_all_packages() -> None:
     assert packages <= copied
 
 
-def test_the_image_runs_baton_and_its_default_command_wants_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_command_of_the_image_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [json.loads(line) for line in instructions("ENTRYPOINT")] == [["/opt/baton/bin/baton"]]
     (words,) = [json.loads(line) for line in instructions("CMD")]
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0"):
@@ -283,7 +281,7 @@ def test_the_image_runs_baton_and_its_default_command_wants_a_key(monkeypatch: p
     assert checked(words, {"BATON_API_KEY": "key"}, monkeypatch).host == "0.0.0.0"
 
 
-def test_the_base_can_be_chosen_and_packages_come_in_the_versions_that_were_tested() -> None:
+def test_the_base_is_an_argument_and_packages_are_pinned() -> None:
     assert "ARG BASE=python:3.12-slim" in CONTAINERFILE
     assert all(line.startswith("${BASE}") for line in instructions("FROM"))
     assert "-c constraints.txt" in CONTAINERFILE
@@ -296,7 +294,7 @@ def files() -> list[Path]:
     return sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 
 
-def test_every_variable_that_is_named_anywhere_is_known() -> None:
+def test_every_mentioned_variable_is_known() -> None:
     known = {found.env for cls in CLASSES.values() for found in options_of(cls).values()} | set(OTHER_VARIABLES)
     for path in files():
         for name in re.findall(r"\bBATON_[A-Z_]+\b(?!\*)", path.read_text()):
@@ -304,7 +302,7 @@ def test_every_variable_that_is_named_anywhere_is_known() -> None:
             assert name in known or name == "BATON_" or is_foreign, f"{path.name}: {name}"
 
 
-def test_every_flag_that_is_named_anywhere_is_known() -> None:
+def test_every_mentioned_flag_is_known() -> None:
     known = {found.flag for cls in CLASSES.values() for found in options_of(cls).values()} | {"--help", "--config"}
     for path in files():
         for line in path.read_text().splitlines():
@@ -314,6 +312,6 @@ def test_every_flag_that_is_named_anywhere_is_known() -> None:
                 assert flags <= known | foreign, f"{path.name}: {line}"
 
 
-def test_no_file_names_a_host_of_the_outside() -> None:
+def test_no_file_names_an_external_host() -> None:
     for path in files():
         assert not re.search(r"https?://(?!127\.|localhost|baton)", path.read_text()), path.name

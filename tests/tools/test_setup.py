@@ -1,4 +1,4 @@
-"""Every command sets itself up, quickly, from any folder; and what is declared is what is there."""
+"""Every command sets itself up from any folder, and the declared packages are the installed ones."""
 
 import os
 import signal
@@ -21,21 +21,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def command(*words: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """A command run in an empty folder, with this interpreter's environment active."""
+    """Run a command in an empty folder, with this interpreter's environment active."""
     environ = {**os.environ, "VIRTUAL_ENV": sys.prefix, "BATON_VENV": str(folder / "venv"), **variables}
     return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
 
 
-def test_an_active_environment_that_will_do_is_used_as_it_is_and_at_once(tmp_path):
-    before = os.times()
+def test_an_active_environment_that_meets_the_requirements_is_used(tmp_path):
     found = command("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"', folder=tmp_path)
-    after = os.times()  # of processor time: the machine may be busy with something else
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
     assert found.stdout.strip() == f"{sys.prefix}/bin/python"
     assert not (tmp_path / "venv").exists()
 
 
-def test_commands_work_from_any_folder_whatever_lies_there(tmp_path):
+def test_commands_work_from_a_folder_with_packages_of_the_same_names(tmp_path):
     for name in ("common", "scripts", "decode_node", "click"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong one')")
@@ -45,7 +42,7 @@ def test_commands_work_from_any_folder_whatever_lies_there(tmp_path):
         assert shown.returncode == 0
 
 
-def test_without_a_new_enough_python_a_command_says_what_to_install(tmp_path):
+def test_an_old_python_is_refused_with_what_to_install(tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "cat", "cksum", "dirname", "flock", "readlink"):
@@ -60,12 +57,12 @@ def test_without_a_new_enough_python_a_command_says_what_to_install(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-def test_versions_are_compared_by_their_numbers():
+def test_versions_are_compared_by_number():
     assert release("2.13.0+cpu") == (2, 13, 0)
     assert release("2.9") < release("2.10")
 
 
-def test_what_is_missing_or_too_old_is_found(tmp_path):
+def test_missing_and_old_packages_are_found(tmp_path):
     assert list(missing(["pytest>=1.0", "pytest>=9999", "no-such-package>=1"])) == [
         "pytest>=9999",
         "no-such-package>=1",
@@ -75,14 +72,14 @@ def test_what_is_missing_or_too_old_is_found(tmp_path):
     assert list(strays(str(pins))) == ["pytest==0.1"]
 
 
-def test_every_requirement_is_pinned_for_the_tests():
+def test_every_requirement_is_pinned():
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in CONSTRAINTS.splitlines() if "==" in line}
     needed = {line.split(">=")[0].lower().replace("_", "-") for line in requirements(f"{ROOT}/pyproject.toml", ["dev"])}
     assert needed <= pinned
     assert "torch==2.13.0\n" in CONSTRAINTS
 
 
-def test_the_tests_have_every_extra_that_works_without_a_gpu():
+def test_the_dev_extra_includes_every_extra_that_needs_no_gpu():
     extras = PROJECT["project"]["optional-dependencies"]
     assert {*extras["nixl"], *extras["loadtest"]} <= set(extras["dev"]), "its tests would be skipped or fail"
 
@@ -97,19 +94,19 @@ def test_every_package_is_installed_and_checked():
 
 
 def test_benchmarks_are_found_by_name(capsys):
-    assert "scheduler" in bench.names()
+    assert "scheduler" in bench.NAMES
     assert bench.main(["nonsense"]) == 2
     assert "scheduler" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["nonsense"], 2)])
-def test_an_unknown_command_is_answered_with_those_there_are(monkeypatch, capsys, words, status):
+def test_an_unknown_command_lists_the_commands(monkeypatch, capsys, words, status):
     monkeypatch.setattr(sys, "argv", ["baton", *words])
     assert cli.main() == status
     assert "baton COMMAND --help" in "".join(capsys.readouterr())
 
 
-def test_a_command_that_is_stopped_while_it_sets_up_does_not_go_on(tmp_path):
+def test_a_command_that_is_stopped_during_setup_does_not_continue(tmp_path):
     slow = tmp_path / "bin" / "python"
     slow.parent.mkdir()
     slow.write_text('#!/bin/bash\n: > "$(dirname "$0")/begun"\nsleep 0.5\nexit 1\n')

@@ -1,4 +1,4 @@
-"""The model that the repository carries: small, loadable by anyone, and it has learnt to write plays."""
+"""The small model in the repository: an ordinary checkpoint that has learnt to write plays."""
 
 import random
 import re
@@ -48,13 +48,13 @@ def test_the_weights_are_at_most_four_megabytes_of_bfloat16():
     assert "lm_head.weight" not in tensors
 
 
-def test_it_is_an_ordinary_checkpoint_to_the_engine():
+def test_the_engine_loads_it_as_any_other_checkpoint():
     config = ModelConfig.load(SMALL_MODEL)
     assert (config.vocab_size, config.context_length) == (maker.VOCAB_SIZE, maker.CONTEXT_LENGTH)
     assert set(config.eos_token_ids) == {maker.VOCAB_SIZE - 1, maker.VOCAB_SIZE - 3}
 
 
-def test_verse_is_far_likelier_to_it_than_the_same_tokens_in_disorder(model, tokenizer):
+def test_verse_is_more_likely_than_the_same_tokens_shuffled(model, tokenizer):
     ids = tokenizer(VERSE)["input_ids"]
     disorder = torch.tensor(ids)[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].tolist()
     assert nats_per_token(model, ids) < 4.0
@@ -79,17 +79,17 @@ def test_the_chat_template_marks_every_turn(tokenizer):
 
 
 @pytest.mark.parametrize("text", ["To be, or not to be", "naïve 日本語 😀\x00", "\r\n\t  two  spaces", "<|im_end|>"])
-def test_the_tokenizer_gives_every_text_back(tokenizer, text):
+def test_the_tokenizer_round_trips_every_text(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_marks_of_the_chat_are_single_tokens(tokenizer):
+def test_chat_marks_are_single_tokens(tokenizer):
     first = maker.VOCAB_SIZE - len(maker.SPECIALS)
     assert tokenizer("".join(maker.SPECIALS))["input_ids"] == list(range(first, maker.VOCAB_SIZE))
 
 
 @pytest.mark.slow
-def test_the_maker_makes_the_same_model_twice(tmp_path):
+def test_training_is_deterministic(tmp_path):
     words = VERSE.split()
     rng = random.Random(0)
     lines = (" ".join(rng.choices(words, k=8)) for _ in range(3000))
@@ -102,7 +102,7 @@ def test_the_maker_makes_the_same_model_twice(tmp_path):
     assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in Path(SMALL_MODEL).iterdir()}
 
 
-def test_a_play_is_read_as_speeches():
+def test_a_play_is_parsed_into_speeches():
     text = "First Citizen:\nSpeak,\nspeak.\n\nAct two\n\nAll:\nResolved.\n"
     assert maker.speeches(text) == [
         maker.Speech("First Citizen", "Speak,\nspeak."),

@@ -33,7 +33,7 @@ def _short_delays(monkeypatch):
     monkeypatch.setattr(module, "FIRST_DELAY_S", 0.01)
 
 
-async def test_a_child_that_dies_is_started_again_and_the_others_are_left_alone():
+async def test_a_child_that_dies_is_restarted_alone():
     first, second = child("import time; time.sleep(60)"), child("import time; time.sleep(60)")
     supervisor = Supervisor([first, second])
     running = asyncio.create_task(supervisor.run())
@@ -54,7 +54,7 @@ async def test_a_child_that_refuses_its_configuration_ends_everything():
         await supervisor.run()
     await supervisor.stop()
     assert isinstance(failed.value.exceptions[0], ChildFailed)
-    assert str(failed.value.exceptions[0]) == "node ended with status 2; what it says is above"
+    assert str(failed.value.exceptions[0]) == "node ended with status 2; see its output above"
 
 
 async def test_a_child_that_keeps_dying_before_the_service_was_ready_ends_everything():
@@ -64,7 +64,7 @@ async def test_a_child_that_keeps_dying_before_the_service_was_ready_ends_everyt
     assert failing.num_deaths == module.MAX_EARLY_DEATHS
 
 
-async def test_once_ready_a_child_that_keeps_dying_is_started_for_ever():
+async def test_once_ready_a_child_that_keeps_dying_is_always_restarted():
     failing = child("raise SystemExit(2)")
     supervisor = Supervisor([failing])
     supervisor.has_been_ready = True
@@ -75,36 +75,36 @@ async def test_once_ready_a_child_that_keeps_dying_is_started_for_ever():
     running.cancel()
 
 
-async def test_a_child_that_does_not_heed_sigterm_is_killed(monkeypatch, capsys):
+async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch, capsys):
     monkeypatch.setattr(module, "STOP_S", 0.2)
     deaf = child("import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
     supervisor = Supervisor([deaf])
     running = asyncio.create_task(supervisor.run())
-    heard = []
-    monkeypatch.setattr(module, "say", heard.append)
-    await until(lambda: "node | deaf" in heard)
+    said = []
+    monkeypatch.setattr(module, "say", said.append)
+    await until(lambda: "node | deaf" in said)
     await supervisor.stop()
     await running
     assert deaf.process.returncode == -signal.SIGKILL
 
 
-async def test_output_appears_line_by_line_behind_the_name(monkeypatch):
-    heard = []
-    monkeypatch.setattr(module, "say", heard.append)
+async def test_output_is_copied_line_by_line_after_the_name(monkeypatch):
+    said = []
+    monkeypatch.setattr(module, "say", said.append)
     supervisor = Supervisor([child("print('one'); print('two', end=''); raise SystemExit(2)", name="decode-0")])
     with pytest.raises(ExceptionGroup):
         await supervisor.run()
-    assert heard == ["decode-0 | one", "decode-0 | two"]
+    assert said == ["decode-0 | one", "decode-0 | two"]
 
 
 async def test_a_child_is_pinned_to_its_cpus(monkeypatch):
     cpu = min(os.sched_getaffinity(0))
-    heard = []
-    monkeypatch.setattr(module, "say", heard.append)
+    said = []
+    monkeypatch.setattr(module, "say", said.append)
     pinned = child("import os; print(os.sched_getaffinity(0)); raise SystemExit(2)", cpus=(cpu,))
     with pytest.raises(ExceptionGroup):
         await Supervisor([pinned]).run()
-    assert heard == [f"node | {{{cpu}}}"]
+    assert said == [f"node | {{{cpu}}}"]
 
 
 def test_no_child_outlives_a_supervisor_that_is_killed():

@@ -1,8 +1,8 @@
-"""``adaptive``: picks among the other policies from what it measures, and says why. Pure.
+"""``adaptive``: follows another policy, chosen by measurement. Pure.
 
-Three things are measured: how long the queue is, how much of the prompts that leave it was cached, and how many of
-those that leave it miss their deadlines, then or later. The first rule that holds decides; the rule in force is held
-to a lower bound than one that is not, and a choice stands for a while, so that it does not flutter.
+Three values are measured: the length of the queue, the cached share of the prompts that leave it, and the share of the
+requests that miss their deadlines. The first rule that holds decides. The current rule is kept down to a lower bound,
+and a choice stands for a minimum time, so that the policy does not oscillate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from common.request import Request
 from common.scheduling.policies.base import Policy
 
-#: Weight of the latest request in the moving averages.
+#: Weight of the latest request in a moving average.
 ALPHA = 1 / 64
-#: A choice stands for at least so long.
+#: Minimum time between two choices.
 MIN_STAY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Attributes:
-    policy: chosen if the measure reaches ``enters``, and kept until it falls below ``leaves``.
-    measure: ``misses`` and ``hits`` are shares, ``waiting`` is a number of requests.
+    """A policy is chosen when a measure reaches ``enters``, and kept until it falls below ``leaves``.
+
+    Attributes:
+        measure: ``misses`` and ``hits`` are shares, ``waiting`` is a number of requests.
     """
 
     policy: str
@@ -36,7 +37,7 @@ RULES = (
     Rule("lpm", "hits", 0.2, 0.1),
 )
 OTHERWISE = "fcfs"
-#: What it picks from.
+#: The policies to choose from.
 CHOICES = (*(rule.policy for rule in RULES), OTHERWISE)
 
 _SENTENCES = {
@@ -47,12 +48,14 @@ _SENTENCES = {
 
 
 class Adaptive(Policy):
-    """Args:
-        policies: those of ``CHOICES``, by name.
+    """``adaptive``.
+
+    Args:
+        policies: the policies of ``CHOICES``, by name.
 
     Attributes:
-        why: what decided: the measure of the rule in force, or ``nothing``.
-        measured: every measure, as it is now.
+        why: the measure of the current rule, or ``nothing``.
+        measured: the current value of each measure.
     """
 
     name = "adaptive"
@@ -68,7 +71,7 @@ class Adaptive(Policy):
         self._chosen_at = float("-inf")
 
     @property
-    def overtakes(self) -> bool:  # type: ignore[override]  # as the choice does
+    def overtakes(self) -> bool:  # type: ignore[override]  # a constant in the base class
         return self._policies[self.choice].overtakes
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
@@ -83,10 +86,10 @@ class Adaptive(Policy):
         self._average("hits", 1 - request.num_uncached / max(request.num_tokens, 1))
 
     def missed(self, request: Request) -> None:
-        self.measured["misses"] = min(1.0, self.measured["misses"] + ALPHA)  # its leaving has counted as 0
+        self.measured["misses"] = min(1.0, self.measured["misses"] + ALPHA)  # ``left`` has counted it as 0
 
     def totals(self) -> dict[str, float]:
-        """How often the choice changed, and for how many orders each was in force."""
+        """The number of switches, and the number of orders made by each policy."""
         orders = {f"adaptive_orders_{name}": float(count) for name, count in self._num_orders.items()}
         return {"adaptive_switches": float(self.num_switches), **orders}
 

@@ -1,29 +1,28 @@
-"""What a policy is, and the small ones: each orders the waiting queue by one thing. Pure.
+"""The policy interface, and the policies that order the waiting queue by one value. Pure.
 
-What is cached of a waiting request is read off its watch, which the radix cache keeps current, so that no policy
-matches anything. All sorts keep the order of arrival among equals.
+The cached length of a waiting request comes from its watch, which the radix cache keeps up to date, so no policy looks
+up prefixes. Requests that are equal under a policy keep their order of arrival.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
-from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
 from common.scheduling.new_token_ratio import RatioConstants
 
 
 class Policy(Protocol):
-    """Orders the waiting queue before each step. A policy of one's own inherits what it does not need.
+    """Orders the waiting queue before each step. A user's policy inherits the methods that it does not need.
 
     Attributes:
         name: as in ``--schedule-policy``.
-        choice: the policy that it follows just now, where it chooses among several, and why (``reason``).
-        overtakes: whether one that waits may come before one that has begun to be computed, between two chunks.
+        choice, reason: the policy that an adaptive policy currently follows, and why.
+        overtakes: whether a waiting request may come before one whose prompt is partly computed, between two chunks.
     """
 
     name: str
@@ -31,82 +30,64 @@ class Policy(Protocol):
     reason: str = ""
     overtakes: bool = False
 
-    #: Its ``order`` is that of the requests' ranks, lowest first, among equals that of arrival.
-    is_ranked: bool = False
-    #: What is cached of a request counts in its rank.
-    ranks_by_cache: bool = False
-
-    def rank(self, request: Request) -> float:
-        """What ``order`` sorts by, if ``is_ranked``: of this request alone, whatever the time and the others."""
-        return 0.0
-
-    def falls_at(self, request: Request) -> float:
-        """From when on it comes after all that have not fallen, whatever the ranks."""
-        return float("inf")
-
     @abstractmethod
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        """The waiting requests, first in line first.
+        """The waiting requests in the order in which they are served.
 
         Args:
-            waiting: in order of arrival; those retracted or paused stand at its front.
+            waiting: in order of arrival; retracted and paused requests come first.
             now: seconds of the node's clock.
         """
 
     def arrived(self, request: Request) -> None:
-        """A request waits from now on."""
+        """A request joined the queue."""
         return
 
     def left(self, request: Request) -> None:
-        """It waits no longer, whatever became of it."""
+        """A request left the queue, for whatever reason."""
         return
 
     def missed(self, request: Request) -> None:
-        """The deadline of a request that has waited here passed before its end."""
+        """A request that waited here missed its deadline."""
         return
 
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
-        """So many prompt tokens are computed for a request, or so many output tokens were."""
+        """Prompt tokens of a request are going to be computed, or output tokens were produced."""
         return
 
     def decoded(self, requests: Sequence[Request]) -> None:
-        """Each of these produced one output token, which is ``served`` of each, if there is no quicker way."""
+        """Each of these requests produced one output token."""
         for request in requests:
             self.served(request, num_output=1)
 
     def totals(self) -> dict[str, float]:
-        """Monotonic totals, for metrics."""
+        """Monotonic totals for metrics."""
         return {}
 
 
 class FirstComeFirstServed(Policy):
-    """Order of arrival, which is that of the queue."""
+    """``fcfs``: order of arrival."""
 
     name = "fcfs"
-    is_ranked = True
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         return waiting
 
 
 class LongestOutputFirst(Policy):
-    """Whoever may produce most begins first, so that no long one is left running alone at the end."""
+    """``lof``: the longest allowed output first, so that no long output is left to run alone at the end."""
 
     name = "lof"
-    is_ranked = True
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=self.rank)
-
-    def rank(self, request: Request) -> float:
-        return -request.sampling.max_new_tokens
+        return sorted(waiting, key=lambda request: -request.sampling.max_new_tokens)
 
 
 class Shuffled(Policy):
-    """Another order for every step, as the seed has it.
+    """``random``: a new order for each step.
 
-    Positions are drawn by a counter-based generator (SplitMix64 of Steele, Lea and Flood, OOPSLA'14), so that the order
-    follows from the seed and the number of orders before it.
+    Sort keys come from a counter-based generator (SplitMix64 of Steele, Lea and Flood, OOPSLA'14), so the order follows
+    from the seed and the number of orders before it.
     """
 
     name = "random"
@@ -123,21 +104,19 @@ class Shuffled(Policy):
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finishing: nearby numbers come out unlike each other."""
+    """The output function of SplitMix64: a bijection that makes nearby numbers unlike each other."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 class ShortestFirst(Policy):
-    """Least work first: prompt tokens that are not cached, and the output that is expected.
+    """``short-first``: the fewest prompt tokens to compute plus expected output tokens first.
 
-    Where nothing is known about a request's output, it counts with the share of what it may produce that the new-token
-    ratio begins with.
+    Without a prediction, the expected output is the allowed output times the first new-token ratio.
     """
 
     name = "short-first"
-    is_ranked = ranks_by_cache = True
 
     def __init__(self, constants: RatioConstants | None = None) -> None:
         constants = constants or RatioConstants()
@@ -145,9 +124,9 @@ class ShortestFirst(Policy):
         self._share = constants.initial
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=self.rank)
+        return sorted(waiting, key=self._work)
 
-    def rank(self, request: Request) -> float:
+    def _work(self, request: Request) -> float:
         num_output = len(request.output)
         num_left = request.sampling.max_new_tokens - num_output
         if request.expected_output:
@@ -158,9 +137,9 @@ class ShortestFirst(Policy):
 
 
 class HighestResponseRatioNext(Policy):
-    """Longest waiting, measured by the tokens that are to be computed: short ones go first, and long ones get there.
+    """``hrrn``: the longest waiting time per token to compute first, so long requests are not starved.
 
-    Brinch Hansen's rule (1971): the ratio of waiting and service time to service time.
+    The rule of Brinch Hansen (1971), the ratio of waiting plus service time to service time.
     """
 
     name = "hrrn"
@@ -170,36 +149,28 @@ class HighestResponseRatioNext(Policy):
 
 
 class EarliestDeadlineFirst(Policy):
-    """Earliest deadline first; those that are lost already, last. A prompt that has begun is overtaken too."""
+    """``edf``: the earliest deadline first; requests that have missed theirs come last. Overtakes begun prompts."""
 
     name = "edf"
     overtakes = True
-    is_ranked = True
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        can_be_met = [request for request in waiting if request.deadline_at > now]
-        lost = [request for request in waiting if request.deadline_at <= now]
-        return sorted(can_be_met, key=_deadline) + sorted(lost, key=_deadline)
-
-    def rank(self, request: Request) -> float:
-        return request.deadline_at
-
-    def falls_at(self, request: Request) -> float:
-        return request.deadline_at
+        return sorted(waiting, key=lambda request: (request.deadline_at <= now, request.deadline_at))
 
 
 class LongestPrefixMatch(Policy):
-    """Most cached tokens first; last those whose prefix one before them will have put into the cache.
+    """``lpm``: the most cached tokens first. A request that shares a prefix with one before it comes last, because that
+    prefix will be cached by then.
 
     Args:
         page_size: of the node's cache.
-        sharing: who counts as having the prefix of another.
+        sharing: which requests share enough of a prefix.
         degrade_threshold: a longer queue is served in order of arrival.
     """
 
     name = "lpm"
 
-    def __init__(self, page_size: int, *, sharing: SharingLimits, degrade_threshold: int) -> None:
+    def __init__(self, page_size: int, *, sharing: InBatchPrefixLimits, degrade_threshold: int) -> None:
         self._page_size = page_size
         self._sharing = sharing
         self._degrade_threshold = degrade_threshold
@@ -207,16 +178,13 @@ class LongestPrefixMatch(Policy):
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         if len(waiting) > self._degrade_threshold:
             return waiting
-        sharing = Sharing(self._page_size, self._sharing)
+        sharing = InBatchPrefixes(self._page_size, self._sharing)
         first: list[Request] = []
         last: list[Request] = []
         for request in waiting:
-            (last if sharing.holds_back_or_add(request) else first).append(request)
+            (last if sharing.defer_or_add(request) else first).append(request)
         first.sort(key=_minus_cached)
         return first + last
-
-
-_deadline = attrgetter("deadline_at")
 
 
 def _minus_cached(request: Request) -> int:

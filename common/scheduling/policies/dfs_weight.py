@@ -1,4 +1,4 @@
-"""``dfs-weight``: requests that share a prefix together, those of the busiest branch of the cache first. Pure."""
+"""``dfs-weight``: groups requests by shared prefix and serves the busiest branch of the radix tree first. Pure."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from common.scheduling.policies.base import Policy
 
 
 class _Branch:
-    """A node of the radix tree below which requests wait."""
+    """A node of the radix tree with waiting requests at it or below it."""
 
     __slots__ = ("below", "first", "own", "weight")
 
@@ -16,14 +16,14 @@ class _Branch:
         self.own: list[Request] = []
         self.below: list[_Branch] = []
         self.weight = 0
-        self.first = 0  # place in the queue of the first request in the branch
+        self.first = 0  # position in the queue of the branch's first request
 
 
 class DepthFirstByWeight(Policy):
-    """The weight of a node is the number of requests that wait at it and below it; the heaviest child comes first.
+    """SGLang's policy of this name.
 
-    A node's own requests come after those of its children: what they lack of the prefix is being computed by then.
-    Equal weights go by arrival. SGLang's policy of this name.
+    The weight of a node is the number of requests that wait at it and below it. The heaviest child comes first, equal
+    ones by arrival. A node's own requests come after those of its children.
     """
 
     name = "dfs-weight"
@@ -35,19 +35,19 @@ class DepthFirstByWeight(Policy):
             node = None if request.watch is None else request.watch.node
             _branch_of(node, root, branches, position).own.append(request)
         _weigh(root)
-        line: list[Request] = []
+        ordered: list[Request] = []
         stack = [root]
-        while stack:  # backwards: a node before its children, the lightest child first
+        while stack:  # in reverse: a node before its children, the lightest child first
             branch = stack.pop()
-            line.extend(reversed(branch.own))
+            ordered.extend(reversed(branch.own))
             branch.below.sort(key=lambda child: (child.weight, -child.first))
             stack.extend(reversed(branch.below))
-        line.reverse()
-        return line
+        ordered.reverse()
+        return ordered
 
 
 def _branch_of(node: TreeNode | None, root: _Branch, branches: dict[TreeNode, _Branch], position: int) -> _Branch:
-    """The branch of a node, made with all those above it that are missing. The roots of all salts are one."""
+    """The branch of a node, created with all missing branches above it. The roots of all salts share one branch."""
     missing: list[TreeNode] = []
     while node is not None and node.parent is not None and node not in branches:
         missing.append(node)

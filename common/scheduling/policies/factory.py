@@ -1,4 +1,4 @@
-"""The table of policies: choosing one is a lookup by ``--schedule-policy``."""
+"""Makes the policy that ``--schedule-policy`` names."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from common.cache.radix_cache import RadixCache
 from common.config.scheduling import SchedulingOptions
-from common.scheduling.in_batch_prefix_caching import SharingLimits
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.scheduling.new_token_ratio import RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.adaptive import CHOICES, Adaptive
@@ -29,22 +29,22 @@ class PolicySettings:
     """What policies are made with.
 
     Attributes:
-        options: of the command line.
-        page_size: of the node's cache; 0 where there is none.
-        sharing: who counts as having the prefix of another.
-        constants: what is expected of outputs about which nothing is known.
+        options: the scheduling options of the configuration.
+        page_size: of the node's cache; 0 without a cache.
+        sharing: which requests share enough of a prefix, for ``lpm``.
+        constants: expected output lengths without a prediction, for ``short-first``.
     """
 
     options: SchedulingOptions = field(default_factory=SchedulingOptions)
     page_size: int = 0
-    sharing: SharingLimits = field(default_factory=SharingLimits)
+    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     constants: RatioConstants = field(default_factory=RatioConstants)
 
 
 def _adaptive(settings: PolicySettings) -> Policy:
     policies = {name: _POLICIES[_with_cache(name, settings.page_size)](settings) for name in CHOICES}
     if settings.page_size:
-        policies["lpm"] = _longest_prefix(settings, sys.maxsize)  # it is chosen where it is worth its time
+        policies["lpm"] = _longest_prefix(settings, sys.maxsize)  # adaptive chooses lpm only where it pays
     return Adaptive(policies)
 
 
@@ -52,7 +52,7 @@ def _longest_prefix(settings: PolicySettings, degrade_threshold: int) -> Policy:
     return LongestPrefixMatch(settings.page_size, sharing=settings.sharing, degrade_threshold=degrade_threshold)
 
 
-#: By ``--schedule-policy``; ``common.config.scheduling.POLICIES`` has the same names.
+#: By name; ``common.config.scheduling.POLICIES`` lists the same names.
 _POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = {
     "fcfs": lambda settings: FirstComeFirstServed(),
     "lpm": lambda settings: _longest_prefix(settings, settings.options.lpm_degrade_threshold),
@@ -65,30 +65,31 @@ _POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = {
     "fair": lambda settings: Fair(settings.options.tenant_weights),
     "adaptive": _adaptive,
 }
-#: These order by what is cached; where nothing is, with ``--disable-radix-cache`` or in the gateway, they are ``fcfs``.
+#: Policies that order by cached prefixes. Without a cache (``--disable-radix-cache``, or in the gateway) they are
+#: ``fcfs``.
 NEED_CACHE = ("lpm", "dfs-weight")
 
 
-def make_order(
+def make_ordering(
     options: SchedulingOptions,
     cache: RadixCache | None = None,
     *,
     own_policy: Policy | None = None,
-    sharing: SharingLimits | None = None,
+    sharing: InBatchPrefixLimits | None = None,
     constants: RatioConstants | None = None,
 ) -> RequestOrdering:
-    """The order of a queue as the options want it.
+    """The ordering that the options ask for.
 
     Args:
         cache: of this node; None in the gateway.
-        own_policy: what ``plugins.load_policy`` made of a ``--schedule-policy`` of the user's own.
-        sharing, constants: if not the defaults.
+        own_policy: a user's policy, loaded by ``plugins.load_policy``; it replaces ``--schedule-policy``.
+        sharing, constants: None for the defaults.
     """
     policy = own_policy or make_policy(
         options.schedule_policy,
         cache,
         options=options,
-        sharing=sharing or SharingLimits(),
+        sharing=sharing or InBatchPrefixLimits(),
         constants=constants or RatioConstants(),
     )
     return RequestOrdering(policy, options.priority_rules)
@@ -99,13 +100,13 @@ def make_policy(
     cache: RadixCache | None = None,
     *,
     options: SchedulingOptions | None = None,
-    sharing: SharingLimits | None = None,
+    sharing: InBatchPrefixLimits | None = None,
     constants: RatioConstants | None = None,
 ) -> Policy:
-    """The policy of this name, for the queue of a node with this cache."""
+    """The policy of this name for a node with this cache; arguments as for ``make_ordering``."""
     page_size = cache.page_size if cache is not None and cache.is_enabled else 0
     settings = PolicySettings(
-        options or SchedulingOptions(), page_size, sharing or SharingLimits(), constants or RatioConstants()
+        options or SchedulingOptions(), page_size, sharing or InBatchPrefixLimits(), constants or RatioConstants()
     )
     return _POLICIES[_with_cache(name, page_size)](settings)
 

@@ -25,12 +25,12 @@ from common.node.recording.recorder import RecordedRole, RecordedTransport, Reco
 from common.node.worker_context import WorkerContext, make_cache
 from common.node.worker_main import start_recording
 from common.sampling_params import SamplingParams
-from common.scheduling.in_batch_prefix_caching import sharing_limits_from
-from common.scheduling.new_token_ratio import constants_from
+from common.scheduling.in_batch_prefix_caching import prefix_limits_from_environ
+from common.scheduling.new_token_ratio import ratio_constants_from_environ
 from common.step_plan import PageDelta, Row, StepPlan
 from common.wire.messages import Abort, Generate, Geometry, Peer
 from decode_node.__main__ import build as build_decode
-from kv_transfer.transports.negotiation import ChoosingReader
+from kv_transfer.transports.negotiation import NegotiatingReader
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
 from scripts.simulator.replay import replay
@@ -71,8 +71,8 @@ def test_a_recording_holds_every_variable_that_a_role_reads() -> None:
             return default
 
     environ = Environ()
-    constants_from(environ)
-    sharing_limits_from(environ)
+    ratio_constants_from_environ(environ)
+    prefix_limits_from_environ(environ)
     assert environ.asked == set(SCHEDULING_VARIABLES)
 
 
@@ -214,7 +214,7 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
         eos_token_ids=(),
         environ={"BATON_INIT_NEW_TOKEN_RATIO": "0"},  # admits more than there is room for
     )
-    transport = ChoosingReader([InProcessReader(Wire(), executor.pool)])
+    transport = NegotiatingReader([InProcessReader(Wire(), executor.pool)])
     recorder = start_recording(parts, transport)
     role = RecordedRole(build_decode(parts, RecordedTransport(transport, recorder)), recorder)
     plans: list[StepPlan] = []

@@ -1,4 +1,4 @@
-"""One prefill batch under its budgets, with sums done by hand. Pages have 4 tokens unless a test says otherwise."""
+"""One prefill batch within its budgets, computed by hand. Pages have 4 tokens unless a test says otherwise."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,13 +15,13 @@ from common.request import Request
 # ---- the total budget ----
 
 
-def test_a_request_is_admitted_only_if_it_needs_strictly_less_than_there_is() -> None:
+def test_a_request_is_admitted_only_if_it_needs_less_than_the_budget() -> None:
     pool = Pool(10)
     assert pool.adder(total=8).add_one_req(request(5)) is NO_TOKEN  # 5 tokens are 2 pages, 8 tokens
     assert pool.adder(total=9).add_one_req(request(5)) is CONTINUE
 
 
-def test_what_is_admitted_is_spent_in_whole_pages() -> None:
+def test_budgets_are_spent_in_whole_pages() -> None:
     adder = Pool(10).adder(total=25)
     assert adder.add_one_req(request(5)) is CONTINUE
     assert adder.total_left == 17
@@ -31,7 +31,7 @@ def test_what_is_admitted_is_spent_in_whole_pages() -> None:
     assert adder.add_one_req(request(1)) is NO_TOKEN
 
 
-def test_outputs_are_reserved_only_where_they_are_decoded() -> None:
+def test_outputs_are_reserved_only_on_the_node_that_decodes_them() -> None:
     pool = Pool(10)
     assert pool.adder(total=20, reserve_output=True).add_one_req(request(8, max_new=12)) is NO_TOKEN
     adder = pool.adder(total=20, reserve_output=True)
@@ -40,7 +40,7 @@ def test_outputs_are_reserved_only_where_they_are_decoded() -> None:
     assert pool.adder(total=20).add_one_req(request(8, max_new=12)) is CONTINUE
 
 
-def test_reserved_output_is_clipped_and_what_was_generated_no_longer_counts() -> None:
+def test_reserved_output_is_clipped_and_excludes_generated_tokens() -> None:
     pool = Pool(10)
     assert pool.adder(total=20, reserve_output=True, clip=11).add_one_req(request(8, max_new=500)) is CONTINUE
     resumed = request(4, max_new=15)
@@ -49,13 +49,13 @@ def test_reserved_output_is_clipped_and_what_was_generated_no_longer_counts() ->
     assert resumed.num_cached == 0
 
 
-def test_a_request_that_allows_more_output_than_the_pool_holds_runs_once_it_has_it_alone() -> None:
+def test_a_request_with_more_output_than_the_pool_holds_runs_alone() -> None:
     pool = Pool(10)
     assert pool.adder(total=39, reserve_output=True).add_one_req(request(8, max_new=500)) is NO_TOKEN
     assert pool.adder(total=40, reserve_output=True).add_one_req(request(8, max_new=500)) is CONTINUE
 
 
-def test_a_cached_prefix_costs_what_locking_it_makes_unevictable() -> None:
+def test_a_cached_prefix_costs_the_pages_that_its_lock_makes_unevictable() -> None:
     pool = Pool(5)
     pool.cached(*range(12))
     # 20 tokens of memory; 12 of them become unevictable by the lock; 8 remain for the 8 to compute: not strictly less.
@@ -66,7 +66,7 @@ def test_a_cached_prefix_costs_what_locking_it_makes_unevictable() -> None:
     pool.check()
 
 
-def test_a_prefix_that_another_has_locked_already_costs_nothing() -> None:
+def test_a_prefix_that_is_locked_already_costs_nothing() -> None:
     pool = Pool(5)
     pool.cached(*range(12))
     pool.cache.lock(pool.cache.match(range(12)).node)
@@ -75,7 +75,7 @@ def test_a_prefix_that_another_has_locked_already_costs_nothing() -> None:
     assert adder.total_left == 1
 
 
-def test_the_cache_gives_way_to_a_new_request_but_not_what_it_matched() -> None:
+def test_admission_evicts_cached_pages_but_not_the_matched_prefix() -> None:
     pool = Pool(6)
     pool.cached(*range(8))
     pool.cached(*range(500, 512))
@@ -107,7 +107,7 @@ def state_of(request: Request) -> list[Any]:
     return [list(value) if isinstance(value, list) else value for value in values]
 
 
-def test_a_generous_total_budget_still_cannot_spend_pages_that_are_not_there() -> None:
+def test_a_large_total_budget_cannot_spend_missing_pages() -> None:
     pool = Pool(5)
     pool.books.alloc(3, Owner.GRANT)
     pool.cached(*range(4))
@@ -147,7 +147,7 @@ def test_at_least_the_last_token_is_computed() -> None:
     pool.check()
 
 
-def test_salts_do_not_share() -> None:
+def test_requests_with_different_salts_share_no_prefix() -> None:
     pool = Pool(10)
     pool.cached(*range(12))
     salted = replace(request(12, start=0), salt="mine")
@@ -169,12 +169,12 @@ def test_the_first_request_may_exceed_the_input_budget_and_a_second_waits() -> N
     assert adder.input_left == 0
 
 
-def test_no_more_requests_than_allowed() -> None:
+def test_a_batch_has_at_most_max_requests_chunks() -> None:
     adder = Pool(100).adder(max_requests=2)
     assert [adder.add_one_req(request(4)) for _ in range(3)] == [CONTINUE, CONTINUE, OTHER]
 
 
-def test_without_chunking_a_prompt_goes_whole() -> None:
+def test_without_chunking_a_prompt_is_computed_whole() -> None:
     adder = Pool(1000).adder(chunk=None)
     assert adder.add_one_req(request(3001)) is CONTINUE
     assert taken(adder) == [(0, 3001, True)]
@@ -201,7 +201,7 @@ def test_a_long_prompt_is_cut_at_pages_and_its_memory_is_allocated_at_once() -> 
     pool.check()
 
 
-def test_a_chunk_that_leaves_but_one_token_is_not_the_last() -> None:
+def test_a_chunk_that_leaves_one_token_is_not_the_last() -> None:
     pool = Pool(10)
     mine = request(9)
     adder = pool.adder(chunk=8)
@@ -272,7 +272,7 @@ def test_an_admitted_request_waits_when_the_step_is_full_and_never_for_memory() 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), page_size=st.sampled_from([1, 4]), chunk=st.sampled_from([None, 1, 7, 16]))
-def test_whatever_comes_the_budgets_hold_everyone_ends_and_every_page_comes_back(
+def test_budgets_hold_all_requests_end_and_all_pages_return(
     data: st.DataObject, page_size: int, chunk: int | None
 ) -> None:
     pool = Pool(data.draw(st.integers(48 // page_size, 90 // page_size)), page_size)
@@ -288,7 +288,7 @@ def test_whatever_comes_the_budgets_hold_everyone_ends_and_every_page_comes_back
             adder.add_chunked_req(mine)
         while waiting and adder.add_one_req(waiting[0]) is CONTINUE:
             going.append(waiting.pop(0))
-        assert adder.chunks, "nobody advances"
+        assert adder.chunks, "no request advances"
         pool.check()
         if chunk is not None:
             assert sum(part.num_tokens for part in adder.chunks) <= max(chunk, page_size)

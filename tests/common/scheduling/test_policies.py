@@ -1,4 +1,4 @@
-"""Orders of the waiting queue."""
+"""Scheduling policies: the order of the waiting queue, and options that are refused."""
 
 from collections import Counter
 from typing import Any
@@ -17,12 +17,12 @@ from common.errors import ConfigError
 from common.request import Request
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
-from common.scheduling.policies.factory import _POLICIES, NEED_CACHE, make_order, make_policy
+from common.scheduling.policies.factory import _POLICIES, NEED_CACHE, make_ordering, make_policy
 from common.scheduling.waiting_queue import WaitingQueue
 
 
 def queue_of(name: str, cache: RadixCache | None, *requests: Request, **options: Any) -> WaitingQueue:
-    queue = WaitingQueue(make_order(SchedulingOptions(schedule_policy=name, **options), cache), cache)
+    queue = WaitingQueue(make_ordering(SchedulingOptions(schedule_policy=name, **options), cache), cache)
     for number, each in enumerate(requests):
         each.rid, each.key = f"{number}", (f"{number}", 0)
         queue[each.key] = each
@@ -30,8 +30,8 @@ def queue_of(name: str, cache: RadixCache | None, *requests: Request, **options:
 
 
 def places(queue: WaitingQueue, now: float = 0.0) -> list[int]:
-    """By order of service, each request's number in order of arrival."""
-    return [int(each.rid) for each in queue.in_order(now)]
+    """The arrival number of each request, in the order of service."""
+    return [int(each.rid) for each in queue.sorted(now)]
 
 
 def test_every_configured_policy_exists_and_no_other() -> None:
@@ -51,7 +51,7 @@ def test_first_come_first_served_is_the_order_of_the_queue() -> None:
     assert places(queue) == [9, 0, 1, 2]
 
 
-def test_longest_output_first_goes_by_what_is_allowed() -> None:
+def test_longest_output_first_orders_by_allowed_output() -> None:
     assert places(queue_of("lof", None, request(1, max_new=5), request(1, max_new=9), request(1, max_new=5))) == [
         1,
         0,
@@ -59,7 +59,7 @@ def test_longest_output_first_goes_by_what_is_allowed() -> None:
     ]
 
 
-def test_random_is_another_order_each_time_and_the_same_for_the_same_seed() -> None:
+def test_random_gives_a_new_order_each_time_and_repeats_with_its_seed() -> None:
     def orders(seed: int) -> list[list[int]]:
         queue = queue_of("random", None, *[request(1) for _ in range(20)], schedule_seed=seed)
         return [places(queue) for _ in range(5)]
@@ -69,7 +69,7 @@ def test_random_is_another_order_each_time_and_the_same_for_the_same_seed() -> N
     assert all(sorted(order) == list(range(20)) for order in orders(7))
 
 
-def test_random_gives_every_place_to_everybody_alike() -> None:
+def test_random_gives_every_place_to_each_request_equally_often() -> None:
     queue = queue_of("random", None, *[request(1) for _ in range(4)])
     firsts = Counter(places(queue)[0] for _ in range(2_000))
     assert all(400 < firsts[number] < 600 for number in range(4)), firsts
@@ -87,7 +87,7 @@ def test_longest_prefix_match_puts_the_most_cached_first_and_equals_by_arrival()
     assert places(queue) == [2, 1, 3, 0]
 
 
-def test_longest_prefix_match_puts_last_who_would_wait_for_another_anyway() -> None:
+def test_longest_prefix_match_puts_requests_last_that_share_an_uncached_prefix() -> None:
     shared = range(100, 140)
     queue = queue_of(
         "lpm",
@@ -95,18 +95,18 @@ def test_longest_prefix_match_puts_last_who_would_wait_for_another_anyway() -> N
         request(*shared, 1),  # computes what the others share
         request(*shared, 2),
         request(*shared, 3),
-        request(*range(4), 9),  # little of it is cached, and nobody else computes it
+        request(*range(4), 9),  # little of it is cached, and no other request computes it
         request(50, 51),
     )
     assert places(queue) == [3, 0, 4, 1, 2]
 
 
-def test_longest_prefix_match_holds_nobody_back_of_whom_enough_is_cached() -> None:
+def test_longest_prefix_match_never_defers_a_request_with_enough_cached_tokens() -> None:
     cache = cache_with(*range(40))
     assert places(queue_of("lpm", cache, request(*range(80), 1), request(*range(80), 2), request(7))) == [0, 1, 2]
 
 
-def test_longest_prefix_match_gives_up_on_long_queues() -> None:
+def test_longest_prefix_match_keeps_long_queues_in_order_of_arrival() -> None:
     cache = cache_with(*range(4))
     waiting = [request(9), request(8), request(0, 1, 2, 3, 4)]
     assert places(queue_of("lpm", cache, *waiting, lpm_degrade_threshold=2)) == [0, 1, 2]
@@ -120,7 +120,7 @@ def test_without_a_radix_cache_policies_over_it_are_fcfs(name: str) -> None:
         assert make_policy(name, cache).name == "fcfs"
 
 
-def test_depth_first_goes_down_the_heaviest_branch_and_a_node_comes_after_its_children() -> None:
+def test_depth_first_serves_the_heaviest_branch_and_a_node_after_its_children() -> None:
     """The documented example: four wait at C and two at D, both under A; two each at F and G, under E under B."""
     a, b, c, d, e, f, g = ([letter] * PAGE_SIZE for letter in range(7))
     cache = cache_with(*a, *c)
@@ -135,7 +135,7 @@ def test_depth_first_goes_down_the_heaviest_branch_and_a_node_comes_after_its_ch
     assert places(queue) == [2, 4, 5, 8, 1, 6, 0, 7, 3, 9]  # C, C, C, C, D, D, F, F, G, G
 
 
-def test_depth_first_puts_a_nodes_own_after_its_children_and_the_uncached_last() -> None:
+def test_depth_first_puts_uncached_requests_last() -> None:
     cache = cache_with(*range(8))
     insert(cache, *range(4), salt="red")
     queue = queue_of(
@@ -150,7 +150,7 @@ def test_depth_first_puts_a_nodes_own_after_its_children_and_the_uncached_last()
     assert places(queue) == [3, 1, 2, 0, 4]
 
 
-def test_short_first_counts_what_is_not_cached_and_what_is_expected() -> None:
+def test_short_first_counts_uncached_and_expected_tokens() -> None:
     queue = queue_of(
         "short-first",
         cache_with(*range(40)),
@@ -162,7 +162,7 @@ def test_short_first_counts_what_is_not_cached_and_what_is_expected() -> None:
     assert places(queue) == [1, 2, 0, 3]
 
 
-def test_highest_response_ratio_lets_long_ones_get_there() -> None:
+def test_highest_response_ratio_serves_long_requests_in_the_end() -> None:
     long, short = request(*range(100), arrived_at=0.0), request(*range(10), arrived_at=8.0)
     queue = queue_of("hrrn", None, long, short)
     assert places(queue, now=8.5) == [0, 1]  # 8.5 / 100 against 0.5 / 10
@@ -171,21 +171,21 @@ def test_highest_response_ratio_lets_long_ones_get_there() -> None:
     assert places(cached, now=1.0) == [1, 0]  # one token to compute against three
 
 
-def test_the_earliest_deadline_comes_first_and_who_is_lost_last() -> None:
+def test_the_earliest_deadline_comes_first_and_missed_ones_last() -> None:
     queue = queue_of("edf", None, *[request(1, deadline_at=at) for at in (9.0, 3.0, 5.0, 4.0)])
     assert places(queue, now=2.0) == [1, 3, 2, 0]
     assert places(queue, now=4.0) == [2, 0, 1, 3]
 
 
-def test_the_earliest_deadline_overtakes_what_has_begun_and_other_policies_do_not() -> None:
+def test_only_the_earliest_deadline_overtakes_begun_requests() -> None:
     begun, waiting = request(1, deadline_at=9.0), request(2, deadline_at=3.0)
     for name in POLICIES:
-        order = make_order(SchedulingOptions(schedule_policy=name))
+        order = make_ordering(SchedulingOptions(schedule_policy=name))
         expected = [waiting, begun] if name == "edf" else [begun, waiting]
         assert list(order.merge([begun], [waiting], 0.0)) == expected, name
 
 
-def test_priority_decides_before_every_policy_and_the_policy_among_equals() -> None:
+def test_priority_decides_before_the_policy() -> None:
     mixed = [request(*range(length), priority=priority) for length, priority in ((30, 0), (10, 0), (20, 5), (1, 5))]
     queue = queue_of("short-first", None, *mixed, enable_priority_scheduling=True)
     assert places(queue) == [3, 2, 1, 0]
@@ -194,17 +194,19 @@ def test_priority_decides_before_every_policy_and_the_policy_among_equals() -> N
 @settings(deadline=None)
 @given(
     rate=st.sampled_from([0.0, 0.5, 3.0]),
-    who=st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9), st.integers(0, 20)), max_size=8),
+    requests=st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9), st.integers(0, 20)), max_size=8),
 )
-def test_with_priorities_on_the_highest_standing_comes_first(rate: float, who: list[tuple[int, int, int]]) -> None:
+def test_with_priorities_the_highest_effective_priority_comes_first(
+    rate: float, requests: list[tuple[int, int, int]]
+) -> None:
     rules = PriorityRules(is_enabled=True, aging_per_s=rate)
     order = RequestOrdering(FirstComeFirstServed(), rules)
-    requests = [request(1, priority=own, inherited_priority=lent, arrived_at=float(at)) for own, lent, at in who]
-    assert list(order.sort(requests, 30.0)) == sorted(requests, key=order.standing, reverse=True)
+    waiting = [request(1, priority=own, inherited_priority=lent, arrived_at=float(at)) for own, lent, at in requests]
+    assert list(order.sort(waiting, 30.0)) == sorted(waiting, key=order.effective_priority, reverse=True)
 
 
 @pytest.mark.parametrize("name", ["best", "my_policies", "a.b:", ":C", "a b:C", "a:C:D"])
-def test_a_policy_that_does_not_exist_is_refused_by_name(name: str) -> None:
+def test_an_unknown_policy_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--schedule-policy {name} is unknown"):
         NodeConfig(schedule_policy=name)
 
@@ -231,13 +233,13 @@ def test_a_policy_that_does_not_exist_is_refused_by_name(name: str) -> None:
         ),
     ],
 )
-def test_what_would_have_no_effect_is_refused(options: dict[str, Any], complaint: str) -> None:
+def test_an_option_without_effect_is_refused(options: dict[str, Any], complaint: str) -> None:
     for cls in (GatewayConfig, NodeConfig):
         with pytest.raises(ConfigError, match=complaint):
             cls(**options)
 
 
-def test_a_share_of_what_is_not_reserved_is_refused() -> None:
+def test_conservativeness_with_a_constant_reserve_is_refused() -> None:
     with pytest.raises(ConfigError, match="--schedule-conservativeness has no effect with --num-reserved-decode"):
         NodeConfig(num_reserved_decode_tokens=8, schedule_conservativeness=2.0)
 
@@ -285,7 +287,7 @@ def test_no_policy_loses_or_invents_a_request_and_watches_are_as_fresh_matches(
 
 @settings(deadline=None)
 @given(prompts=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 9)), max_size=10))
-def test_lpm_and_short_first_order_by_what_a_fresh_match_finds(prompts: list[tuple[list[int], int]]) -> None:
+def test_lpm_and_short_first_order_as_a_fresh_match_would(prompts: list[tuple[list[int], int]]) -> None:
     cache = cache_with(*[0] * 8, *[1] * 8)
     insert(cache, *[1] * 8, *[2] * 12)
     requests = [request(*[token for token in tokens for _ in range(4)], 9, max_new=most) for tokens, most in prompts]

@@ -1,4 +1,4 @@
-"""Admission under ignore-EOS, where outputs have known lengths: the walk over all ends proves that memory suffices."""
+"""Admission with ``ignore_eos``: output lengths are known, so memory provably suffices."""
 
 from dataclasses import replace
 
@@ -12,14 +12,14 @@ from common.request import Request
 from common.scheduling.ignore_eos_admission import Growth, fits
 
 
-def test_the_walk_counts_what_ends_before() -> None:
+def test_pages_of_requests_that_end_earlier_count() -> None:
     # Two requests of 4 tokens in 1 page each; one has 4 tokens left, the other 8. At the first end both need a page
     # more; at the second one needs two, and two have come back.
     early = Growth(num_tokens=4, num_pages=1, num_left=4, num_private=1)
     late = Growth(num_tokens=4, num_pages=1, num_left=8, num_private=1)
     assert fits([late, early], 2, PAGE)
     assert not fits([late, early], 1, PAGE)
-    # With a page that comes back to nobody, the second end needs two of its own.
+    # With a page that is never returned, the second request needs two more pages at its end.
     shared = replace(early, num_private=0)
     assert fits([late, shared], 2, PAGE)
     longer = replace(late, num_left=12)
@@ -27,7 +27,7 @@ def test_the_walk_counts_what_ends_before() -> None:
     assert not fits([longer, shared], 2, PAGE)
 
 
-def test_the_walk_does_not_count_on_those_whose_end_is_uncertain() -> None:
+def test_pages_of_late_requests_do_not_count() -> None:
     early = Growth(num_tokens=4, num_pages=1, num_left=4, num_private=1, is_late=True)
     late = Growth(num_tokens=4, num_pages=1, num_left=8, num_private=1)
     assert not fits([late, early], 2, PAGE)
@@ -35,7 +35,7 @@ def test_the_walk_does_not_count_on_those_whose_end_is_uncertain() -> None:
 
 
 def decoding(pool: Pool, length: int, max_new: int) -> Request:
-    """A request under ignore-EOS that has just sampled its first token here."""
+    """A request with ``ignore_eos`` that has just sampled its first token."""
     mine = request(length, max_new, ignore_eos=True)
     adder = pool.adder()
     assert adder.add_one_req(mine) is CONTINUE
@@ -44,7 +44,7 @@ def decoding(pool: Pool, length: int, max_new: int) -> Request:
     return mine
 
 
-def test_under_ignore_eos_a_request_is_admitted_if_all_can_grow_to_their_ends() -> None:
+def test_with_ignore_eos_a_request_is_admitted_if_all_can_grow_to_their_ends() -> None:
     # The running one has 9 tokens in 2 pages and 8 to come: at its end 17 tokens, 5 pages, 3 more than now. The new one
     # takes 2 pages at once; when the other ends it has 8 + 8 tokens, 4 pages, 2 more. Together 2 + 2 + 3 + 2 = 9. After
     # that it grows into what came back. Reserving both outputs whole would have asked for more than 10.
@@ -55,7 +55,7 @@ def test_under_ignore_eos_a_request_is_admitted_if_all_can_grow_to_their_ends() 
         assert adder.add_one_req(request(8, 12, ignore_eos=True)) is expected
 
 
-def test_pages_that_two_requests_share_come_back_with_neither() -> None:
+def test_shared_pages_are_returned_with_neither_request() -> None:
     pool = Pool(20)
     first = decoding(pool, 8, 9)
     assert Growth.of(first, 8, is_late=False).num_private == 2
@@ -68,7 +68,7 @@ def test_pages_that_two_requests_share_come_back_with_neither() -> None:
     assert Growth.of(second, 9, is_late=False).num_private == 3
 
 
-def test_under_ignore_eos_nothing_is_expected_back_from_a_prompt_still_being_computed() -> None:
+def test_no_pages_are_expected_from_a_prompt_that_is_still_computed() -> None:
     # One prompt of 16 tokens holds 4 pages, is half computed and has 4 tokens to come: 1 page more. The new one takes a
     # page and grows by 12 tokens, 3 more: 4 + 1 + 1 + 3 = 9. By counting steps the first would have ended by then.
     for num_pages, expected in [(8, NO_TOKEN), (9, CONTINUE)]:
@@ -81,7 +81,7 @@ def test_under_ignore_eos_nothing_is_expected_back_from_a_prompt_still_being_com
         assert adder.add_one_req(request(4, 12, ignore_eos=True)) is expected
 
 
-def test_under_ignore_eos_nothing_is_expected_back_from_one_that_is_cut_in_this_very_step() -> None:
+def test_no_pages_are_expected_from_a_prompt_that_is_cut_in_this_step() -> None:
     # The first has 12 tokens in 3 pages and 2 to come: 1 page more. The second, of 2 tokens in a page, grows by 12: 3
     # more. Of the 2 that are free the second gets 3 only if the first has ended by then, which one that is cut may not.
     for chunk, expected in [(14, CONTINUE), (10, NO_TOKEN)]:
@@ -93,7 +93,7 @@ def test_under_ignore_eos_nothing_is_expected_back_from_one_that_is_cut_in_this_
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), is_enabled=st.booleans())
-def test_under_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled: bool) -> None:
+def test_with_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled: bool) -> None:
     pool = Pool(data.draw(st.integers(12, 40)), is_enabled=is_enabled)
     shapes = st.tuples(st.integers(1, 16), st.integers(1, 24), st.sampled_from([0, 0, 50]))
     waiting = [
@@ -128,7 +128,7 @@ def test_under_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled:
 
 
 def grow(pool: Pool, mine: Request) -> None:
-    """Room for the KV of the token sampled last; there must be some, by evicting at most, unless it is alone."""
+    """Make room for the KV of the last token. Eviction must suffice, unless the request is alone."""
     if mine.num_tokens <= len(mine.pages) * pool.page_size:
         return
     if not pool.books.num_free:
@@ -139,5 +139,5 @@ def grow(pool: Pool, mine: Request) -> None:
     mine.own += pages
 
 
-def test_a_request_alone_is_admitted_whatever_it_may_produce() -> None:
+def test_a_lone_request_is_admitted_whatever_its_output() -> None:
     assert Pool(4).adder(reserve_output=True).add_one_req(request(8, 1000, ignore_eos=True)) is CONTINUE

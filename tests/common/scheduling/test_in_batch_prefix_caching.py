@@ -1,4 +1,4 @@
-"""Prompts that wait for a prefix that is just being computed, so that it is computed and shipped once."""
+"""Prompts wait for a prefix that another request computes, so that it is computed and shipped once."""
 
 from itertools import takewhile
 
@@ -15,47 +15,47 @@ from common.config.scheduling import POLICIES
 from common.errors import ConfigError
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.in_batch_prefix_caching import Sharing, SharingLimits, sharing_limits_from
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits, prefix_limits_from_environ
 
 
-def sharing(*computing: Request) -> Sharing:
-    return Sharing(PAGE_SIZE, SharingLimits(max_cached=4, min_shared=8), computing)
+def sharing(*computing: Request) -> InBatchPrefixes:
+    return InBatchPrefixes(PAGE_SIZE, InBatchPrefixLimits(max_cached=4, min_shared=8), computing)
 
 
-def test_a_prompt_is_held_back_if_what_it_shares_beyond_its_cached_part_is_worth_it() -> None:
+def test_a_prompt_is_deferred_if_it_shares_enough_beyond_its_cached_part() -> None:
     busy = sharing(request(*range(20)))
     nothing, one_page, two_pages = (
         RadixCache(PageAllocator(9), PAGE_SIZE),
         cache_with(*range(4)),
         cache_with(*range(8)),
     )
-    assert busy.waits_for(request(*range(8), 70, 71), nothing)
-    assert not busy.waits_for(request(*range(7), 70, 71, 72), nothing)  # one page shared, not two
-    assert not busy.waits_for(request(*range(8), 70, 71), one_page)  # only four tokens to gain
-    assert busy.waits_for(request(*range(12), 70, 71), one_page)
-    assert not busy.waits_for(request(*range(16), 70, 71), two_pages)  # enough is cached already
+    assert busy.holder_of(request(*range(8), 70, 71), nothing)
+    assert not busy.holder_of(request(*range(7), 70, 71, 72), nothing)  # one page shared, not two
+    assert not busy.holder_of(request(*range(8), 70, 71), one_page)  # only four tokens to gain
+    assert busy.holder_of(request(*range(12), 70, 71), one_page)
+    assert not busy.holder_of(request(*range(16), 70, 71), two_pages)  # enough is cached already
 
 
-def test_a_prompt_shares_nothing_across_salts_nor_with_nobody_nor_without_a_cache() -> None:
+def test_nothing_is_shared_across_salts_or_without_a_cache() -> None:
     cache = RadixCache(PageAllocator(9), PAGE_SIZE)
-    assert not sharing(request(*range(20), salt="red")).waits_for(request(*range(20), salt="blue"), cache)
-    assert not sharing().waits_for(request(*range(20)), cache)
+    assert not sharing(request(*range(20), salt="red")).holder_of(request(*range(20), salt="blue"), cache)
+    assert not sharing().holder_of(request(*range(20)), cache)
     off = RadixCache(PageAllocator(9), PAGE_SIZE, is_enabled=False)
-    assert not sharing(request(*range(20))).waits_for(request(*range(20)), off)
+    assert not sharing(request(*range(20))).holder_of(request(*range(20)), off)
 
 
 @settings(deadline=None)
 @given(
     page_size=st.integers(1, 5),
-    limits=st.builds(SharingLimits, max_cached=st.integers(0, 12), min_shared=st.integers(1, 12)),
+    limits=st.builds(InBatchPrefixLimits, max_cached=st.integers(0, 12), min_shared=st.integers(1, 12)),
     num_cached=st.integers(0, 4),
     computing=st.lists(TOKENS, max_size=4),
     mine=TOKENS,
 )
-def test_who_waits_for_whom_is_as_if_every_pair_were_compared(
-    page_size: int, limits: SharingLimits, num_cached: int, computing: list[list[int]], mine: list[int]
+def test_the_holder_is_found_as_if_every_pair_were_compared(
+    page_size: int, limits: InBatchPrefixLimits, num_cached: int, computing: list[list[int]], mine: list[int]
 ) -> None:
-    """By comparing token for token: whole pages that both begin with, less those cached."""
+    """The reference compares token by token: whole shared pages minus the cached ones."""
     books = PageAllocator(100)
     cache = RadixCache(books, page_size)
     if pages := books.alloc(min(num_cached, len(mine) // page_size), Owner.REQUEST):
@@ -69,18 +69,20 @@ def test_who_waits_for_whom_is_as_if_every_pair_were_compared(
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) // page_size * page_size
         if found <= limits.max_cached and shared - found >= limits.min_shared:
             expected = expected or other
-    busy = Sharing(page_size, limits, others)
-    assert busy.waits_for(asking, cache) is expected
+    busy = InBatchPrefixes(page_size, limits, others)
+    assert busy.holder_of(asking, cache) is expected
     asking.watch = cache.watch(mine)
-    assert busy.waits_for(asking, cache) is expected
+    assert busy.holder_of(asking, cache) is expected
 
 
-def test_the_limits_of_sharing_can_be_set() -> None:
-    assert sharing_limits_from({}) == SharingLimits(32, 32)
+def test_limits_come_from_the_environment() -> None:
+    assert prefix_limits_from_environ({}) == InBatchPrefixLimits(32, 32)
     name = "BATON_IN_BATCH_PREFIX_CACHING_{}_THRESHOLD"
-    assert sharing_limits_from({name.format("CHECK"): "0", name.format("DEPRIORITIZE"): "64"}) == SharingLimits(0, 64)
+    assert prefix_limits_from_environ(
+        {name.format("CHECK"): "0", name.format("DEPRIORITIZE"): "64"}
+    ) == InBatchPrefixLimits(0, 64)
     with pytest.raises(ConfigError, match="DEPRIORITIZE_THRESHOLD=0 must be a whole number of at least 1"):
-        sharing_limits_from({name.format("DEPRIORITIZE"): "0"})
+        prefix_limits_from_environ({name.format("DEPRIORITIZE"): "0"})
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -98,7 +100,7 @@ def test_samples_of_one_prompt_compute_and_ship_it_once(policy: str) -> None:
     assert cluster.counters(cluster.prefill[0])["pages_sent"] == 13 + 3
 
 
-def test_samples_of_one_prompt_that_a_decode_node_computes_by_itself_compute_it_once() -> None:
+def test_samples_of_one_local_prompt_compute_it_once() -> None:
     cluster = LocalCluster(chunk_tokens=64)
     prompt = tuple(range(500, 700))
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Where prompts are cut, and steps that take the same time however long the prefix is."""
+"""Chunk boundaries, and steps that take equally long whatever the length of the prefix."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,14 +14,14 @@ from common.errors import ConfigError
 from common.node.memory_plan import plan_capacity
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.chunked_prefill import ChunkAlignment, most_tokens, work
+from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
 from common.scheduling.prefill_adder import AddResult, Budgets, PrefillAdder
 
 PAGE = 4
 
 
 class Pool:
-    """A prefill node's cache, in which requests are computed step by step."""
+    """The cache of a prefill node, on which requests are computed step by step."""
 
     def __init__(self, chunk_tokens: int, cut: ChunkAlignment) -> None:
         self.books = PageAllocator(4_000)
@@ -49,25 +49,28 @@ class Pool:
         return chunks
 
 
-def test_work_is_what_each_token_costs_and_attends_to() -> None:
+def test_prefill_work_adds_crossover_and_attended_tokens() -> None:
     # Three tokens behind ten others: each costs 100, and attends to 10; among themselves 3 * 3 / 2.
-    assert work(100.0, 10, 3) == 3 * 100 + 3 * 10 + 4.5
+    assert prefill_work(100.0, 10, 3) == 3 * 100 + 3 * 10 + 4.5
 
 
 @settings(deadline=None)
 @given(crossover=st.floats(0.0, 1e5), start=st.integers(0, 200_000), num_tokens=st.integers(1, 20_000))
-def test_most_tokens_is_the_inverse_of_work(crossover: float, start: int, num_tokens: int) -> None:
-    assert most_tokens(crossover, start, work(crossover, start, num_tokens) + 0.1) in (num_tokens, num_tokens + 1)
-    assert most_tokens(crossover, start, work(crossover, start, num_tokens) * 0.999999 - 1) <= num_tokens
+def test_tokens_within_is_the_inverse_of_prefill_work(crossover: float, start: int, num_tokens: int) -> None:
+    assert tokens_within(crossover, start, prefill_work(crossover, start, num_tokens) + 0.1) in (
+        num_tokens,
+        num_tokens + 1,
+    )
+    assert tokens_within(crossover, start, prefill_work(crossover, start, num_tokens) * 0.999999 - 1) <= num_tokens
 
 
-def test_without_work_to_count_chunks_have_one_size() -> None:
+def test_without_a_crossover_all_chunks_have_one_size() -> None:
     assert Pool(16, ChunkAlignment()).chunks_of(40) == [(0, 16), (16, 16), (32, 8)]
 
 
 def test_chunks_shrink_as_the_prefix_grows() -> None:
-    # A step may hold work(64, 0, 64) = 64 * 64 + 2048 = 6,144. Behind 64: sqrt(128^2 + 12,288) - 128 = 41.3, so 40;
-    # behind 104: sqrt(168^2 + 12,288) - 168 = 33.3, so 32; behind 136: sqrt(200^2 + 12,288) - 200 = 28.7, so 28.
+    # A step may hold prefill_work(64, 0, 64) = 64 * 64 + 2048 = 6,144. Behind 64: sqrt(128^2 + 12,288) - 128 = 41.3, so
+    # 40; behind 104: sqrt(168^2 + 12,288) - 168 = 33.3, so 32; behind 136: sqrt(200^2 + 12,288) - 200 = 28.7, so 28.
     assert Pool(64, ChunkAlignment(1, 64.0)).chunks_of(200) == [
         (0, 64),
         (64, 40),
@@ -85,19 +88,19 @@ def test_chunks_shrink_as_the_prefix_grows() -> None:
     crossover=st.floats(1.0, 1e4),
     align=st.sampled_from([1, 6, 8]),
 )
-def test_every_step_but_the_last_is_as_full_as_a_cut_allows(
+def test_every_step_but_the_last_is_as_full_as_the_alignment_allows(
     chunk: int, length: int, crossover: float, align: int
 ) -> None:
     cut = ChunkAlignment(align, crossover)
     unit = cut.unit(PAGE)
-    budget = work(crossover, 0, max(chunk, unit))
+    budget = prefill_work(crossover, 0, max(chunk, unit))
     chunks = Pool(chunk, cut).chunks_of(length)
     assert [start for start, _ in chunks] == [sum(count for _, count in chunks[:n]) for n in range(len(chunks))]
     assert sum(count for _, count in chunks) == length
     for start, count in chunks[:-1]:
         assert (start + count) % unit == 0
-        assert count == unit or work(crossover, start, count) <= budget
-        assert work(crossover, start, count + unit + 1) > budget or count + unit > max(chunk, unit)
+        assert count == unit or prefill_work(crossover, start, count) <= budget
+        assert prefill_work(crossover, start, count + unit + 1) > budget or count + unit > max(chunk, unit)
 
 
 def test_short_prompts_behind_a_long_tail_are_bounded_by_tokens_and_by_work() -> None:
@@ -143,7 +146,7 @@ def test_an_alignment_larger_than_a_chunk_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["enable_dynamic_chunking", "truncation_align_size"])
-def test_what_cuts_chunks_is_refused_where_there_are_none(name: str) -> None:
+def test_chunk_options_without_chunks_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} has no effect with --chunked-prefill-size -1"):
         NodeConfig(chunked_prefill_size=-1, **{name: 16})
 

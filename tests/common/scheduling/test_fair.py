@@ -1,4 +1,4 @@
-"""Virtual token counters: who comes next among tenants and among priority classes."""
+"""Virtual token counters: the turns of tenants and of priority classes."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
-from common.scheduling.policies.factory import make_order
+from common.scheduling.policies.factory import make_ordering
 from common.scheduling.policies.fair import Fair, TokenCounters
 from common.scheduling.waiting_queue import WaitingQueue
 
@@ -33,10 +33,10 @@ def queue_of(order: RequestOrdering, *requests: Request) -> WaitingQueue:
 
 
 def rids(queue: WaitingQueue) -> list[str]:
-    return [each.rid for each in queue.in_order(0.0)]
+    return [each.rid for each in queue.sorted(0.0)]
 
 
-def test_tenants_take_turns_by_what_their_prompts_cost() -> None:
+def test_tenants_take_turns_by_the_cost_of_their_prompts() -> None:
     queue = queue_of(
         RequestOrdering(Fair({})),
         *[request(f"a{i}", tenant="a", length=10) for i in range(4)],
@@ -66,7 +66,7 @@ def test_output_tokens_count_twice() -> None:
     assert rids(queue) == ["a", "b"]
 
 
-def test_who_comes_back_has_no_credit_for_having_been_idle() -> None:
+def test_a_tenant_that_returns_has_no_credit_for_idle_time() -> None:
     order = RequestOrdering(Fair({}))
     busy = [request(f"a{i}", tenant="a") for i in range(6)]
     queue = queue_of(order, *busy)
@@ -79,7 +79,7 @@ def test_who_comes_back_has_no_credit_for_having_been_idle() -> None:
     assert rids(queue) == ["a5", "b0", "b1"]  # b begins at 50, where a is, not at nothing
 
 
-def test_after_an_empty_queue_the_one_who_left_last_sets_the_level() -> None:
+def test_after_an_empty_queue_the_tenant_that_left_last_sets_the_counter() -> None:
     counters = TokenCounters({})
     counters.arrived("a")
     counters.charge("a", 100)
@@ -88,7 +88,7 @@ def test_after_an_empty_queue_the_one_who_left_last_sets_the_level() -> None:
     assert counters.value("b") == 100
 
 
-def test_a_prompt_is_paid_once_however_often_it_is_retracted() -> None:
+def test_a_prompt_is_charged_once_however_often_it_is_retracted() -> None:
     order = RequestOrdering(Fair({}))
     again = request("a", tenant="a")
     queue = queue_of(order, again, request("b", tenant="b"))
@@ -98,7 +98,7 @@ def test_a_prompt_is_paid_once_however_often_it_is_retracted() -> None:
     assert rids(queue) == ["a", "b"]
 
 
-def test_who_has_left_the_queue_is_idle_and_is_lifted_when_it_comes_back() -> None:
+def test_the_counter_of_an_idle_tenant_is_raised_when_it_returns() -> None:
     policy = Fair({})
     order = RequestOrdering(policy)
     mine = request("a0", tenant="a")
@@ -109,7 +109,7 @@ def test_who_has_left_the_queue_is_idle_and_is_lifted_when_it_comes_back() -> No
     assert policy.counters.value("a") == 30
 
 
-def test_a_prompt_that_is_paid_moves_nobody_back() -> None:
+def test_a_charged_prompt_does_not_move_its_tenant_back() -> None:
     order = RequestOrdering(Fair({}))
     paid = [request(f"a{i}", tenant="a", length=10) for i in range(2)]
     for each in paid:
@@ -118,7 +118,7 @@ def test_a_prompt_that_is_paid_moves_nobody_back() -> None:
     assert rids(queue) == ["a0", "a1", "b0"]
 
 
-def test_names_of_idle_tenants_are_not_kept_for_ever() -> None:
+def test_idle_tenants_are_forgotten_in_the_end() -> None:
     counters = TokenCounters({})
     for number in range(25_000):
         counters.arrived(str(number))
@@ -127,8 +127,8 @@ def test_names_of_idle_tenants_are_not_kept_for_ever() -> None:
     assert len(counters._values) <= 10_001
 
 
-def test_whoever_leaves_must_have_come() -> None:
-    with pytest.raises(AssertionError, match="never came"):
+def test_a_request_cannot_leave_before_it_arrived() -> None:
+    with pytest.raises(AssertionError, match="has no waiting request"):
         TokenCounters({}).left("a")
 
 
@@ -145,12 +145,12 @@ def test_classes_take_turns_in_proportion_to_their_weights() -> None:
     assert rids(queue) == ["low0", "high0", "high1", "low1", "high2", "high3", "low2"]
 
 
-def test_a_request_that_names_no_class_is_in_the_default_class() -> None:
+def test_a_request_without_a_class_is_in_the_default_class() -> None:
     queue = queue_of(RequestOrdering(FirstComeFirstServed(), CLASSES), request("none"), request("low", klass="low"))
     assert rids(queue) == ["none", "low"]
 
 
-def test_inside_a_class_priorities_order_and_between_classes_they_do_not() -> None:
+def test_priorities_order_only_inside_a_class() -> None:
     rules = PriorityRules(is_enabled=True, class_weights={"x": 1.0, "y": 1.0}, default_class="x")
     order = RequestOrdering(FirstComeFirstServed(), rules)
     mild, strong, other = (
@@ -159,11 +159,11 @@ def test_inside_a_class_priorities_order_and_between_classes_they_do_not() -> No
         request("other", klass="y", priority=-50),
     )
     assert rids(queue_of(order, mild, strong, other)) == ["strong", "other", "mild"]
-    assert order.beats(strong, mild)
-    assert not order.beats(strong, other)
+    assert order.may_preempt(strong, mild)
+    assert not order.may_preempt(strong, other)
 
 
-def test_what_a_class_was_served_is_charged_to_it_under_every_policy() -> None:
+def test_a_class_is_charged_under_every_policy() -> None:
     order = RequestOrdering(FirstComeFirstServed(), CLASSES)
     served = request("h", klass="high")
     queue = queue_of(order, request("low", klass="low"), request("high", klass="high"))
@@ -175,7 +175,7 @@ def test_what_a_class_was_served_is_charged_to_it_under_every_policy() -> None:
 
 
 def test_a_step_is_charged_like_each_of_its_tokens() -> None:
-    """Three of a's requests and one of b's, of which two are of the high class."""
+    """Three requests of tenant a and one of tenant b; two of the four are of the high class."""
     rows = [request(f"r{i}", tenant=tenant, klass=klass) for i, (tenant, klass) in enumerate(
         [("a", "high"), ("a", "low"), ("b", "high"), ("a", "low")]
     )]  # fmt: skip
@@ -186,12 +186,12 @@ def test_a_step_is_charged_like_each_of_its_tokens() -> None:
         one_by_one.served(row, num_output=1)
     assert at_once.counters.value("a") == one_by_one.counters.value("a") == 3.0
     assert at_once.counters.value("b") == one_by_one.counters.value("b") == 2.0
-    assert order.claim_to_stay(rows[0])[0] == -4.0 / CLASSES.class_weights["high"]
-    assert order.claim_to_stay(rows[1])[0] == -4.0 / CLASSES.class_weights["low"]
+    assert order.retraction_rank(rows[0])[0] == -4.0 / CLASSES.class_weights["high"]
+    assert order.retraction_rank(rows[1])[0] == -4.0 / CLASSES.class_weights["low"]
 
 
-def test_without_fair_or_classes_nobody_counts() -> None:
-    order = make_order(SchedulingOptions())
+def test_without_fair_or_classes_nothing_is_charged() -> None:
+    order = make_ordering(SchedulingOptions())
     assert not order.is_charging
     order.decoded([None])  # type: ignore[list-item]  # not even looked at
 
@@ -204,10 +204,10 @@ def test_without_fair_or_classes_nobody_counts() -> None:
     shares=st.fixed_dictionaries({name: st.sampled_from([1.0, 2.0, 5.0]) for name in "abc"}),
     num_rows=st.integers(1, 4),
 )
-def test_tenants_with_work_waiting_stay_within_the_bound_of_the_method(
+def test_service_of_backlogged_tenants_stays_within_the_papers_bound(
     lengths: list[tuple[str, int, int]], shares: dict[str, float], num_rows: int
 ) -> None:
-    """Theorem 4.4 of the paper: counters of the backlogged differ by at most U = max(w_p L_input, w_q M)."""
+    """Theorem 4.4 of the paper: counters of backlogged tenants differ by at most U = max(w_p L_input, w_q M)."""
     policy = Fair(shares)
     order = RequestOrdering(policy)
     queue = queue_of(
@@ -219,7 +219,7 @@ def test_tenants_with_work_waiting_stay_within_the_bound_of_the_method(
     running: deque[Request] = deque()
     while queue or running:
         while queue and len(running) < num_rows:
-            first = queue.in_order(0.0)[0]
+            first = queue.sorted(0.0)[0]
             del queue[first.key]
             order.admitted(first, num_input=len(first.prompt))
             running.append(first)
@@ -240,19 +240,22 @@ def test_tenants_with_work_waiting_stay_within_the_bound_of_the_method(
         ({"priority_classes": ("high:0",)}, "not 'high:0'"),
         ({"priority_classes": ("high:inf",)}, "not 'high:inf'"),
         ({"priority_classes": ("a:1", "a:2")}, "--priority-classes names a twice"),
-        ({"default_priority_class": "a"}, "--default-priority-class a is not one of the classes .*--priority-classes"),
-        ({"priority_classes": ("a:1",), "default_priority_class": "b"}, "b is not one of the classes .which are a."),
+        ({"default_priority_class": "a"}, "--default-priority-class a is not in --priority-classes"),
+        (
+            {"priority_classes": ("a:1",), "default_priority_class": "b"},
+            "b is not in .*; known classes: a",
+        ),
         ({"tenant_shares": ("a:1",)}, "--tenant-shares has no effect without --schedule-policy fair"),
         ({"schedule_policy": "fair", "tenant_shares": ("a:x",)}, "--tenant-shares must be NAME:WEIGHT"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options: dict[str, object], complaint: str) -> None:
+def test_an_invalid_option_is_refused_by_name(options: dict[str, object], complaint: str) -> None:
     for cls in (GatewayConfig, NodeConfig):
         with pytest.raises(ConfigError, match=complaint):
             cls(**options)
 
 
-def test_weights_come_as_they_were_given() -> None:
+def test_weights_keep_their_order() -> None:
     config = NodeConfig(priority_classes=("high:8", "normal:3", "low:1.5"))
     assert list(config.class_weights.items()) == [("high", 8.0), ("normal", 3.0), ("low", 1.5)]
     assert config.default_class == config.priority_rules.default_class == "low"

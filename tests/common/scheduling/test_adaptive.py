@@ -1,4 +1,4 @@
-"""``adaptive`` picks a policy from what it measures, sticks to it for a while, and says why."""
+"""``adaptive`` chooses a policy by measurement, keeps it for a minimum time, and reports the reason."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def serve(policy: Adaptive, some: list[Request]) -> None:
         policy.left(request)
 
 
-def test_it_begins_with_the_order_of_arrival() -> None:
+def test_adaptive_begins_with_fcfs() -> None:
     policy = adaptive()
     waiting = requests(3)
     assert list(policy.order(waiting, 0.0)) == waiting
@@ -42,7 +42,7 @@ def test_it_begins_with_the_order_of_arrival() -> None:
     assert policy.reason == "few requests wait, little of them is cached, and deadlines are met"
 
 
-def test_a_long_queue_makes_it_hrrn_until_the_queue_is_short() -> None:
+def test_adaptive_follows_hrrn_while_the_queue_is_long() -> None:
     policy = adaptive()
     policy.order(requests(63), 0.0)
     assert policy.choice == "fcfs"
@@ -55,7 +55,7 @@ def test_a_long_queue_makes_it_hrrn_until_the_queue_is_short() -> None:
     assert policy.num_switches == 2
 
 
-def test_a_choice_stands_for_a_while() -> None:
+def test_a_choice_stands_for_a_minimum_time() -> None:
     policy = adaptive()
     policy.order(requests(64), 10.0)
     policy.order(requests(1), 10.0 + MIN_STAY_S - 0.01)
@@ -64,7 +64,7 @@ def test_a_choice_stands_for_a_while() -> None:
     assert policy.choice == "fcfs"
 
 
-def test_cached_prompts_make_it_lpm() -> None:
+def test_adaptive_follows_lpm_while_prompts_are_cached() -> None:
     policy = adaptive()
     serve(policy, requests(15, cached=90))  # 0.9 * (1 - (63/64) ** 15) = 0.189
     policy.order([], 0.0)
@@ -80,7 +80,7 @@ def test_cached_prompts_make_it_lpm() -> None:
     assert policy.choice == "fcfs"
 
 
-def test_missed_deadlines_make_it_edf_whatever_else_holds() -> None:
+def test_adaptive_follows_edf_first_while_deadlines_are_missed() -> None:
     policy = adaptive()
     late = requests(4, cached=90)
     serve(policy, late)
@@ -101,12 +101,12 @@ def test_missed_deadlines_make_it_edf_whatever_else_holds() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 64])
-def test_it_loses_nobody(count: int) -> None:
+def test_adaptive_loses_no_request(count: int) -> None:
     waiting = requests(count)
     assert set(map(id, adaptive().order(waiting, 0.0))) == set(map(id, waiting))
 
 
-def test_a_node_tells_what_was_chosen_and_why() -> None:
+def test_a_node_logs_the_chosen_policy_and_the_reason() -> None:
     cluster = LocalCluster(policy="adaptive", max_running=1)
     for number in range(70):
         cluster.submit(f"r{number}", tuple(range(number * 50, number * 50 + 20)), SamplingParams(max_new_tokens=2))
@@ -121,7 +121,7 @@ def test_a_node_tells_what_was_chosen_and_why() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1_000])
-def test_deadlines_that_pass_are_noticed_where_the_requests_waited(lookahead: int) -> None:
+def test_missed_deadlines_count_where_the_requests_waited(lookahead: int) -> None:
     """Every second request has too little time, in the gateway's queue or on the nodes."""
     service = Service(limits=Limits(max_running=2), schedule_policy="adaptive", gateway_lookahead=lookahead)
     for number in range(60):
@@ -137,7 +137,7 @@ def test_deadlines_that_pass_are_noticed_where_the_requests_waited(lookahead: in
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
-def test_other_policies_have_nothing_to_tell(policy: str) -> None:
+def test_other_policies_log_no_choice(policy: str) -> None:
     cluster = LocalCluster(policy=policy)
     cluster.submit("r", (1, 2, 3), SamplingParams(max_new_tokens=2))
     cluster.run()

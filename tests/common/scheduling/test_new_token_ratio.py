@@ -1,11 +1,16 @@
-"""How the expected share of the allowed output falls while all goes well, and jumps after a retraction."""
+"""The new-token ratio falls with each step and rises after a retraction."""
 
 import pytest
 
 from common.errors import ConfigError
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants, constants_from, expected_tokens
+from common.scheduling.new_token_ratio import (
+    NewTokenRatio,
+    RatioConstants,
+    expected_tokens,
+    ratio_constants_from_environ,
+)
 
 
 def running(max_new: int, num_output: int, *, ignore_eos: bool = False) -> Request:
@@ -36,7 +41,7 @@ def test_conservativeness_scales_the_ratio_up_to_one() -> None:
     assert careful.value == pytest.approx(0.14)
 
 
-def test_after_a_retraction_the_ratio_is_what_the_remaining_requests_have_shown() -> None:
+def test_after_a_retraction_the_ratio_follows_the_remaining_requests() -> None:
     ratio = NewTokenRatio(RatioConstants())
     ratio.retracted([running(100, 30), running(299, 70)])
     assert ratio.value == (100 + 20 * 2) / (399 + 1)
@@ -46,7 +51,7 @@ def test_after_a_retraction_the_ratio_is_what_the_remaining_requests_have_shown(
     assert ratio.value == 0.0
 
 
-def test_expected_tokens_are_clipped_scaled_and_whole_under_ignore_eos() -> None:
+def test_expected_tokens_are_clipped_and_scaled_except_with_ignore_eos() -> None:
     requests = [running(100, 20), running(10_000, 0), running(50, 10, ignore_eos=True)]
     assert expected_tokens(requests, 0.5, 4096) == 40 + 2048 + 40
     assert expected_tokens([running(3, 0)], 0.5, 4096) == 2
@@ -54,7 +59,7 @@ def test_expected_tokens_are_clipped_scaled_and_whole_under_ignore_eos() -> None
 
 
 def test_constants_come_from_the_environment() -> None:
-    assert constants_from({}) == RatioConstants(0.7, 0.14, 600, 20, 4096)
+    assert ratio_constants_from_environ({}) == RatioConstants(0.7, 0.14, 600, 20, 4096)
     environ = {
         "BATON_INIT_NEW_TOKEN_RATIO": "0.5",
         "BATON_MIN_NEW_TOKEN_RATIO_FACTOR": "0.2",
@@ -62,7 +67,7 @@ def test_constants_come_from_the_environment() -> None:
         "BATON_RETRACT_DECODE_STEPS": "0",
         "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512",
     }
-    assert constants_from(environ) == RatioConstants(0.5, 0.2, 100, 0, 512)
+    assert ratio_constants_from_environ(environ) == RatioConstants(0.5, 0.2, 100, 0, 512)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,6 @@ def test_constants_come_from_the_environment() -> None:
         ("BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4e3"),
     ],
 )
-def test_a_constant_that_cannot_be_is_refused_by_name(name: str, value: str) -> None:
+def test_an_invalid_constant_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        constants_from({name: value})
+        ratio_constants_from_environ({name: value})

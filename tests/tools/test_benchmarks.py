@@ -1,0 +1,37 @@
+"""Every benchmark runs in its shortest form and measures something."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks.main import NAMES, empty_figures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+#: Benchmarks that start several services or processes.
+SLOW = {"disagg", "handoff", "pictures", "transfer"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
+def test_the_shortest_form_prints_figures_greater_than_zero(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    ended = subprocess.run(
+        [sys.executable, "-m", "scripts.cli", "bench", name, "--shortest", f"--json={path}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-4000:] + ended.stdout[-4000:]
+    figures = json.loads(path.read_text())
+    assert figures
+    assert {name: value for name, value in figures.items() if not (math.isfinite(value) and value > 0)} == {}
+    assert ended.stdout.strip()
+
+
+def test_zero_infinite_and_undefined_figures_are_empty() -> None:
+    assert empty_figures({"chunks": 0.0, "answers": 3.0, "rate": math.inf, "gap": math.nan, "lag": -1.0}) == [
+        "chunks", "rate", "gap", "lag",
+    ]  # fmt: skip
