@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.scheduling import is_own
+from common.config.scheduling import is_user_defined
 from common.errors import ConfigError
 from common.request import LOWEST_PRIORITY, Request
 from common.scheduling.policies.base import Policy
@@ -81,7 +81,7 @@ class PriorityFunction:
         return priority
 
 
-class OwnPolicy(Policy):
+class UserPolicy(Policy):
     """Calls a user's policy. If it fails, or returns other requests, the order of arrival is used."""
 
     def __init__(self, policy: Any, spec: str) -> None:
@@ -145,7 +145,7 @@ def load_policy(spec: str) -> Policy | None:
     Raises:
         ConfigError: the policy cannot be imported or constructed, or lacks a method.
     """
-    if not is_own(spec):
+    if not is_user_defined(spec):
         return None
     flag = f"--schedule-policy {spec}"
     policy = _made(_imported(spec, flag), flag)
@@ -156,7 +156,7 @@ def load_policy(spec: str) -> Policy | None:
             "left(request) and served(request, num_input=, num_output=); derive it from "
             "common.scheduling.policies.base.Policy to inherit defaults"
         )
-    return OwnPolicy(policy, spec)
+    return UserPolicy(policy, spec)
 
 
 def load_priority_function(spec: str | None) -> PriorityFunction | None:

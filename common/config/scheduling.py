@@ -13,7 +13,7 @@ from common.errors import ConfigError
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
 PREEMPTION_THRESHOLD = 10
 #: MODULE:NAME of an object of the user's own.
-_OWN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
+_USER_DEFINED = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _check_policy_options(config: Any) -> None:
 
 def _check_priorities(config: Any) -> None:
     function = config.priority_function
-    if function is not None and not is_own(function):
+    if function is not None and not is_user_defined(function):
         raise ConfigError(f"--priority-function must be MODULE:NAME, not {function!r}")
     if not config.enable_priority_scheduling:
         for name in (
@@ -233,18 +233,18 @@ def _flag(name: str) -> str:
 def _check_classes(config: Any) -> None:
     weights, default = config.class_weights, config.default_priority_class
     if default is not None and default not in weights:
-        known = ", ".join(weights) or "none"
-        raise ConfigError(f"--default-priority-class {default} is not in --priority-classes; known classes: {known}")
+        known = ", ".join(weights) or "none; add --priority-classes"
+        raise ConfigError(f"--default-priority-class {default} is not one of the classes (which are {known})")
 
 
 def check_policy(name: str) -> None:
     """Raises ConfigError: the policy is unknown."""
-    if name not in POLICIES and not is_own(name):
+    if name not in POLICIES and not is_user_defined(name):
         raise ConfigError(
             f"--schedule-policy {name} is unknown; use one of {', '.join(POLICIES)}, or MODULE:NAME for your own"
         )
 
 
-def is_own(name: str) -> bool:
+def is_user_defined(name: str) -> bool:
     """Whether ``name`` has the form MODULE:NAME of an object of the user's own."""
-    return re.fullmatch(_OWN, name) is not None
+    return re.fullmatch(_USER_DEFINED, name) is not None

@@ -1,6 +1,6 @@
 """A prefill and a decode node, the wire and the control connections between them, as one world for ``explore``.
 
-Sender, Receiver, PageBooks and the in-process wire are the production's own. What is played here is what surrounds
+Sender, Receiver, PageAllocator and the in-process wire are the production's own. What is played here is what surrounds
 them: roles (after ``prefill_node.role`` and ``decode_node.role``), control connections, deaths, time. Pages arrive in
 any order, and a message whenever its turn has come; faults, of which a run has ``Scope.num_faults``, break that order
 too. When nothing else can happen the deadlines of requests run out, then leases do; so a run ends when no node holds
