@@ -1,1 +1,1 @@
-"""The gateway: HTTP and text towards the user, the control plane towards the nodes, and the choice of a pair."""
+"""The gateway: speaks HTTP and text to clients, chooses a pair of nodes for each request, and relays the tokens."""

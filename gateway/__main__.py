@@ -1,4 +1,4 @@
-"""``python -m gateway``: reads the configuration, fetches the tokenizer's files, serves until told to stop."""
+"""``python -m gateway``: resolves the configuration, fetches the tokenizer files, serves until a signal."""
 
 import asyncio
 import logging
@@ -11,13 +11,13 @@ from common.config.cli import resolve
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from gateway.server import Gateway
-from gateway.workers.model_files import model_folders
+from gateway.workers.served_models import model_folders
 
 log = logging.getLogger("gateway")
 
 
 async def serve(gateway: Gateway) -> None:
-    """Runs until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -31,7 +31,7 @@ async def serve(gateway: Gateway) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+    """Runs the command; returns the exit status."""
     config = resolve(GatewayConfig, argv, command="gateway", help="Speak HTTP and text, choose nodes, relay tokens.")
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fast_loop() -> "type[asyncio.AbstractEventLoop] | None":
-    """uvloop's event loop where it is installed; else the standard one."""
+    """uvloop's event loop if it is installed, else the standard one."""
     try:
         import uvloop
     except ImportError:

@@ -28,7 +28,7 @@ class Routing:
     max_queued_requests: int | None = option(
         None, "Requests that may wait at a node, and at the gateway for each model; further ones get 429.", minimum=0
     )
-    gateway_lookahead: int = option(
+    max_dispatch_ahead: int = option(
         64,
         "Requests that the gateway sends out beyond what the decode nodes run at once, for each node that computes "
         "prompts; more of them wait in the gateway, in order. Fewer keep less on the nodes, and delay first tokens.",

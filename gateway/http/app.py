@@ -1,14 +1,15 @@
-"""The HTTP edge: routes, keys, bodies, errors. What a handler raises becomes an answer in OpenAI's envelope here.
+"""The HTTP edge: routes, keys, bodies, errors. An exception of a handler becomes an answer in OpenAI's envelope here.
 
 Built on aiohttp's low-level server: one dictionary of routes, no middleware, and a handler is cancelled as soon as its
-client has gone.
+client disconnects.
 """
 
 import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -16,15 +17,12 @@ from aiohttp.web_exceptions import HTTPException
 
 from common.errors import HTTP_STATUS, ErrorCode, RequestError
 from gateway.http.auth import Authenticator
-from gateway.http.limits import LIGHT_BYTES, check_weight
+from gateway.http.limits import LIGHT_BYTES, BodyLimits, check_weight
 from gateway.http.responses import as_error, encode_json, error_body
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-OnDone = Callable[[str, int], None]
-
-#: Paths that need no key: they tell nothing about requests or configuration.
+#: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 LINGER_S = 5.0
 CLIENT_GONE = 499
@@ -32,7 +30,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class _OurFaults(logging.Filter):
-    """Keeps tracebacks out of the log that only say that a client left, or does not speak HTTP."""
+    """Drops tracebacks of clients that disconnected or do not speak HTTP."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
@@ -44,7 +42,7 @@ http_log.addFilter(_OurFaults())
 
 
 class HttpError(RequestError):
-    """A fault of the HTTP message itself, with its own status."""
+    """An invalid HTTP message, with its own status."""
 
     def __init__(self, status: int, message: str, *, allow: str = "") -> None:
         super().__init__(ErrorCode.INVALID_REQUEST, message)
@@ -56,29 +54,58 @@ class HttpError(RequestError):
         return self._status
 
 
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """An authenticated HTTP request with its complete body, as a handler gets it.
+
+    Attributes:
+        tenant: of the API key or the tenant header; empty for none.
+        body: JSON bytes; empty for routes that take none.
+    """
+
+    http: web.BaseRequest
+    tenant: str
+    body: bytes = b""
+
+
+Handler = Callable[[HttpCall], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Attributes:
+    methods: handlers by HTTP method. One for POST is given the body.
+    ignores_body: the handler for POST does not read one.
+    """
+
+    methods: Mapping[str, Handler]
+    ignores_body: bool = False
+
+
+class HttpObserver(Protocol):
+    """Counts what the HTTP server does."""
+
+    def answered(self, path: str, status: int) -> None: ...
+    def rejected(self, model: str, error: RequestError) -> None: ...
+
+
 class HttpServer:
-    """Takes HTTP requests apart and hands them to their handlers.
+    """Authenticates HTTP requests, reads their bodies and hands them to their handlers.
 
     Args:
-        routes: handlers by path and method; a path that ends in ``/*`` stands for all below it.
-        callers: knows whose key a request carries.
-        max_body_bytes: larger bodies get 413.
-        body_timeout_s: slower bodies get 408.
-        max_values: of a body; more get 413.
-        on_done: told of every answer's path and status.
+        routes: by path; a path that ends in ``/*`` stands for all below it.
+        authenticator: finds the tenant of a request.
+        observer: told of every answer, and of bodies that are refused.
     """
 
     def __init__(
-        self, routes: Mapping[str, Mapping[str, Handler]], *, callers: Authenticator, max_body_bytes: int,
-        body_timeout_s: float, max_values: Callable[[], int], on_done: OnDone,
-    ) -> None:  # fmt: skip
+        self, routes: Mapping[str, Route], *, authenticator: Authenticator, limits: BodyLimits, observer: HttpObserver
+    ) -> None:
         self._routes = routes
-        self._callers = callers
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
-        self._max_values = max_values
-        self._on_done = on_done
-        self.is_stopping = False
+        self._authenticator = authenticator
+        self._limits = limits
+        self._observer = observer
+        self._is_stopping = False
 
     def server(self, *, header_timeout_s: float) -> web.Server:
         """The protocol factory. Needs the running event loop."""
@@ -91,13 +118,17 @@ class HttpServer:
             lingering_time=LINGER_S,
         )
 
+    def begin_stop(self) -> None:
+        """Refuses further POST requests with 503."""
+        self._is_stopping = True
+
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One request, to its answer. Only a client's disappearance raises."""
+        """Answers one request. Raises only if the client disconnects."""
         path = self._known(request.raw_path.partition("?")[0])
         try:
             response = await self._route(request, path)
         except (ConnectionError, asyncio.CancelledError):
-            self._on_done(path, CLIENT_GONE)
+            self._observer.answered(path, CLIENT_GONE)
             raise
         except HTTPException:
             raise
@@ -105,79 +136,84 @@ class HttpServer:
             if not isinstance(error, RequestError):
                 log.exception("a request for %s failed", path)
             response = error_response(as_error(error))
-        self._on_done(path, response.status)
+        self._observer.answered(path, response.status)
         return response
 
     def _known(self, path: str) -> str:
-        """The route that a path takes; "other" if there is none."""
+        """The route of a path, or "other"."""
         if path in self._routes:
             return path
         parent = path.rpartition("/")[0]
-        while parent:  # names of models may have slashes in them
+        while parent:  # names of models may contain slashes
             if f"{parent}/*" in self._routes:
                 return f"{parent}/*"
             parent = parent.rpartition("/")[0]
         return "other"
 
     async def _route(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        methods = self._routes.get(path)
-        self._callers.tenant(request.headers, is_open=path in OPEN_PATHS)
-        if methods is None:
+        tenant = self._authenticator.tenant(request.headers, is_open=path in OPEN_PATHS)
+        route = self._routes.get(path)
+        if route is None:
             raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
-        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        method = "GET" if request.method == "HEAD" else request.method
+        handler = route.methods.get(method)
         if handler is None:
-            allow = ", ".join(methods)
+            allow = ", ".join(route.methods)
             raise HttpError(405, f"the method {request.method[:16]} is not allowed here, only {allow}", allow=allow)
-        if self.is_stopping and request.method == "POST":
+        if self._is_stopping and method == "POST":
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
-        return await handler(request)
+        if method != "POST" or route.ignores_body:
+            return await handler(HttpCall(request, tenant))
+        try:
+            body = await self._body(request)
+        except RequestError as error:
+            self._observer.rejected("", error)
+            raise
+        return await handler(HttpCall(request, tenant, body))
 
-    def tenant(self, request: web.BaseRequest) -> str:
-        """On whose account a request is that has come through here; empty for nobody's in particular."""
-        return self._callers.tenant(request.headers)
-
-    async def body(self, request: web.BaseRequest) -> bytes:
-        """The JSON body's bytes. Raises RequestError: not JSON, too large, too slow, too much in it."""
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """The JSON body's bytes. Raises RequestError: not JSON, too large, too slow, too many values."""
         kind = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise HttpError(415, "the Content-Type must be application/json")
-        if request.content_length is not None and request.content_length > self._max_body_bytes:
+        limits = self._limits
+        if request.content_length is not None and request.content_length > limits.max_bytes:
             raise self._too_large()
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(CONTINUE)
         try:
-            if request.content.is_eof() and request.content.total_bytes <= self._max_body_bytes:
+            if request.content.is_eof() and request.content.total_bytes <= limits.max_bytes:
                 body = request.content.read_nowait()  # all of it came with the headers
             else:
-                async with asyncio.timeout(self._body_timeout_s):
+                async with asyncio.timeout(limits.timeout_s):
                     body = await self._read(request)
         except TimeoutError as error:
-            raise HttpError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from error
+            raise HttpError(408, f"the body did not arrive within {limits.timeout_s:g} s") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise HttpError(400, "the body cannot be read: its transfer or content encoding is broken") from error
         if len(body) > LIGHT_BYTES:
-            await check_weight(body, self._max_values())
+            await check_weight(body, limits.max_values())
         return body
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         body = bytearray()
         while chunk := await request.content.readany():
             body += chunk
-            if len(body) > self._max_body_bytes:
+            if len(body) > self._limits.max_bytes:
                 raise self._too_large()
         return bytes(body)
 
     def _too_large(self) -> RequestError:
-        return RequestError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than {self._max_body_bytes} bytes")
+        message = f"the body is larger than {self._limits.max_bytes} bytes (the gateway's --max-body-bytes)"
+        return RequestError(ErrorCode.BODY_TOO_LARGE, message)
 
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """An answer in JSON."""
     return web.Response(body=encode_json(data), status=status, headers=headers, content_type="application/json")
 
 
 def error_response(error: RequestError) -> web.Response:
-    """An error in OpenAI's envelope, with the headers that belong to its status."""
+    """An error in OpenAI's envelope, with the headers of its status."""
     status = error.status if isinstance(error, HttpError) else HTTP_STATUS[error.code]
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:

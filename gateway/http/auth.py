@@ -1,7 +1,6 @@
-"""Who is calling: API keys, the tenants they belong to, and the header that names one.
+"""Authentication: API keys, the tenants they belong to, and the header that names a tenant.
 
-Keys are kept as hashes of hashes under a secret of this process: what is compared, and how long a look-up takes, tells
-nothing about a key.
+Keys are kept as hashes under a secret of this process, so the duration of a look-up reveals nothing about a key.
 """
 
 import hashlib
@@ -21,12 +20,12 @@ MAX_FILE_BYTES = 16 << 20
 
 
 class Authenticator:
-    """Takes a request's headers for the tenant that sends it.
+    """Finds the tenant of a request from its headers.
 
     Args:
-        api_key: of those who belong to no tenant; None if there is none.
+        api_key: a key that belongs to no tenant, or None.
         hashes: tenants by the SHA-256 of their keys, in hexadecimal.
-        is_header_taken: whether ``x-baton-tenant`` says on whose account a request is.
+        is_header_taken: the header ``x-baton-tenant`` names the tenant.
     """
 
     def __init__(self, api_key: str | None, hashes: Mapping[str, str], *, is_header_taken: bool) -> None:
@@ -38,13 +37,13 @@ class Authenticator:
         self.needs_key = bool(self._tenants)
 
     def tenant(self, headers: Mapping[str, str], *, is_open: bool = False) -> str:
-        """The tenant; empty for none in particular.
+        """The tenant of a request; empty for none.
 
         Args:
-            is_open: no key is needed for this, but a wrong header is wrong all the same.
+            is_open: the path needs no key; a wrong tenant header is refused all the same.
 
         Raises:
-            RequestError: no valid key, or a header that is not taken, not allowed, or not a name.
+            RequestError: no valid key, or a tenant header that is disabled, invalid or of another tenant.
         """
         by_key = self._by_key(headers.get("Authorization", "")) if self.needs_key and not is_open else ""
         named = headers.get(HEADER)
@@ -72,8 +71,8 @@ class Authenticator:
         return hmac.digest(self._secret, digest, "sha256")
 
 
-def make_callers(config: GatewayConfig) -> Authenticator:
-    """As the configuration wants them. Raises ConfigError: the file of keys cannot be used."""
+def make_authenticator(config: GatewayConfig) -> Authenticator:
+    """The authenticator as configured. Raises ConfigError: the file of --tenant-keys cannot be used."""
     hashes = {} if config.tenant_keys is None else read_keys(Path(config.tenant_keys))
     if config.api_key and hashlib.sha256(config.api_key.encode()).hexdigest() in hashes:
         raise ConfigError(f"--tenant-keys {config.tenant_keys}: a tenant has the key of --api-key")
@@ -81,10 +80,10 @@ def make_callers(config: GatewayConfig) -> Authenticator:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Tenants by the SHA-256 of their keys. What is wrong is told by line, never by key.
+    """Tenants by the SHA-256 of their keys.
 
     Raises:
-        ConfigError: names the file and the line.
+        ConfigError: names the file and the line, never a key.
     """
     where = f"--tenant-keys {path}"
     try:

@@ -1,28 +1,46 @@
-"""How much there is to be made of a JSON body, found out before it is decoded. Pure but for the turns of others.
+"""Bounds of a request body: its bytes, the time it may take, and how much a decoder would make of it.
 
-A body within the size limit can hold millions of lists, texts or numbers, and decoding it would hold the event loop for
-seconds, since a decoder makes all of them in one go. So they are counted first, a piece of the body at a time: commas
-and opening brackets outside of texts, and the texts themselves, keys among them.
+A body within the size limit can hold millions of lists, strings or numbers. Decoding it would block the event loop for
+seconds, since a decoder makes all of them in one call. So they are counted first, one piece of the body at a time:
+commas and opening brackets outside of strings, and the strings themselves, keys included.
 """
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ErrorCode, RequestError
 
-#: Bodies of so many bytes cannot hold enough to matter.
+#: Bodies of this size cannot hold enough to matter.
 LIGHT_BYTES = 64 << 10
 PIECE_BYTES = 256 << 10
-#: Texts (keys too), lists and objects of one body: about 13,000 messages.
+#: Strings (keys included), lists and objects of one body: about 13,000 messages.
 MAX_PARTS = 1 << 16
-#: Values, token ids for the most part, of one body; more if the context of a model has room for more.
+#: Values of one body, mostly token ids; more if the context of a model has room for more.
 MAX_VALUES = 1 << 18
 
 
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Attributes:
+    max_bytes: larger bodies get 413.
+    timeout_s: slower bodies get 408.
+    max_values: values of one body; more get 413.
+    """
+
+    max_bytes: int
+    timeout_s: float
+    max_values: Callable[[], int]
+
+
 async def check_weight(body: bytes, max_values: int) -> None:
-    """Lets others have their turn between pieces. Raises RequestError: there is too much in the body."""
+    """Counts a body's parts and values, yielding to the event loop between pieces.
+
+    Raises RequestError: there are too many.
+    """
     counter = Counter()
     start = 0
     while start < len(body):
@@ -39,24 +57,24 @@ async def check_weight(body: bytes, max_values: int) -> None:
 
 
 class Counter:
-    """What has been seen of a body so far.
+    """Counts of the part of a body seen so far.
 
     Attributes:
-        num_parts: texts, lists and objects.
-        num_values: of any kind, not counting the first of each list and object.
+        num_parts: strings, lists and objects.
+        num_values: values of any kind, without the first of each list and object.
     """
 
     def __init__(self) -> None:
         self._num_quotes = self._num_opened = self.num_values = 0
-        self._is_inside = False  # a text
+        self._is_inside = False  # a string
 
     @property
     def num_parts(self) -> int:
         return self._num_quotes // 2 + self._num_opened
 
     def add(self, piece: bytes) -> None:
-        """What comes next, which does not end amid an escape. Where JSON is broken the decoder stops, and so what is
-        counted from there on does not matter."""
+        """Counts the next piece, which must not end inside an escape. Counts after broken JSON do not matter: the
+        decoder stops there."""
         codes = np.frombuffer(piece.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
         if not len(codes):
             return

@@ -1,8 +1,9 @@
-"""What clients may send. Every field is named here; a field that does nothing yet is refused by name, and so is one
-that nobody knows. Bodies are decoded strictly; what is wrong comes out as one ``RequestError`` that names the field.
+"""The bodies that clients may send, decoded strictly.
+
+Every field is declared here. An unknown field is refused by name, as is a field without effect. All errors of decoding
+become a ``RequestError`` that names the field.
 """
 
-import functools
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -37,11 +38,11 @@ Prompts = str | list[str | int | list[int]]
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Unknown fields are refused."""
+    """A body that refuses unknown fields."""
 
 
-class Sampling(_Strict, kw_only=True):
-    """Sampling fields that all endpoints share. None stands for the model's default."""
+class SamplingFields(_Strict, kw_only=True):
+    """Sampling fields of all endpoints; None means the model's default."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -57,7 +58,7 @@ class Sampling(_Strict, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
-    # vLLM's and SGLang's name for the same: what stopped the output is shown.
+    # vLLM's and SGLang's names for one option: the stop string or token is shown.
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
 
@@ -67,8 +68,8 @@ class StreamOptions(_Strict, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAI(Sampling, kw_only=True):
-    """What the two OpenAI endpoints share."""
+class OpenAIRequest(SamplingFields, kw_only=True):
+    """Fields of both OpenAI endpoints."""
 
     model: str | None = None
     stream: bool | None = None
@@ -76,14 +77,14 @@ class OpenAI(Sampling, kw_only=True):
     max_tokens: Positive | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     return_token_ids: bool | None = None
-    # Baton's own, as in the other endpoints.
+    # Baton's own fields, in all endpoints.
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
-    # Only without effect.
+    # Refused unless they ask for nothing; see NO_EFFECT.
     response_format: Any = None
-    # For the caller's own books; nothing here depends on them.
+    # Accepted and ignored.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -93,11 +94,11 @@ class OpenAI(Sampling, kw_only=True):
     prompt_cache_retention: Any = None
 
 
-class Completion(OpenAI, kw_only=True):
+class CompletionRequest(OpenAIRequest, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: Prompts
-    max_tokens: Count | None = None  # 0 with echo: the prompt is only judged
+    max_tokens: Count | None = None  # 0 with echo: prompt log-probabilities only
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -105,7 +106,7 @@ class Completion(OpenAI, kw_only=True):
 
 
 class Part(_Strict, kw_only=True):
-    """A piece of a message's content. Anything but text is refused."""
+    """A part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
@@ -129,7 +130,7 @@ class ChatMessage(_Strict, kw_only=True):
     annotations: Any = None
 
 
-class Chat(OpenAI, kw_only=True):
+class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
@@ -138,7 +139,7 @@ class Chat(OpenAI, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    # Only without effect.
+    # Refused unless they ask for nothing; see NO_EFFECT.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -152,15 +153,15 @@ class Chat(OpenAI, kw_only=True):
     verbosity: Any = None
 
 
-class NativeSampling(Sampling, kw_only=True):
+class NativeSamplingParams(SamplingFields, kw_only=True):
     """``sampling_params`` of ``POST /generate``, in SGLang's names; ours of the OpenAI endpoints are understood too."""
 
-    max_new_tokens: Count | None = None  # 0: the prompt is only judged
+    max_new_tokens: Count | None = None  # 0: prompt log-probabilities only
     max_tokens: Count | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    # Only without effect.
+    # Refused unless they ask for nothing; see NO_EFFECT.
     spaces_between_special_tokens: bool | None = None
     json_schema: Any = None
     regex: Any = None
@@ -171,12 +172,12 @@ class NativeSampling(Sampling, kw_only=True):
     stream_interval: int | None = None
 
 
-class Native(_Strict, kw_only=True):
+class NativeRequest(_Strict, kw_only=True):
     """``POST /generate``."""
 
     text: Texts | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    sampling_params: NativeSamplingParams | list[NativeSamplingParams] | None = None
     stream: bool | None = None
     rid: Rid | list[Rid] | None = None
     return_logprob: bool | None = None
@@ -184,12 +185,12 @@ class Native(_Strict, kw_only=True):
     return_text_in_logprobs: bool | None = None
     logprob_start_len: StartLen | list[StartLen] | None = None
     model: str | None = None
-    # Baton's own, as in the other endpoints.
+    # Baton's own fields, in all endpoints.
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
-    # Only without effect.
+    # Refused unless they ask for nothing; see NO_EFFECT.
     token_ids_logprob: Any = None
     return_hidden_states: bool | None = None
     lora_path: Any = None
@@ -203,7 +204,7 @@ class Native(_Strict, kw_only=True):
     background: bool | None = None
 
 
-class Tokenize(_Strict, kw_only=True):
+class TokenizeRequest(_Strict, kw_only=True):
     """``POST /tokenize``: a text, texts, or messages that the chat template renders."""
 
     model: str | None = None
@@ -215,7 +216,7 @@ class Tokenize(_Strict, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Detokenize(_Strict, kw_only=True):
+class DetokenizeRequest(_Strict, kw_only=True):
     """``POST /detokenize``: one list of token ids, or several."""
 
     model: str | None = None
@@ -230,14 +231,14 @@ class AbortRequest(_Strict, kw_only=True):
     abort_all: bool = False
 
 
-class Reprioritized(_Strict, kw_only=True):
+class PriorityChange(_Strict, kw_only=True):
     """``POST /v1/requests/ID/priority``: at least one of the two."""
 
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
 
 
-#: Fields that have no effect yet, with the values under which that is what the client wants. Others are refused.
+#: Fields that have no effect yet, with the values that ask for nothing. Other values are refused.
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "response_format": ({"type": "text"},),
@@ -277,18 +278,18 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def refuse(message: str, param: str | None, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> RequestError:
-    """A complaint about one field of the body."""
+    """An error about one field of the body."""
     return RequestError(code, f"{param}: {message}" if param else message, param=param)
 
 
 class Codec:
-    """Strict decoders, one for each kind of body."""
+    """Strict decoders, one for each type of body."""
 
     def __init__(self) -> None:
         self._decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
     def decode(self, kind: type[Body], body: bytes) -> Body:
-        """The body as a struct. Raises RequestError naming the field at fault."""
+        """Decodes a body. Raises RequestError naming the field."""
         decoder = self._decoders.get(kind)
         if decoder is None:
             decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
@@ -302,23 +303,7 @@ class Codec:
             raise refuse("the body is not valid UTF-8", None) from error
         except RecursionError as error:
             raise refuse("the body is nested too deeply", None) from error
-        check_no_effect(decoded)
         return decoded
-
-
-def check_no_effect(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Refuses every field that asks for something which does not work yet. Raises RequestError naming it."""
-    for name in no_effect_fields(type(struct)):
-        value, allowed = getattr(struct, name), NO_EFFECT[name]
-        if value is not None and not any(value == other and type(value) is type(other) for other in allowed):
-            param = prefix + name
-            raise refuse("not supported by this server yet; leave it out", param, ErrorCode.NOT_SUPPORTED)
-
-
-@functools.cache
-def no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Those of a struct's fields that ``NO_EFFECT`` knows."""
-    return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
 
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
@@ -338,7 +323,7 @@ def _named(message: str) -> RequestError:
 
 
 def _malformed(body: bytes, message: str) -> RequestError:
-    """Broken JSON. ``NaN`` and the like stand right after a key: then that is the field at fault."""
+    """The error for broken JSON. It names a field if the fault, such as ``NaN``, directly follows its key."""
     at = re.search(r"\(byte (\d+)\)", message)
     key = _LAST_KEY.search(body[max(0, int(at.group(1)) - 80) : int(at.group(1))]) if at else None
     return refuse(f"the body is not valid JSON: {message}", key.group(1).decode() if key else None)

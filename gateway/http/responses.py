@@ -1,6 +1,6 @@
-"""What clients see: OpenAI's answers and stream chunks, SGLang's native ones, and errors in OpenAI's envelope.
+"""Formats answers and stream chunks of OpenAI's and SGLang's APIs, and errors in OpenAI's envelope.
 
-The common chunk, new text and nothing else, is put together from bytes prepared once for each output.
+A chunk with new text only, the common case, is assembled from bytes that are prepared once for each output.
 """
 
 import math
@@ -13,12 +13,12 @@ import msgspec
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import TokenLogprobs
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.text.tokenizer import Text
+from gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's own floor
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value
 
-#: Token counts in a stream: none, at its end, or with each chunk as well.
+#: Token counts in a stream: none, at its end, or also with each chunk.
 Usage = Literal["", "last", "each"]
 
 encode_json = msgspec.json.Encoder().encode
@@ -29,27 +29,27 @@ ERROR_TYPES = {
 }  # fmt: skip
 
 
-def event(data: Any) -> bytes:
+def sse_event(data: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + encode_json(data) + b"\n\n"
 
 
 def error_body(error: RequestError, status: int | None = None) -> dict[str, Any]:
-    """OpenAI's envelope."""
+    """An error in OpenAI's envelope."""
     status = status or error.status
     kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": str(error.code)}}
 
 
-def usage(relays: Sequence[OutputStream]) -> dict[str, Any]:
-    """OpenAI's ``usage``, over all outputs of a request: a prompt counts once, whatever the number of its samples."""
+def usage(outputs: Sequence[OutputStream]) -> dict[str, Any]:
+    """OpenAI's ``usage`` over all outputs of a request; each prompt counts once, however many samples it has."""
     prompts: dict[int, tuple[int, int]] = {}
-    for relay in relays:
-        number, cached = relay.ask.prompt_number, relay.cached_tokens
-        known = prompts.get(number)  # the sample that came first computed what its siblings found cached
-        prompts[number] = (len(relay.ask.prompt), cached if known is None else min(known[1], cached))
+    for output in outputs:
+        number, cached = output.request.prompt_number, output.cached_tokens
+        known = prompts.get(number)  # the first sample computed what the others found in the cache
+        prompts[number] = (len(output.request.prompt), cached if known is None else min(known[1], cached))
     prompt = sum(length for length, _ in prompts.values())
-    completion = sum(len(relay.ids) for relay in relays)
+    completion = sum(len(output.ids) for output in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -58,33 +58,33 @@ def usage(relays: Sequence[OutputStream]) -> dict[str, Any]:
     }
 
 
-def judged_prompt(relay: OutputStream) -> list[tuple[int, TokenLogprobs | None]]:
-    """The prompt's tokens from where the client wants them, with what the nodes said; nothing about the first."""
-    first = relay.ask.judged_from
+def prompt_logprob_entries(output: OutputStream) -> list[tuple[int, TokenLogprobs | None]]:
+    """Prompt tokens from ``logprob_start`` on with their log-probabilities; the first has none."""
+    first = output.request.logprob_start
     if first is None:
         return []
-    return list(zip(relay.ask.prompt[first:], chain([None], relay.prompt_logprobs, repeat(None)), strict=False))
+    return list(zip(output.request.prompt[first:], chain([None], output.prompt_logprobs, repeat(None)), strict=False))
 
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
-class _OpenAIRender:
-    """Shared by both OpenAI endpoints.
+class _OpenAIFormatter:
+    """Common part of both OpenAI endpoints.
 
     Args:
-        head: the answer's id, the moment of creation and the model's name.
-        usage: token counts in a stream.
+        head: the fields that begin every answer and chunk.
+        usage: which token counts a stream carries.
     """
 
     kind = ""
     chunk_kind = ""
 
     def __init__(
-        self, text: Text, head: dict[str, Any], *, with_logprobs: bool, with_ids: bool, usage: Usage = ""
+        self, tokenizer: Tokenizer, head: dict[str, Any], *, with_logprobs: bool, with_ids: bool, usage: Usage = ""
     ) -> None:
-        self._text = text
+        self._tokenizer = tokenizer
         self._head = head
         self._usage = usage
         self._with_logprobs = with_logprobs
@@ -93,33 +93,33 @@ class _OpenAIRender:
         self._offsets: dict[int, int] = {}
         self._prefixes: dict[int, bytes] = {}
 
-    def first(self, relays: Sequence[OutputStream]) -> bytes:
-        """What a stream begins with."""
+    def first(self, outputs: Sequence[OutputStream]) -> bytes:
+        """The bytes that begin a stream."""
         return b""
 
-    def chunk(self, relay: OutputStream, delta: Delta) -> bytes:
-        """One stream chunk; empty if there's nothing to show yet."""
-        is_echo = delta.first == 0 and bool(relay.ask.echo)
+    def chunk(self, output: OutputStream, delta: Delta) -> bytes:
+        """One stream chunk; empty if there is nothing to show."""
+        is_echo = delta.first == 0 and bool(output.request.echo)
         if not delta.text and not delta.is_last and not is_echo and (self._is_plain or not delta.ids):
             return b""
         if self._is_plain and not delta.is_last and not is_echo and not self._usage:
-            return self._plain_chunk(relay.number, delta.text)
-        choice = self._chunk_choice(relay, delta)
+            return self._plain_chunk(output.number, delta.text)
+        choice = self._chunk_choice(output, delta)
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
         if self._usage:
-            chunk["usage"] = usage([relay]) if self._usage == "each" else None
-        return event(chunk)
+            chunk["usage"] = usage([output]) if self._usage == "each" else None
+        return sse_event(chunk)
 
-    def last(self, relays: Sequence[OutputStream]) -> bytes:
-        """What a stream ends with."""
+    def last(self, outputs: Sequence[OutputStream]) -> bytes:
+        """The bytes that end a stream."""
         if not self._usage:
             return DONE
-        return event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage(relays)}) + DONE
+        return sse_event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage(outputs)}) + DONE
 
-    def answer(self, relays: Sequence[OutputStream]) -> dict[str, Any]:
-        """The whole answer at once."""
-        choices = [self._choice(relay) for relay in relays]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage(relays)}
+    def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self._choice(output) for output in outputs]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage(outputs)}
 
     def _plain_chunk(self, number: int, text: str) -> bytes:
         prefix = self._prefixes.get(number)
@@ -133,24 +133,24 @@ class _OpenAIRender:
     def _plain_middle(self, number: int) -> bytes:
         raise NotImplementedError
 
-    def _chunk_choice(self, relay: OutputStream, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, output: OutputStream, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _choice(self, relay: OutputStream) -> dict[str, Any]:
+    def _choice(self, output: OutputStream) -> dict[str, Any]:
         raise NotImplementedError
 
     def _finish(
-        self, relay: OutputStream, choice: dict[str, Any], ids: Iterable[int], is_last: bool = True
+        self, output: OutputStream, choice: dict[str, Any], ids: Iterable[int], is_last: bool = True
     ) -> dict[str, Any]:
-        choice["finish_reason"] = relay.finish if is_last else None
+        choice["finish_reason"] = output.finish if is_last else None
         if is_last:
-            choice["stop_reason"] = relay.matched
+            choice["stop_reason"] = output.matched
         if self._with_ids:
             choice["token_ids"] = list(ids)
         return choice
 
 
-class CompletionRender(_OpenAIRender):
+class CompletionFormatter(_OpenAIFormatter):
     """``text_completion``."""
 
     kind = chunk_kind = "text_completion"
@@ -159,68 +159,70 @@ class CompletionRender(_OpenAIRender):
     def _plain_middle(self, number: int) -> bytes:
         return b',"choices":[{"index":%d,"text":' % number
 
-    def _chunk_choice(self, relay: OutputStream, delta: Delta) -> dict[str, Any]:
-        text = relay.ask.echo + delta.text if delta.first == 0 else delta.text
-        choice = {"index": relay.number, "text": text, "logprobs": self._logprobs(relay, delta)}
-        return self._finish(relay, choice, delta.ids, delta.is_last)
+    def _chunk_choice(self, output: OutputStream, delta: Delta) -> dict[str, Any]:
+        text = output.request.echo + delta.text if delta.first == 0 else delta.text
+        choice = {"index": output.number, "text": text, "logprobs": self._logprobs(output, delta)}
+        return self._finish(output, choice, delta.ids, delta.is_last)
 
-    def _choice(self, relay: OutputStream) -> dict[str, Any]:
-        return self._chunk_choice(relay, Delta(relay.text, 0, relay.ids, relay.logprobs, is_last=True))
+    def _choice(self, output: OutputStream) -> dict[str, Any]:
+        return self._chunk_choice(output, Delta(output.text, 0, output.ids, output.logprobs, is_last=True))
 
-    def _logprobs(self, relay: OutputStream, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, output: OutputStream, delta: Delta) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        judged = list(zip(delta.ids, delta.logprobs, strict=False))
+        entries = list(zip(delta.ids, delta.logprobs, strict=False))
         if delta.first == 0:
-            judged = judged_prompt(relay) + judged
-        offset = self._offsets.get(relay.number, 0)
+            entries = prompt_logprob_entries(output) + entries
+        offset = self._offsets.get(output.number, 0)
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for token, entry in judged:
-            shown = self._text.piece(token).decode(errors="replace")
+        for token, entry in entries:
+            shown = self._tokenizer.piece(token).decode(errors="replace")
             tokens.append(shown)
             offsets.append(offset)
             offset += len(shown)
             values.append(None if entry is None else finite(entry.token))
             tops.append(None if entry is None else self._tops(shown, entry))
-        self._offsets[relay.number] = offset
+        self._offsets[output.number] = offset
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
     def _tops(self, shown: str, entry: TokenLogprobs) -> dict[str, float]:
         tops: dict[str, float] = {}
         for token, logprob in entry.top:
-            tops.setdefault(self._text.piece(token).decode(errors="replace"), finite(logprob))
+            tops.setdefault(self._tokenizer.piece(token).decode(errors="replace"), finite(logprob))
         tops.setdefault(shown, finite(entry.token))
         return tops
 
 
-class ChatRender(_OpenAIRender):
+class ChatFormatter(_OpenAIFormatter):
     """``chat.completion`` and its chunks."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     _plain_end = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
-    def first(self, relays: Sequence[OutputStream]) -> bytes:
+    def first(self, outputs: Sequence[OutputStream]) -> bytes:
         delta = {"role": "assistant", "content": ""}
-        choices = [{"index": relay.number, "delta": delta, "logprobs": None, "finish_reason": None} for relay in relays]
-        return event({**self._head, "object": self.chunk_kind, "choices": choices})
+        choices = [
+            {"index": output.number, "delta": delta, "logprobs": None, "finish_reason": None} for output in outputs
+        ]
+        return sse_event({**self._head, "object": self.chunk_kind, "choices": choices})
 
     def _plain_middle(self, number: int) -> bytes:
         return b',"choices":[{"index":%d,"delta":{"content":' % number
 
-    def _chunk_choice(self, relay: OutputStream, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, output: OutputStream, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text else {}
         logprobs = self._logprobs(delta.ids, delta.logprobs)
-        choice = {"index": relay.number, "delta": content, "logprobs": logprobs}
-        return self._finish(relay, choice, delta.ids, delta.is_last)
+        choice = {"index": output.number, "delta": content, "logprobs": logprobs}
+        return self._finish(output, choice, delta.ids, delta.is_last)
 
-    def _choice(self, relay: OutputStream) -> dict[str, Any]:
-        message = {"role": "assistant", "content": relay.text, "refusal": None}
-        logprobs = self._logprobs(relay.ids, relay.logprobs)
-        return self._finish(relay, {"index": relay.number, "message": message, "logprobs": logprobs}, relay.ids)
+    def _choice(self, output: OutputStream) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        logprobs = self._logprobs(output.ids, output.logprobs)
+        return self._finish(output, {"index": output.number, "message": message, "logprobs": logprobs}, output.ids)
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any] | None:
         if not self._with_logprobs:
@@ -233,64 +235,68 @@ class ChatRender(_OpenAIRender):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._text.piece(token)
+        piece = self._tokenizer.piece(token)
         return {"token": piece.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(piece)}
 
 
-class NativeRender:
+class NativeFormatter:
     """Answers and stream events of ``/generate``.
 
     Args:
-        is_incremental: stream events carry what is new instead of everything so far.
-        with_text: log-probabilities name each token's text.
+        is_incremental: stream events carry only new text instead of the whole text so far.
+        with_text: log-probabilities include the text of each token.
     """
 
     def __init__(
-        self, text: Text, *, with_logprobs: bool, with_text: bool, is_batch: bool, is_incremental: bool
+        self, tokenizer: Tokenizer, *, with_logprobs: bool, with_text: bool, is_batch: bool, is_incremental: bool
     ) -> None:
-        self._text = text
+        self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._with_text = with_text
         self._is_batch = is_batch
         self._is_incremental = is_incremental
 
-    def first(self, relays: Sequence[OutputStream]) -> bytes:
+    def first(self, outputs: Sequence[OutputStream]) -> bytes:
         return b""
 
-    def chunk(self, relay: OutputStream, delta: Delta) -> bytes:
-        first, text, ids = (delta.first, delta.text, delta.ids) if self._is_incremental else (0, relay.text, relay.ids)
-        body: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": self._meta(relay, first)}
+    def chunk(self, output: OutputStream, delta: Delta) -> bytes:
+        first, text, ids = (
+            (delta.first, delta.text, delta.ids) if self._is_incremental else (0, output.text, output.ids)
+        )
+        body: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": self._meta(output, first)}
         if self._is_batch:
-            body["index"] = relay.number
-        return event(body)
+            body["index"] = output.number
+        return sse_event(body)
 
-    def last(self, relays: Sequence[OutputStream]) -> bytes:
+    def last(self, outputs: Sequence[OutputStream]) -> bytes:
         return DONE
 
-    def answer(self, relays: Sequence[OutputStream]) -> Any:
-        answers = [{"text": relay.text, "output_ids": relay.ids, "meta_info": self._meta(relay, 0)} for relay in relays]
+    def answer(self, outputs: Sequence[OutputStream]) -> Any:
+        answers = [
+            {"text": output.text, "output_ids": output.ids, "meta_info": self._meta(output, 0)} for output in outputs
+        ]
         return answers if self._is_batch else answers[0]
 
-    def _meta(self, relay: OutputStream, first: int) -> dict[str, Any]:
+    def _meta(self, output: OutputStream, first: int) -> dict[str, Any]:
         meta: dict[str, Any] = {
-            "id": relay.ask.rid,
-            "finish_reason": finish_reason(relay),
-            "prompt_tokens": len(relay.ask.prompt),
-            "completion_tokens": len(relay.ids),
-            "cached_tokens": relay.cached_tokens,
+            "id": output.request.rid,
+            "finish_reason": finish_reason(output),
+            "prompt_tokens": len(output.request.prompt),
+            "completion_tokens": len(output.ids),
+            "cached_tokens": output.cached_tokens,
         }
         if self._with_logprobs:
-            entries = list(zip(relay.ids[first:], relay.logprobs[first:], strict=False))
+            entries = list(zip(output.ids[first:], output.logprobs[first:], strict=False))
             meta["output_token_logprobs"] = [self._entry(token, entry) for token, entry in entries if entry is not None]
             meta["output_top_logprobs"] = [self._tops(entry) for _, entry in entries if entry is not None]
             if first == 0:
-                prompt = judged_prompt(relay)
+                prompt = prompt_logprob_entries(output)
                 meta["input_token_logprobs"] = [self._entry(token, entry) for token, entry in prompt]
                 meta["input_top_logprobs"] = [None if entry is None else self._tops(entry) for _, entry in prompt]
-        if relay.is_ended:
-            meta["e2e_latency"] = relay.ended_at - relay.started_at
-            meta["time_to_first_token"] = max(relay.first_at - relay.started_at, 0.0)
-            meta["timings"] = relay.timings
+        if output.is_ended:
+            meta["e2e_latency"] = output.ended_at - output.started_at
+            meta["time_to_first_token"] = max(output.first_at - output.started_at, 0.0)
+            meta["timings"] = output.timings
         return meta
 
     def _entry(self, token: int, entry: TokenLogprobs | None) -> tuple[float | None, int, str | None]:
@@ -300,20 +306,20 @@ class NativeRender:
         return [(finite(logprob), token, self._shown(token)) for token, logprob in entry.top]
 
     def _shown(self, token: int) -> str | None:
-        return self._text.piece(token).decode(errors="replace") if self._with_text else None
+        return self._tokenizer.piece(token).decode(errors="replace") if self._with_text else None
 
 
-def finish_reason(relay: OutputStream) -> dict[str, Any] | None:
-    """SGLang's object; None while the output goes on."""
-    if relay.finish == "stop":
-        return {"type": "stop", "matched": relay.matched}
-    if relay.finish == "length":
-        return {"type": "length", "length": len(relay.ids)}
+def finish_reason(output: OutputStream) -> dict[str, Any] | None:
+    """SGLang's ``finish_reason``; None before the end."""
+    if output.finish == "stop":
+        return {"type": "stop", "matched": output.matched}
+    if output.finish == "length":
+        return {"type": "length", "length": len(output.ids)}
     return None
 
 
 def as_error(error: BaseException) -> RequestError:
-    """Any failure as a named one; what is unforeseen is ours."""
+    """Any exception as a ``RequestError``; an unexpected one becomes an internal error."""
     if isinstance(error, RequestError):
         return error
     return RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says more")

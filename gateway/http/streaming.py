@@ -1,4 +1,4 @@
-"""From relays to an HTTP answer: all at once, or as server-sent events while the tokens come."""
+"""Writes outputs to an HTTP response: whole, or as server-sent events while the tokens arrive."""
 
 import asyncio
 import logging
@@ -10,14 +10,14 @@ from aiohttp import web
 
 from common.errors import RequestError
 from gateway.http.app import json_response
-from gateway.http.responses import as_error, error_body, event
-from gateway.requests.output_processor import Delta, OutputStream
+from gateway.http.responses import as_error, error_body, sse_event
+from gateway.requests.output_processor import Delta, OutputEvents, OutputStream
 
 log = logging.getLogger(__name__)
 
-#: Tokens with log-probabilities that are worth a thread: each takes some microseconds to be written down.
-MANY_JUDGED = 2_048
-#: A client that stops reading keeps its connection so long after its request's deadline.
+#: Answers with more log-probabilities than this are formatted on a thread; each takes some microseconds.
+MANY_LOGPROBS = 2_048
+#: A client that stops reading is disconnected this long after its request's deadline.
 STALL_S = 60.0
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -29,79 +29,54 @@ SSE_HEADERS = {
 Made = TypeVar("Made")
 
 
-class Render(Protocol):
-    """One way to write outputs down; see ``gateway.http.responses``."""
+class ResponseFormatter(Protocol):
+    """Formats outputs as one API wants them; see ``gateway.http.responses``."""
 
-    def first(self, relays: Sequence[OutputStream]) -> bytes: ...
-    def chunk(self, relay: OutputStream, delta: Delta) -> bytes: ...
-    def last(self, relays: Sequence[OutputStream]) -> bytes: ...
-    def answer(self, relays: Sequence[OutputStream]) -> Any: ...
-
-
-class OutputEvents:
-    """Where the outputs of one HTTP request report that they have something new."""
-
-    def __init__(self, *, only_ends: bool) -> None:
-        self._only_ends = only_ends
-        self._changed: dict[int, OutputStream] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self, relay: OutputStream) -> None:
-        if self._only_ends and not relay.is_ended:
-            return
-        self._changed[relay.number] = relay
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def changed(self) -> list[OutputStream]:
-        """Waits for news; returns the outputs that have some, each once."""
-        if not self._changed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        changed, self._changed = list(self._changed.values()), {}
-        return changed
+    def first(self, outputs: Sequence[OutputStream]) -> bytes: ...
+    def chunk(self, output: OutputStream, delta: Delta) -> bytes: ...
+    def last(self, outputs: Sequence[OutputStream]) -> bytes: ...
+    def answer(self, outputs: Sequence[OutputStream]) -> Any: ...
 
 
-async def whole(relays: list[OutputStream], outlet: OutputEvents, render: Render) -> web.Response:
-    """Waits for all outputs; the first error is everybody's."""
-    num_open = len(relays)
+async def whole(outputs: list[OutputStream], events: OutputEvents, formatter: ResponseFormatter) -> web.Response:
+    """Waits for all outputs; the first error fails the whole request."""
+    num_open = len(outputs)
     while num_open:
-        for relay in await outlet.changed():
+        for output in await events.changed():
             num_open -= 1
-            if relay.error is not None:
-                raise relay.error
-    num_judged = sum(len(relay.prompt_logprobs) + len(relay.logprobs) for relay in relays)
-    return await _made(num_judged, lambda: json_response(render.answer(relays)))
+            if output.error is not None:
+                raise output.error
+    num_logprobs = sum(len(output.prompt_logprobs) + len(output.logprobs) for output in outputs)
+    return await _on_thread_if_many(num_logprobs, lambda: json_response(formatter.answer(outputs)))
 
 
-async def _made(num_judged: int, make: Callable[[], Made]) -> Made:
-    """What so many tokens with log-probabilities are written down in; on a thread if they are many."""
-    if num_judged <= MANY_JUDGED:
+async def _on_thread_if_many(num_logprobs: int, make: Callable[[], Made]) -> Made:
+    """Calls a function that formats this many log-probabilities, on a thread if they are many."""
+    if num_logprobs <= MANY_LOGPROBS:
         return make()
     return await asyncio.get_running_loop().run_in_executor(None, make)
 
 
 async def stream(
-    request: web.BaseRequest, relays: list[OutputStream], outlet: OutputEvents, render: Render
+    request: web.BaseRequest, outputs: list[OutputStream], events: OutputEvents, formatter: ResponseFormatter
 ) -> web.StreamResponse:
-    """Server-sent events. Nothing is sent before there is something, so that an early failure has its status."""
-    changed = await outlet.changed()
-    for relay in changed:
-        if relay.error is not None:
-            raise relay.error
+    """Sends server-sent events. The status is sent with the first text, so that an early failure has its own."""
+    changed = await events.changed()
+    for output in changed:
+        if output.error is not None:
+            raise output.error
     response = web.StreamResponse(headers=SSE_HEADERS)
     await response.prepare(request)
     try:
-        async with asyncio.timeout(relays[0].ask.timeout_s + STALL_S):
+        async with asyncio.timeout(outputs[0].request.timeout_s + STALL_S):
             try:
-                await _write_events(response, relays, changed, outlet, render)
+                await _write_events(response, outputs, changed, events, formatter)
             except ConnectionError:
                 raise
-            except Exception as error:  # the status has gone out already
+            except Exception as error:  # the status has been sent already
                 if not isinstance(error, RequestError):
                     log.exception("a stream failed")
-                await response.write(event(error_body(as_error(error))))
+                await response.write(sse_event(error_body(as_error(error))))
             await response.write_eof()
     except TimeoutError as error:
         if request.transport is not None:
@@ -112,28 +87,28 @@ async def stream(
 
 async def _write_events(
     response: web.StreamResponse,
-    relays: list[OutputStream],
+    outputs: list[OutputStream],
     changed: list[OutputStream],
-    outlet: OutputEvents,
-    render: Render,
+    events: OutputEvents,
+    formatter: ResponseFormatter,
 ) -> None:
-    out = [render.first(relays)]
-    num_open = len(relays)
+    out = [formatter.first(outputs)]
+    num_open = len(outputs)
     while num_open:
-        for relay in changed:
-            if relay.error is not None:
+        for output in changed:
+            if output.error is not None:
                 if data := b"".join(out):
                     await response.write(data)
-                raise relay.error
-            delta = relay.take()
+                raise output.error
+            delta = output.take()
             if delta is not None:
-                num_judged = len(relay.prompt_logprobs) + len(relay.logprobs) if delta.is_last else 0  # else it goes on
-                out.append(await _made(num_judged, partial(render.chunk, relay, delta)))
+                num_logprobs = len(output.prompt_logprobs) + len(output.logprobs) if delta.is_last else 0
+                out.append(await _on_thread_if_many(num_logprobs, partial(formatter.chunk, output, delta)))
                 num_open -= delta.is_last
         if not num_open:
-            out.append(render.last(relays))
+            out.append(formatter.last(outputs))
         if data := b"".join(out):
             await response.write(data)
         out.clear()
         if num_open:
-            changed = await outlet.changed()
+            changed = await events.changed()

@@ -1,4 +1,4 @@
-"""Prometheus series of waiting: for how long, who starved, who waits now, and by which policy, by class of request."""
+"""Prometheus series of the queue, by model and priority class: waiting times, starved and waiting requests, policy."""
 
 from bisect import bisect_left
 from collections import Counter as Totals
@@ -15,31 +15,31 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100,
 Label = tuple[str, str]  # model and class
 
 
-class Waits:
+class QueueMetrics:
     """Args:
-    fleets: the models served.
-    starvation_bound_s: whoever has waited longer has starved.
+    pools: the models served.
+    starvation_bound_s: a request that waits longer has starved.
     """
 
-    def __init__(self, fleets: Sequence[WorkerPool], *, starvation_bound_s: float) -> None:
-        self._fleets = fleets
+    def __init__(self, pools: Sequence[WorkerPool], *, starvation_bound_s: float) -> None:
+        self._pools = pools
         self._bound_s = starvation_bound_s
         self._counts: dict[Label, list[int]] = {}
         self._sums: dict[Label, float] = {}
         self._starved: Totals[Label] = Totals()
-        for fleet in fleets:
-            for name in _classes(fleet):
-                self._counts[fleet.model, name] = [0] * (len(SECONDS) + 1)
-                self._sums[fleet.model, name] = 0.0
-                self._starved[fleet.model, name] = 0
+        for pool in pools:
+            for name in _classes(pool):
+                self._counts[pool.model, name] = [0] * (len(SECONDS) + 1)
+                self._sums[pool.model, name] = 0.0
+                self._starved[pool.model, name] = 0
 
-    def ended(self, relay: OutputStream) -> None:
-        """One output has ended: it waited until a node began with its prompt, or for nothing."""
-        if relay.sent_at and relay.first_at:
-            seconds = relay.sent_at - relay.started_at + relay.timings.get("prefill_queue_s", 0.0)
+    def ended(self, output: OutputStream) -> None:
+        """Counts an ended output. It waited until a node started its prompt, or else until its end."""
+        if output.sent_at and output.first_at:
+            seconds = output.sent_at - output.started_at + output.timings.get("prefill_queue_s", 0.0)
         else:
-            seconds = relay.ended_at - relay.started_at
-        label = (relay.ask.model, relay.ask.priority_class)
+            seconds = output.ended_at - output.started_at
+        label = (output.request.model, output.request.priority_class)
         self._counts[label][bisect_left(SECONDS, seconds)] += 1
         self._sums[label] += seconds
         self._starved[label] += seconds > self._bound_s
@@ -68,20 +68,20 @@ class Waits:
             "What adaptive goes by: requests in the queue, and shares of them.",
             labels=["model", "measure"],
         )
-        for fleet in self._fleets:
-            now = Totals(request.priority_class for request in fleet.backlog.requests())
-            for name in _classes(fleet):
-                waiting.add_metric([fleet.model, name], now[name])
-            chosen = fleet.backlog.order.policy
+        for pool in self._pools:
+            now = Totals(request.priority_class for request in pool.queue.requests())
+            for name in _classes(pool):
+                waiting.add_metric([pool.model, name], now[name])
+            chosen = pool.queue.order.policy
             why = chosen.why if isinstance(chosen, Adaptive) else "configured"
-            policy.add_metric([fleet.model, fleet.backlog.policy, why], 1)
+            policy.add_metric([pool.model, pool.queue.policy, why], 1)
             for name, value in chosen.measured.items() if isinstance(chosen, Adaptive) else ():
-                measured.add_metric([fleet.model, name], value)
+                measured.add_metric([pool.model, name], value)
         yield waiting
         yield policy
         yield measured
 
 
-def _classes(fleet: WorkerPool) -> list[str]:
-    """Names of the classes; one without a name if there are none."""
-    return list(fleet.backlog.order.rules.class_weights) or [""]
+def _classes(pool: WorkerPool) -> list[str]:
+    """Names of the priority classes; one empty name without classes."""
+    return list(pool.queue.order.rules.class_weights) or [""]

@@ -1,0 +1,1 @@
+"""Requests on their way: input, admission, queue, dispatch, output."""

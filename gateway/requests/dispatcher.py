@@ -1,14 +1,13 @@
-"""The requests that are under way: who waits, to whom each was sent, and the one way by which it leaves.
+"""The table of requests in flight: which ones wait, where each was sent, and how each ends.
 
-Requests go out as long as the nodes have room; the rest waits in the backlog of its model, and is sent out, in order,
-as others end. The pair is chosen then. Every output is in one table from its arrival to its end, and it leaves by one
-way, ``ended``: at its last token, a stop string, a node's failure or loss, its deadline, or because the client has
-gone. Whichever it is, the nodes that may still work on it are told at once.
+Requests are sent while the nodes have room. The rest wait in the queue of their model and are sent, in order, as others
+end; the pair of nodes is chosen at that moment. Every output is in the table from its arrival to its end, and leaves it
+in one place, ``_remove``: after the last token, a stop string, a failure or loss of a node, the deadline, or an abort.
+The nodes that may still work on it are told at once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol
 
@@ -17,380 +16,463 @@ from common.decision_log import Decisions
 from common.errors import ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
-from gateway.requests.forecast import seconds_until
-from gateway.requests.in_flight import InFlightRequest, Timer, request_of
 from gateway.requests.output_processor import OutputStream
-from gateway.workers.pool import WorkerPool, WorkerPools
-from gateway.workers.registry import Node
-from gateway.workers.router import Pair
+from gateway.workers.pool import WorkerPool
+from gateway.workers.registry import Worker
+from gateway.workers.router import WorkerPair
 
-#: Outputs, and tokens of their prompts, that are sent out before others have their turn.
+#: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
 
-#: How a decision to send is told, by the number of nodes.
+#: The decision log's sentence for a request that is sent, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
 
 
 class NodeChannel(Protocol):
-    """What the table of requests needs of the control plane around it."""
+    """The way to the nodes."""
 
     def send(self, message: Message, incarnation: str) -> bool:
-        """False if the node cannot be reached."""
+        """Sends to one node; False if it cannot be reached."""
         ...
 
-    def lose(self, incarnation: str) -> None:
-        """The node could not be reached: ``Dispatcher.lost`` is called before this returns."""
+    def drop_soon(self, incarnation: str) -> None:
+        """Removes an unreachable node once the current event is handled, never before this returns."""
         ...
 
-    def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer: ...
 
-    def call_soon(self, act: Callable[[], None]) -> object: ...
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Timers(Protocol):
+    """The part of an asyncio event loop that the dispatcher uses."""
+
+    def call_later(self, delay_s: float, act: Callable[[str], None], rid: str, /) -> Timer: ...
+    def call_soon(self, act: Callable[[], None], /) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRequest:
+    """Gateway state of one in-flight request.
+
+    Attributes:
+        timer: fires at its deadline.
+        siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
+        queued: the request as the queue knows it; None if it never waited and its service is not accounted.
+        pair, nodes: None and empty while it waits.
+        attempt: nodes know the request by this number and its rid.
+        failed_at: the node that failed it and need not be told of its end.
+    """
+
+    stream: OutputStream
+    pool: WorkerPool
+    timer: Timer
+    siblings: dict[int, WorkerPair]
+    queued: Request | None = None
+    pair: WorkerPair | None = None
+    nodes: tuple[str, ...] = ()
+    attempt: int = 0
+    is_prefill_counted: bool = False
+    is_evicted: bool = False
+    failed_at: str = ""
+
+    def nodes_to_tell(self, pair: WorkerPair) -> Iterable[str]:
+        """Nodes that may not know that the request has ended."""
+        stream = self.stream
+        if stream.finish and not isinstance(stream.matched, str):
+            is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
+            return (pair.decode,) if is_ended_by_prefill else ()  # it may still wait for pages
+        return (node for node in pair.nodes if node != self.failed_at)
 
 
 class Dispatcher:
-    """The table.
+    """Sends requests to nodes and follows each to its end.
 
     Args:
-        fleets: the pure parts of each model.
-        post: how nodes are reached.
-        on_start, on_end: told of every output that is sent out, with its pair, and of its end.
-        first_attempt: outputs are numbered from here on as they are sent out. Clients may use an id again, and nodes
-            remember for a while what has ended: the number, random at the start of a gateway, keeps them apart.
+        pools: the nodes, queue and bounds of each model.
+        on_end: called once for every output taken, after it has left the table.
+        first_attempt: attempts are numbered from here. A random start keeps attempts of one gateway apart from those
+            of an earlier one, which nodes remember for a while.
     """
 
     def __init__(
-        self,
-        fleets: WorkerPools,
-        post: NodeChannel,
-        clock: Clock,
-        *,
-        on_start: Callable[[OutputStream, Pair], None],
-        on_end: Callable[[OutputStream], None],
-        first_attempt: int = 0,
-    ) -> None:
-        self._fleets = fleets
-        self._post = post
+        self, pools: Iterable[WorkerPool], channel: NodeChannel, timers: Timers, clock: Clock,
+        *, on_end: Callable[[OutputStream], None], first_attempt: int = 0,
+    ) -> None:  # fmt: skip
+        self._pools = {pool.model: pool for pool in pools}
+        self._channel = channel
+        self._timers = timers
         self._clock = clock
-        self._on_start = on_start
         self._on_end = on_end
         self.decisions = Decisions()
-        self._legs: dict[str, InFlightRequest] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._is_shut = False
         self._is_pump_due = False
         self._attempts = count(first_attempt)
-        for fleet in fleets:
-            fleet.admission.forecast = partial(self._seconds_until, fleet)
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._legs)
+        return len(self._in_flight)
 
-    # ---- in -------------------------------------------------------------------------------------------------------
+    # ---- arrival ----------------------------------------------------------------------------------------------------
 
-    def dispatch(self, relays: Sequence[OutputStream]) -> None:
-        """Takes the outputs of one request, all or none; the samples of a prompt go to one pair.
+    def dispatch(self, streams: Sequence[OutputStream]) -> None:
+        """Takes the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
 
         Raises:
-            RequestError: an id is in use, too many are in flight, or no nodes are there.
+            RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
         """
         if self._is_shut:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
-        for relay in relays:
-            if relay.ask.rid in self._legs:
-                message = f"rid: a request with the id {relay.ask.rid!r} is in flight"
+        for stream in streams:
+            if stream.request.rid in self._in_flight:
+                message = f"rid: a request with the id {stream.request.rid!r} is in flight"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
-        fleet = self._fleets[relays[0].ask.model]
+        pool = self._pools[streams[0].request.model]
         now = self._clock.now()
-        self._admit(fleet, relays, now)
-        siblings: dict[int, Pair] = {}
-        legs = []
-        for relay in relays:
-            left_s = max(relay.ask.timeout_s - (now - relay.started_at), 0.001)
-            timer = self._post.call_later(left_s, self._on_deadline, relay.ask.rid)
-            leg = self._legs[relay.ask.rid] = InFlightRequest(relay, fleet, timer, siblings)
-            legs.append(leg)
-        credit = max(fleet.credit(), 0) if fleet.backlog.is_idle else 0
-        turn = min(credit, _num_in_turn(relay.ask.prompt for relay in relays))
-        for leg in legs[turn:credit]:
-            self._enqueue(leg)
-        for leg in legs[credit:]:
-            self._wait(leg, now)
-        if turn < credit:
+        self._admit(pool, streams, now)
+        siblings: dict[int, WorkerPair] = {}
+        flights = [self._enter(stream, pool, siblings, now) for stream in streams]
+        capacity = (
+            max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
+            if pool.queue.is_idle
+            else 0
+        )
+        turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
+        for flight in flights[turn:capacity]:
+            self._enqueue(flight)
+        for flight in flights[capacity:]:
+            self._wait(flight, now)
+        if turn < capacity:
             self.pump_soon()
-        for leg in legs[:turn]:
-            if fleet.backlog.order.is_charging:
-                self._enqueue(leg)  # for no time at all, but its order must know of everybody
-            if not leg.relay.is_ended and not self._send_out(leg, now):
-                message = "no nodes with a large enough pool are there at present"
-                leg.relay.fail(RequestError(ErrorCode.NO_ROUTE, message), now)
+        for flight in flights[:turn]:
+            if pool.queue.order.is_charging:
+                self._enqueue(flight)  # removed at once, but the policy accounts all service
+            if not self._send_out(flight, now):
+                message = "no nodes with a large enough page pool are registered at present"
+                self._fail(flight, RequestError(ErrorCode.NO_ROUTE, message))
 
-    def _admit(self, fleet: WorkerPool, relays: Sequence[OutputStream], now: float) -> None:
-        """Counts a request's outputs in. If that is too many, requests that stand lower give way, or it is refused."""
-        max_running = fleet.limits().max_running
-        excess = fleet.admission.excess(len(relays), max_running)
+    def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
+        """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
+        limits = pool.registry.limits
+        if limits is None:
+            raise pool.no_route()
+        max_running = limits.max_running
+        excess = pool.admission.excess(len(streams), max_running)
         if excess > 0:
-            for leg in self._outranked(fleet, request_of(relays[0]), excess):
-                self._evict(leg, relays[0], now)
+            for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
+                self._evict(victim, streams[0], now)
         try:
-            fleet.admission.admit(len(relays), max_running=max_running, now=now)
+            pool.admission.admit(len(streams), max_running=max_running, now=now, in_flight=self._streams(pool))
         except RequestError as error:
-            self.decisions.note(now, relays[0].ask.rid, "refuse", "{}", error.message)
+            self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
             raise
 
-    def _outranked(self, fleet: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
-        """Who gives way to a newcomer: those who wait here or, if nobody does, for their first token from a node."""
-        backlog = fleet.backlog
+    def _enter(
+        self, stream: OutputStream, pool: WorkerPool, siblings: dict[int, WorkerPair], now: float
+    ) -> InFlightRequest:
+        left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
+        timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
+        flight = self._in_flight[stream.request.rid] = InFlightRequest(stream, pool, timer, siblings)
+        return flight
+
+    def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
+        """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
+        have sent no token yet."""
+        queue = pool.queue
         sent: list[Request] = []
-        if backlog.is_idle and backlog.order.rules.is_enabled:
-            legs = [leg for leg in self._legs.values() if leg.fleet is fleet and leg.pair and not leg.relay.ids]
-            sent = [request_of(leg.relay) for leg in legs]
-        return [self._legs[victim.rid] for victim in backlog.outranked(request, count, sent=sent)]
+        if queue.is_idle and queue.order.rules.is_enabled:
+            others = [other for other in self._in_flight.values() if other.pool is pool]
+            sent = [request_of(other.stream) for other in others if other.pair and not other.stream.ids]
+        return [self._in_flight[victim.rid] for victim in queue.eviction_candidates(request, count, sent=sent)]
 
-    def _seconds_until(self, fleet: WorkerPool, count: int) -> float:
-        return seconds_until(count, (leg.relay for leg in self._legs.values() if leg.fleet is fleet))
-
-    def _evict(self, leg: InFlightRequest, other: OutputStream, now: float) -> None:
+    def _evict(self, victim: InFlightRequest, other: OutputStream, now: float) -> None:
         reason = "a more urgent one has taken its place in a full queue"
-        self.decisions.note(now, leg.relay.ask.rid, "evict", "{} came: " + reason, other.ask.rid)
-        leg.is_evicted = True
-        retry_after_s = leg.fleet.admission.retry_after(1, now)
+        self.decisions.note(now, victim.stream.request.rid, "evict", "{} came: " + reason, other.request.rid)
+        victim.is_evicted = True
+        retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
         message = f"the request waited, and {reason}"
-        leg.relay.fail(RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s), now)
+        self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
 
-    def _wait(self, leg: InFlightRequest, now: float) -> None:
-        rid, backlog = leg.relay.ask.rid, leg.fleet.backlog
-        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(backlog))
-        self._enqueue(leg)
+    def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
+        return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
+
+    def _wait(self, flight: InFlightRequest, now: float) -> None:
+        rid, queue = flight.stream.request.rid, flight.pool.queue
+        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(queue))
+        self._enqueue(flight)
 
     @staticmethod
-    def _enqueue(leg: InFlightRequest) -> None:
-        leg.request = request_of(leg.relay)
-        leg.fleet.backlog.push(leg.request)
+    def _enqueue(flight: InFlightRequest) -> None:
+        flight.queued = request_of(flight.stream)
+        flight.pool.queue.push(flight.queued)
 
-    # ---- out ------------------------------------------------------------------------------------------------------
+    # ---- to the nodes -----------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Sends out whoever's turn it is, as far as the nodes have room."""
+        """Sends waiting requests, in order, as far as the nodes have room."""
         self._is_pump_due = False
         now = self._clock.now()
-        for fleet in self._fleets:
-            if not fleet.backlog.is_idle and (credit := fleet.credit()) > 0:
-                line = self._first(fleet, credit, now)
-                turn = _num_in_turn(request.prompt for request in line)
-                for request in line[:turn]:
-                    leg = self._legs.get(request.rid)
-                    if leg is None or leg.request is not request:
-                        continue  # it ended just now, with a node that was found to be gone
-                    if not self._send_out(leg, now):
-                        fleet.backlog.strand(request, now)
-                        self.decisions.note(now, request.rid, "strand", "no pool that is there could hold it")
-                if not fleet.backlog.is_idle and fleet.credit() > 0:
-                    self.pump_soon()
+        for pool in self._pools.values():
+            if (
+                pool.queue.is_idle
+                or (capacity := pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes)) <= 0
+            ):
+                continue
+            waiting = self._first(pool, capacity, now)
+            for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
+                if not self._send_out(self._in_flight[queued.rid], now):
+                    pool.queue.strand(queued, now)
+                    self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
+            if (
+                not pool.queue.is_idle
+                and pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes) > 0
+            ):
+                self.pump_soon()
 
-    def _first(self, fleet: WorkerPool, count: int, now: float) -> Sequence[Request]:
-        """Who is next; tells of another policy if ``adaptive`` has chosen one."""
-        backlog = fleet.backlog
-        before = backlog.policy
-        line = backlog.first(count, now)
-        if backlog.policy != before:
-            self.decisions.note(
-                now, "", "adapt", "from {} to {}: {}", before, backlog.policy, backlog.order.policy.reason
-            )
-        return line
+    def _first(self, pool: WorkerPool, count: int, now: float) -> Sequence[Request]:
+        """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
+        queue = pool.queue
+        before = queue.policy
+        waiting = queue.first(count, now)
+        if queue.policy != before:
+            self.decisions.note(now, "", "adapt", "from {} to {}: {}", before, queue.policy, queue.order.policy.reason)
+        return waiting
 
     def pump_soon(self) -> None:
-        """Once what happens now is over, since many may end at once."""
+        """Calls ``pump`` once the current events are handled, since many requests may end together."""
         if not self._is_pump_due:
             self._is_pump_due = True
-            self._post.call_soon(self.pump)
+            self._timers.call_soon(self.pump)
 
-    def nodes_came(self, fleet: WorkerPool) -> None:
-        """A node registered: there is more room, and perhaps a pool for those that had none."""
-        fleet.backlog.nodes_came()
+    def nodes_came(self, pool: WorkerPool) -> None:
+        """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
+        pool.queue.nodes_came()
         self.pump_soon()
 
     def tick(self, now: float) -> None:
-        """Ends those who have waited long enough for nodes that did not come."""
-        for fleet in self._fleets:
-            if len(fleet.backlog):
-                for request in fleet.backlog.hopeless(now, is_routable=fleet.registry.is_ready):
+        """Ends requests that have waited too long for nodes to come back."""
+        for pool in self._pools.values():
+            if len(pool.queue):
+                for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
                     message = "the nodes that it takes are gone, and no others came while the request waited"
-                    self._fail(request.rid, RequestError(ErrorCode.NO_ROUTE, message))
+                    self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
 
-    def _send_out(self, leg: InFlightRequest, now: float) -> bool:
-        """To a pair chosen now. False if no pool is large enough."""
-        relay, fleet, ask = leg.relay, leg.fleet, leg.relay.ask
-        pair = fleet.choose(ask, siblings=leg.siblings.get(ask.prompt_number))
+    def _send_out(self, flight: InFlightRequest, now: float) -> bool:
+        """Sends a request to a pair chosen now; False if no page pool is large enough."""
+        stream, pool, request = flight.stream, flight.pool, flight.stream.request
+        pair = pool.router.choose(
+            pool.registry.prefills,
+            pool.registry.decodes,
+            request.prompt,
+            num_new=request.sampling.max_new_tokens,
+            num_expected=request.expected_output,
+            salt=request.salt,
+            siblings=flight.siblings.get(request.prompt_number),
+        )
         if pair is None:
             return False
-        if leg.request is not None:
-            fleet.backlog.remove(leg.request)
-            num_input = len(ask.prompt) if pair.prefill is None else pair.num_compute
-            fleet.backlog.order.admitted(leg.request, num_input=num_input)
-        leg.siblings[ask.prompt_number] = leg.pair = pair
-        leg.nodes = pair.nodes
-        leg.attempt = next(self._attempts)
-        leg.is_prefill_counted = True
-        relay.sent_at = now
-        waited_s = max(now - relay.started_at, 0.0)
-        nodes = [fleet.registry.nodes[incarnation] for incarnation in pair.nodes]
-        self.decisions.note(now, ask.rid, "send", SENT[len(nodes)], waited_s, *nodes)
-        self._on_start(relay, pair)
+        if flight.queued is not None:
+            pool.queue.remove(flight.queued)
+            num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
+            pool.queue.order.admitted(flight.queued, num_input=num_input)
+        flight.siblings[request.prompt_number] = flight.pair = pair
+        flight.nodes = pair.nodes
+        flight.attempt = next(self._attempts)
+        flight.is_prefill_counted = True
+        stream.sent_at = now
+        stream.is_local_prefill = pair.prefill is None
+        waited_s = max(now - stream.started_at, 0.0)
+        nodes = [pool.registry.nodes[incarnation] for incarnation in pair.nodes]
+        self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         generate = Generate(
-            rid=ask.rid,
-            attempt=leg.attempt,
-            prompt=ask.prompt,
-            sampling=ask.sampling,
+            rid=request.rid,
+            attempt=flight.attempt,
+            prompt=request.prompt,
+            sampling=request.sampling,
             prefill=None if pair.prefill is None else _peer(nodes[0]),
             decode=_peer(nodes[-1]),
-            timeout_s=max(ask.timeout_s - waited_s, 0.001),
-            cache_salt=ask.salt,
-            priority=ask.priority,
-            priority_class=ask.priority_class,
-            tenant=ask.tenant,
-            expected_output=ask.expected_output,
+            timeout_s=max(request.timeout_s - waited_s, 0.001),
+            cache_salt=request.salt,
+            priority=request.priority,
+            priority_class=request.priority_class,
+            tenant=request.tenant,
+            expected_output=request.expected_output,
             waited_s=waited_s,
         )
         for incarnation in pair.nodes:
-            if not self._post.send(generate, incarnation):
-                self._post.lose(incarnation)  # ends this request with the others of that node
+            if not self._channel.send(generate, incarnation):
+                pool.registry.leave(incarnation)  # no further request goes there
+                self._channel.drop_soon(incarnation)  # ends this request with the node's others
                 break
         return True
 
-    # ---- another priority -----------------------------------------------------------------------------------------
+    # ---- changes ----------------------------------------------------------------------------------------------------
 
     def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
-        """Changes what is under way, wherever it is. Returns how many outputs that were.
+        """Changes the priority or class of requests, in the queue and on the nodes. Returns how many outputs.
 
         Args:
             request_id, tenant: as in ``abort_matching``.
-            priority, priority_class: None for what stays.
+            priority, priority_class: None keeps the present one.
         """
-        legs = self._matching(request_id, tenant)
+        flights = self._matching(request_id, tenant)
         now = self._clock.now()
-        for leg in legs:
-            ask = leg.relay.ask
-            priority_now = ask.priority if priority is None else priority
-            class_now = ask.priority_class if priority_class is None else priority_class
-            leg.relay.ask = replace(ask, priority=priority_now, priority_class=class_now)
-            self.decisions.note_change(now, ask.rid, (ask.priority, ask.priority_class), (priority_now, class_now))
-            if leg.request is not None:
-                leg.fleet.backlog.change(leg.request, priority_now, class_now)
-            for incarnation in leg.nodes:
-                self._post.send(Reprioritize(ask.rid, leg.attempt, priority_now, priority_class), incarnation)
-        return len(legs)
+        for flight in flights:
+            request = flight.stream.request
+            priority_now = request.priority if priority is None else priority
+            class_now = request.priority_class if priority_class is None else priority_class
+            flight.stream.request = replace(request, priority=priority_now, priority_class=class_now)
+            self.decisions.note_change(
+                now, request.rid, (request.priority, request.priority_class), (priority_now, class_now)
+            )
+            if flight.queued is not None:
+                flight.pool.queue.change(flight.queued, priority_now, class_now)
+            for incarnation in flight.nodes:
+                self._channel.send(Reprioritize(request.rid, flight.attempt, priority_now, priority_class), incarnation)
+        return len(flights)
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def abort(self, rid: str, message: str = "the request was aborted") -> bool:
-        """Ends one request on the client's behalf; False if it isn't under way."""
-        return self._fail(rid, RequestError(ErrorCode.ABORTED, message))
+        """Ends one request on the client's behalf; False if it is not in flight."""
+        return self._fail_rid(rid, RequestError(ErrorCode.ABORTED, message))
 
     def abort_matching(self, request_id: str | None, tenant: str = "") -> int:
-        """Ends a request, or all the outputs of a batch, by the id that the client knows. Returns how many.
+        """Ends a request, or all outputs of a batch, by the id that the client knows. Returns how many.
 
         Args:
-            request_id: None for all.
-            tenant: one in particular, who can end only what is his own.
+            request_id: None matches all.
+            tenant: a tenant's caller ends only that tenant's requests; empty for a caller without a tenant.
         """
-        return sum(self.abort(leg.relay.ask.rid) for leg in self._matching(request_id, tenant))
+        return sum(self.abort(flight.stream.request.rid) for flight in self._matching(request_id, tenant))
 
     def _matching(self, request_id: str | None, tenant: str) -> list[InFlightRequest]:
         return [
-            leg
-            for rid, leg in self._legs.items()
-            if (request_id is None or request_id in (rid, leg.relay.ask.request_id))
-            and (not tenant or leg.relay.ask.tenant == tenant)
+            flight
+            for rid, flight in self._in_flight.items()
+            if (request_id is None or request_id in (rid, flight.stream.request.request_id))
+            and (not tenant or flight.stream.request.tenant == tenant)
         ]
 
     def shut(self) -> None:
-        """The gateway stops: everything under way ends, and nothing new is sent out."""
+        """Ends all requests and refuses new ones: the gateway stops."""
         self._is_shut = True
-        for rid in list(self._legs):
-            self._fail(rid, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
+        for flight in list(self._in_flight.values()):
+            self._fail(flight, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
 
     def fail_internal(self, rid: str) -> None:
-        """A message about this request could not be handled, which is our fault."""
-        self._fail(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
+        """Ends a request because handling a message about it raised an unexpected error."""
+        self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _on_deadline(self, rid: str) -> None:
-        leg = self._legs[rid]
-        message = f"the request's deadline of {leg.relay.ask.timeout_s:g} s has passed"
-        self._fail(rid, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
-        if leg.request is not None:
-            leg.fleet.backlog.order.policy.missed(leg.request)
+        flight = self._in_flight[rid]
+        message = f"the request's deadline of {flight.stream.request.timeout_s:g} s has passed"
+        self._fail(flight, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+        if flight.queued is not None:
+            flight.pool.queue.order.policy.missed(flight.queued)
 
-    def _fail(self, rid: str, error: RequestError) -> bool:
-        leg = self._legs.get(rid)
-        if leg is None:
-            return False
-        leg.relay.fail(error, self._clock.now())
-        return True
+    def _fail_rid(self, rid: str, error: RequestError) -> bool:
+        flight = self._in_flight.get(rid)
+        if flight is not None:
+            self._fail(flight, error)
+        return flight is not None
 
-    def ended(self, relay: OutputStream) -> None:
-        """The one way out of the table; every relay calls it when it ends."""
-        leg = self._legs.pop(relay.ask.rid, None)
-        if leg is None:
-            return  # it was never taken
-        leg.timer.cancel()
-        if leg.pair is not None:
-            self._leave_nodes(leg, leg.pair)
-        elif leg.request is not None:
-            leg.fleet.backlog.remove(leg.request)
-        leg.fleet.admission.release(relay.ended_at, is_evicted=leg.is_evicted)
-        if not leg.fleet.backlog.is_idle:
+    def _fail(self, flight: InFlightRequest, error: RequestError) -> None:
+        flight.stream.fail(error, self._clock.now())
+        self._remove(flight)
+
+    def _remove(self, flight: InFlightRequest) -> None:
+        """The one way out of the table, for a request whose stream has ended."""
+        stream, pool = flight.stream, flight.pool
+        del self._in_flight[stream.request.rid]
+        flight.timer.cancel()
+        if flight.pair is not None:
+            self._release_nodes(flight, flight.pair)
+        elif flight.queued is not None:
+            pool.queue.remove(flight.queued)
+        pool.admission.release(stream.ended_at, is_evicted=flight.is_evicted)
+        if not pool.queue.is_idle:
             self.pump_soon()
-        self._on_end(relay)
+        self._on_end(stream)
 
-    def _leave_nodes(self, leg: InFlightRequest, pair: Pair) -> None:
-        if leg.is_prefill_counted:
-            leg.fleet.router.prefill_done(pair)
-        leg.fleet.router.decode_done(pair)
-        abort = Abort(leg.relay.ask.rid, leg.attempt)
-        for incarnation in leg.still_working(pair):
-            self._post.send(abort, incarnation)
+    def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        if flight.is_prefill_counted:
+            flight.pool.router.prefill_done(pair)
+        flight.pool.router.decode_done(pair)
+        abort = Abort(flight.stream.request.rid, flight.attempt)
+        for incarnation in flight.nodes_to_tell(pair):
+            self._channel.send(abort, incarnation)
 
-    # ---- what nodes say -------------------------------------------------------------------------------------------
+    # ---- messages of nodes ------------------------------------------------------------------------------------------
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
-        leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != leg.attempt or sender not in leg.nodes:
-            # Ended here, or sent out by an earlier gateway: the node should not go on with it.
-            self._post.send(Abort(message.rid, message.attempt), sender)
+        """Passes tokens to their stream; the sender of tokens that belong to no request is told to stop."""
+        flight = self._known(sender, message)
+        if flight is None:
+            self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        if message.index == 0 and leg.is_prefill_counted and leg.pair is not None:
-            leg.is_prefill_counted = False
-            leg.fleet.router.prefill_done(leg.pair)
-        if leg.request is not None:
-            leg.fleet.backlog.order.served(leg.request, num_output=len(message.tokens))
-        leg.relay.on_tokens(message, self._clock.now())
+        if message.index == 0 and flight.is_prefill_counted and flight.pair is not None:
+            flight.is_prefill_counted = False
+            flight.pool.router.prefill_done(flight.pair)
+        if flight.queued is not None:
+            flight.pool.queue.order.served(flight.queued, num_output=len(message.tokens))
+        flight.stream.on_tokens(message, self._clock.now())
+        if flight.stream.is_ended:
+            self._remove(flight)
 
     def on_failed(self, sender: str, message: Failed) -> None:
-        leg = self._legs.get(message.rid)
-        if leg is None or message.attempt != leg.attempt or sender not in leg.nodes:
+        flight = self._known(sender, message)
+        if flight is None:
             return
         retry_after_s: float | None = None
         if message.code is ErrorCode.QUEUE_FULL:
-            retry_after_s = message.retry_after_s or leg.fleet.admission.retry_after(1, self._clock.now())
-        leg.failed_at = sender
-        self._fail(message.rid, RequestError(message.code, message.message, retry_after_s=retry_after_s))
+            admission, in_flight = flight.pool.admission, self._streams(flight.pool)
+            retry_after_s = message.retry_after_s or admission.retry_after(1, self._clock.now(), in_flight=in_flight)
+        flight.failed_at = sender
+        self._fail(flight, RequestError(message.code, message.message, retry_after_s=retry_after_s))
+
+    def _known(self, sender: str, message: Tokens | Failed) -> InFlightRequest | None:
+        """The request that a message is about; None if it has ended or the sender does not work on it."""
+        flight = self._in_flight.get(message.rid)
+        if flight is None or message.attempt != flight.attempt or sender not in flight.nodes:
+            return None
+        return flight
 
     def lost(self, incarnation: str, name: str) -> None:
-        """Ends what was under way on a node that is no longer registered.
+        """Ends the requests of a node that is no longer registered.
 
-        A prefill node is done with a request of which decode has sent a token; that one goes on.
+        A prefill node is done with a request once the decode node has sent a token; such a request continues.
         """
         message = f"node {name} was lost while it worked on the request"
-        for rid, leg in list(self._legs.items()):
-            is_handed_over = len(leg.relay.ids) > 1
-            if leg.pair is None:
-                continue  # it waits, for whatever nodes there will be
-            if incarnation == leg.pair.decode or (incarnation == leg.pair.prefill and not is_handed_over):
-                self._fail(rid, RequestError(ErrorCode.NODE_LOST, message))
+        for flight in list(self._in_flight.values()):
+            if flight.pair is None:
+                continue  # it waits for any node
+            is_prefilled = len(flight.stream.ids) > 1
+            if incarnation == flight.pair.decode or (incarnation == flight.pair.prefill and not is_prefilled):
+                self._fail(flight, RequestError(ErrorCode.NODE_LOST, message))
+
+
+def request_of(stream: OutputStream) -> Request:
+    """An output as a queue sees it."""
+    request = stream.request
+    return Request(
+        rid=request.rid,
+        attempt=0,
+        prompt=request.prompt,
+        sampling=request.sampling,
+        salt=request.salt,
+        priority=request.priority,
+        priority_class=request.priority_class,
+        tenant=request.tenant,
+        expected_output=request.expected_output,
+        arrived_at=stream.started_at,
+        deadline_at=stream.started_at + request.timeout_s,
+    )
 
 
 def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
-    """How many of these are sent out at once: one in any case."""
+    """How many of these prompts are sent in one turn; at least one."""
     num_tokens = 0
     for number, prompt in enumerate(islice(prompts, SENT_AT_ONCE)):
         num_tokens += len(prompt)
@@ -399,5 +481,5 @@ def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
     return SENT_AT_ONCE
 
 
-def _peer(node: Node) -> Peer:
+def _peer(node: Worker) -> Peer:
     return Peer(node.name, node.incarnation, node.register.address)

@@ -1,136 +1,136 @@
-"""From a decoded body to what is asked of the nodes: prompts in token ids, sampling parameters complete, limits kept.
+"""Turns a decoded body into requests for the nodes: token ids, complete sampling parameters, all limits checked.
 
-Whoever asks for what cannot be given (a prompt longer than the context or than any node's pool, an output that cannot
-fit) learns it here, at once, with the field at fault.
+Every check of a value lives here. A failed check raises a ``RequestError`` that names the field.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.errors import ErrorCode
+import msgspec
+
+from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
-from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.http.protocol import (
-    Chat,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    NO_EFFECT,
+    ChatCompletionRequest,
     ChatMessage,
-    Completion,
-    Native,
-    NativeSampling,
-    OpenAI,
-    Sampling,
-    check_no_effect,
+    CompletionRequest,
+    NativeRequest,
+    NativeSamplingParams,
+    OpenAIRequest,
+    SamplingFields,
     refuse,
 )
-from gateway.requests.output_processor import GenerateRequest
-from gateway.requests.priority import RequestPriority
-from gateway.requests.validation import (
-    Prompt,
-    check_count,
-    check_prompt,
-    check_stream_options,
-    judged,
-    max_tokens,
-    plain_message,
-    samples,
-    sampling_params,
-    split_prompts,
-    spread,
-    stop_strings,
-    tokens_left,
-    too_long,
-)
-from gateway.text.chat_template import RESERVED, ChatTemplate
-from gateway.text.tokenizer import LIST_IDS, LONG_CHARACTERS, LONG_IDS, Text
-from gateway.workers.registry import Limits
+from gateway.requests.generate_request import GenerateRequest
+from gateway.text.chat_template import RESERVED
+from gateway.text.tokenizer import LIST_IDS, LONG_CHARACTERS, LONG_IDS
+from gateway.workers.registry import ServingLimits
+from gateway.workers.served_models import ServedModel
 
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
-#: Chats of more messages (or parts of them) are worth a thread: each takes some microseconds.
-MANY_PARTS = 1024
-#: What a tokenizer does for any text, however short, in characters.
-TEXT_CHARACTERS = 128
-#: Asks that are made before others have their turn.
-ASKS_AT_ONCE = 64
+GREEDY_BELOW = 1e-5
+MAX_PROMPTS = 4096
 MAX_TEMPLATE_KWARGS = 256
+#: Chats with more messages and parts than this are rendered on the thread; each part takes some microseconds.
+MANY_PARTS = 1024
+#: Fixed cost of one tokenizer call, expressed in characters.
+CALL_CHARACTERS = 128
+#: Requests built before the event loop gets a turn.
+REQUESTS_AT_ONCE = 64
+#: A node returns all prompt log-probabilities in one message: bytes per token and per alternative, and bytes in all.
+LOGPROB_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_LOGPROB_BYTES = 28, 16, 12 << 20
 
+Prompt = str | Sequence[int]
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """On what terms a request is taken: what the nodes can do, on whose account and how urgent it is, and how many
-    outputs are possible at once."""
+class _Context:
+    """What every request made from one body shares."""
 
-    limits: Limits
-    claim: RequestPriority
-    most: int
+    model: ServedModel
+    limits: ServingLimits
+    tenant: str
+    request_id: str
+
+    @property
+    def max_outputs(self) -> int:
+        """Outputs that can be in flight at once."""
+        return self.limits.max_running + self.model.pool.admission.max_queued
 
 
 class InputProcessor:
-    """Makes asks out of bodies.
+    """Makes requests out of bodies, for all served models.
+
+    Slow tokenizer work runs on one thread, so that streams continue meanwhile.
 
     Args:
-        model: the name under which it is served.
-        text, chat: the model's tokenizer and chat template.
-        request_timeout_s: deadline of requests that name none.
-        predictor: knows how long outputs have been.
+        models: the served models by name; the first is the default.
+        request_timeout_s: deadline of requests that set none.
     """
 
-    def __init__(
-        self,
-        model: str,
-        text: Text,
-        chat: ChatTemplate | None,
-        *,
-        request_timeout_s: float,
-        predictor: OutputLengthPredictor,
-    ) -> None:
-        self._model = model
-        self._text = text
-        self._chat = chat
-        self._predictor = predictor
+    def __init__(self, models: Mapping[str, ServedModel], *, request_timeout_s: float) -> None:
+        self._models = models
         self._request_timeout_s = request_timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._num_at_once = 0  # characters that were tokenized while nothing else could run
+        self._num_characters = 0  # tokenized on the event loop since its last turn
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # ---- the three kinds of body --------------------------------------------------------------------------------
+    def model(self, name: str | None) -> ServedModel:
+        """The model with this name, or the default. Raises RequestError if the gateway does not serve it."""
+        if name is None:
+            return next(iter(self._models.values()))
+        model = self._models.get(name)
+        if model is None:
+            served = ", ".join(repr(known) for known in self._models)
+            message = f"the model {name[:200]!r} is not served here, only {served}"
+            raise refuse(message, "model", ErrorCode.MODEL_NOT_FOUND)
+        return model
 
-    async def completion(self, body: Completion, request_id: str, terms: Terms) -> list[GenerateRequest]:
-        """One ask for each sample of each prompt, prompt after prompt."""
-        check_stream_options(body)
+    # ---- one method for each kind of body ---------------------------------------------------------------------------
+
+    async def completion(
+        self, body: CompletionRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> list[GenerateRequest]:
+        """One request for each sample of each prompt, prompt after prompt."""
+        _check_no_effect(body)
+        context = self._context(model, tenant, request_id)
+        _check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
             raise refuse("only supported if it equals n", "best_of", ErrorCode.NOT_SUPPORTED)
         if body.max_tokens == 0 and not body.echo:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
-        prompts = split_prompts(body.prompt)
-        check_count(len(prompts), body.n or 1, terms.most, "prompt")
-        ids = await self._tokenize_all(prompts, "prompt", terms.limits)
+        prompts = _split_prompts(body.prompt, "prompt")
+        _check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt")
+        ids = await self._tokenize_all(context, prompts, "prompt")
         rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
-        asks: list[GenerateRequest] = []
+        requests: list[GenerateRequest] = []
         for i, prompt in enumerate(ids):
-            ask = self._openai_ask(body, rids[i], request_id, prompt, terms, COMPLETION_MAX_TOKENS, body.logprobs)
+            request = self._openai_request(context, body, rids[i], prompt, COMPLETION_MAX_TOKENS, body.logprobs)
             if body.echo:
-                ask = await self._echoed(ask, prompts[i], is_prompt_only=body.max_tokens == 0)
-            asks += samples(ask, body.n or 1, prompt_number=i)
-            await self._turn(i)
-        return asks
+                request = await self._echoed(context, request, prompts[i], is_prompt_only=body.max_tokens == 0)
+            requests += _samples(request, body.n or 1, prompt_number=i)
+            await self._yield_after(i)
+        return requests
 
-    async def _echoed(self, ask: GenerateRequest, prompt: Prompt, *, is_prompt_only: bool) -> GenerateRequest:
-        """The same with the prompt shown, and judged if log-probabilities are wanted."""
-        text = prompt if isinstance(prompt, str) else (await self.detokenize([prompt], ask.skip_special))[0]
-        ask = dataclasses.replace(ask, echo=text, is_prompt_only=is_prompt_only)
-        return ask if ask.sampling.logprobs is None else judged(ask, 0, "logprobs")
-
-    async def chat(self, body: Chat, request_id: str, terms: Terms) -> list[GenerateRequest]:
-        """One ask for each sample: the messages through the model's chat template."""
-        check_stream_options(body)
+    async def chat(
+        self, body: ChatCompletionRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> list[GenerateRequest]:
+        """One request for each sample; the messages pass through the model's chat template."""
+        _check_no_effect(body)
+        context = self._context(model, tenant, request_id)
+        _check_stream_options(body)
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
                 raise refuse("differs from max_completion_tokens; give one of the two", "max_tokens")
@@ -138,64 +138,65 @@ class InputProcessor:
         if body.top_logprobs is not None and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        text = await self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-        await self._check_text(text, terms.limits, "messages")
-        ids = await self.tokenize(text, add_special_tokens=False, param="messages")
-        check_prompt(ids, terms.limits, "messages")
-        return samples(self._openai_ask(body, request_id, request_id, ids, terms, None, logprobs), body.n or 1)
+        text = await self.render(model, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        await self._check_text(context, text, "messages")
+        ids = await self.tokenize(model, text, add_special_tokens=False, param="messages")
+        _check_prompt(ids, context.limits, "messages")
+        return _samples(self._openai_request(context, body, request_id, ids, None, logprobs), body.n or 1)
 
-    async def native(self, body: Native, request_id: str, terms: Terms) -> tuple[list[GenerateRequest], bool]:
-        """One ask for each sample of each prompt, prompt after prompt; and whether the answer is a list."""
+    async def native(
+        self, body: NativeRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> list[GenerateRequest]:
+        """One request for each sample of each prompt, prompt after prompt."""
+        _check_no_effect(body)
+        context = self._context(model, tenant, request_id)
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
         param = "text" if body.text is not None else "input_ids"
         given = body.text if body.text is not None else body.input_ids
         assert given is not None
-        is_batch = isinstance(given, list) and (param == "text" or (bool(given) and isinstance(given[0], list)))
-        prompts = split_prompts(given, param)
+        is_batch = is_list_of_prompts(given)
+        prompts = _split_prompts(given, param)
         count = len(prompts)
-        sampling = NativeSampling() if body.sampling_params is None else body.sampling_params
-        params = spread(sampling, count, is_batch, "sampling_params")
-        starts = spread(body.logprob_start_len, count, is_batch, "logprob_start_len")
+        sampling = NativeSamplingParams() if body.sampling_params is None else body.sampling_params
+        params = _broadcast(sampling, count, is_batch, "sampling_params")
+        starts = _broadcast(body.logprob_start_len, count, is_batch, "logprob_start_len")
         num_samples = params[0].n or 1
         if any((other.n or 1) != num_samples for other in params):
             raise refuse("must be the same for all prompts", "sampling_params.n")
-        check_count(count, num_samples, terms.most, param)
-        rids = self._rids(body.rid, request_id, count, is_batch)
-        ids = await self._tokenize_all(prompts, param, terms.limits)
-        asks: list[GenerateRequest] = []
+        _check_num_outputs(count, num_samples, context.max_outputs, param)
+        rids = _rids(body.rid, request_id, count, is_batch)
+        ids = await self._tokenize_all(context, prompts, param)
+        requests: list[GenerateRequest] = []
         for i in range(count):
             prefix = f"sampling_params[{i}]." if isinstance(body.sampling_params, list) else "sampling_params."
-            whole = body.rid if isinstance(body.rid, str) else rids[i] if body.rid else request_id
-            ask = self._native_ask(body, params[i], rids[i], whole, ids[i], terms, prefix)
+            if body.rid:
+                context = dataclasses.replace(context, request_id=body.rid if isinstance(body.rid, str) else rids[i])
+            request = self._native_request(context, body, params[i], rids[i], ids[i], prefix)
             start = starts[i]
             if start is not None and start >= 0:
                 if not body.return_logprob:
                     raise refuse("needs return_logprob to be true", "logprob_start_len")
-                ask = judged(ask, start, "logprob_start_len")
-            asks += samples(ask, num_samples, prompt_number=i)
-            await self._turn(i)
-        return asks, is_batch or num_samples > 1
+                request = _with_prompt_logprobs(request, start, "logprob_start_len")
+            requests += _samples(request, num_samples, prompt_number=i)
+            await self._yield_after(i)
+        return requests
 
     @staticmethod
-    def _rids(given: str | list[str] | None, request_id: str, count: int, is_batch: bool) -> list[str]:
-        if given is None:
-            return [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
-        if isinstance(given, str):
-            return [given] if count == 1 else [f"{given}-{i}" for i in range(count)]
-        if len(given) != count or not is_batch:
-            raise refuse(f"{len(given)} ids for {count} prompts", "rid")
-        if len(set(given)) != count:
-            raise refuse("the same id twice", "rid")
-        return given
+    def _context(model: ServedModel, tenant: str, request_id: str) -> _Context:
+        limits = model.pool.registry.limits
+        if limits is None:
+            raise model.pool.no_route()
+        return _Context(model, limits, tenant, request_id)
 
-    # ---- pieces --------------------------------------------------------------------------------
+    # ---- text and token ids -----------------------------------------------------------------------------------------
 
     async def render(
-        self, messages: list[ChatMessage], add_generation_prompt: bool | None, kwargs: dict[str, Any] | None
-    ) -> str:
-        """Messages through the chat template, many of them on the thread. Raises RequestError."""
-        template = self._chat
+        self, model: ServedModel, messages: list[ChatMessage], add_generation_prompt: bool | None,
+        kwargs: dict[str, Any] | None,
+    ) -> str:  # fmt: skip
+        """Messages through the model's chat template. Raises RequestError."""
+        template = model.chat_template
         if template is None:
             raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
         if not messages:
@@ -207,116 +208,360 @@ class InputProcessor:
                 raise refuse(f"{name} cannot be set here", "chat_template_kwargs")
 
         def rendered() -> str:
-            plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+            plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
             return template.render(plain, add_generation_prompt=add_generation_prompt is not False, **(kwargs or {}))
 
         num_parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in messages)
         return await self._on_thread(rendered) if num_parts > MANY_PARTS else rendered()
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text; those of long ones are made on a thread, so that streams go on meanwhile, and between
-        many short ones."""
+    async def tokenize(self, model: ServedModel, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids of a text. A long text is tokenized on the thread; many short ones yield to the event loop."""
         if len(text) <= LONG_CHARACTERS:
-            self._num_at_once += len(text) + TEXT_CHARACTERS
-            if self._num_at_once > LONG_CHARACTERS:
-                self._num_at_once = 0
+            self._num_characters += len(text) + CALL_CHARACTERS
+            if self._num_characters > LONG_CHARACTERS:
+                self._num_characters = 0
                 await asyncio.sleep(0)
-            return self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
-
+            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
         return await self._on_thread(
-            lambda: self._text.encode(text, add_special_tokens=add_special_tokens, param=param)
+            lambda: model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
         )
 
-    async def detokenize(self, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
-        """Texts of lists of ids; many are made on the thread."""
+    async def detokenize(self, model: ServedModel, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+        """Texts of lists of token ids; many ids are decoded on the thread."""
         if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
-            return [self._text.decode(ids, skip_special=skip_special) for ids in lists]
-        return await self._on_thread(lambda: self._text.decode_all(lists, skip_special=skip_special))
-
-    @staticmethod
-    async def _turn(number: int) -> None:
-        """Others have theirs after every so many asks."""
-        if number % ASKS_AT_ONCE == ASKS_AT_ONCE - 1:
-            await asyncio.sleep(0)
+            return [model.tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
+        return await self._on_thread(lambda: model.tokenizer.decode_all(lists, skip_special=skip_special))
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
-        """What takes so long that streams should go on meanwhile."""
+        """Runs slow tokenizer work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
-    async def _check_text(self, text: str, limits: Limits, param: str) -> None:
-        """Refuses a text that is far too long without tokenizing all of it: its beginning is too long already."""
-        length = limits.context_length
-        if len(text) > max(16 * length, LONG_CHARACTERS):
-            count = len(await self.tokenize(text[: 8 * length], add_special_tokens=False, param=param))
-            if count > length + length // 2:  # far enough for whatever the cut has done to the last word
-                raise too_long(f"more than {length}", length, param)
+    @staticmethod
+    async def _yield_after(number: int) -> None:
+        """Gives the event loop a turn after every ``REQUESTS_AT_ONCE`` requests."""
+        if number % REQUESTS_AT_ONCE == REQUESTS_AT_ONCE - 1:
+            await asyncio.sleep(0)
 
-    async def _tokenize_all(self, prompts: list[Prompt], param: str, limits: Limits) -> list[Sequence[int]]:
+    async def _check_text(self, context: _Context, text: str, param: str) -> None:
+        """Refuses a text that is far too long after tokenizing only its beginning."""
+        length = context.limits.context_length
+        if len(text) > max(16 * length, LONG_CHARACTERS):
+            beginning = text[: 8 * length]
+            count = len(await self.tokenize(context.model, beginning, add_special_tokens=False, param=param))
+            if count > length + length // 2:  # a margin for the word that the cut has split
+                raise _too_long(f"more than {length}", length, param)
+
+    async def _tokenize_all(self, context: _Context, prompts: list[Prompt], param: str) -> list[Sequence[int]]:
         ids: list[Sequence[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
                 if not prompt:
                     raise refuse("must not be empty", param)
-                await self._check_text(prompt, limits, param)
-                prompt = await self.tokenize(prompt, add_special_tokens=True, param=param)
-            check_prompt(prompt, limits, param)
+                await self._check_text(context, prompt, param)
+                prompt = await self.tokenize(context.model, prompt, add_special_tokens=True, param=param)
+            _check_prompt(prompt, context.limits, param)
             ids.append(prompt)
         return ids
 
-    def _openai_ask(
-        self, body: OpenAI, rid: str, request_id: str, prompt: Sequence[int], terms: Terms,
-        default_max: int | None, logprobs: int | None,
-    ) -> GenerateRequest:  # fmt: skip
-        default = tokens_left(len(prompt), terms.limits) if default_max is None else default_max
-        maximum = max_tokens(body.max_tokens, len(prompt), terms.limits, default, "max_tokens")
-        sampling = sampling_params(
-            body, terms.limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
-        )
-        return self._ask(rid, request_id, prompt, sampling, body, body, terms.claim)
+    # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def _native_ask(
-        self, body: Native, params: NativeSampling, rid: str, request_id: str, prompt: Sequence[int], terms: Terms,
-        prefix: str,
+    async def _echoed(
+        self, context: _Context, request: GenerateRequest, prompt: Prompt, *, is_prompt_only: bool
+    ) -> GenerateRequest:
+        """The request with its prompt shown, and with prompt log-probabilities if any are wanted."""
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            text = (await self.detokenize(context.model, [prompt], request.skip_special))[0]
+        request = dataclasses.replace(request, echo=text, is_prompt_only=is_prompt_only)
+        return request if request.sampling.logprobs is None else _with_prompt_logprobs(request, 0, "logprobs")
+
+    def _openai_request(
+        self, context: _Context, body: OpenAIRequest, rid: str, prompt: Sequence[int], default_max: int | None,
+        logprobs: int | None,
     ) -> GenerateRequest:  # fmt: skip
-        check_no_effect(params, prefix)
+        limits = context.limits
+        default = _tokens_left(len(prompt), limits) if default_max is None else default_max
+        maximum = _max_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
+        sampling = _sampling_params(
+            body, limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
+        )
+        return self._request(context, body, rid, prompt, sampling, body)
+
+    def _native_request(
+        self,
+        context: _Context,
+        body: NativeRequest,
+        params: NativeSamplingParams,
+        rid: str,
+        prompt: Sequence[int],
+        prefix: str,
+    ) -> GenerateRequest:
+        _check_no_effect(params, prefix)
         given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
-        maximum = max_tokens(given, len(prompt), terms.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
+        maximum = _max_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
         minimum = params.min_new_tokens if params.min_new_tokens is not None else params.min_tokens
         if params.seed is None:
             params.seed = params.sampling_seed
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-        sampling = sampling_params(
-            params, terms.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
+        sampling = _sampling_params(
+            params, context.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
         )
-        ask = self._ask(rid, request_id, prompt, sampling, params, body, terms.claim, prefix)
-        return dataclasses.replace(ask, is_prompt_only=True) if given == 0 else ask
+        request = self._request(context, body, rid, prompt, sampling, params, prefix)
+        return dataclasses.replace(request, is_prompt_only=True) if given == 0 else request
 
-    def _ask(
-        self, rid: str, request_id: str, prompt: Sequence[int], sampling: SamplingParams, options: Sampling,
-        extras: OpenAI | Native, claim: RequestPriority, prefix: str = "",
+    def _request(
+        self, context: _Context, body: OpenAIRequest | NativeRequest, rid: str, prompt: Sequence[int],
+        sampling: SamplingParams, options: SamplingFields, prefix: str = "",
     ) -> GenerateRequest:  # fmt: skip
         prompt = tuple(prompt)
         return GenerateRequest(
             rid=rid,
-            request_id=request_id,
+            request_id=context.request_id,
             prompt=prompt,
             sampling=sampling,
-            model=self._model,
+            model=context.model.name,
             keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
-            stops=stop_strings(options.stop, f"{prefix}stop"),
+            stops=_stop_strings(options.stop, f"{prefix}stop"),
             skip_special=options.skip_special_tokens is not False,
-            salt=extras.cache_salt or "",
-            priority=claim.priority,
-            is_priority_named=claim.is_named,
-            priority_class=claim.priority_class,
-            tenant=claim.tenant,
-            expected_output=self._expected(claim.tenant, prompt, sampling),
-            timeout_s=self._request_timeout_s if extras.deadline_ms is None else extras.deadline_ms / 1000,
+            salt=body.cache_salt or "",
+            tenant=context.tenant,
+            expected_output=_expected_output(context, prompt, sampling),
+            timeout_s=self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000,
         )
 
-    def _expected(self, tenant: str, prompt: tuple[int, ...], sampling: SamplingParams) -> int:
-        """Output tokens that there will probably be; 0 if nobody knows."""
-        if sampling.ignore_eos:
-            return sampling.max_new_tokens
-        expected = self._predictor.expected(tenant, prompt)
-        return min(max(expected, sampling.min_tokens), sampling.max_new_tokens) if expected else 0
+
+# ---- checks: each completes a part of a request, or raises a RequestError that names the field ----------------------
+
+
+def _check_no_effect(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Refuses every field that asks for something which does not work yet."""
+    for name in _no_effect_fields(type(struct)):
+        value, allowed = getattr(struct, name), NO_EFFECT[name]
+        if value is not None and not any(value == other and type(value) is type(other) for other in allowed):
+            raise refuse("not supported by this server yet; leave it out", prefix + name, ErrorCode.NOT_SUPPORTED)
+
+
+@functools.cache
+def _no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
+
+
+def _check_stream_options(body: OpenAIRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise refuse("only together with stream: true", "stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise refuse("continuous_usage_stats needs include_usage", "stream_options")
+
+
+def _rids(given: str | list[str] | None, request_id: str, count: int, is_batch: bool) -> list[str]:
+    """One request id for each prompt."""
+    if given is None or isinstance(given, str):
+        rid = request_id if given is None else given
+        return [rid] if count == 1 else [f"{rid}-{i}" for i in range(count)]
+    if len(given) != count or not is_batch:
+        raise refuse(f"{len(given)} ids for {count} prompts", "rid")
+    if len(set(given)) != count:
+        raise refuse("the same id twice", "rid")
+    return given
+
+
+def _broadcast(given: Any, count: int, is_batch: bool, param: str) -> list[Any]:
+    """One value for each prompt."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count or not is_batch:
+        raise refuse(f"{len(given)} values for {count} prompts", param)
+    return given
+
+
+def _samples(request: GenerateRequest, count: int, *, prompt_number: int = 0) -> list[GenerateRequest]:
+    """``count`` samples of one prompt. Sample i has the seed ``seed + i``, so that each can be repeated alone."""
+    if count == 1:
+        return [dataclasses.replace(request, prompt_number=prompt_number) if prompt_number else request]
+    return [
+        dataclasses.replace(
+            request,
+            rid=f"{request.rid}-{i}",
+            prompt_number=prompt_number,
+            sampling=dataclasses.replace(request.sampling, seed=(request.sampling.seed + i) % 2**64),
+        )
+        for i in range(count)
+    ]
+
+
+def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> GenerateRequest:
+    """The request with log-probabilities of the prompt tokens after position ``first``.
+
+    Raises RequestError: the prompt is shorter, or the answer would not fit into one message of a node.
+    """
+    count = len(request.prompt) - first
+    if count < 0:
+        raise refuse(f"{first} is beyond the prompt of {len(request.prompt)} tokens", param)
+    num_tops = request.sampling.logprobs or 0
+    if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
+        message = (
+            f"log-probabilities of {count} prompt tokens, each with {num_tops} others, are too many for one answer"
+        )
+        raise refuse(message, param)
+    sampling = dataclasses.replace(request.sampling, prompt_logprobs_from=first + 1 if count > 1 else None)
+    return dataclasses.replace(request, logprob_start=first, sampling=sampling)
+
+
+def is_list_of_prompts(given: Any) -> bool:
+    """Whether ``text`` or ``input_ids`` of ``/generate`` are several prompts, perhaps a list of one."""
+    return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+
+
+def _split_prompts(given: Any, param: str) -> list[Prompt]:
+    """A string, strings, token ids or lists of token ids, as a list of prompts."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise refuse("must not be empty", param)
+    kind = type(given[0])
+    for i, item in enumerate(given):
+        if type(item) is not kind:
+            raise refuse("strings, token ids and lists of token ids cannot be mixed", f"{param}[{i}]")
+    if kind is int:
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise refuse(f"{len(given)} prompts in one request; at most {MAX_PROMPTS}", param)
+    return list(given)
+
+
+def _check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str) -> None:
+    """Refuses more outputs than can be in flight at once, before any is made."""
+    count = num_prompts * num_samples
+    if count > most:
+        raise refuse(f"{count} outputs in one request, {most} are possible at once", param)
+
+
+def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+    """Refuses a prompt that no node can take."""
+    count = len(prompt)
+    if not count:
+        raise refuse("must not be empty", param)
+    if count >= limits.context_length:
+        raise _too_long(str(count), limits.context_length, param)
+    room = min(limits.prompt_tokens, limits.total_tokens - 1)
+    if count > room:
+        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
+        message = f"the prompt has {count} tokens, the page pool of the largest {which} holds {room}"
+        raise refuse(f"{message} (--max-total-tokens there)", param, ErrorCode.POOL_TOO_SMALL)
+    smallest, largest = min(prompt), max(prompt)
+    if smallest < 0 or largest >= limits.vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise refuse(f"token id {wrong} is not in the vocabulary of {limits.vocab_size}", param)
+
+
+def _too_long(count: str, context_length: int, param: str) -> RequestError:
+    message = f"the prompt has {count} tokens, the context is {context_length} with at least one token of output"
+    return refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+
+
+def _tokens_left(num_prompt: int, limits: ServingLimits) -> int:
+    """Output tokens that fit behind a prompt on every decode node, or else on the largest one."""
+    common = limits.common_tokens if num_prompt < limits.common_tokens else limits.total_tokens
+    return min(limits.context_length, common) - num_prompt
+
+
+def _max_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
+    """The most output tokens. A default is cut to what fits; a client's value that does not fit is refused."""
+    if given is None:
+        return min(default, _tokens_left(num_prompt, limits))
+    if num_prompt + given > limits.context_length:
+        message = f"{given} tokens behind a prompt of {num_prompt} exceed the context of {limits.context_length}"
+        raise refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+    if num_prompt + given > limits.total_tokens:
+        message = f"{given} tokens behind a prompt of {num_prompt} exceed the page pool of {limits.total_tokens}"
+        message += " (--max-total-tokens of the decode nodes)"
+        raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
+    return given
+
+
+def _sampling_params(
+    body: SamplingFields,
+    limits: ServingLimits,
+    *,
+    max_new_tokens: int,
+    min_tokens: int,
+    logprobs: int | None,
+    prefix: str = "",
+) -> SamplingParams:
+    """The client's fields over the model's defaults."""
+    if min_tokens > max_new_tokens:
+        raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", f"{prefix}min_tokens")
+    stop_ids = body.stop_token_ids or []
+    biases = body.logit_bias or {}
+    for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", biases)):
+        if any(token >= limits.vocab_size for token in ids):
+            raise refuse(f"a token id is not in the vocabulary of {limits.vocab_size}", prefix + name)
+
+    def value(name: str, neutral: float) -> float:
+        given = getattr(body, name)
+        return float(limits.generation.get(name, neutral) if given is None else given)
+
+    temperature = value("temperature", 1.0)
+    top_k = max(int(value("top_k", 0)), 0)
+    return SamplingParams(
+        max_new_tokens=max(max_new_tokens, 1),  # 0 still makes one token on the nodes; it is not shown
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=0 if top_k >= limits.vocab_size else top_k,
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        seed=secrets.randbits(64) if body.seed is None else body.seed & (2**64 - 1),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        repetition_penalty=value("repetition_penalty", 1.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        logit_bias=tuple(biases.items()),
+    )
+
+
+def _stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:
+    """Refuses too many, too long and empty stop strings."""
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MAX_STOPS:
+        raise refuse(f"at most {MAX_STOPS} stop strings", param)
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_LENGTH:
+            raise refuse(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param)
+    return tuple(stops)
+
+
+def _expected_output(context: _Context, prompt: tuple[int, ...], sampling: SamplingParams) -> int:
+    """Predicted number of output tokens; 0 without a prediction."""
+    if sampling.ignore_eos:
+        return sampling.max_new_tokens
+    expected = context.model.predictor.expected(context.tenant, prompt)
+    return min(max(expected, sampling.min_tokens), sampling.max_new_tokens) if expected else 0
+
+
+def _plain_message(message: ChatMessage, param: str) -> dict[str, Any]:
+    """A message as the chat template sees it: text parts joined, absent fields left out."""
+    _check_no_effect(message, f"{param}.")
+    if message.tool_call_id is not None:
+        raise refuse("tools are not supported yet", f"{param}.tool_call_id", ErrorCode.NOT_SUPPORTED)
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            where = f"{param}.content[{i}]"
+            if part.type != "text":
+                raise refuse("only text is supported", f"{where}.type", ErrorCode.NOT_SUPPORTED)
+            if part.text is None:
+                raise refuse("is missing", f"{where}.text")
+        content = "\n".join(part.text or "" for part in content)
+    if content is None:
+        raise refuse("must be a text", f"{param}.content")
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for the same role
+    plain: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    return plain

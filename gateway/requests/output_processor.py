@@ -1,66 +1,26 @@
-"""One output on its way to the client: token messages in any order become text, in order, and end exactly once.
+"""One output on its way to the client: token messages become text, in order, and end exactly once.
 
-Prefill sends the first token and decode the rest, over two connections, so the second may arrive first. Each message
-says which output token it begins with; what comes early waits. Text leaves here only when no stop string can begin in
-it any more. Ids and log-probabilities tell of every token that was made and counted; text ends before a stop string and
-without the stop token.
+The prefill node sends the first token and the decode node the rest, over two connections, so the second message may
+arrive first. Each message carries the index of its first token; early messages wait. Text is released only when no stop
+string can begin in it any more. Ids and log-probabilities cover every token that was generated and counted; text ends
+before a stop string and without the stop token.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import RequestError
-from common.sampling_params import SamplingParams, TokenLogprobs
+from common.sampling_params import TokenLogprobs
 from common.wire.messages import Tokens
+from gateway.requests.generate_request import GenerateRequest
+from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_strings import StopMatcher
-from gateway.text.tokenizer import Detokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One output that a client wants, validated and in token ids.
-
-    Attributes:
-        rid: unique among those in flight.
-        request_id: of the HTTP request it belongs to; the same for all outputs of a batch.
-        prompt: token ids, at least one.
-        model: the name of the model that is asked.
-        prompt_number: which of the request's prompts this is a sample of.
-        echo: text of the prompt, shown before the output; empty if it is not wanted.
-        judged_from: prompt tokens are listed with log-probabilities from here on, the first of them without.
-        is_prompt_only: the client wants the prompt judged and no output; nodes make one token, which nobody sees.
-        stops: stop strings; none is empty.
-        keep_stop: what stopped the output is shown.
-        priority, is_priority_named: higher is more urgent; and whether the client named one.
-        priority_class, tenant: on whose account it is served; empty for nobody's in particular.
-        expected_output: output tokens that there will probably be; 0 if nobody knows.
-        timeout_s: the client's deadline, from the request's arrival.
-    """
-
-    rid: str
-    request_id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    model: str = ""
-    prompt_number: int = 0
-    echo: str = ""
-    judged_from: int | None = None
-    is_prompt_only: bool = False
-    stops: tuple[str, ...] = ()
-    keep_stop: bool = False
-    skip_special: bool = True
-    salt: str = ""
-    priority: int = 0
-    is_priority_named: bool = False
-    priority_class: str = ""
-    tenant: str = ""
-    expected_output: int = 0
-    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What has been added to an output since the last look; ``first`` is the index of its first token."""
+    """What an output has gained since the last ``take``; ``first`` is the index of its first token."""
 
     text: str
     first: int
@@ -71,28 +31,28 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """One output. Fed by the control plane, read by an HTTP handler.
+    """One output. Written by the dispatcher, read by an HTTP handler.
 
     Args:
-        number: place among the outputs of its HTTP request.
-        wake: called with the relay whenever there is something new to read.
-        on_end: called once, when it ends; ``finish`` or ``error`` is set by then.
+        number: index among the outputs of its HTTP request.
+        new_detokenizer: called when the first token arrives.
+        wake: called with the stream whenever there is something new to read.
         on_gap: called with the mean time between tokens, in seconds, and how many tokens came in it.
 
     Attributes:
         ids, logprobs: every output token so far.
-        prompt_logprobs: of the prompt, from where the ask wants them; there with the first token.
-        finish: "stop" or "length" once it ended well.
-        matched: what stopped it: a token id or a stop string.
-        error: why it ended, if it failed.
-        started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 while they have not come.
+        prompt_logprobs: of the prompt, from ``judged_from`` on; set with the first token.
+        finish: "stop" or "length" after a normal end.
+        matched: the token id or stop string that ended it.
+        error: the reason of a failure.
+        is_local_prefill: the decode node computes the prompt too.
+        started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
     """
 
-    ask: GenerateRequest
+    request: GenerateRequest
     number: int
-    detokenizer: Detokenizer
+    new_detokenizer: Callable[[], Detokenizer]
     wake: Callable[["OutputStream"], None]
-    on_end: Callable[["OutputStream"], None]
     started_at: float
     on_gap: Callable[[float, int], None] | None = None
     ids: list[int] = field(default_factory=list)
@@ -101,6 +61,7 @@ class OutputStream:
     finish: str = ""
     matched: int | str | None = None
     error: RequestError | None = None
+    is_local_prefill: bool = False
     cached_tokens: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     sent_at: float = 0.0
@@ -111,11 +72,8 @@ class OutputStream:
     _num_text_taken: int = 0
     _num_ids_taken: int = 0
     _early: dict[int, Tokens] = field(default_factory=dict)
+    _detokenizer: Detokenizer | None = None
     _stops: StopMatcher | None = None
-
-    def __post_init__(self) -> None:
-        if self.ask.stops:
-            self._stops = StopMatcher(self.ask.stops, is_kept=self.ask.keep_stop)
 
     @property
     def is_ended(self) -> bool:
@@ -123,11 +81,11 @@ class OutputStream:
 
     @property
     def text(self) -> str:
-        """All the text that may be shown so far."""
+        """The whole text released so far."""
         return "".join(self._text)
 
     def on_tokens(self, message: Tokens, now: float) -> None:
-        """Takes one token message, and those that waited for it."""
+        """Takes one token message, and early ones that it completes."""
         if self.is_ended:
             return
         known = len(self.ids)
@@ -143,14 +101,14 @@ class OutputStream:
         self.wake(self)
 
     def fail(self, error: RequestError, now: float) -> None:
-        """Ends it with an error, unless it has ended already."""
+        """Ends the output with an error, unless it has ended already."""
         if not self.is_ended:
             self.error = error
             self._end(now)
             self.wake(self)
 
     def take(self) -> Delta | None:
-        """What is new since the last call; None if nothing is. An ended output gives its last delta once."""
+        """What is new since the last call, or None. An ended output gives its last delta once."""
         first, num_text = self._num_ids_taken, self._num_text_taken
         if first == len(self.ids) and num_text == len(self._text) and not self.is_ended:
             return None
@@ -169,12 +127,12 @@ class OutputStream:
         self.last_at = now
         if message.timings:
             self.timings.update(message.timings)
-        if self.ask.is_prompt_only:
+        if self.request.is_prompt_only:
             self._finish("length", now)
             return
         tokens = message.tokens[num_known:]
         logprobs = message.logprobs[num_known:]
-        is_hidden = message.finish == "stop" and not self.ask.keep_stop
+        is_hidden = message.finish == "stop" and not self.request.keep_stop
         num_taken = self._show(tokens[:-1] if is_hidden else tokens)
         if self.matched is None:
             num_taken = len(tokens)
@@ -189,13 +147,18 @@ class OutputStream:
 
     def _show(self, tokens: tuple[int, ...]) -> int:
         """Turns tokens into text; returns how many it took before a stop string was complete."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            detokenizer = self._detokenizer = self.new_detokenizer()
+            if self.request.stops:
+                self._stops = StopMatcher(self.request.stops, is_kept=self.request.keep_stop)
         stops = self._stops
         if stops is None:
-            self._add(self.detokenizer.push(tokens))
+            self._add(detokenizer.push(tokens))
             return len(tokens)
         for i, token in enumerate(tokens):
-            text = self.detokenizer.push((token,))
-            if len(self.ids) + i < self.ask.sampling.min_tokens:
+            text = detokenizer.push((token,))
+            if len(self.ids) + i < self.request.sampling.min_tokens:
                 self._add(text)  # too early to stop
                 continue
             self._add(stops.push(text))
@@ -206,7 +169,7 @@ class OutputStream:
 
     def _finish(self, reason: str, now: float) -> None:
         stops = self._stops
-        tail = self.detokenizer.flush()
+        tail = "" if self._detokenizer is None else self._detokenizer.flush()
         if stops is not None:
             self._add(stops.push(tail))
             self._add(stops.flush())
@@ -225,4 +188,32 @@ class OutputStream:
         assert not self.is_ended, "an output ends once"
         self.ended_at = max(now, 1e-9)
         self._early.clear()
-        self.on_end(self)
+
+
+class OutputEvents:
+    """Collects the outputs of one HTTP request that have something new.
+
+    Args:
+        only_ends: report an output only once it has ended.
+    """
+
+    def __init__(self, *, only_ends: bool) -> None:
+        self._only_ends = only_ends
+        self._changed: dict[int, OutputStream] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self, stream: OutputStream) -> None:
+        if self._only_ends and not stream.is_ended:
+            return
+        self._changed[stream.number] = stream
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def changed(self) -> list[OutputStream]:
+        """Waits until an output has something new; returns all that have, each once."""
+        if not self._changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        changed, self._changed = list(self._changed.values()), {}
+        return changed

@@ -1,37 +1,37 @@
-"""On whose account a request is served and how urgent it is, from what its client says. Pure.
+"""How urgent a request is, from what its client says. Pure.
 
-The user's values are turned round here, once, if low ones are to come first: everywhere else higher is more urgent.
+If low values come first, they are negated here, once: everywhere else a higher priority is more urgent.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.config.scheduling import SchedulingOptions
 from common.errors import ErrorCode, RequestError
 from common.plugins import PriorityFunction, RequestFacts
 from common.request import LOWEST_PRIORITY
-from gateway.requests.output_processor import GenerateRequest
+from gateway.requests.generate_request import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPriority:
     """Attributes:
-    tenant, priority_class: empty for none.
     priority: higher is more urgent.
-    is_named: the client named a priority.
+    priority_class: empty for none.
+    is_named: the client set a priority.
     """
 
-    tenant: str = ""
     priority: int = 0
     priority_class: str = ""
     is_named: bool = False
 
 
 class PriorityResolver:
-    """The rules.
+    """Decides the priority and class of each request.
 
     Args:
         options: of scheduling.
-        function: a user's, which has the last word on priorities.
+        function: a user's function, which has the last word on priorities.
     """
 
     def __init__(self, options: SchedulingOptions, function: PriorityFunction | None = None) -> None:
@@ -42,34 +42,46 @@ class PriorityResolver:
         self._classes = options.class_weights
         self._default_class = options.default_class
         default = options.default_priority_value
-        self._default = LOWEST_PRIORITY if default is None else self._turned(default)
+        self._default = LOWEST_PRIORITY if default is None else self._signed(default)
 
-    def claim(self, tenant: str, priority: int | None, priority_class: str | None) -> RequestPriority:
-        """Of one request. Raises RequestError: the class is unknown, or priorities are refused here."""
-        return RequestPriority(tenant, self._priority(priority), self._class(priority_class), priority is not None)
+    def resolve(self, priority: int | None, priority_class: str | None) -> RequestPriority:
+        """The priority and class of one request. Raises RequestError: unknown class, or priorities are refused."""
+        return RequestPriority(self._priority(priority), self._class(priority_class), priority is not None)
 
-    def judged(self, asks: list[GenerateRequest]) -> list[GenerateRequest]:
-        """The outputs of one request with the priorities that the user's function gives them, if there is one."""
+    def assign(
+        self, requests: Sequence[GenerateRequest], priority: int | None, priority_class: str | None
+    ) -> list[GenerateRequest]:
+        """The outputs of one HTTP request with their priorities. Raises RequestError as ``resolve`` does."""
+        claim = self.resolve(priority, priority_class)
+        assigned = [
+            replace(
+                request,
+                priority=claim.priority,
+                priority_class=claim.priority_class,
+                is_priority_named=claim.is_named,
+            )
+            for request in requests
+        ]
         function = self._function
         if function is None:
-            return asks
-        given = [function(facts_of(ask)) for ask in asks]
+            return assigned
+        given = [function(facts_of(request)) for request in assigned]
         return [
-            ask if priority is None else replace(ask, priority=priority)
-            for ask, priority in zip(asks, given, strict=True)
+            request if value is None else replace(request, priority=value)
+            for request, value in zip(assigned, given, strict=True)
         ]
 
     def change(self, priority: int | None, priority_class: str | None) -> tuple[int | None, str | None]:
-        """What a request that is under way is to have from now on; None for what stays.
+        """A new priority and class for a request in flight; None keeps the present one.
 
-        Raises RequestError: nothing is asked for, or something that has no effect here.
+        Raises RequestError: neither is given, or one has no effect on this server.
         """
         if priority is None and priority_class is None:
             raise RequestError(ErrorCode.INVALID_REQUEST, "give a priority, a priority_class or both", param="priority")
         if priority is not None and not self._is_enabled:
             raise _disabled()
         return (
-            None if priority is None else self._turned(priority),
+            None if priority is None else self._signed(priority),
             None if priority_class is None else self._class(priority_class),
         )
 
@@ -78,9 +90,9 @@ class PriorityResolver:
             if given is not None and self._is_refused:
                 raise _disabled()
             return 0
-        return self._default if given is None else self._turned(given)
+        return self._default if given is None else self._signed(given)
 
-    def _turned(self, value: int) -> int:
+    def _signed(self, value: int) -> int:
         return -value if self._is_low_first else value
 
     def _class(self, given: str | None) -> str:
@@ -94,7 +106,7 @@ class PriorityResolver:
 
 
 def facts_of(ask: GenerateRequest) -> RequestFacts:
-    """What a priority function is told."""
+    """The argument of a priority function."""
     return RequestFacts(
         model=ask.model,
         tenant=ask.tenant,

@@ -1,8 +1,8 @@
-"""What each tenant may have in flight and per minute, and when one that was turned away should come again. Pure.
+"""Quotas of tenants: requests in flight and tokens per minute, with a Retry-After for refused requests. Pure.
 
-Tokens are counted in a bucket that holds those of one minute and fills evenly. A request may come while the bucket is
-not empty. It is charged its prompt and the output that is expected of it, and when it ends, what it really was: so the
-bucket may be in debt, and whoever comes then is told when that will be paid off.
+Tokens are counted in a bucket that holds the tokens of one minute and fills evenly. A request is accepted while the
+bucket is not empty. It is charged its prompt and predicted output, and at its end the difference to the real numbers.
+So the bucket may be in debt; a request refused for that reason is told when the debt will be paid off.
 """
 
 import math
@@ -13,9 +13,9 @@ from common.config.tenancy import EVERYBODY_ELSE, Quota
 from common.errors import ErrorCode, RequestError
 from gateway.requests.admission import Admission
 
-#: Tenants without anything in flight that are remembered; names may come from clients.
+#: Remembered tenants without requests in flight. Names may come from clients, so their number is bounded.
 MAX_IDLE_TENANTS = 10_000
-#: Of credit; a hair less, since the time after which it is there was rounded.
+#: One token of credit, less a margin for rounding of the promised time.
 ONE_TOKEN = 1.0 - 1e-6
 
 
@@ -28,7 +28,7 @@ class _Account:
         self._counted_at = now
 
     def balance(self, now: float) -> float:
-        """Tokens that are left now; below zero in debt."""
+        """Tokens left now; negative in debt."""
         grown = self._balance + self._capacity / 60.0 * (now - self._counted_at)
         self._balance, self._counted_at = min(grown, self._capacity), now
         return self._balance
@@ -37,7 +37,7 @@ class _Account:
         self._balance = min(self.balance(now) - tokens, self._capacity)
 
     def payable_in_s(self, now: float) -> float:
-        """Until the first token of credit."""
+        """Seconds until the first token of credit."""
         return max(1.0, math.ceil((1.0 - self.balance(now)) / (self._capacity / 60.0)))
 
 
@@ -45,7 +45,7 @@ class Quotas:
     """The accounts of all tenants.
 
     Args:
-        quotas: by tenant; ``*`` stands for each of the others. The empty name is nobody's and has none.
+        quotas: by tenant; ``*`` applies to each tenant that is not named. Requests without a tenant have no quota.
     """
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
@@ -54,11 +54,11 @@ class Quotas:
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
-        """Counts a request in.
+        """Counts a request in, or refuses it.
 
         Args:
-            count: outputs that it wants.
-            tokens: of its prompts, and expected of its outputs.
+            count: its outputs.
+            tokens: of its prompts and predicted outputs.
 
         Raises:
             RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
@@ -86,9 +86,9 @@ class Quotas:
         """One output has ended.
 
         Args:
-            charged: when it came.
-            tokens: of its prompt and output in truth.
-            is_refused: it was never taken.
+            charged: tokens charged at its arrival.
+            tokens: real number of its prompt and output tokens.
+            is_refused: it was never in flight.
         """
         account = self._accounts.get(tenant)
         if account is not None:
@@ -107,7 +107,7 @@ class Quotas:
         return account
 
     def _forget_idle(self) -> None:
-        """The one whose last request is longest ago, if it has none in flight."""
+        """Drops the least recently used account without requests in flight, if there are too many."""
         if len(self._accounts) >= MAX_IDLE_TENANTS:
             oldest = next((name for name, account in self._accounts.items() if not account.in_flight.num_in_flight), "")
             self._accounts.pop(oldest, None)

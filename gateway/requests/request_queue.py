@@ -1,7 +1,7 @@
-"""Requests that wait in the gateway until the nodes have room for them: who is next, who gives way, who waits in vain.
+"""The queue of requests that wait in the gateway until the nodes have room for them. Pure.
 
-Pure. One backlog for each model. Nodes are sent what they run at once and a little more; whatever else comes waits
-here, where a more urgent request can still pass it, and a node that goes takes nothing along.
+Each model has one. Nodes are sent what they run at once and a few requests more. All others wait here, where a more
+urgent request can still pass them and the loss of a node does not end them.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from common.scheduling.waiting_queue import WaitingQueue
 
 
 class RequestQueue:
-    """The queue.
+    """The waiting requests of one model.
 
     Args:
-        order: of those who wait.
-        patience_s: how long they wait for nodes that are not there.
+        order: decides which request is next.
+        patience_s: how long requests wait for nodes to come back.
     """
 
     def __init__(self, order: RequestOrdering, *, patience_s: float) -> None:
         self.order = order
         self._patience_s = patience_s
         self._waiting = WaitingQueue(order)
-        self._stranded: dict[RequestKey, None] = {}  # those whom no pool that is there could hold
-        self._stranded_at: dict[RequestKey, float] = {}  # when that was found first
+        self._stranded: dict[RequestKey, None] = {}  # no registered pool could hold these
+        self._stranded_at: dict[RequestKey, float] = {}  # since when
         self._unroutable_since: float | None = None
 
     def __len__(self) -> int:
@@ -33,51 +33,50 @@ class RequestQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits for a turn: whoever comes now may go out at once."""
+        """No request waits for its turn: the next to arrive may be sent at once."""
         return len(self._waiting) == len(self._stranded)
 
     @property
     def policy(self) -> str:
-        """By which the queue is ordered now."""
+        """Name of the policy that orders the queue now."""
         policy = self.order.policy
         return policy.choice if isinstance(policy, Adaptive) else policy.name
 
     def requests(self) -> list[Request]:
-        """All who wait, in order of arrival."""
+        """All waiting requests in order of arrival."""
         return list(self._waiting.values())
 
     # ---- in and out -----------------------------------------------------------------------------------------------
 
     def push(self, request: Request) -> None:
-        """A request waits from now on."""
         self._waiting[request.key] = request
 
     def remove(self, request: Request) -> None:
-        """It waits no longer: it was sent out, or has ended."""
+        """Removes a request that was sent or has ended."""
         del self._waiting[request.key]
         self._stranded.pop(request.key, None)
         self._stranded_at.pop(request.key, None)
 
     def change(self, request: Request, priority: int, priority_class: str) -> None:
-        """It counts otherwise from now on; if it waits, it keeps its place among those that are equal then."""
+        """Changes the urgency of a request; it keeps its arrival order among equals."""
         self._waiting.reprioritize(request, priority, priority_class)
 
     def first(self, count: int, now: float) -> Sequence[Request]:
-        """The ``count`` who are next, first in line first. They stay until they are removed."""
+        """The next ``count`` requests in order. They stay in the queue until they are removed."""
         line = self._waiting.sorted(now)
         if self._stranded:
             line = [request for request in line if request.key not in self._stranded]
         return line[:count]
 
-    # ---- who gives way --------------------------------------------------------------------------------------------
+    # ---- eviction ---------------------------------------------------------------------------------------------------
 
-    def outranked(self, request: Request, count: int, *, sent: Sequence[Request] = ()) -> list[Request]:
-        """Who would give way to a newcomer if the queue is full: ``count`` of its class that stand lower, or nobody.
+    def eviction_candidates(self, request: Request, count: int, *, sent: Sequence[Request] = ()) -> list[Request]:
+        """``count`` requests of the same class to evict for a more urgent one if the queue is full, or none.
 
-        Lowest standing first, among equals the one that came last. Nobody does with priorities off.
+        The least urgent comes first, the newest first among equals. Without priority scheduling there are none.
 
         Args:
-            sent: who is asked after all who wait here: those at nodes of whom nothing has come yet.
+            sent: requests at nodes without a first token yet; they are evicted after all that wait here.
         """
         if not self.order.rules.is_enabled:
             return []
@@ -85,28 +84,28 @@ class RequestQueue:
         return lower[:count] if len(lower) >= count else []
 
     def _lower(self, request: Request, others: Sequence[Request]) -> list[Request]:
-        """Requests of the same class with a lower standing, lowest first, the newest first among equals."""
+        """Less urgent requests of the same class, least urgent first, newest first among equals."""
         standing = self.order.effective_priority
         bound = standing(request)
         lower = [o for o in reversed(others) if o.priority_class == request.priority_class and standing(o) < bound]
         return sorted(lower, key=standing)
 
-    # ---- nodes that are not there ---------------------------------------------------------------------------------
+    # ---- missing nodes ----------------------------------------------------------------------------------------------
 
     def strand(self, request: Request, now: float) -> None:
-        """No node that is there could hold this one; others may pass it until nodes come."""
+        """Sets aside a request that no registered pool could hold; others may pass it until a node registers."""
         self._stranded[request.key] = None
         self._stranded_at.setdefault(request.key, now)
 
     def nodes_came(self) -> None:
-        """Everybody may try again."""
+        """Lets stranded requests try again."""
         self._stranded.clear()
 
-    def hopeless(self, now: float, *, is_routable: bool) -> list[Request]:
-        """Those who have waited long enough for nodes that did not come.
+    def expired(self, now: float, *, is_routable: bool) -> list[Request]:
+        """Requests that have waited too long for nodes to come back.
 
         Args:
-            is_routable: whether anything could be served now.
+            is_routable: the registered nodes can serve requests.
         """
         if is_routable:
             self._unroutable_since = None

@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizer, detokenizer, chat template, stop strings."""

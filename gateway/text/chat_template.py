@@ -1,8 +1,8 @@
-"""The chat template: messages to the text of a prompt, as ``apply_chat_template`` of ``transformers`` renders it.
+"""Renders chat messages to the text of a prompt, as ``apply_chat_template`` of ``transformers`` does.
 
-Templates come with checkpoints, so they are foreign code: they run in Jinja's immutable sandbox, over plain JSON. The
+Templates come with checkpoints and are untrusted code: they run in Jinja's immutable sandbox, over plain JSON. The
 environment (whitespace control, ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, loop controls,
-the ``generation`` tag) is what the templates on the Hub were written for.
+the ``generation`` tag) is the one that templates on the Hugging Face Hub expect.
 """
 
 import json
@@ -25,7 +25,7 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the assistant's words for training; here its body stands for itself."""
+    """``{% generation %}`` marks training targets; here it renders its body and does nothing else."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -59,11 +59,11 @@ def _environment() -> Environment:
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name.
+    """A compiled template with the special tokens that it may use.
 
     Args:
-        source: the Jinja text.
-        special_tokens: ``bos_token`` and its like, as text.
+        source: Jinja text.
+        special_tokens: by name, such as ``bos_token``, as text.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> "ChatTemplate | None":
-        """From ``file``, or ``chat_template.jinja`` or ``tokenizer_config.json`` in a folder; None if there is none.
+        """Loads ``file``, or ``chat_template.jinja`` or ``tokenizer_config.json`` of a folder; None without a template.
 
         Raises:
             ConfigError: it cannot be read, or does not parse.
@@ -98,7 +98,7 @@ class ChatTemplate:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
         except SecurityError as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"chat template: {error}", param="messages") from error
-        except Exception as error:  # foreign code over the user's data may raise anything
+        except Exception as error:  # untrusted code may raise anything
             message = f"messages: the model's chat template refuses them: {error}"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
 

@@ -1,17 +1,17 @@
-"""Stop strings: the text ends before one, and no part of one is ever shown unless the client wants all of it.
+"""Stop strings: the text ends before one, or after it if the client wants to see it. Pure.
 
-Text arrives in pieces of any size. The stop that is complete first ends the text (of several complete at the same
-character, the longest), so that the answer doesn't depend on how the text was cut into pieces.
+Text arrives in pieces of any size. The stop string that is complete first ends the text (of several complete at the
+same character, the longest), so the result does not depend on where the text was cut.
 """
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one output for any of its stop strings.
+    """Searches one output for its stop strings.
 
     Attributes:
-        matched: the stop string that was found; None as long as none was.
+        matched: the stop string that was found, or None.
 
     Args:
         is_kept: the text ends after the stop string instead of before it.
@@ -26,7 +26,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes further text; returns what can be shown now. After a match: nothing more."""
+        """Takes more text; returns the text that can be shown now, and nothing after a match."""
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -41,12 +41,12 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The output has ended without a stop: what was held back."""
+        """The text held back, once the output has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _prefix_at_end(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop."""
+        """Length of the longest suffix of ``text`` that begins a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - length :]
             if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):

@@ -1,25 +1,22 @@
-"""Text to token ids and back. The only place of a deployment that knows characters.
+"""Text to token ids and back; only the gateway handles characters.
 
-The way back is incremental: tokens come one by one, a character may span several, and what a user has seen can't be
-taken back. A byte-level tokenizer (Qwen, Llama 3, GPT) is turned into a table of bytes once; then a token is a look-up
-and an incremental UTF-8 decoder, and the pieces joined are what decoding all ids at once gives. Other tokenizers are
-decoded in a sliding window.
+A byte-level tokenizer (Qwen, Llama 3, GPT) is turned into a table of bytes once, which makes incremental decoding a
+look-up. Other tokenizers are decoded in a sliding window.
 """
 
-import codecs
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-from tokenizers import Tokenizer
+import tokenizers
 
 from common.errors import ConfigError, ErrorCode, RequestError
+from gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-#: Texts longer than this are worth a thread of their own.
+#: Longer texts are tokenized on a thread.
 LONG_CHARACTERS = 16 << 10
-#: So are so many token ids; a list of them counts as ``LIST_IDS`` more.
+#: More token ids are decoded on a thread; each list of them counts as ``LIST_IDS`` more.
 LONG_IDS, LIST_IDS = 8_192, 16
-#: Lists that the tokenizer takes at once: between two such others have their turn.
+#: Lists that the library decodes in one call; between two calls other threads run.
 LISTS_AT_ONCE = 2_048
 
 
@@ -30,70 +27,14 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class Detokenizer(Protocol):
-    """One output's way from ids to text."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Text that these further ids complete; never a part of a character."""
-        ...
-
-    def flush(self) -> str:
-        """What is still held back, with U+FFFD for what no more ids can complete. The last call."""
-        ...
-
-
-class ByteDetokenizer:
-    """For byte-level tokenizers. ``pieces[id]`` are the bytes of a token; ids outside have none."""
-
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._pieces = pieces
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def push(self, ids: Sequence[int]) -> str:
-        pieces = self._pieces
-        size = len(pieces)
-        if len(ids) == 1:
-            return self._decode(pieces[ids[0]] if ids[0] < size else b"")
-        return self._decode(b"".join(pieces[token] for token in ids if token < size))
-
-    def flush(self) -> str:
-        return self._decode(b"", True)
-
-
-class WindowDetokenizer:
-    """For every other tokenizer: decode the last few ids again and show what has been added and ends whole."""
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._ids: list[int] = []
-        self._start = 0  # the window begins here ...
-        self._shown = 0  # ... and ids before this one have been shown
-
-    def push(self, ids: Sequence[int]) -> str:
-        self._ids.extend(ids)
-        before, after = self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :])
-        if len(after) <= len(before) or after.endswith("\ufffd"):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
-
-    def flush(self) -> str:
-        before, after = self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :])
-        return after[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
-
-
-class Text:
-    """A model's tokenizer, both ways.
+class Tokenizer:
+    """The tokenizer of one model, in both directions.
 
     Attributes:
-        vocab_size: one more than the largest id that the tokenizer knows.
+        vocab_size: one more than the largest token id.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -106,20 +47,22 @@ class Text:
             self._shown_pieces = [b"" if i in special else piece for i, piece in enumerate(self._pieces)]
 
     @classmethod
-    def load(cls, folder: Path) -> "Text":
-        """From ``tokenizer.json`` in a folder. Raises ConfigError."""
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Loads ``tokenizer.json`` of a folder. Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"--model {folder}: no tokenizer.json there; the gateway needs a fast tokenizer")
+            raise ConfigError(
+                f"--model {folder}: the folder has no tokenizer.json; convert its tokenizer to a fast one"
+            )
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"--model {folder}: tokenizer.json cannot be read: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Token ids of a text. Raises RequestError naming ``param`` for text that no UTF-8 can carry."""
+        """Token ids of a text. Raises RequestError naming ``param`` for text that is not valid Unicode."""
         try:
-            if len(text) > LONG_CHARACTERS:  # the batch call lets other threads run meanwhile; the single one does not
+            if len(text) > LONG_CHARACTERS:  # unlike ``encode``, the batch call lets other threads run
                 encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 ids: list[int] = encodings[0].ids
             else:
@@ -129,11 +72,11 @@ class Text:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """Text of all these ids at once; ids that the tokenizer does not know stand for nothing."""
+        """The text of these ids; unknown ids are left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def decode_all(self, lists: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """As ``decode`` each. Other threads run meanwhile."""
+        """Decodes each list. Other threads run meanwhile."""
         texts: list[str] = []
         for start in range(0, len(lists), LISTS_AT_ONCE):
             some = [list(ids) for ids in lists[start : start + LISTS_AT_ONCE]]
@@ -146,14 +89,14 @@ class Text:
         return ByteDetokenizer(self._shown_pieces if skip_special else self._pieces)
 
     def piece(self, token: int) -> bytes:
-        """Bytes of one token, alone; perhaps a part of a character."""
+        """The bytes of one token; they may be a part of a character."""
         if self._pieces is not None:
             return self._pieces[token] if token < len(self._pieces) else b""
         return self.decode([token], skip_special=False).encode()
 
 
 def _byte_pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:
-    """Bytes by id. As in the library: a token with any character outside the alphabet stands for its own UTF-8."""
+    """Bytes by id. As in the library, a token with a character outside the alphabet stands for its own UTF-8."""
     alphabet = _byte_alphabet()
     pieces = [b""] * size
     for token, i in vocabulary.items():

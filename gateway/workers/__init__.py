@@ -1,0 +1,1 @@
+"""The nodes: control plane, registry, router, and the models that they serve."""

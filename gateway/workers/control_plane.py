@@ -1,14 +1,12 @@
-"""The gateway's side of the control plane: nodes that come and go, and the messages between them and the requests.
+"""The gateway's side of the control plane: nodes that register and go, and their messages.
 
-One bound mailbox for the nodes of all models, read from the event loop. What is under way on the nodes is
-``dispatch``'s.
+One bound socket for the nodes of all models, read from the event loop. Requests are the dispatcher's.
 """
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -21,7 +19,6 @@ from common.wire.messages import (  # fmt: skip
     Failed,
     Flush,
     Flushed,
-    FromNode,
     GetDecisions,
     Heartbeat,
     Message,
@@ -33,233 +30,280 @@ from common.wire.messages import (  # fmt: skip
     Unknown,
 )
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool, WorkerPools
-from gateway.workers.registry import Node
-from gateway.workers.router import Pair
-from gateway.workers.rpc import Questions
+from gateway.workers.registry import Worker
+from gateway.workers.rpc import NodeRpc
 
 log = logging.getLogger(__name__)
 
 RECEIVE_AT_ONCE = 1_000
-#: How long a node waits for the news that the one whose name it has is gone, before it is refused.
+#: A node with the name of a registered one waits this long for the old one's loss to be noticed, before it is refused.
 NAMESAKE_WAIT_S = 0.5
 
 
-class Control:
-    """Everything between the gateway and the nodes.
+class Listener(Protocol):
+    """Receives what a ``MailboxChannel`` hears."""
+
+    def on_envelope(self, envelope: Envelope) -> None: ...
+    def on_disconnect(self) -> None: ...
+    def on_unreachable(self, incarnation: str) -> None: ...
+
+
+class MailboxChannel:
+    """The socket to all nodes, watched by the running event loop.
 
     Args:
-        context: the process's ZMQ context.
-        incarnation: of this gateway.
-        bind: ``tcp://host:port``.
-        fleets: the pure parts of each model; nobody else changes them.
-        on_start, on_end: told of every output that is sent out, with its pair, and of its end.
-
-    Attributes:
-        requests: those under way.
+        bind: ``tcp://host:port`` of the mailbox.
     """
 
-    def __init__(
-        self, context: zmq.Context[Any], incarnation: str, bind: str, clock: Clock, *,
-        fleets: WorkerPools, on_start: Callable[[OutputStream, Pair], None], on_end: Callable[[OutputStream], None],
-    ) -> None:  # fmt: skip
-        self.mailbox = Mailbox(context, incarnation, FromNode, bind=bind)
-        self.fleets = fleets
-        self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        first = secrets.randbits(31)
-        self.requests = Dispatcher(fleets, self, clock, on_start=on_start, on_end=on_end, first_attempt=first)
-        self._questions = Questions(self.send)
-        self._fds = [int(socket.get(zmq.FD)) for socket in self.mailbox.sockets]
-        self._is_drain_due = False
-        self._is_probe_due = False
-        self._is_shut = False
-        self.is_stopping = False  # for /ready: nothing new should be sent here
+    def __init__(self, mailbox: Mailbox, bind: str) -> None:
+        self._mailbox = mailbox
         self._host = bind.removeprefix("tcp://").rpartition(":")[0]
+        self._loop = asyncio.get_running_loop()
+        self._fds = [int(socket.get(zmq.FD)) for socket in mailbox.sockets]
+        self._listener: Listener | None = None
+        self._is_drain_due = False
         self._is_closed = False
-        self._tick_handle: asyncio.TimerHandle | None = None
-        self._handlers: dict[type, Callable[[str, Any], None]] = {
-            Tokens: self.requests.on_tokens,
-            Failed: self.requests.on_failed,
-            Heartbeat: self._on_heartbeat,
-            Pairs: self._on_pairs,
-            Register: self._on_register,
-            Deregister: self._on_leave,
-            Flushed: self._questions.answered,
-            Decisions: self._questions.answered,
-            Ping: lambda sender, message: None,
-        }
 
-    def start(self) -> None:
-        """Begins to listen. Needs the running event loop."""
+    def start(self, listener: Listener) -> None:
+        """Begins to listen."""
+        self._listener = listener
         messages, connections = self._fds
-        self._loop.add_reader(messages, self._drain)
-        self._loop.add_reader(connections, self._look_for_lost)
-        self._tick()
+        self._loop.add_reader(messages, self.drain)
+        self._loop.add_reader(connections, listener.on_disconnect)
 
     def close(self) -> None:
-        """Stops listening. Requests must have ended before."""
-        assert not self.requests.num_in_flight
         self._is_closed = True
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
         for fd in self._fds:
             self._loop.remove_reader(fd)
-        self.mailbox.close()
+        self._mailbox.close()
 
     @property
     def address(self) -> str:
         """``host:port`` that nodes dial."""
-        return f"{self._host}:{self.mailbox.address.rpartition(':')[2]}"
+        return f"{self._host}:{self._mailbox.address.rpartition(':')[2]}"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_probing(self) -> bool:
+        """A look for lost peers must be repeated soon."""
+        return self._mailbox.is_probing
+
+    def send(self, message: Message, incarnation: str) -> bool:
+        """Sends to one node; False if it cannot be reached."""
+        self.drain_soon()
+        return self._mailbox.send(message, target=incarnation)
+
+    def drop_soon(self, incarnation: str) -> None:
+        """Reports a node as unreachable once the current event is handled."""
+        self._loop.call_soon(self._report_unreachable, incarnation)
+
+    def lost(self, incarnations: list[str]) -> list[str]:
+        """Those of the nodes whose connection has closed."""
+        return self._mailbox.lost_peers(incarnations)
+
+    def drain(self) -> None:
+        """Passes on the messages that have arrived."""
+        self._is_drain_due = False
+        if self._is_closed or self._listener is None:
+            return
+        envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
+        for envelope in envelopes:
+            self._listener.on_envelope(envelope)
+        if len(envelopes) == RECEIVE_AT_ONCE:
+            self.drain_soon()
+
+    def drain_soon(self) -> None:
+        """Calls ``drain`` soon. Each use of the socket may swallow the edge that announces input."""
+        if not self._is_drain_due:
+            self._is_drain_due = True
+            self._loop.call_soon(self.drain)
+
+    def _report_unreachable(self, incarnation: str) -> None:
+        if not self._is_closed and self._listener is not None:
+            self._listener.on_unreachable(incarnation)
+
+
+class ControlPlane:
+    """Keeps the registries up to date and passes the nodes' messages to the dispatcher.
+
+    Args:
+        pools: the nodes of each model; registered and removed only here.
+    """
+
+    def __init__(self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:
+        self.pools = pools
+        self._channel = channel
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._rpc = NodeRpc(channel.send)
+        self._is_probe_due = False
+        self._is_stopping = False
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
+            Tokens: dispatcher.on_tokens,
+            Failed: dispatcher.on_failed,
+            Heartbeat: self._on_heartbeat,
+            Pairs: self._on_pairs,
+            Register: self._on_register,
+            Deregister: self._on_leave,
+            Flushed: self._rpc.on_answer,
+            Decisions: self._rpc.on_answer,
+            Ping: lambda sender, message: None,
+        }
+
+    def start(self) -> None:
+        """Begins to listen."""
+        self._channel.start(self)
+        self._tick()
+
+    def begin_stop(self) -> None:
+        """From now on the gateway is not ready for requests."""
+        self._is_stopping = True
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping
+
+    def close(self) -> None:
+        """Stops listening. Requests must have ended before."""
+        assert not self._dispatcher.num_in_flight
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        self._channel.close()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` that nodes dial."""
+        return self._channel.address
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message, incarnation: str) -> bool:
-        """To one node; False if it cannot be reached."""
-        self._drain_soon()
-        return self.mailbox.send(message, target=incarnation)
-
-    def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> asyncio.TimerHandle:
-        """After so many seconds, unless it is cancelled."""
-        return self._loop.call_later(delay_s, act, rid)
-
-    def call_soon(self, act: Callable[[], None]) -> asyncio.Handle:
-        """Once the handlers that are due now have run."""
-        return self._loop.call_soon(act)
-
-    def _drain_soon(self) -> None:
-        """After anything that touches the socket, which may swallow the edge that announces input."""
-        if not self._is_drain_due:
-            self._is_drain_due = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        self._is_drain_due = False
-        if self._is_closed:
-            return
-        letters = self.mailbox.receive(RECEIVE_AT_ONCE)
-        for letter in letters:
-            self._handle(letter)
-        if len(letters) == RECEIVE_AT_ONCE:
-            self._drain_soon()
-
-    def _handle(self, letter: Envelope) -> None:
+    def on_envelope(self, envelope: Envelope) -> None:
+        """Handles one message; an unexpected error ends the request that it is about and no other."""
         try:
-            self._handlers[type(letter.message)](letter.sender, letter.message)
-        except Exception:  # one message's fault is no reason to lose the others
-            log.exception("a %s message failed", type(letter.message).__name__)
-            self.requests.fail_internal(getattr(letter.message, "rid", ""))
+            self._handlers[type(envelope.message)](envelope.sender, envelope.message)
+        except Exception:
+            log.exception("a %s message failed", type(envelope.message).__name__)
+            self._dispatcher.fail_internal(getattr(envelope.message, "rid", ""))
 
-    def _look_for_lost(self) -> None:
-        self._drain()  # what somebody has said before he went counts
-        self._drain_soon()
-        for incarnation in self.mailbox.lost_peers([node.incarnation for node in self.fleets.nodes()]):
+    def on_disconnect(self) -> None:
+        """Removes the nodes whose connections have closed, after the messages that they sent before."""
+        self._channel.drain()
+        self._channel.drain_soon()
+        for incarnation in self._channel.lost([node.incarnation for node in self.pools.nodes()]):
             self.lose(incarnation)
-        if self.mailbox.is_probing and not self._is_probe_due:
+        if self._channel.is_probing and not self._is_probe_due:
             self._is_probe_due = True
             self._loop.call_later(PROBE_EVERY_S, self._probe_again)
 
+    def on_unreachable(self, incarnation: str) -> None:
+        self.lose(incarnation)
+
     def _probe_again(self) -> None:
         self._is_probe_due = False
-        if not self._is_closed:
-            self._look_for_lost()
+        if not self._channel.is_closed:
+            self.on_disconnect()
 
     def _tick(self) -> None:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
-        self._look_for_lost()  # hears what has arrived first, however late the loop is
-        for fleet in self.fleets:
-            for incarnation in fleet.registry.silent(self._clock.now()):
+        self.on_disconnect()  # reads waiting heartbeats first, however late the loop is
+        for pool in self.pools:
+            for incarnation in pool.registry.silent(self._clock.now()):
                 self.lose(incarnation)
-        self.requests.tick(self._clock.now())
+        self._dispatcher.tick(self._clock.now())
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
-        fleet = self.fleets.of(sender)
-        if fleet is None:
-            self.send(Unknown(), sender)
+        pool = self.pools.of(sender)
+        if pool is None:
+            self._channel.send(Unknown(), sender)
         else:
-            fleet.registry.heard(sender, self._clock.now(), message)
+            pool.registry.heard(sender, self._clock.now(), message)
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
-        fleet = self.fleets.of(sender)
-        if fleet is None:
+        pool = self.pools.of(sender)
+        if pool is None:
             return
-        node = fleet.registry.nodes[sender]
+        node = pool.registry.nodes[sender]
         for pair in message.pairs:
             if pair.problem and pair.incarnation not in node.failed_peers:
                 log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
-        if fleet.registry.set_pairs(sender, message.pairs):
-            self.requests.nodes_came(fleet)
+        if pool.registry.set_pairs(sender, message.pairs):
+            self._dispatcher.nodes_came(pool)
 
     def _on_register(self, sender: str, message: Register) -> None:
-        namesake = self.fleets.namesake(message)
+        namesake = self.pools.namesake(message)
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
-        elif self.send(Ping(), namesake.incarnation):  # the one it replaces may have died a moment ago
+        elif self._channel.send(Ping(), namesake.incarnation):  # the old node may have died a moment ago
             self._loop.call_later(NAMESAKE_WAIT_S, self._admit, sender, message)
         else:
             self.lose(namesake.incarnation)
             self._admit(sender, message)
 
     def _admit(self, sender: str, message: Register) -> None:
-        if self._is_closed:
+        if self._channel.is_closed:
             return
-        known_in = self.fleets.of(sender)
-        if known_in is not None:  # it was cut off for a moment, and has ended everything
+        known_in = self.pools.of(sender)
+        if known_in is not None:  # it has reconnected and ended all its requests
             self._forget(known_in, sender, message.name)
-        answer = self.fleets.register(sender, message, self._clock.now())
-        if not self.send(answer, sender):
+        answer = self.pools.register(sender, message, self._clock.now())
+        if not self._channel.send(answer, sender):
             self.lose(sender)
         elif isinstance(answer, Registered):
             if known_in is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-                self.requests.nodes_came(self.fleets[message.model])
+                self._dispatcher.nodes_came(self.pools[message.model])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_in is not None:
                 known_in.registry.remove(sender)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:
-        fleet = self.fleets.of(sender)
-        if fleet is not None:
-            fleet.registry.leave(sender)
+        pool = self.pools.of(sender)
+        if pool is not None:
+            pool.registry.leave(sender)
 
     def lose(self, incarnation: str) -> None:
-        """A node is gone, or cannot be reached."""
-        fleet = self.fleets.of(incarnation)
-        node = fleet.registry.remove(incarnation) if fleet is not None else None
-        if fleet is None or node is None:
+        """Removes a node that is gone or cannot be reached, and ends its requests."""
+        pool = self.pools.of(incarnation)
+        node = pool.registry.remove(incarnation) if pool is not None else None
+        if pool is None or node is None:
             return
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._forget(fleet, incarnation, node.name)
+        self._forget(pool, incarnation, node.name)
 
-    def _forget(self, fleet: WorkerPool, incarnation: str, name: str) -> None:
-        """Everything about a node that is no longer registered, and what was under way there."""
-        fleet.router.forget(incarnation)
-        self._questions.gone(incarnation)
-        self.requests.lost(incarnation, name)
+    def _forget(self, pool: WorkerPool, incarnation: str, name: str) -> None:
+        """Clears the state of a node that is no longer registered, and ends its requests."""
+        pool.router.forget(incarnation)
+        self._rpc.on_node_gone(incarnation)
+        self._dispatcher.lost(incarnation, name)
 
-    # ---- what others want of the nodes ----------------------------------------------------------------------------
+    # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
-    async def flush(self, timeout_s: float) -> list[tuple[Node, int | None]]:
-        """Asks every node to forget what it has cached; each with its pages forgotten, None if it did not answer."""
-        nodes = self.fleets.nodes()
-        for fleet in self.fleets:
-            fleet.router.forget_prefixes()
-        answers = await self._questions.ask([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
+    async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
+        """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
+        nodes = self.pools.nodes()
+        for pool in self.pools:
+            pool.router.forget_prefixes()
+        answers = await self._rpc.call([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
         pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
         return [(node, pages.get(node.incarnation)) for node in nodes]
 
-    async def decisions(self, node: Node, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
-        """The last that a node has taken, newest last; None if it did not answer."""
-        answers = await self._questions.ask([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
+    async def decisions(self, node: Worker, limit: int, timeout_s: float) -> tuple[Decision, ...] | None:
+        """The last decisions of a node, newest last; None if it did not answer."""
+        answers = await self._rpc.call([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
 
-    def describe(self, node: Node) -> dict[str, Any]:
-        """One row of the workers' list."""
+    def describe(self, node: Worker) -> dict[str, Any]:
+        """One row of ``GET /v1/workers``."""
         register, heartbeat = node.register, node.heartbeat
-        fleet = self.fleets[register.model]
+        pool = self.pools[register.model]
         return {
             "name": node.name,
             "role": register.role,
@@ -268,7 +312,7 @@ class Control:
             "starts": node.starts,
             "is_leaving": node.is_leaving,
             "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
-            "load_tokens": fleet.router.load(node.incarnation),
+            "load_tokens": pool.router.load(node.incarnation),
             "register": register,
             "heartbeat": heartbeat,
             "pairs": node.pairs,

@@ -1,11 +1,11 @@
-"""The nodes that the gateway knows. Pure: messages and instants come in, answers go out.
+"""The registered nodes of one model. Pure: messages and instants come in, answers go out.
 
-The first node decides what is served here; every other must agree with it, or is refused with a sentence that says in
-what it differs. A node is one start of one process: a new start under the same name is another node, welcome once the
-old one is gone.
+The first node determines what is served; a node that differs from it is refused with a sentence that names the
+difference. A ``Worker`` is one start of one process: a new start under the same name is another worker, accepted once
+the old one is gone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -13,7 +13,7 @@ from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
 from gateway.workers.router import can_pair
 
-#: What all nodes of a deployment must have in common, and how to say it.
+#: Fields that must be equal on all nodes, and their names in error messages.
 AGREE = {
     "model": "served model",
     "digest": "configuration digest",
@@ -32,8 +32,16 @@ MAX_STARTS_REMEMBERED = 64
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """One start of one node, as it last described itself."""
+class Worker:
+    """One start of one node, as it last described itself.
+
+    Attributes:
+        starts: number of this start among those of nodes with its name.
+        failed_peers: incarnations of workers with which it cannot exchange pages at present.
+        is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
+        capacity_tokens: tokens that its page pool holds.
+        max_running: requests that it runs at once.
+    """
 
     incarnation: str
     register: Register
@@ -41,30 +49,26 @@ class Node:
     seen_at: float
     heartbeat: Heartbeat | None = None
     pairs: tuple[PairState, ...] = ()
-    failed_peers: frozenset[str] = frozenset()  # incarnations of nodes with which it cannot exchange pages at present
+    failed_peers: frozenset[str] = frozenset()
     is_leaving: bool = False
-    capacity_tokens: int = 0  # that its whole pool holds
+    name: str = field(init=False)
+    capacity_tokens: int = field(init=False)
+    max_running: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.register.num_pages * self.register.geometry.page_size
-
-    @property
-    def name(self) -> str:
-        return self.register.name
-
-    @property
-    def max_running(self) -> int:
-        return self.register.max_running
+        self.max_running = self.register.max_running
+        self.name = self.register.name
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServingLimits:
     """What the registered nodes can do for one request.
 
     Attributes:
-        context_length: prompt and output together.
-        prompt_tokens: of the largest pool in which prompts are computed.
-        total_tokens, common_tokens: of the largest and of the smallest decode pool.
+        context_length: tokens of prompt and output together.
+        prompt_tokens: capacity of the largest pool that takes prompts.
+        total_tokens, common_tokens: capacity of the largest and of the smallest decode pool.
         generation: the model's own sampling defaults.
         max_running: requests that all decode nodes run at once.
     """
@@ -79,14 +83,20 @@ class Limits:
 
 
 class Registry:
-    """The table of nodes.
+    """The table of workers.
 
     Args:
-        model: the name under which it is served.
+        model: name of the served model.
         num_token_ids: size of the gateway's tokenizer.
-        heartbeat_s: how often nodes are asked to give a sign of life.
-        lost_after_s: without one for so long, a node is lost.
-        needs_prefill: whether a request needs a prefill node; otherwise decode nodes are enough.
+        heartbeat_s: interval at which nodes should send heartbeats.
+        lost_after_s: a worker is lost after this time without a message.
+        needs_prefill: a request needs a prefill node; otherwise decode nodes compute prompts.
+
+    Attributes:
+        nodes: workers by incarnation, in order of arrival.
+        prefills, decodes: those that take new requests; kept up to date at each change, so that reading them for a
+            request costs nothing.
+        limits: None while the workers cannot serve a request.
     """
 
     def __init__(
@@ -99,18 +109,18 @@ class Registry:
         self._heartbeat_s = heartbeat_s
         self._lost_after_s = lost_after_s
         self._starts: dict[str, dict[str, int]] = {}  # by name: incarnation -> number of that start
-        self.nodes: dict[str, Node] = {}  # by incarnation, in order of arrival
-        self._able: dict[str, list[Node]] = {}  # what able() and limits() said since nodes came or went last
-        self._limits: Limits | None = None
+        self.nodes: dict[str, Worker] = {}
+        self.prefills: list[Worker] = []
+        self.decodes: list[Worker] = []
+        self.limits: ServingLimits | None = None
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
-        """A node introduces itself, for the first time or again."""
-        self._changed()
+        """Adds a worker, or replaces its description. A refused worker is removed."""
         known = self.nodes.get(incarnation)
         others = [node for node in self.nodes.values() if node is not known]
         refusal = self._refusal(incarnation, register, others)
         if refusal:
-            self.nodes.pop(incarnation, None)
+            self.remove(incarnation)
             return Refused(refusal)
         starts = self._starts.setdefault(register.name, {})
         if incarnation not in starts:
@@ -118,17 +128,18 @@ class Registry:
             if len(starts) > MAX_STARTS_REMEMBERED:
                 del starts[next(iter(starts))]
         heartbeat = known.heartbeat if known is not None else None
-        self.nodes[incarnation] = Node(incarnation, register, starts[incarnation], now, heartbeat)
+        self.nodes[incarnation] = Worker(incarnation, register, starts[incarnation], now, heartbeat)
+        self._changed()
         return Registered(starts[incarnation], self._heartbeat_s)
 
-    def _refusal(self, incarnation: str, register: Register, others: list[Node]) -> str:
-        """A sentence that says why this node cannot join; empty if it can."""
+    def _refusal(self, incarnation: str, register: Register, others: list[Worker]) -> str:
+        """Why the worker is refused, as a sentence; empty if it is accepted."""
         if register.model != self._model:
             return f"this gateway serves {self._model!r}, the node {register.name} has {register.model!r}"
         if register.vocab_size < self._num_token_ids:
             return (
                 f"the gateway's tokenizer has {self._num_token_ids} ids, the model of node {register.name} only"
-                f" {register.vocab_size}: they do not belong together"
+                f" {register.vocab_size}: give both the same --model"
             )
         if register.role == "prefill" and not register.address:
             return f"the prefill node {register.name} gives no address at which decode nodes reach it"
@@ -141,12 +152,12 @@ class Registry:
                 return refusal
         return ""
 
-    def named(self, name: str) -> Node | None:
-        """The present node of this name."""
+    def named(self, name: str) -> Worker | None:
+        """The registered worker with this name."""
         return next((node for node in self.nodes.values() if node.name == name), None)
 
     def heard(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
-        """A node gave a sign of life; False if it is not registered."""
+        """Records a message of a worker; False if it is not registered."""
         node = self.nodes.get(incarnation)
         if node is None:
             return False
@@ -156,10 +167,10 @@ class Registry:
         return True
 
     def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
-        """Record which pairs a registered node has, and which of them cannot carry pages.
+        """Records a worker's pairs, and which of them cannot carry pages.
 
         Returns:
-            Whether a pair that could not carry pages may be able to now.
+            Whether a pair may work that did not before.
         """
         node = self.nodes[incarnation]
         failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.failed_peers
@@ -170,84 +181,77 @@ class Registry:
         return bool(before - failed)
 
     def leave(self, incarnation: str) -> None:
-        """A node stops on purpose: no new requests for it."""
+        """Sends no new requests to a worker that stops or cannot be reached."""
         if incarnation in self.nodes:
             self.nodes[incarnation].is_leaving = True
             self._changed()
 
-    def remove(self, incarnation: str) -> Node | None:
-        """A node is gone."""
+    def remove(self, incarnation: str) -> Worker | None:
+        """Removes a worker; None if it is not registered."""
+        node = self.nodes.pop(incarnation, None)
         self._changed()
-        return self.nodes.pop(incarnation, None)
+        return node
 
     def silent(self, now: float) -> list[str]:
-        """Nodes that have given no sign of life for too long."""
+        """Incarnations of workers that have sent nothing for too long."""
         return [node.incarnation for node in self.nodes.values() if now - node.seen_at > self._lost_after_s]
 
-    def able(self, role: str) -> list[Node]:
-        """Nodes of a role that take new requests, in order of arrival.
-
-        A node that is leaving takes none, nor does a node that can exchange pages with no node of the other role.
-        """
-        if role not in self._able:
-            own, others = self._staying(role), self._staying("prefill" if role == "decode" else "decode")
-            if others and self._needs_prefill:
-                prefills_first = role == "prefill"
-                own = [a for a in own if any(can_pair(a, b) if prefills_first else can_pair(b, a) for b in others)]
-            self._able[role] = own
-        return self._able[role]
-
-    def _staying(self, role: str) -> list[Node]:
-        return [node for node in self.nodes.values() if node.register.role == role and not node.is_leaving]
-
     def _changed(self) -> None:
-        self._able.clear()
-        self._limits = None
+        """Brings ``prefills``, ``decodes`` and ``limits`` up to date.
+
+        A worker takes no new requests while it is leaving, or while it can exchange pages with none of the other role.
+        """
+        staying = [node for node in self.nodes.values() if not node.is_leaving]
+        prefills = [node for node in staying if node.register.role == "prefill"]
+        decodes = [node for node in staying if node.register.role == "decode"]
+        self.prefills, self.decodes = prefills, decodes
+        if prefills and decodes and self._needs_prefill:
+            self.prefills = [node for node in prefills if any(can_pair(node, other) for other in decodes)]
+            self.decodes = [node for node in decodes if any(can_pair(other, node) for other in prefills)]
+        self.limits = self._limits()
+
+    def _limits(self) -> ServingLimits | None:
+        decodes = self.decodes
+        prompts = self.prefills if self._needs_prefill else decodes  # the nodes that compute prompts
+        if not prompts or not decodes:
+            return None
+        first = decodes[0].register
+        return ServingLimits(
+            context_length=first.context_length,
+            vocab_size=first.vocab_size,
+            prompt_tokens=max(node.capacity_tokens for node in prompts),
+            total_tokens=max(node.capacity_tokens for node in decodes),
+            common_tokens=min(node.capacity_tokens for node in decodes),
+            generation=first.generation,
+            max_running=sum(node.max_running for node in decodes),
+        )
 
     @property
     def is_ready(self) -> bool:
-        return self.limits() is not None
+        return self.limits is not None
 
     @property
     def lacking(self) -> str:
-        """What it takes before a request can be served, in words."""
+        """What is missing before a request can be served, in words."""
         if not self._needs_prefill:
             return "decode node"
         problem = next((pair.problem for node in self.nodes.values() for pair in node.pairs if pair.problem), "")
         return "pair of a prefill and a decode node" + (problem and f" that can exchange pages ({problem})")
 
-    def limits(self) -> Limits | None:
-        """What one request may ask for; None while no nodes can serve one."""
-        decodes = self.able("decode")
-        prefills = self.able("prefill") if self._needs_prefill else decodes  # whoever computes prompts
-        if self._limits is not None or not prefills or not decodes:
-            return self._limits
-        first = decodes[0].register
-        self._limits = Limits(
-            context_length=first.context_length,
-            vocab_size=first.vocab_size,
-            prompt_tokens=max(node.capacity_tokens for node in prefills),
-            total_tokens=max(node.capacity_tokens for node in decodes),
-            common_tokens=min(node.capacity_tokens for node in decodes),
-            generation=first.generation,
-            max_running=sum(node.register.max_running for node in decodes),
-        )
-        return self._limits
-
 
 def _conflict(new: Register, other: Register) -> str:
-    """Why two nodes cannot be in one deployment; empty if they can."""
+    """Why two nodes cannot be in one deployment, as a sentence; empty if they can."""
     if new.name == other.name:
-        return f"a node named {new.name} is already here; give this one another --name"
-    for field, words in AGREE.items():
-        ours, theirs = getattr(new, field), getattr(other, field)
+        return f"a node named {new.name} is registered already; give this one another --name"
+    for name, words in AGREE.items():
+        ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
-            hint = WEIGHT_HINT if field == "weight_version" else ""
+            hint = WEIGHT_HINT if name == "weight_version" else ""
             return (
                 f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
             )
     theirs = other.geometry
-    if new.role == other.role:  # no page goes from one to the other, so their sizes do not matter
+    if new.role == other.role:  # no page is sent between them, so their page sizes may differ
         theirs = msgspec.structs.replace(theirs, page_size=new.geometry.page_size)
     problem = layout_conflict(new.geometry, theirs)
     if problem:

@@ -1,13 +1,13 @@
-"""Which prefill node and which decode node serve a request: one decision about the pair. Pure.
+"""Chooses the prefill node and the decode node of each request. Pure.
 
-Both are chosen by least cost, counted in tokens. Prefill: tokens it still has to compute before this prompt is done, of
-this prompt only those that it has probably not cached. Decode: tokens that its requests hold or will hold, as a share
-of its pool, less what need not be shipped again; a node whose rows are all taken comes after those with free ones. What
-a node has cached is guessed from what it was sent: hashes of prompt prefixes, chained piece by piece, remembered with
-the nodes that got them, least recently used forgotten first.
+Both are chosen by least cost, in tokens. A prefill node costs the tokens that it still has to compute before this
+prompt is done; of this prompt, only those that it has probably not cached. A decode node costs the tokens that its
+requests hold or will hold, as a share of its pool, less the part of this prompt that it has cached; a node that runs
+its maximum of requests comes after the others. What a node has cached is guessed from what it was sent: chained hashes
+of prompt prefixes are remembered with the nodes that got them, and the least recently used are forgotten first.
 
-A pair may be a decode node alone, which then computes the prompt by itself: always, or where it lacks so little of the
-prompt that a transfer would cost more than it spares the node's other requests.
+A pair may be a decode node alone, which then computes the prompt too: always, or if it lacks so few tokens of the
+prompt that a transfer would cost more than it saves.
 """
 
 import zlib
@@ -24,7 +24,7 @@ LocalPrefill = Literal["never", "auto", "always"]
 
 
 class Candidate(Protocol):
-    """A node that could take a request: who, the tokens its pool holds, and the requests that it runs at once."""
+    """A node that could take a request."""
 
     @property
     def incarnation(self) -> str: ...
@@ -44,11 +44,11 @@ def can_pair(prefill: Candidate, decode: Candidate) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The decision.
+class WorkerPair:
+    """The nodes of one request.
 
     Attributes:
-        prefill: incarnation of the prefill node; None if the decode node computes the prompt by itself.
+        prefill: incarnation of the prefill node; None if the decode node computes the prompt.
         num_compute: prompt tokens that the prefill node will probably compute.
         num_hold: tokens of the decode node's pool that the request will hold.
     """
@@ -60,7 +60,7 @@ class Pair:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Incarnations of those who work on it, in the order in which they are told."""
+        """Incarnations, in the order in which the nodes are sent the request."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
@@ -68,37 +68,53 @@ class Router:
     """Chooses pairs and keeps count of what each node was given.
 
     Args:
-        piece_tokens: prompts are remembered in pieces of so many tokens.
-        max_pieces: how many pieces are remembered over all.
-        local_prefill: whether decode nodes compute prompts by themselves: never, always, or (auto) those of which they
-            lack fewer than ``local_threshold`` tokens.
+        piece_tokens: prompts are remembered in pieces of this many tokens.
+        max_pieces: remembered for all nodes together.
+        local_prefill: whether decode nodes compute prompts: never, always, or (auto) those of which they lack fewer
+            than ``local_threshold`` tokens.
+        max_dispatch_ahead: requests sent beyond those that decode nodes run at once, for each node that computes
+            prompts, so that these nodes always have work.
     """
 
     def __init__(
         self, *, piece_tokens: int = 64, max_pieces: int = 200_000, local_prefill: LocalPrefill = "never",
-        local_threshold: int = 64,
+        local_threshold: int = 64, max_dispatch_ahead: int = 64,
     ) -> None:  # fmt: skip
+        self._max_dispatch_ahead = max_dispatch_ahead
         self._local_prefill = local_prefill
         self._local_threshold = local_threshold
         self._piece_tokens = piece_tokens
         self._max_pieces = max_pieces
         self._holders: OrderedDict[int, dict[str, None]] = OrderedDict()
         self._load: dict[str, int] = {}
-        self._num_requests: dict[str, int] = {}  # that a decode node was given and has not done with
-        self._turn: dict[str, int] = {}  # when a node was chosen last, to go round among equals
+        self._num_requests: dict[str, int] = {}  # in flight, by decode node
+        self._turn: dict[str, int] = {}  # when a node was chosen last; equals take turns
         self._num_chosen = 0
+
+    def dispatch_capacity(self, prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> int:
+        """Requests that may be sent now; negative if nodes have gone."""
+        if not decodes or not (prefills or self._local_prefill == "always"):
+            return 0
+        capacity = self._max_dispatch_ahead * (len(prefills) or len(decodes))
+        return capacity + sum(node.max_running - self.num_requests(node.incarnation) for node in decodes)
 
     def choose(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
-        *, num_new: int, num_expected: int = 0, salt: str = "",
-    ) -> Pair | None:  # fmt: skip
-        """The pair for one request, counted as given to them; None if no pair that can exchange pages has pools that
-        are large enough.
+        *, num_new: int, num_expected: int = 0, salt: str = "", siblings: WorkerPair | None = None,
+    ) -> WorkerPair | None:  # fmt: skip
+        """The pair for one request, counted as sent to it; None if no pair that can exchange pages has large enough
+        pools.
 
         Args:
-            num_new: output tokens at most; a pool must hold them.
-            num_expected: output tokens that there will probably be, which is what it is counted as; 0 if nobody knows.
+            num_new: maximum of output tokens; a pool must hold them.
+            num_expected: predicted output tokens, for which the request is counted; 0 without a prediction.
+            siblings: the pair of another sample of this prompt, which is chosen again if it still takes requests.
         """
+        if siblings is not None:
+            able = {node.incarnation: node for node in (*prefills, *decodes)}
+            nodes = [able[incarnation] for incarnation in siblings.nodes if incarnation in able]
+            if len(nodes) == len(siblings.nodes) and (len(nodes) == 1 or can_pair(nodes[0], nodes[1])):
+                return self.again(siblings, num_new=num_new, num_expected=num_expected)
         num_prompt = len(prompt)
         num_most = num_prompt + num_new
         num_hold = num_prompt + (min(num_expected, num_new) or num_new)
@@ -125,17 +141,17 @@ class Router:
         chosen = min(decodes, key=decode_cost)
         decode = chosen.incarnation
         if is_always or self._is_short(num_prompt - cached.get(decode, 0)):
-            pair = Pair(None, decode, 0, num_hold)
+            pair = WorkerPair(None, decode, 0, num_hold)
         else:
             prefill = min((node for node in prefills if can_pair(node, chosen)), key=prefill_cost).incarnation
-            pair = Pair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
+            pair = WorkerPair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
         self._give(pair)
         self._remember(pieces, pair)
         return pair
 
-    def again(self, pair: Pair, *, num_new: int, num_expected: int = 0) -> Pair:
-        """The same nodes for a further sample of the same prompt, which costs them only its output."""
-        sample = Pair(pair.prefill, pair.decode, 0, min(num_expected, num_new) or num_new)
+    def again(self, pair: WorkerPair, *, num_new: int, num_expected: int = 0) -> WorkerPair:
+        """The same pair for another sample of the same prompt, which costs only its output."""
+        sample = WorkerPair(pair.prefill, pair.decode, 0, min(num_expected, num_new) or num_new)
         self._give(sample)
         return sample
 
@@ -143,37 +159,37 @@ class Router:
         return self._local_prefill == "auto" and num_lacking < self._local_threshold
 
     def load(self, incarnation: str) -> int:
-        """Tokens that a node was given and has not done with."""
+        """Tokens that a node still has to compute (prefill) or holds (decode)."""
         return self._load.get(incarnation, 0)
 
     def num_requests(self, incarnation: str) -> int:
-        """Requests that a decode node was given and has not done with."""
+        """Requests in flight on a decode node."""
         return self._num_requests.get(incarnation, 0)
 
-    def prefill_done(self, pair: Pair) -> None:
-        """The pair's first token is here (or never will be)."""
+    def prefill_done(self, pair: WorkerPair) -> None:
+        """The first token has arrived, or never will."""
         if pair.prefill is not None:
             self._subtract(pair.prefill, pair.num_compute)
 
-    def decode_done(self, pair: Pair) -> None:
-        """The pair's request has ended."""
+    def decode_done(self, pair: WorkerPair) -> None:
+        """The request has ended."""
         self._subtract(pair.decode, pair.num_hold)
         if pair.decode in self._num_requests:
             self._num_requests[pair.decode] -= 1
 
     def forget_prefixes(self) -> None:
-        """The nodes have nothing cached any more."""
+        """All caches have been emptied."""
         self._holders.clear()
 
     def forget(self, incarnation: str) -> None:
-        """A node is gone, its cache with it."""
+        """A node is gone, and its cache with it."""
         self._load.pop(incarnation, None)
         self._num_requests.pop(incarnation, None)
         self._turn.pop(incarnation, None)
         for holders in self._holders.values():
             holders.pop(incarnation, None)
 
-    def _give(self, pair: Pair) -> None:
+    def _give(self, pair: WorkerPair) -> None:
         self._num_chosen += 1
         if pair.prefill is not None:
             self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
@@ -183,12 +199,12 @@ class Router:
             self._turn[incarnation] = self._num_chosen
 
     def _subtract(self, incarnation: str, num_tokens: int) -> None:
-        if incarnation in self._load:  # else it is gone, and so is the count
+        if incarnation in self._load:  # a removed node has no count
             self._load[incarnation] -= num_tokens
             assert self._load[incarnation] >= 0
 
     def _pieces(self, prompt: Sequence[int], salt: str) -> list[int]:
-        """Chained hashes of the prompt's leading whole pieces; each stands for everything up to its end."""
+        """Chained hashes of the prompt's leading whole pieces; each covers everything up to its end."""
         packed = array("q", prompt).tobytes()
         size = 8 * self._piece_tokens
         value = zlib.crc32(salt.encode())
@@ -199,7 +215,7 @@ class Router:
         return pieces
 
     def _cached(self, pieces: list[int]) -> dict[str, int]:
-        """Tokens of the prompt that each node probably has."""
+        """Tokens of the prompt that each node has probably cached."""
         depth: dict[str, int] = {}
         for i, piece in enumerate(pieces):
             holders = self._holders.get(piece)
@@ -211,7 +227,7 @@ class Router:
                     depth[incarnation] = i + 1
         return {incarnation: count * self._piece_tokens for incarnation, count in depth.items()}
 
-    def _remember(self, pieces: list[int], pair: Pair) -> None:
+    def _remember(self, pieces: list[int], pair: WorkerPair) -> None:
         for piece in pieces:
             holders = self._holders.setdefault(piece, {})
             for incarnation in pair.nodes:

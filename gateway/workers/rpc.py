@@ -1,4 +1,4 @@
-"""What nodes are asked, and their answers, which carry the number of the question."""
+"""Calls to nodes that return an answer, matched by a call number."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -11,32 +11,32 @@ from common.wire.messages import Decisions, Flush, Flushed, GetDecisions, Messag
 Answer = TypeVar("Answer", Flushed, Decisions)
 
 
-class Questions:
-    """Who has been asked and has not answered.
+class NodeRpc:
+    """The calls that wait for an answer.
 
     Args:
-        send: to one node; False if it cannot be reached.
+        send: sends to one node; False if it cannot be reached.
     """
 
     def __init__(self, send: Callable[[Message, str], bool]) -> None:
         self._send = send
-        self._num_asked = 0
+        self._num_calls = 0
         self._open: dict[tuple[str, int], asyncio.Future[Message | None]] = {}
 
-    async def ask(
-        self, incarnations: Iterable[str], question: Flush | GetDecisions, kind: type[Answer], timeout_s: float
+    async def call(
+        self, incarnations: Iterable[str], request: Flush | GetDecisions, kind: type[Answer], timeout_s: float
     ) -> dict[str, Answer]:
-        """Asks these nodes and waits. Those that have gone, or gave no answer in time, are left out.
+        """Calls nodes and waits. Nodes that are gone or do not answer in time are left out.
 
         Args:
-            kind: of the answers.
+            kind: type of the answers.
         """
-        self._num_asked += 1
-        number, loop = self._num_asked, asyncio.get_running_loop()
-        asked = msgspec.structs.replace(question, number=number)
+        self._num_calls += 1
+        number, loop = self._num_calls, asyncio.get_running_loop()
+        message = msgspec.structs.replace(request, number=number)
         waits: dict[str, asyncio.Future[Message | None]] = {}
         for incarnation in incarnations:
-            if self._send(asked, incarnation):
+            if self._send(message, incarnation):
                 waits[incarnation] = self._open[incarnation, number] = loop.create_future()
         try:
             if waits:
@@ -47,13 +47,13 @@ class Questions:
         answers = {incarnation: wait.result() for incarnation, wait in waits.items() if wait.done()}
         return {incarnation: answer for incarnation, answer in answers.items() if isinstance(answer, kind)}
 
-    def answered(self, incarnation: str, answer: Flushed | Decisions) -> None:
-        """A node has answered; perhaps too late for whoever asked."""
+    def on_answer(self, incarnation: str, answer: Flushed | Decisions) -> None:
+        """Passes on an answer; one that is too late is dropped."""
         self._end(incarnation, answer.number, answer)
 
-    def gone(self, incarnation: str) -> None:
-        """A node will give no more answers."""
-        for _, number in [asked for asked in self._open if asked[0] == incarnation]:
+    def on_node_gone(self, incarnation: str) -> None:
+        """Ends the calls to a node that is gone."""
+        for _, number in [key for key in self._open if key[0] == incarnation]:
             self._end(incarnation, number, None)
 
     def _end(self, incarnation: str, number: int, answer: Message | None) -> None:

@@ -1,68 +1,78 @@
-"""The models that are served here: for each its name, its tokenizer and chat template, and its nodes."""
+"""The served models: their tokenizer files, chat templates, output length predictors and nodes."""
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.gateway import GatewayConfig
-from common.errors import ErrorCode
+from common.config.gateway import GatewayConfig, also_served
+from common.errors import ConfigError
 from common.scheduling.output_length_predictor import OutputLengthPredictor
-from gateway.http.protocol import refuse
-from gateway.requests.input_processor import InputProcessor
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Text
-from gateway.workers.pool import WorkerPool, make_fleet
+from gateway.text.tokenizer import Tokenizer
+from gateway.workers.pool import WorkerPool, make_pool
+
+#: The files of a checkpoint that the gateway reads; never weights.
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
-    """One model as clients see it."""
+class ServedModel:
+    """One served model.
 
-    name: str
-    text: Text
-    asker: InputProcessor
-    fleet: WorkerPool
-    predictor: OutputLengthPredictor
-
-
-class Models:
-    """All of them by name; the first serves requests that name none.
-
-    Args:
-        config: resolved configuration.
-        folders: where the tokenizer's files of each model are, by the model's name.
+    Attributes:
+        chat_template: None if the checkpoint has no chat template.
+        predictor: learns the output lengths of requests to this model.
     """
 
-    def __init__(self, config: GatewayConfig, folders: Mapping[str, Path]) -> None:
-        templates = [config.chat_template] + [None] * len(folders)
-        self._by_name = {
-            name: _load(config, name, folder, template)
-            for (name, folder), template in zip(folders.items(), templates, strict=False)
-        }
-        self.first = next(iter(self._by_name.values()))
-
-    def __iter__(self) -> Iterator[Model]:
-        return iter(self._by_name.values())
-
-    def get(self, name: str | None) -> Model:
-        """The model of this name. Raises RequestError: there is none."""
-        if name is None:
-            return self.first
-        model = self._by_name.get(name)
-        if model is None:
-            served = ", ".join(repr(known) for known in self._by_name)
-            message = f"the model {name[:200]!r} is not served here, only {served}"
-            raise refuse(message, "model", ErrorCode.MODEL_NOT_FOUND)
-        return model
-
-    def close(self) -> None:
-        for model in self:
-            model.asker.close()
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    predictor: OutputLengthPredictor
+    pool: WorkerPool
 
 
-def _load(config: GatewayConfig, name: str, folder: Path, template: str | None) -> Model:
-    text = Text.load(folder)
-    chat = ChatTemplate.load(folder, None if template is None else Path(template))
-    predictor = OutputLengthPredictor()
-    asker = InputProcessor(name, text, chat, request_timeout_s=config.request_timeout, predictor=predictor)
-    return Model(name, text, asker, make_fleet(config, name, text.vocab_size), predictor)
+def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str, ServedModel]:
+    """The served models by name; the first is the default and takes ``--chat-template``.
+
+    Args:
+        folders: where the tokenizer files of each model are.
+
+    Raises:
+        ConfigError: a file is missing or cannot be read.
+    """
+    models: dict[str, ServedModel] = {}
+    for name, folder in folders.items():
+        tokenizer = Tokenizer.load(folder)
+        file = config.chat_template if not models else None
+        template = ChatTemplate.load(folder, None if file is None else Path(file))
+        models[name] = ServedModel(
+            name, tokenizer, template, OutputLengthPredictor(), make_pool(config, name, tokenizer.vocab_size)
+        )
+    return models
+
+
+def model_folders(config: GatewayConfig) -> dict[str, Path]:
+    """The folder with the tokenizer files of each served model, by name. Raises ConfigError naming the flag."""
+    folders = {config.served_name: model_folder(config.model, config.revision)}
+    for name, place in also_served(config).items():
+        plain, _, revision = place.rpartition("@")
+        is_revised = bool(plain) and not Path(os.path.expanduser(place)).is_dir()
+        flag = f"--also-serve {name}="
+        folders[name] = model_folder(*((plain, revision) if is_revised else (place, None)), flag=flag)
+    return folders
+
+
+def model_folder(model: str, revision: str | None = None, *, flag: str = "--model ") -> Path:
+    """A local folder, or the one to which the files of a hub id are downloaded. Raises ConfigError naming the flag."""
+    folder = Path(os.path.expanduser(model))
+    if folder.is_dir():
+        return folder
+    if model.startswith((".", "/", "~")):
+        raise ConfigError(f"{flag}{model}: there is no such folder")
+    import huggingface_hub  # only for hub ids: it takes a while to load
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(FILES)))
+    except Exception as error:  # network, names, rights: the library has dozens of them
+        raise ConfigError(f"{flag}{model}: its tokenizer cannot be fetched from the hub: {error}") from error

@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import OutputLengthPredictor
-from gateway.requests.output_processor import GenerateRequest
+from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.priority import PriorityResolver
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment, segment_key
@@ -194,34 +194,30 @@ class Client:
         if len(prompt) + sampling.max_new_tokens > self._context_length:
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
         name = planned.class_name if planned.class_name in self._classes else None
-        claim = self._claims.claim(planned.tenant, planned.priority, name)
-        expected = planned.num_output if is_known else self._predictor.expected(claim.tenant, prompt)
+        expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
         ask = GenerateRequest(
             rid,
             rid,
             prompt,
             sampling,
             model=MODEL,
-            priority=claim.priority,
-            is_priority_named=claim.is_named,
-            priority_class=claim.priority_class,
-            tenant=claim.tenant,
+            tenant=planned.tenant,
             expected_output=min(expected, sampling.max_new_tokens),
             timeout_s=self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3,
         )
-        return self._claims.judged([ask])[0]
+        return self._claims.assign([ask], planned.priority, name)[0]
 
     def ended(self, answer: Answer) -> None:
         """Record an answer that has ended."""
-        outcome = self._in_flight[answer.ask.rid][0]
+        outcome = self._in_flight[answer.request.rid][0]
         outcome.error = answer.error.code.value if answer.error else ""
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra
         outcome.cached_tokens = answer.cached_tokens
         outcome.timings = answer.timings
         if answer.finish:
-            ask = answer.ask
+            ask = answer.request
             self._predictor.learn(ask.tenant, ask.prompt, len(answer.ids), is_cut=answer.finish == "length")
-        self._over(answer.ask.rid)
+        self._over(answer.request.rid)
 
     def _over(self, rid: str) -> None:
         outcome, chain, turn = self._in_flight.pop(rid)

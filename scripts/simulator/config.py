@@ -12,7 +12,7 @@ from common.config.scheduling import SchedulingOptions, check_scheduling
 from common.config.serve import check_local_prefill
 from common.errors import ConfigError
 from common.node.memory_plan import Capacity, plan_capacity
-from gateway.workers.pool import WorkerPool, make_fleet
+from gateway.workers.pool import WorkerPool, make_pool
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
 from scripts.simulator.costs import Costs
 from scripts.simulator.engine import simulated_geometry
@@ -116,4 +116,4 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(GatewayConfig) if name in ours}
         values["tenant_header"] = True  # requests of the plan carry their tenant
-        return make_fleet(GatewayConfig(**values), model, 1)
+        return make_pool(GatewayConfig(**values), model, 1)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Register, Registered, Tokens
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.output_processor import GenerateRequest, OutputStream
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer
 
@@ -29,7 +30,7 @@ NO_TEXT = NoText()
 
 
 def _ignore(relay: OutputStream) -> None:
-    pass
+    """Stands for an HTTP handler."""
 
 
 class Answer(OutputStream):
@@ -40,14 +41,8 @@ class Answer(OutputStream):
         extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
     """
 
-    def __init__(
-        self,
-        ask: GenerateRequest,
-        wake: Callable[[OutputStream], None],
-        on_end: Callable[[OutputStream], None],
-        started_at: float,
-    ) -> None:
-        OutputStream.__init__(self, ask, 0, NO_TEXT, wake, on_end, started_at)
+    def __init__(self, ask: GenerateRequest, started_at: float) -> None:
+        OutputStream.__init__(self, ask, 0, lambda: NO_TEXT, _ignore, started_at)
         self.stamps_s: list[float] = []
         self.extra: dict[int, int] = {}
 
@@ -90,9 +85,7 @@ class Gateway:
         self._deliver = deliver
         self._on_end = on_end
         self._is_ticking = False
-        self.requests = Dispatcher(
-            WorkerPools([fleet]), self, events, on_start=lambda relay, pair: None, on_end=lambda relay: None
-        )
+        self.requests = Dispatcher(WorkerPools([fleet]), self, self, events, on_end=self._ended)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +98,7 @@ class Gateway:
         if not self._is_ticking:
             self._is_ticking = True
             self._events.background_after(TICK_S, self._tick)
-        answer = self.answers[ask.rid] = Answer(ask, _ignore, self._ended, self._events.now())
+        answer = self.answers[ask.rid] = Answer(ask, self._events.now())
         try:
             self.requests.dispatch([answer])
         except RequestError:
@@ -118,8 +111,7 @@ class Gateway:
         self.requests.abort(rid)
 
     def _ended(self, relay: OutputStream) -> None:
-        self.requests.ended(relay)
-        answer = self.answers.pop(relay.ask.rid, None)
+        answer = self.answers.pop(relay.request.rid, None)
         if answer is not None:
             self._on_end(answer)
 
@@ -144,6 +136,9 @@ class Gateway:
         """Send a message to a node; always True, even if the node has died unnoticed."""
         self._deliver(incarnation, message)
         return True
+
+    def drop_soon(self, incarnation: str) -> None:
+        """Never called: ``send`` always succeeds."""
 
     def lose(self, incarnation: str) -> None:
         """Handle the loss of a node."""

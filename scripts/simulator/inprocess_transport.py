@@ -217,7 +217,7 @@ class InProcessWriter:
         return ticket
 
     def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
-        """Copy one page or a piece of it now; returns the bytes copied."""
+        """Copy one page or a slice of it now; returns the bytes copied."""
         reader = self._readers[peer]
         num_bytes = reader.store.geometry.page_bytes
         with memoryview(reader.store.memory) as memory, memory[target * num_bytes : (target + 1) * num_bytes] as into:
@@ -230,7 +230,7 @@ class InProcessWriter:
             return slices.num_bytes
 
     def spoil(self, peer: str, target: int, slices: SlicePair | None = None) -> None:
-        """Change one byte of the peer's page, or of a piece of it."""
+        """Change one byte of the peer's page, or of a slice of it."""
         store = self._readers[peer].store
         at = 0 if slices is None else slices.runs[0][1]
         with memoryview(store.memory) as memory:

@@ -155,7 +155,9 @@ def test_a_priority_function_may_keep_the_priority() -> None:
     assert function.num_failures == 0
 
 
-@pytest.mark.parametrize(("name", "what"), [("half", "returned 0.5"), ("huge", "returned 2147483648"), ("fails", "failed")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("half", "returned 0.5"), ("huge", "returned 2147483648"), ("fails", "failed")]
+)
 def test_a_failing_priority_function_harms_no_request_and_is_logged_once(
     name: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:

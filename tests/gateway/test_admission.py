@@ -1,6 +1,7 @@
-"""Bounded requests in flight, and a Retry-After that comes true."""
+"""The bound on requests in flight, and Retry-After."""
 
 import heapq
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,13 +9,13 @@ from common.errors import ErrorCode, RequestError
 from gateway.requests.admission import Admission
 
 
-def refused(admission, count=1, *, max_running=2, now=0.0):
+def refused(admission, count=1, *, max_running=2, now=0.0, in_flight=()):
     with pytest.raises(RequestError) as caught:
-        admission.admit(count, max_running=max_running, now=now)
+        admission.admit(count, max_running=max_running, now=now, in_flight=in_flight)
     return caught.value
 
 
-def test_what_runs_and_what_may_queue_is_admitted_and_no_more():
+def test_running_and_queued_requests_are_admitted_up_to_the_bound():
     admission = Admission(max_queued=1)
     for _ in range(3):
         admission.admit(1, max_running=2, now=0.0)
@@ -25,7 +26,7 @@ def test_what_runs_and_what_may_queue_is_admitted_and_no_more():
     admission.admit(1, max_running=2, now=1.0)
 
 
-def test_a_batch_goes_in_whole_or_not_at_all():
+def test_a_batch_is_admitted_whole_or_not_at_all():
     admission = Admission(max_queued=2)
     admission.admit(1, max_running=2, now=0.0)
     assert refused(admission, 4).code is ErrorCode.QUEUE_FULL
@@ -33,26 +34,28 @@ def test_a_batch_goes_in_whole_or_not_at_all():
     admission.admit(3, max_running=2, now=0.0)
 
 
-def test_a_batch_that_can_never_go_in_is_the_clients_fault():
+def test_a_batch_larger_than_the_bound_is_an_invalid_request():
     error = refused(Admission(max_queued=1), 4)
     assert (error.code, error.param, error.retry_after_s) == (ErrorCode.INVALID_REQUEST, "prompt", None)
 
 
-def test_retry_after_is_the_time_at_the_rate_seen_lately():
+def test_retry_after_follows_the_recent_rate():
     admission = Admission(max_queued=8)
     admission.admit(10, max_running=2, now=0.0)
     for i in range(4):  # one every two seconds
         admission.release(2.0 * (i + 1))
     admission.admit(4, max_running=2, now=8.0)
     assert refused(admission, 1, now=8.0).retry_after_s == 2.0
-    assert refused(admission, 3, now=8.0).retry_after_s == 8.0  # the one before comes back sooner
-    assert refused(admission, 1, now=10.5).retry_after_s == 11.0  # its time has come; three come before: 4 x 10.5 / 4
+    assert refused(admission, 3, now=8.0).retry_after_s == 8.0  # the earlier promise comes first
+    assert (
+        refused(admission, 1, now=10.5).retry_after_s == 11.0
+    )  # the first promise has expired; three come before: 4 x 10.5 / 4
 
 
-def test_who_comes_back_when_told_finds_room():
-    """200 come at once to a service that ends ten a second and has room for fifty."""
+def test_a_client_that_returns_after_its_retry_after_finds_room():
+    """200 requests arrive together at a service that ends ten a second and has room for fifty."""
     admission = Admission(max_queued=42)
-    comings = [(0.1 * number, 1, number) for number in range(80)]  # as many as it serves: it is known what it can do
+    comings = [(0.1 * number, 1, number) for number in range(80)]  # as many as it serves, which establishes the rate
     comings += [(8.0, 1, number) for number in range(80, 280)]
     times_refused = dict.fromkeys(range(280), 0)
     while comings:
@@ -84,18 +87,19 @@ def test_idle_time_does_not_make_the_rate_look_low():
     assert refused(admission, 1, now=5000.0).retry_after_s == 2.0  # four in six busy seconds: one in 1.5
 
 
-def test_until_one_has_ended_it_is_what_those_in_flight_are_expected_to_take():
+def test_before_the_first_end_retry_after_is_estimated_from_progress():
     admission = Admission(max_queued=0)
-    admission.forecast = lambda count: 2.5 * count
+    request = SimpleNamespace(expected_output=7)
+    stream = SimpleNamespace(ids=[1, 2], request=request, first_at=0.0, last_at=0.5)  # five tokens left, 0.5 s each
     admission.admit(2, max_running=2, now=0.0)
-    assert refused(admission, 1, now=0.0).retry_after_s == 3.0
-    assert refused(admission, 1, now=1.0).retry_after_s == 5.0  # the one before comes back sooner
+    assert refused(admission, 1, now=0.0, in_flight=[stream]).retry_after_s == 3.0
+    assert refused(admission, 1, now=1.0, in_flight=[stream]).retry_after_s == 5.0  # an earlier promise comes first
     admission.release(4.0)
     admission.admit(1, max_running=2, now=4.0)
-    assert refused(admission, 1, now=4.0).retry_after_s == 8.0  # now it is known: one in 4 s; and one is to come
+    assert refused(admission, 1, now=4.0).retry_after_s == 8.0  # the rate is known, one in 4 s, and one promise is open
 
 
-def test_while_nothing_has_ended_it_may_take_as_long_again():
+def test_without_any_data_retry_after_is_the_time_waited_so_far():
     admission = Admission(max_queued=0)
     admission.admit(2, max_running=2, now=10.0)
     assert refused(admission, 1, now=10.0).retry_after_s == 1.0

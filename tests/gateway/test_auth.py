@@ -1,4 +1,4 @@
-"""Whose key a request carries, and when a header may say on whose account it is."""
+"""API keys, tenants, and the tenant header."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import pytest
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError, ErrorCode, RequestError
-from gateway.http.auth import Authenticator, make_callers, read_keys
+from gateway.http.auth import Authenticator, make_authenticator, read_keys
 
 
 def sha(key):
@@ -27,7 +27,7 @@ def refused(known, headers, **options):
     return caught.value
 
 
-def test_every_key_has_its_tenant_and_the_gateways_own_has_none():
+def test_each_key_has_its_tenant_and_the_api_key_has_none():
     known = callers()
     assert [known.tenant(bearer(key)) for key in ("k1", "k2", "k3", "main")] == ["a", "a", "b", ""]
 
@@ -35,22 +35,22 @@ def test_every_key_has_its_tenant_and_the_gateways_own_has_none():
 @pytest.mark.parametrize(
     "given", ["", "Bearer", "Bearer ", "Bearer k", "bearer k1", "Basic k1", "k1", "Bearer k1 ", "Bearer \udcff"]
 )
-def test_without_a_known_key_nobody_comes_in(given):
+def test_an_unknown_key_is_refused(given):
     assert refused(callers(), {"Authorization": given}).code is ErrorCode.AUTHENTICATION
     assert callers().tenant({"Authorization": given}, is_open=True) == ""
 
 
-def test_without_any_keys_everybody_comes_in():
+def test_without_configured_keys_all_requests_are_accepted():
     assert Authenticator(None, {}, is_header_taken=False).tenant({}) == ""
     assert Authenticator("", {}, is_header_taken=False).tenant({}) == ""
 
 
-def test_the_header_is_refused_where_it_is_not_taken():
+def test_the_tenant_header_is_refused_unless_configured():
     error = refused(Authenticator(None, {}, is_header_taken=False), {"x-baton-tenant": "a"})
     assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "x-baton-tenant")
 
 
-def test_the_header_names_the_tenant_of_those_whose_key_does_not():
+def test_the_header_names_the_tenant_if_the_key_has_none():
     known = callers(is_header_taken=True)
     assert known.tenant(bearer("main", **{"x-baton-tenant": "c"})) == "c"
     assert known.tenant(bearer("k1", **{"x-baton-tenant": "a"})) == "a"
@@ -59,16 +59,16 @@ def test_the_header_names_the_tenant_of_those_whose_key_does_not():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "ä", "a\n"])
-def test_a_tenants_name_is_short_and_plain(name):
+def test_an_invalid_tenant_name_is_refused(name):
     error = refused(Authenticator(None, {}, is_header_taken=True), {"x-baton-tenant": name})
     assert error.param == "x-baton-tenant"
 
 
-def test_keys_are_read_from_a_file_plain_or_hashed(tmp_path):
+def test_the_key_file_holds_plain_and_hashed_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"# who\n\na k1\na  sha256:{sha('k2').upper()}\nb k3\n")
     assert read_keys(file) == {sha("k1"): "a", sha("k2"): "a", sha("k3"): "b"}
-    known = make_callers(GatewayConfig(tenant_keys=str(file)))
+    known = make_authenticator(GatewayConfig(tenant_keys=str(file)))
     assert known.tenant(bearer("k2")) == "a"
 
 
@@ -80,10 +80,10 @@ def test_keys_are_read_from_a_file_plain_or_hashed(tmp_path):
         ("a\u00e4 secret", "line 1 must be"),
         ("a sha256:secret", "line 1: sha256: is followed by 64"),
         ("a secret\nb secret", "line 2: another tenant has the same key"),
-        ("# nobody\n", "has no keys"),
+        ("# empty\n", "has no keys"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told_by_line_and_never_by_key(tmp_path, text, sentence):
+def test_an_error_in_the_key_file_names_the_line_and_no_key(tmp_path, text, sentence):
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigError, match=sentence) as caught:
@@ -93,11 +93,11 @@ def test_a_file_that_cannot_be_used_is_told_by_line_and_never_by_key(tmp_path, t
         read_keys(tmp_path / "none")
 
 
-def test_a_tenant_cannot_have_the_gateways_own_key(tmp_path):
+def test_a_tenant_cannot_have_the_api_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text("a main")
     with pytest.raises(ConfigError, match="a tenant has the key of --api-key"):
-        make_callers(GatewayConfig(api_key="main", tenant_keys=str(file)))
+        make_authenticator(GatewayConfig(api_key="main", tenant_keys=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,6 @@ def test_a_tenant_cannot_have_the_gateways_own_key(tmp_path):
         ({"tenant_quotas": ("a",), "tenant_header": True}, "--tenant-quotas must be like"),
     ],
 )
-def test_options_without_any_tenants_are_refused(options, sentence):
+def test_tenant_options_without_tenants_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         GatewayConfig(**options)

@@ -1,4 +1,4 @@
-"""The table of requests under way, without sockets: who goes out when, step by step."""
+"""The dispatcher without sockets, step by step."""
 
 import pytest
 from support.fake_nodes import make_register
@@ -9,26 +9,29 @@ from common.errors import RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Abort, Generate, Tokens
 from gateway.requests.dispatcher import SENT_AT_ONCE, Dispatcher
-from gateway.requests.output_processor import GenerateRequest, OutputStream
-from gateway.workers.pool import WorkerPools, make_fleet
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
+from gateway.workers.pool import WorkerPools, make_pool
 
 PREFILL, DECODE = "p" * 32, "d" * 32
 ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 class Post:
-    """Keeps what is sent, and what is to be done soon until the test lets it be done."""
+    """Keeps the sent messages, and the callbacks for the next turn until ``turn`` calls them."""
 
     def __init__(self):
         self.sent = []
         self.soon = []
+        self.unreachable = set()
+        self.dropped = []
 
     def send(self, message, incarnation):
         self.sent.append((message, incarnation))
-        return True
+        return incarnation not in self.unreachable
 
-    def lose(self, incarnation):
-        raise AssertionError("every node can be reached")
+    def drop_soon(self, incarnation):
+        self.dropped.append(incarnation)
 
     def call_later(self, delay_s, act, rid):
         return self
@@ -60,11 +63,11 @@ class Silent:
 
 
 class Table:
-    """A prefill node, and decode nodes with so many rows each."""
+    """A dispatcher over one prefill node and decode nodes with ``rows`` rows each."""
 
     def __init__(self, *, rows=1, decodes=(DECODE,), **options):
-        config = GatewayConfig(gateway_lookahead=0, **(options or {"enable_priority_scheduling": True}))
-        fleets = [make_fleet(config, model, 300) for model in ("tiny", "other")]
+        config = GatewayConfig(max_dispatch_ahead=0, **(options or {"enable_priority_scheduling": True}))
+        fleets = [make_pool(config, model, 300) for model in ("tiny", "other")]
         for fleet in fleets:
             model = fleet.model
             fleet.registry.register(PREFILL, make_register("prefill", "prefill", model=model), 0.0)
@@ -73,16 +76,14 @@ class Table:
                 fleet.registry.register(incarnation, decode, 0.0)
         self.post = Post()
         self.clock = ManualClock(1.0)
-        ends = []
-        self.requests = Dispatcher(
-            WorkerPools(fleets), self.post, self.clock, on_start=lambda relay, pair: None, on_end=ends.append
-        )
+        self.ended = []
+        self.requests = Dispatcher(WorkerPools(fleets), self.post, self.post, self.clock, on_end=self.ended.append)
 
     def come(self, *rids, prompts=(0,), sampling=ONE_TOKEN, model="tiny", **fields):
         relays = []
         for rid, number in zip(rids, prompts, strict=True):
             ask = GenerateRequest(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
-            relays.append(OutputStream(ask, 0, Silent(), lambda relay: None, self.requests.ended, self.clock.now()))
+            relays.append(OutputStream(ask, 0, Silent, lambda relay: None, self.clock.now()))
         self.requests.dispatch(relays)
 
     def end(self, rid):
@@ -95,18 +96,18 @@ class Table:
         return [message for message in self.post.at(DECODE) if message.rid == rid]
 
 
-def test_one_that_comes_just_as_a_row_is_free_passes_nobody_who_waits_for_it():
+def test_a_new_request_does_not_pass_waiting_ones_when_a_row_is_free():
     table = Table()
     for rid in ("first", "waits"):
         table.come(rid)
     table.end("first")
-    table.come("late")  # before anybody was sent out for the one that has ended
+    table.come("late")  # before the ended request is replaced
     assert table.post.at_decode() == ["first"]
     table.post.turn()
     assert table.post.at_decode() == ["first", "waits"]
 
 
-def test_one_that_comes_just_then_and_is_more_urgent_goes_first():
+def test_a_more_urgent_new_request_goes_first_when_a_row_is_free():
     table = Table()
     for rid in ("first", "waits"):
         table.come(rid)
@@ -118,7 +119,7 @@ def test_one_that_comes_just_then_and_is_more_urgent_goes_first():
     assert table.post.at_decode() == ["first", "urgent", "waits"]
 
 
-def test_many_that_end_at_once_are_made_up_for_at_once():
+def test_requests_that_end_together_are_replaced_in_one_turn():
     table = Table()
     for rid in "abc":
         table.come(rid)
@@ -130,7 +131,7 @@ def test_many_that_end_at_once_are_made_up_for_at_once():
     assert table.requests.num_in_flight == 1
 
 
-def test_an_id_that_is_used_again_is_another_attempt_and_what_is_said_of_the_first_does_not_count():
+def test_tokens_of_an_earlier_attempt_with_the_same_id_are_refused():
     table = Table()
     table.come("mine")
     table.end("mine")
@@ -144,7 +145,7 @@ def test_an_id_that_is_used_again_is_another_attempt_and_what_is_said_of_the_fir
     assert table.requests.num_in_flight == 0
 
 
-def test_samples_of_a_prompt_go_to_one_pair_and_prompts_to_the_emptiest():
+def test_samples_share_a_pair_and_prompts_go_to_the_emptiest():
     table = Table(rows=2, decodes=(DECODE, "e" * 32))
     table.come("a0", "a1", "b0", "b1", prompts=(0, 0, 1, 1))
     assert table.post.at_decode() == ["a0", "a1"]
@@ -153,14 +154,14 @@ def test_samples_of_a_prompt_go_to_one_pair_and_prompts_to_the_emptiest():
 @pytest.mark.parametrize(
     ("max_new", "ignore_eos", "num_said", "count", "seconds", "then"),
     [
-        (101, True, 11, 1, 45.0, 48.0),  # 90 to come, a token each half second, and the other has 95
-        (101, False, 11, 1, 6.0, 6.0),  # it may end at any time: as many again, 5.5 s
-        (13, False, 11, 1, 1.0, 4.0),  # but no more than two, and seven
-        (21, True, 11, 2, 8.0, 12.0),  # the second has 15 to come; a third would have to wait for half as long again
-        (21, True, 1, 1, 1.0, 1.0),  # no pace is known yet
+        (101, True, 11, 1, 45.0, 48.0),  # 90 tokens left at half a second each; the other request has 95
+        (101, False, 11, 1, 6.0, 6.0),  # unknown length: as many tokens again, 5.5 s
+        (13, False, 11, 1, 1.0, 4.0),  # but at most two, and seven
+        (21, True, 11, 2, 8.0, 12.0),  # the second has 15 left; a third would wait half as long again
+        (21, True, 1, 1, 1.0, 1.0),  # no pace is known
     ],
 )
-def test_a_fresh_service_tells_who_is_too_many_to_come_back_when_those_under_way_will_have_ended(
+def test_retry_after_of_a_fresh_service_is_estimated_from_requests_in_flight(
     max_new, ignore_eos, num_said, count, seconds, then
 ):
     table = Table(rows=2, max_queued_requests=0)
@@ -182,16 +183,16 @@ def test_a_fresh_service_tells_who_is_too_many_to_come_back_when_those_under_way
     assert caught.value.retry_after_s == then
 
 
-def test_what_a_tenant_is_served_counts_though_it_never_had_to_wait():
+def test_service_is_accounted_for_requests_that_never_waited():
     table = Table(schedule_policy="fair")
     for rid, tenant in (("first", "a"), ("a", "a"), ("b", "b")):
         table.come(rid, tenant=tenant)
-    table.end("first")  # the output's token is tenant a's
+    table.end("first")  # its token is charged to tenant a
     table.post.turn()
     assert table.post.at_decode() == ["first", "b"]
 
 
-def test_of_many_outputs_so_many_go_out_at_once_and_the_rest_after_others_had_their_turn():
+def test_many_outputs_are_sent_in_several_turns():
     table = Table(rows=300)
     rids = [f"r{i}" for i in range(SENT_AT_ONCE * 2 + 10)]
     table.come(*rids, prompts=[0] * len(rids))
@@ -207,7 +208,7 @@ def test_of_many_outputs_so_many_go_out_at_once_and_the_rest_after_others_had_th
     assert all("full" not in decided.reason for decided in told if decided.rid in rids)
 
 
-def test_long_prompts_go_out_one_by_one(monkeypatch):
+def test_long_prompts_are_sent_one_per_turn(monkeypatch):
     monkeypatch.setattr("gateway.requests.dispatcher.TOKENS_AT_ONCE", 5)  # each has two
     table = Table(rows=4)
     table.come(*"abcdef", prompts=[0] * 6)
@@ -222,3 +223,15 @@ def test_long_prompts_go_out_one_by_one(monkeypatch):
     assert table.post.at_decode()[4:] == ["e"]
     table.post.turn()
     assert table.post.at_decode()[4:] == ["e", "f"]
+
+
+def test_a_node_that_cannot_be_reached_gets_no_more_requests_and_is_reported_once():
+    table = Table(rows=2, decodes=(DECODE, "e" * 32))
+    table.post.unreachable.add(DECODE)
+    table.come("a", "b", prompts=(0, 1))
+    assert table.post.dropped == [DECODE]
+    assert not table.ended, "the dispatcher leaves the node's removal to the control plane"
+    assert [message.rid for message in table.post.at("e" * 32)] == ["b"]
+    table.requests.lost(DECODE, "decode")
+    assert [stream.request.rid for stream in table.ended] == ["a"]
+    assert table.requests.num_in_flight == 1

@@ -1,4 +1,4 @@
-"""HTTP that is broken, slow or too large is answered or dropped, and the service goes on."""
+"""Broken, slow and oversized HTTP is answered or dropped, and the service continues."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ async def test_paths_methods_and_content_types(stack):
             assert (status == 405) == ("Allow" in answer.headers)
 
 
-async def test_large_bodies_are_refused_and_read_no_further(folder):
+async def test_large_bodies_are_refused_without_reading_them_to_the_end(folder):
     async with running(folder, max_body_bytes=1 << 20) as stack:
         await stack.pair()
         data = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
@@ -58,7 +58,7 @@ async def pieces(data):
 
 
 async def raw(stack, data, enough=None):
-    """What the server answers to these bytes before it closes the connection, or until it has said ``enough``."""
+    """The server's answer to these bytes, until it closes the connection or has sent ``enough``."""
     address = urlsplit(stack.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(data)
@@ -73,7 +73,7 @@ async def raw(stack, data, enough=None):
     return answer
 
 
-async def test_a_body_that_stops_arriving_is_given_up(folder):
+async def test_a_body_that_stops_arriving_gets_408(folder):
     async with running(folder, options={"body_timeout_s": 0.2}) as stack:
         await stack.pair()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
@@ -81,12 +81,12 @@ async def test_a_body_that_stops_arriving_is_given_up(folder):
         assert answer.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_headers_that_stop_arriving_are_given_up(folder):
+async def test_a_connection_whose_headers_stop_arriving_is_closed(folder):
     async with running(folder, options={"header_timeout_s": 0.3}) as stack:
         assert await raw(stack, b"POST /v1/completions HTTP/1.1\r\nHost") == b""
 
 
-async def test_broken_http_is_answered_or_dropped_and_hurts_nobody(stack):
+async def test_broken_http_gets_a_client_error(stack):
     for data in (
         b"\x16\x03\x01 hello\r\n\r\n",
         b"GET\r\n\r\n",
@@ -98,7 +98,7 @@ async def test_broken_http_is_answered_or_dropped_and_hurts_nobody(stack):
         assert answer.startswith(b"HTTP/1.") and answer.split()[1].startswith(b"4"), (data[:40], answer[:100])
 
 
-async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(stack):
+async def test_expect_100_continue_is_answered(stack):
     body = b'{"prompt":"a","max_tokens":1}'
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nConnection: close\r\n"

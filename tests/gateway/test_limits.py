@@ -1,4 +1,4 @@
-"""How much there is in a body, counted before it is decoded, and between the turns of others."""
+"""The parts of a body are counted before it is decoded, without blocking the event loop."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ VALUES = st.recursive(
 
 
 def counted(value: Any) -> tuple[int, int]:
-    """Texts, lists and objects in a value; and commas that it is written with."""
+    """The numbers of strings, lists and objects in a value, and of commas in its JSON."""
     if isinstance(value, str):
         return 1, 0
     if isinstance(value, dict):
@@ -38,7 +38,7 @@ def counted(value: Any) -> tuple[int, int]:
 
 
 @given(VALUES, st.booleans(), st.integers(1, 7))
-def test_whatever_a_body_holds_is_counted_whole_and_in_pieces(value: Any, is_ascii: bool, piece_bytes: int) -> None:
+def test_any_body_is_counted_correctly_whole_and_in_pieces(value: Any, is_ascii: bool, piece_bytes: int) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     whole = Counter()
     whole.add(body)
@@ -63,12 +63,12 @@ def test_whatever_a_body_holds_is_counted_whole_and_in_pieces(value: Any, is_asc
         (b"[" + b'"",' * (MAX_PARTS - 1) + b'""]', True),
         (b"[" + b"1," * 10 + b"1]", False),
         (b"[" + b"1," * 11 + b"1]", True),
-        (b'"' + b'\\",[{' * 200_000 + b'"', False),  # over several pieces, all of it one text
+        (b'"' + b'\\",[{' * 200_000 + b'"', False),  # one string over several pieces
         (b'"' + b"\\\\" * PIECE_BYTES + b'",' + b"1," * 20, True),
         (b'"' + b"\\\\" * PIECE_BYTES + b'\\",,,,,,,,,,,,,,,,,,,,"', False),  # no escape is cut in two
     ],
 )
-async def test_a_body_that_holds_too_much_is_refused(body: bytes, is_too_much: bool) -> None:
+async def test_a_body_with_too_many_parts_is_refused(body: bytes, is_too_much: bool) -> None:
     most = MAX_PARTS if b'""' in body or b"[]" in body else 10
     if is_too_much:
         with pytest.raises(RequestError) as refused:
@@ -78,7 +78,7 @@ async def test_a_body_that_holds_too_much_is_refused(body: bytes, is_too_much: b
         await check_weight(body, most)
 
 
-async def test_others_have_their_turn_while_a_large_body_is_counted() -> None:
+async def test_counting_a_large_body_yields_to_the_event_loop() -> None:
     turns = 0
 
     async def others() -> None:
@@ -93,7 +93,7 @@ async def test_others_have_their_turn_while_a_large_body_is_counted() -> None:
     assert turns >= 10
 
 
-async def test_a_chat_of_too_many_messages_and_a_prompt_of_too_many_ids_are_refused_at_once(folder) -> None:
+async def test_too_many_messages_and_too_many_token_ids_are_refused(folder) -> None:
     async with running(folder) as stack:
         await stack.pair(context_length=300_000, num_pages=20_000)
         message = {"role": "user", "content": "Hi"}

@@ -1,4 +1,4 @@
-"""Decode nodes that compute prompts by themselves: who is asked, and how such a request ends, fails and is aborted."""
+"""Decode nodes that compute prompts: their choice, and how such requests end, fail and are aborted."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ __all__ = ["folder"]
 
 @pytest.fixture
 async def stack(folder):
-    """A gateway and one decode node, alone."""
+    """A gateway with a single decode node."""
     async with running(folder, local_prefill="always") as running_stack:
         await running_stack.node("decode")
         yield running_stack
@@ -44,7 +44,7 @@ async def test_a_decode_node_alone_serves(stack):
     assert decode.aborts == []
 
 
-async def test_one_token_ends_it_and_nobody_needs_to_be_told(stack):
+async def test_after_a_single_token_no_abort_is_sent(stack):
     for max_tokens in (0, 1):
         body = {"prompt": "a", "max_tokens": max_tokens, "echo": True}
         assert (await stack.post("/v1/completions", body))[0] == 200
@@ -52,7 +52,7 @@ async def test_one_token_ends_it_and_nobody_needs_to_be_told(stack):
     assert stack.nodes[0].aborts == []
 
 
-async def test_a_client_that_goes_away_aborts_it(stack):
+async def test_a_disconnect_aborts_it(stack):
     stack.nodes[0].on_generate = silent
     call, rid = await under_way(stack)
     call.cancel()
@@ -71,7 +71,7 @@ async def test_a_stop_string_aborts_it(stack):
     await decode.until(lambda: decode.aborts == [rid])
 
 
-async def test_its_failure_is_the_answer(stack):
+async def test_its_failure_is_answered(stack):
     stack.nodes[0].on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.OUT_OF_PAGES)
     status, answer = await stack.post("/v1/completions", BODY)
     assert (status, answer["error"]["code"]) == (503, "out_of_pages")
@@ -79,7 +79,7 @@ async def test_its_failure_is_the_answer(stack):
     assert stack.nodes[0].aborts == []
 
 
-async def test_a_lost_decode_node_ends_it_before_and_after_its_first_token(stack):
+async def test_the_loss_of_the_decode_node_ends_it_before_and_after_its_first_token(stack):
     for num_tokens in (0, 2):
         (decode,) = stack.nodes
         decode.on_generate = silent
@@ -100,7 +100,7 @@ async def test_a_lost_decode_node_ends_it_before_and_after_its_first_token(stack
         await stack.node("decode")
 
 
-async def test_without_a_decode_node_the_answer_says_so(folder):
+async def test_without_a_decode_node_the_error_says_so(folder):
     async with running(folder, local_prefill="always") as stack:
         await stack.node("prefill")
         status, answer = await stack.post("/v1/completions", BODY)
@@ -109,20 +109,20 @@ async def test_without_a_decode_node_the_answer_says_so(folder):
         assert (await stack.get("/ready"))[0] == 503
 
 
-async def test_auto_keeps_short_prompts_on_the_decode_node_and_hands_out_long_ones(folder):
+async def test_auto_computes_short_prompts_on_the_decode_node(folder):
     async with running(folder, local_prefill="auto", local_prefill_threshold=100) as stack:
         prefill, decode = await stack.pair()
         for token, count in ((66, 99), (67, 100), (67, 150)):
             _, answer = await stack.post("/v1/completions", {"prompt": [token] * count, "max_tokens": 3})
             assert answer["usage"]["completion_tokens"] == 3
         given = [(len(generate.prompt), generate.prefill is None) for generate in decode.generates.values()]
-        assert given == [(99, True), (100, False), (150, True)]  # of the last, 64 tokens are there from the one before
+        assert given == [(99, True), (100, False), (150, True)]  # 64 tokens of the last are cached
         assert len(prefill.generates) == 1
         _, text = await stack.get("/metrics")
         assert 'baton_local_prefills_total{model="tiny"} 2.0' in text
 
 
-async def test_auto_survives_the_loss_of_the_prefill_node_for_what_it_has_kept(folder):
+async def test_with_auto_local_requests_survive_the_loss_of_the_prefill_node(folder):
     async with running(folder, local_prefill="auto") as stack:
         prefill, decode = await stack.pair()
         decode.on_generate = silent
@@ -136,7 +136,7 @@ async def test_auto_survives_the_loss_of_the_prefill_node_for_what_it_has_kept(f
         assert (await call)[0] == 200
 
 
-async def test_a_prefill_nodes_tokens_are_not_taken_for_a_request_that_it_was_not_given(folder):
+async def test_tokens_from_a_node_outside_the_pair_are_refused(folder):
     async with running(folder, local_prefill="auto") as stack:
         prefill, decode = await stack.pair()
         decode.on_generate = silent

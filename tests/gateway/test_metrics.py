@@ -1,4 +1,4 @@
-"""Every series of /metrics moves when what it counts happens, and no other names appear."""
+"""Every series of /metrics moves with what it counts, and no other series exist."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ async def stack(folder):
 
 
 async def scrape(stack):
-    """Values by series, as Prometheus writes them."""
+    """Values by series name with labels."""
     _, text = await stack.get("/metrics")
     rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in rows}
@@ -41,7 +41,7 @@ def only(changes, *prefixes):
     return {name: value for name, value in changes.items() if name.startswith(prefixes)}
 
 
-async def test_an_answer_moves_counts_tokens_latencies_and_stages(stack):
+async def test_an_answer_is_counted_with_tokens_latencies_and_stages(stack):
     before = await scrape(stack)
     assert (await stack.post("/v1/completions", {"prompt": [65] * 10, "max_tokens": 4, "n": 2}))[0] == 200
     changes = await moved(stack, before)
@@ -60,14 +60,14 @@ async def test_an_answer_moves_counts_tokens_latencies_and_stages(stack):
     ):
         assert changes[f"baton_{name}_seconds_count{LABEL}"] == count
         assert changes[f'baton_{name}_seconds_bucket{{le="+Inf",model="tiny"}}'] == count
-        if name in ("time_to_first_token", "request"):  # decode's tokens may be there before the first one is
+        if name in ("time_to_first_token", "request"):  # decode tokens may arrive before the first token
             assert changes[f"baton_{name}_seconds_sum{LABEL}"] > 0
     for stage, seconds in (("prefill_queue", 0.25), ("prefill", 0.5), ("decode_queue", 0.125), ("transfer", 1.0)):
         assert changes[f'baton_stage_seconds_sum{{model="tiny",stage="{stage}"}}'] == 2 * seconds
         assert changes[f'baton_stage_seconds_count{{model="tiny",stage="{stage}"}}'] == 2
 
 
-async def test_a_prompt_that_decode_computes_is_counted(stack):
+async def test_local_prefills_are_counted(stack):
     before = await scrape(stack)
     await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2, "n": 3})
     assert (await moved(stack, before))[f"baton_local_prefills_total{LABEL}"] == 3
@@ -86,8 +86,8 @@ async def test_requests_in_flight_go_up_and_down(stack):
     assert after['baton_outputs_total{end="aborted",model="tiny"}'] == 2
 
 
-async def test_waiting_is_told_by_class_how_long_how_many_and_who_starved(folder):
-    options = {"priority_classes": ("high:8", "low:1"), "starvation_bound": 0.3, "gateway_lookahead": 0}
+async def test_waiting_times_and_starved_requests_are_counted_by_class(folder):
+    options = {"priority_classes": ("high:8", "low:1"), "starvation_bound": 0.3, "max_dispatch_ahead": 0}
     async with running(folder, **options) as stack:
         await stack.pair(max_running=1)
         for node in stack.nodes:
@@ -116,8 +116,8 @@ async def test_waiting_is_told_by_class_how_long_how_many_and_who_starved(folder
         assert 0.25 <= changes['baton_waiting_seconds_sum{class="low",model="tiny"}'] - 0.35 - 0.0625 < 5
 
 
-async def test_one_that_waits_in_vain_has_waited_all_its_time(folder):
-    async with running(folder, starvation_bound=0.1, gateway_lookahead=0) as stack:
+async def test_a_request_that_is_never_sent_has_waited_all_its_time(folder):
+    async with running(folder, starvation_bound=0.1, max_dispatch_ahead=0) as stack:
         await stack.pair(max_running=1)
         for node in stack.nodes:
             node.on_generate = silent
@@ -130,15 +130,15 @@ async def test_one_that_waits_in_vain_has_waited_all_its_time(folder):
         assert after['baton_waiting_seconds_sum{class="",model="tiny"}'] >= 0.39
 
 
-async def test_adaptives_choice_is_told_with_what_was_measured_and_what_of_it_decided(folder):
-    async with running(folder, schedule_policy="adaptive", gateway_lookahead=0) as stack:
+async def test_the_adaptive_policy_shows_its_choice_and_measurements(folder):
+    async with running(folder, schedule_policy="adaptive", max_dispatch_ahead=0) as stack:
         await stack.pair(max_running=1)
         for node in stack.nodes:
             node.on_generate = silent
         before = await scrape(stack)
         assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="nothing"}'] == 1
         first = asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "first"}))
-        await stack.nodes[0].until(lambda: stack.nodes[0].generates)  # and then nobody goes out
+        await stack.nodes[0].until(lambda: stack.nodes[0].generates)  # and no other request is sent
         late = (stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 100}) for _ in range(7))
         assert {status for status, _ in await asyncio.gather(*late)} == {504}
         await stack.post("/abort_request", {"rid": "first"})
@@ -150,7 +150,7 @@ async def test_adaptives_choice_is_told_with_what_was_measured_and_what_of_it_de
             await asyncio.sleep(0.002)
         share = 1 - (63 / 64) ** 7
         assert series['baton_adaptive_measured{measure="misses",model="tiny"}'] == pytest.approx(share)
-        for rid in ("x", "y"):  # y is ordered when x ends
+        for rid in ("x", "y"):  # the queue orders y when x ends
             await stack.post("/abort_request", {"rid": rid})
         await asyncio.gather(*calls)
         after = await scrape(stack)
@@ -158,13 +158,13 @@ async def test_adaptives_choice_is_told_with_what_was_measured_and_what_of_it_de
         assert after['baton_adaptive_measured{measure="waiting",model="tiny"}'] == 1
 
 
-async def test_refusals_are_counted_by_reason_and_failures_of_nodes_are_not_among_them(folder):
+async def test_rejections_are_counted_by_reason_without_failures_of_nodes(folder):
     async with running(folder, max_queued_requests=0) as stack:
         before = await scrape(stack)
         await stack.post("/v1/completions", {"prompt": "a"})
         await stack.pair(max_running=1)
         await stack.post("/v1/completions", b"{")
-        await stack.post("/v1/completions", {"prompt": "a", "model": "nobody's"})
+        await stack.post("/v1/completions", {"prompt": "a", "model": "unknown"})
         await stack.post("/v1/chat/completions", {"messages": []})
         await stack.post("/generate", {"text": "a" * 600})
         stack.nodes[1].on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.OUT_OF_PAGES)
@@ -189,7 +189,7 @@ async def test_refusals_are_counted_by_reason_and_failures_of_nodes_are_not_amon
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_clients_that_go_away_are_counted(stack, is_stream):
+async def test_disconnects_are_counted(stack, is_stream):
     for node in stack.nodes:
         node.on_generate = silent
     body = {"prompt": "abc", "n": 2, "stream": is_stream}
@@ -219,7 +219,7 @@ async def test_an_abort_is_no_disconnect(stack):
     assert (await scrape(stack))[f"baton_disconnects_total{LABEL}"] == 0
 
 
-async def test_nodes_are_shown_with_what_they_last_said(stack):
+async def test_nodes_are_shown_with_their_last_heartbeat(stack):
     for node in stack.nodes:
         node.is_beating = False
     stack.nodes[0].beat(bytes_sent=1024.0, write_seconds=0.5, retractions=1.0)
@@ -274,7 +274,7 @@ async def test_a_pair_that_cannot_exchange_pages_is_shown_and_is_not_ready(stack
         await asyncio.sleep(0.01)
 
 
-async def test_a_node_cannot_tell_of_more_pairs_than_there_may_be(stack):
+async def test_a_report_of_too_many_pairs_is_dropped(stack):
     state = PairState("decode", stack.nodes[1].incarnation, "tcp", "")
     stack.nodes[0].send(Pairs((state,) * 1_025))
     stack.nodes[0].send(Pairs((msgspec.structs.replace(state, why="x" * 513),)))
@@ -294,7 +294,7 @@ async def test_dropped_control_messages_are_counted(stack):
 
 
 async def test_no_series_is_left_out_of_these_tests(stack):
-    """Whoever adds one adds a test that it moves."""
+    """A new series needs a test that it moves."""
     await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
     _, text = await stack.get("/metrics")
     names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
@@ -308,9 +308,9 @@ async def test_no_series_is_left_out_of_these_tests(stack):
     }  # fmt: skip
 
 
-def test_gaps_fall_into_their_buckets_and_many_tokens_of_one_message_share_its_time():
+def test_times_between_tokens_are_counted_in_their_buckets():
     gaps = Gaps()
-    gaps.add(0.001, 1)  # a bound belongs to its bucket
+    gaps.add(0.001, 1)  # a bound belongs to its own bucket
     gaps.add(0.0011, 2)
     gaps.add(9.0, 1)
     assert gaps.counts == [1, 2, *[0] * 8, 0, 1]

@@ -1,5 +1,4 @@
-"""Several models behind one gateway, each with its own tokenizer, template, nodes and limits; and caches that are
-flushed."""
+"""Several models behind one gateway, each with its own tokenizer, template, nodes and limits; and cache flushes."""
 
 import asyncio
 import json
@@ -10,8 +9,7 @@ from support.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer,
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from common.wire.messages import Flush
-from gateway.workers.model_files import model_folders
-from gateway.workers.served_models import Models
+from gateway.workers.served_models import load_models, model_folders
 
 __all__ = ["folder"]
 
@@ -20,7 +18,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """Another model: its tokenizer has one more word, its template shouts."""
+    """Another model: its tokenizer has one more word, its template writes capitals."""
     path = make_model_folder(tmp_path_factory.mktemp("other"))
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["shall-i"])
@@ -32,14 +30,14 @@ def other(tmp_path_factory):
 
 @pytest.fixture
 async def stack(folder, other):
-    """Two models; nodes 0 and 1 are of the first, 2 and 3 of the other."""
+    """Two models: nodes 0 and 1 serve the first, 2 and 3 the other."""
     async with running(folder, also_serve=(f"org/other={other}",)) as running_stack:
         await running_stack.pair()
         await running_stack.pair(model="org/other", context_length=100, digest="d2", num_pages=32)
         yield running_stack
 
 
-async def test_requests_go_to_the_nodes_of_the_model_that_they_name(stack):
+async def test_requests_go_to_the_nodes_of_their_model(stack):
     for name, num in ((None, 0), (MODEL, 0), ("org/other", 2)):
         body = {"prompt": "ab", "max_tokens": 2, **({"model": name} if name else {})}
         status, answer = await stack.post("/v1/completions", body)
@@ -81,7 +79,7 @@ async def test_models_are_listed_and_found_by_name(stack):
     assert 'baton_http_answers_total{path="/v1/models/*",status="200"} 2.0' in text
 
 
-async def test_a_model_without_nodes_is_503_and_the_others_serve(stack):
+async def test_a_model_without_nodes_gets_503_and_the_others_serve(stack):
     for node in stack.nodes[:2]:
         await node.kill()
     del stack.nodes[:2]
@@ -94,7 +92,7 @@ async def test_a_model_without_nodes_is_503_and_the_others_serve(stack):
         await asyncio.sleep(0.01)
 
 
-async def test_nodes_of_two_models_need_not_agree_but_those_of_one_must(stack):
+async def test_only_nodes_of_one_model_must_agree(stack):
     refused = await stack.joining("decode", "d3", model="org/other", context_length=512, digest="d2").until_refused()
     assert "context length" in refused.refusal
     refused = await stack.joining("decode", "d4", model="third").until_refused()
@@ -104,7 +102,7 @@ async def test_nodes_of_two_models_need_not_agree_but_those_of_one_must(stack):
     assert rows == [(MODEL, "prefill"), (MODEL, "decode"), ("org/other", "prefill"), ("org/other", "decode")]
 
 
-async def test_a_full_model_does_not_fill_the_other(folder, other):
+async def test_each_model_has_its_own_admission_bound(folder, other):
     async with running(folder, also_serve=(f"b={other}",), max_queued_requests=0) as stack:
         for model in (MODEL, "b"):
             await stack.pair(model=model, max_running=1)
@@ -125,7 +123,7 @@ def config(folder, **values):
     return GatewayConfig(model=str(folder), served_model_name="first", **values)
 
 
-def test_a_further_model_is_a_folder_or_a_hub_id_with_a_revision(folder, other, monkeypatch):
+def test_also_serve_takes_a_folder_or_a_hub_id_with_a_revision(folder, other, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download",
@@ -139,25 +137,25 @@ def test_a_further_model_is_a_folder_or_a_hub_id_with_a_revision(folder, other, 
         model_folders(config(folder, also_serve=("e=/nowhere",)))
 
 
-def test_a_chat_template_of_ones_own_is_the_first_models(folder, other, tmp_path):
+def test_the_chat_template_option_applies_to_the_first_model(folder, other, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{{ eos_token }}{{ messages[0].content }}?")
     settings = config(folder, also_serve=(f"b={other}",), chat_template=str(file))
-    models = Models(settings, model_folders(settings))
-    texts = [model.asker._chat.render([{"role": "user", "content": "hi"}]) for model in models]
+    models = load_models(settings, model_folders(settings))
+    texts = [model.chat_template.render([{"role": "user", "content": "hi"}]) for model in models.values()]
     assert texts == ["<|im_end|>hi?", "HI!"]
     file.write_text("{% if %}")
     with pytest.raises(ConfigError, match="does not parse"):
-        Models(settings, model_folders(settings))
+        load_models(settings, model_folders(settings))
     file.unlink()
     with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):
-        Models(settings, model_folders(settings))
+        load_models(settings, model_folders(settings))
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------
 
 
-async def test_flush_cache_asks_every_node_and_adds_up_what_they_forgot(stack):
+async def test_flush_cache_adds_up_the_pages_of_all_nodes(stack):
     for i, node in enumerate(stack.nodes):
         node.num_cached_pages = 10**i
     for _ in range(2):
@@ -168,12 +166,12 @@ async def test_flush_cache_asks_every_node_and_adds_up_what_they_forgot(stack):
         ]  # fmt: skip
 
 
-async def test_two_flushes_at_once_both_get_their_answer(stack):
+async def test_concurrent_flushes_all_get_their_answer(stack):
     answers = await asyncio.gather(*(stack.post("/flush_cache", b"") for _ in range(3)))
     assert [(status, answer["num_pages"]) for status, answer in answers] == [(200, 20)] * 3
 
 
-async def test_a_node_that_does_not_answer_a_flush_is_named(stack, monkeypatch):
+async def test_a_flush_error_names_the_node_that_does_not_answer(stack, monkeypatch):
     stack.nodes[1].num_cached_pages = None
     with monkeypatch.context() as patch:
         patch.setattr("gateway.http.admin.FLUSH_TIMEOUT_S", 0.5)
@@ -184,16 +182,16 @@ async def test_a_node_that_does_not_answer_a_flush_is_named(stack, monkeypatch):
     assert (await stack.post("/flush_cache", b""))[1]["num_pages"] == 22
 
 
-async def test_a_node_that_dies_while_it_is_flushed_holds_nobody_up(stack):
+async def test_a_flush_does_not_wait_for_a_node_that_dies(stack, monkeypatch):
+    monkeypatch.setattr("gateway.http.admin.FLUSH_TIMEOUT_S", 600.0)
     stack.nodes[1].num_cached_pages = None
     call = asyncio.ensure_future(stack.post("/flush_cache", b""))
     await stack.nodes[1].until(lambda: any(isinstance(message, Flush) for message in stack.nodes[1].heard))
     await stack.nodes[1].kill()
-    async with asyncio.timeout(8.0):  # not the ten seconds that an answer may take
-        assert (await call)[0] == 504
+    assert (await call)[0] == 504
 
 
-async def test_after_a_flush_no_node_counts_as_having_a_prefix(folder):
+async def test_a_flush_clears_the_routers_prefixes(folder):
     async with running(folder) as stack:
         prefills = [await stack.node("prefill", f"p{i}") for i in range(2)]
         await stack.node("decode")

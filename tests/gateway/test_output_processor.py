@@ -1,4 +1,4 @@
-"""One output: messages in any order become the same text, ids and end; and it ends exactly once."""
+"""Messages in any order give the same text, ids and end, and an output ends exactly once."""
 
 import itertools
 
@@ -10,20 +10,26 @@ from support.fake_nodes import make_tokenizer
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Tokens
-from gateway.requests.output_processor import GenerateRequest, OutputStream
-from gateway.text.tokenizer import Text
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
+from gateway.text.tokenizer import Tokenizer
 
-TEXT = Text(make_tokenizer())
+TEXT = Tokenizer(make_tokenizer())
 
 
 class Ends(list):
-    """Counts ends."""
+    """Streams that have ended, once for each end."""
 
 
 def make_relay(stops=(), **sampling):
     ends = Ends()
     ask = GenerateRequest("r", "r", (1, 2), SamplingParams(max_new_tokens=100, **sampling), stops=tuple(stops))
-    return OutputStream(ask, 0, TEXT.detokenizer(skip_special=True), lambda relay: None, ends.append, 0.0), ends
+
+    def wake(relay):
+        if relay.is_ended:
+            ends.append(relay)
+
+    return OutputStream(ask, 0, lambda: TEXT.detokenizer(skip_special=True), wake, 0.0), ends
 
 
 def message(index, tokens, finish="", **fields):
@@ -66,7 +72,7 @@ def test_the_stop_token_is_counted_but_not_shown():
     assert len(ends) == 1
 
 
-def test_a_stop_string_over_the_border_of_tokens_ends_it_at_once_and_later_tokens_are_ignored():
+def test_a_stop_string_across_tokens_ends_the_output_at_once():
     relay, ends = make_relay(["lov"])
     ids = [*ids_of("my l"), *ids_of("o"), *ids_of("v"), *ids_of("e")]
     for i, token in enumerate(ids):
@@ -116,7 +122,7 @@ def test_the_first_token_brings_the_cached_tokens_and_timings_add_up():
     assert relay.timings == {"prefill_s": 1.0, "decode_s": 2.0}
 
 
-def test_an_error_ends_it_and_nothing_ends_it_twice():
+def test_an_output_ends_once():
     relay, ends = make_relay()
     relay.on_tokens(message(0, ids_of("a")), 1.0)
     relay.fail(RequestError(ErrorCode.NODE_LOST, "gone"), 2.0)
@@ -136,7 +142,7 @@ def test_an_ended_output_gives_its_last_delta():
 
 
 @pytest.mark.parametrize(("after", "finish"), [((), "length"), ((320,), "stop")])
-def test_half_a_character_at_the_end_becomes_a_replacement_character(after, finish):
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(after, finish):
     relay, _ = make_relay()
     half = TEXT._tokenizer.token_to_id("ð")
     relay.on_tokens(message(0, [half, *after], finish), 1.0)

@@ -1,4 +1,4 @@
-"""Priorities, classes, tenants, quotas at the gateway's edge, over real sockets; changes on the way; and decisions."""
+"""Priorities, classes, tenants and quotas over real sockets; changes of requests in flight; decisions."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def bearer(key, **headers):
 
 
 def said(stack):
-    """What the nodes were told about the last request."""
+    """The last request as the nodes got it."""
     told = [list(node.generates.values())[-1] for node in stack.nodes]
     assert {(one.priority, one.priority_class, one.tenant, one.expected_output) for one in told} == {
         (told[0].priority, told[0].priority_class, told[0].tenant, told[0].expected_output)
@@ -67,7 +67,7 @@ async def test_every_endpoint_takes_priority_and_class_and_tells_both_nodes(fold
         assert await error_of(stack.post(path, {**body, "priority": "high"})) == (400, "priority")
 
 
-async def test_low_values_first_are_turned_round_before_any_node_hears_of_them(folder):
+async def test_low_values_first_are_negated_before_nodes_are_told(folder):
     options = {"schedule_low_priority_values_first": True, "default_priority_value": 4}
     async with serving(folder, enable_priority_scheduling=True, **options) as stack:
         await stack.post("/v1/completions", {**BODY, "priority": 1})
@@ -76,7 +76,7 @@ async def test_low_values_first_are_turned_round_before_any_node_hears_of_them(f
         assert said(stack).priority == -4
 
 
-async def test_a_priority_where_there_are_none_is_refused_if_that_is_wanted(folder):
+async def test_a_priority_without_priority_scheduling_is_refused_if_configured(folder):
     async with serving(folder, abort_on_priority_when_disabled=True) as stack:
         assert await error_of(stack.post("/v1/completions", {**BODY, "priority": 0})) == (400, "priority")
         assert (await stack.post("/v1/completions", BODY))[0] == 200
@@ -99,7 +99,7 @@ async def test_keys_make_tenants_and_the_user_field_does_not(folder, tmp_path):
         assert (await stack.get("/health"))[0] == 200
 
 
-async def test_the_header_makes_tenants_only_where_it_may(folder):
+async def test_the_header_names_tenants_only_if_configured(folder):
     async with serving(folder, tenant_header=True) as stack:
         assert (await stack.post("/v1/completions", BODY, **{"X-Baton-Tenant": "alice"}))[0] == 200
         assert said(stack).tenant == "alice"
@@ -108,7 +108,7 @@ async def test_the_header_makes_tenants_only_where_it_may(folder):
         assert await error_of(answer) == (400, "x-baton-tenant")
 
 
-async def test_a_tenant_ends_and_changes_only_what_is_his_own(folder, tmp_path):
+async def test_a_tenant_can_end_and_change_only_its_own_requests(folder, tmp_path):
     (tmp_path / "keys").write_text("alice k1\nbob k2\n")
     options = {"api_key": "main", "tenant_keys": str(tmp_path / "keys"), "enable_priority_scheduling": True}
     async with serving(folder, **options) as stack:
@@ -128,7 +128,7 @@ async def test_a_tenant_ends_and_changes_only_what_is_his_own(folder, tmp_path):
 # ---- quotas ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_tenants_requests_in_flight_are_bounded_and_others_do_not_notice(folder):
+async def test_the_requests_of_a_tenant_are_bounded_apart_from_others(folder):
     quotas = ("alice:requests=1",)
     async with serving(folder, tenant_header=True, tenant_quotas=quotas) as stack:
         for node in stack.nodes:
@@ -151,21 +151,21 @@ async def test_a_tenants_requests_in_flight_are_bounded_and_others_do_not_notice
         assert (await stack.post("/v1/completions", BODY, **alice))[0] == 200
 
 
-async def test_tokens_per_minute_are_those_of_prompt_and_output(folder):
+async def test_tokens_per_minute_count_prompt_and_output(folder):
     async with serving(folder, tenant_header=True, tenant_quotas=("*:tokens_per_minute=60",)) as stack:
         alice = {"x-baton-tenant": "alice"}
         body = {"prompt": [65] * 20, "max_tokens": 10}
         began_at = time.monotonic()
         assert (await stack.post("/v1/completions", body, **alice))[0] == 200
-        assert (await stack.post("/v1/completions", {**body, "max_tokens": 50}, **alice))[0] == 200  # 30 were left
+        assert (await stack.post("/v1/completions", {**body, "max_tokens": 50}, **alice))[0] == 200  # 30 are left
         async with stack.client.post(stack.url + "/v1/completions", json=body, headers=alice) as answer:
             assert answer.status == 429
             elapsed_s = time.monotonic() - began_at
-            assert 40 - elapsed_s <= int(answer.headers["Retry-After"]) <= 41  # 40 in debt, one a second comes back
+            assert 40 - elapsed_s <= int(answer.headers["Retry-After"]) <= 41  # a debt of 40, and one token a second
         assert (await stack.post("/v1/completions", body, **{"x-baton-tenant": "bob"}))[0] == 200
 
 
-async def test_one_that_the_full_gateway_refuses_is_not_charged(folder):
+async def test_a_request_refused_by_a_full_gateway_is_not_charged(folder):
     options = {"tenant_header": True, "tenant_quotas": ("alice:requests=1,tokens_per_minute=100".split(","))}
     async with running(
         folder, max_queued_requests=0, **{**options, "tenant_quotas": tuple(options["tenant_quotas"])}
@@ -187,13 +187,13 @@ async def test_one_that_the_full_gateway_refuses_is_not_charged(folder):
         assert (await stack.post("/v1/completions", {"prompt": [65] * 90}, **alice))[0] == 200
 
 
-# ---- another priority on the way ------------------------------------------------------------------------------------
+# ---- changed priorities ---------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
 async def queued(folder, *rids, **config):
-    """One request on the only row there is, the others waiting in this order."""
-    options = {"enable_priority_scheduling": True, "gateway_lookahead": 0, **config}
+    """One request on the only row, the others waiting in this order."""
+    options = {"enable_priority_scheduling": True, "max_dispatch_ahead": 0, **config}
     async with running(folder, **options) as stack:
         for node in await stack.pair(max_running=1):
             node.on_generate = silent
@@ -212,7 +212,7 @@ async def queued(folder, *rids, **config):
         assert [status for status, _ in await asyncio.gather(*calls)] == [200] * len(calls)
 
 
-async def test_one_that_waits_can_be_made_more_urgent(folder):
+async def test_a_waiting_request_can_be_made_more_urgent(folder):
     async with queued(folder, "a", "b", "c/d") as stack:
         assert await stack.post("/v1/requests/c%2Fd/priority", {"priority": 5}) == (200, {"changed": 1})
         assert await stack.post("/v1/requests/b/priority", {"priority": 2}) == (200, {"changed": 1})
@@ -221,14 +221,14 @@ async def test_one_that_waits_can_be_made_more_urgent(folder):
     assert stack.nodes[0].generates["c/d"].priority == 5
 
 
-async def test_of_one_that_is_under_way_both_nodes_are_told(folder):
+async def test_a_changed_priority_reaches_both_nodes(folder):
     async with queued(folder, schedule_low_priority_values_first=True) as stack:
         assert await stack.post("/v1/requests/first/priority", {"priority": 5}) == (200, {"changed": 1})
         for node in stack.nodes:
             await node.until(lambda node=node: Reprioritize("first", node.attempt("first"), -5) in node.heard)
 
 
-async def test_a_class_can_be_changed_wherever_it_is(folder):
+async def test_the_class_of_a_request_can_be_changed_anywhere(folder):
     async with queued(folder, "a", "b", "c", priority_classes=("high:100", "low:1")) as stack:
         assert await stack.post("/v1/requests/c/priority", {"priority_class": "high"}) == (200, {"changed": 1})
         assert await stack.post("/v1/requests/first/priority", {"priority_class": "high"}) == (200, {"changed": 1})
@@ -242,9 +242,9 @@ async def test_a_class_can_be_changed_wherever_it_is(folder):
     assert list(stack.nodes[0].generates).index("c") < 3
 
 
-async def test_what_cannot_be_changed_is_refused_by_name(folder):
+async def test_an_invalid_change_is_refused_with_the_field_named(folder):
     async with queued(folder, "a") as stack:
-        assert (await stack.post("/v1/requests/nobody/priority", {"priority": 5}))[0] == 404
+        assert (await stack.post("/v1/requests/unknown/priority", {"priority": 5}))[0] == 404
         assert (await stack.post("/v1/requests/a/colour", {"priority": 5}))[0] == 404
         assert await error_of(stack.post("/v1/requests/a/priority", {})) == (400, "priority")
         assert await error_of(stack.post("/v1/requests/a/priority", {"priority_class": "x"})) == (400, "priority_class")
@@ -256,7 +256,7 @@ async def test_what_cannot_be_changed_is_refused_by_name(folder):
 # ---- decisions ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_nodes_decisions_are_asked_of_it_by_name_or_incarnation(folder):
+async def test_decisions_of_a_node_are_found_by_name_or_incarnation(folder):
     async with serving(folder) as stack:
         decode = stack.nodes[1]
         decode.decisions = tuple(Decision(3.0 - i, f"r{i}", "admit", "in order") for i in range(3))
@@ -269,7 +269,7 @@ async def test_a_nodes_decisions_are_asked_of_it_by_name_or_incarnation(folder):
         assert [len(answer["decisions"]) for _, answer in answers] == [1, 2, 3]
 
 
-async def test_the_gateway_explains_itself(folder):
+async def test_the_gateway_returns_its_own_decisions(folder):
     async with queued(folder, "a") as stack:
         await stack.post("/v1/requests/a/priority", {"priority": 5})
     async with queued(folder, "a", max_queued_requests=1) as stack:
@@ -283,13 +283,13 @@ async def test_the_gateway_explains_itself(folder):
         assert answer["decisions"][2]["reason"] == "2 requests are in flight, 2 are allowed"
 
 
-async def test_a_node_that_does_not_say_is_no_reason_to_wait_for_ever(folder, monkeypatch):
+async def test_a_node_that_does_not_return_decisions_gets_504(folder, monkeypatch):
     monkeypatch.setattr("gateway.http.admin.ANSWER_TIMEOUT_S", 0.1)
     async with serving(folder) as stack:
         stack.nodes[0].decisions = None
         status, answer = await stack.get("/v1/workers/prefill/decisions")
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
-        assert (await stack.get("/v1/workers/nobody/decisions"))[0] == 404
+        assert (await stack.get("/v1/workers/unknown/decisions"))[0] == 404
         assert (await stack.get("/v1/workers/prefill/secrets"))[0] == 404
         for limit in ("0", "x", "1001", "-1"):
             assert await error_of(stack.get(f"/v1/workers/decode/decisions?limit={limit}")) == (400, "limit")
@@ -298,7 +298,7 @@ async def test_a_node_that_does_not_say_is_no_reason_to_wait_for_ever(folder, mo
 # ---- expected lengths -----------------------------------------------------------------------------------------------
 
 
-async def test_nodes_are_told_what_outputs_like_this_have_been(folder):
+async def test_nodes_are_told_the_predicted_output_length(folder):
     async with serving(folder) as stack:
         for expected in (0, 0, 0, 0, 3):
             assert (await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 3}))[0] == 200
@@ -311,10 +311,10 @@ async def test_nodes_are_told_what_outputs_like_this_have_been(folder):
         assert said(stack).expected_output == 20
 
 
-# ---- a function of one's own ----------------------------------------------------------------------------------------
+# ---- priority functions ---------------------------------------------------------------------------------------------
 
 
-async def test_a_function_of_ones_own_has_the_last_word_on_priorities(folder, tmp_path, monkeypatch):
+async def test_a_users_function_decides_priorities_last(folder, tmp_path, monkeypatch):
     (tmp_path / "own_rules.py").write_text(
         "def urgency(facts):\n"
         "    if facts.tenant == 'alice':\n"

@@ -1,5 +1,4 @@
-"""The gateway as a process: no torch in it, nothing of a prompt in its log, a clean stop, and a sentence when it cannot
-start."""
+"""The gateway process: no torch, no prompt in its log, a clean stop, and a sentence when it cannot start."""
 
 import asyncio
 import contextlib
@@ -8,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import aiohttp
@@ -28,7 +26,7 @@ def command(folder, *flags):
 
 
 class Process:
-    """A gateway process and what it has logged."""
+    """A gateway process and its log."""
 
     def __init__(self, process):
         self.process = process
@@ -43,11 +41,9 @@ class Process:
 
     async def stop(self, number=signal.SIGTERM):
         self.process.send_signal(number)
-        started_at = time.monotonic()
         out, err = await self.process.communicate()
         self.log += err.decode()
         assert out == b""
-        return time.monotonic() - started_at
 
 
 @contextlib.asynccontextmanager
@@ -78,7 +74,7 @@ async def test_a_process_serves_logs_no_prompt_and_stops_cleanly(folder, number)
         async with client.post(f"{url}/v1/completions", json=body) as answer:
             arriving = events(answer)
             assert (await anext(arriving))["choices"][0]["text"] == "S"
-            assert await gateway.stop(number) < 20.0
+            await gateway.stop(number)
             assert (await anext(arriving))["error"]["code"] == "shutting_down"
         assert gateway.process.returncode == 0
         assert "SECRETS" not in gateway.log
@@ -91,9 +87,9 @@ def test_torch_and_transformers_are_never_imported(folder):
     code = """
 import asyncio, json, sys
 from pathlib import Path
-from common.config import GatewayConfig
+from common.config.gateway import GatewayConfig
 import gateway.__main__
-from gateway.app import Gateway
+from gateway.server import Gateway
 async def start_and_stop():
     gateway = Gateway(GatewayConfig(model=sys.argv[1], port=0, control_port=0), {"m": Path(sys.argv[1])})
     await gateway.start()
@@ -110,7 +106,7 @@ print(json.dumps([name for name in ("torch", "transformers", "numpy", "tokenizer
     assert "transformers" not in loaded
 
 
-def test_what_cannot_start_says_why_and_which_flag(folder, tmp_path):
+def test_a_failed_start_names_the_flag(folder, tmp_path):
     for words, flags in (
         ("--model", ["--model", str(tmp_path / "nothing")]),
         ("tokenizer.json", ["--model", str(tmp_path)]),
@@ -122,7 +118,7 @@ def test_what_cannot_start_says_why_and_which_flag(folder, tmp_path):
         assert b"Traceback" not in done.stderr
 
 
-async def test_a_port_that_is_taken_is_one_sentence(folder):
+async def test_a_port_in_use_is_one_sentence(folder):
     async with gateway_process(folder) as gateway:
         url = await gateway.said(r"listening (http://\S+)")
         port = url.rpartition(":")[2]
@@ -132,7 +128,7 @@ async def test_a_port_that_is_taken_is_one_sentence(folder):
             )
             assert done.returncode == 2
             host = name.replace("port", "host")
-            sentence = f"gateway: --{name} {port} on --{host} 127.0.0.1 cannot be listened on: "
+            sentence = f"gateway: cannot bind --{host} 127.0.0.1 --{name} {port}: "
             assert done.stderr.decode().startswith(sentence), done.stderr.decode()
             assert "in use" in done.stderr.decode()
             assert done.stderr.count(b"\n") == 1

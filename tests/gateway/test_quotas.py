@@ -1,4 +1,4 @@
-"""What a tenant may have in flight and per minute, and that whoever comes back when told to is let in."""
+"""Quotas of tenants, and that a request is accepted after its Retry-After."""
 
 import pytest
 from hypothesis import given
@@ -30,15 +30,15 @@ def test_requests_in_flight_are_bounded_by_tenant():
     assert refused(quotas, now=4.0).retry_after_s == 4.0  # one has ended in four busy seconds
 
 
-def test_a_batch_beyond_the_quota_is_the_clients_fault():
+def test_a_batch_beyond_the_quota_is_an_invalid_request():
     error = refused(Quotas({"a": Quota(requests=2)}), count=3)
     assert (error.code, error.retry_after_s) == (ErrorCode.INVALID_REQUEST, None)
 
 
-def test_tokens_come_back_evenly_and_a_debt_is_paid_off_first():
+def test_the_bucket_fills_evenly_and_debts_are_paid_first():
     quotas = Quotas({"a": Quota(tokens_per_minute=600)})  # ten a second
     quotas.admit("a", 1, 500, 0.0)
-    quotas.admit("a", 1, 300, 0.0)  # 100 are left: it may come, and leaves a debt of 200
+    quotas.admit("a", 1, 300, 0.0)  # accepted with 100 tokens left; leaves a debt of 200
     error = refused(quotas, now=0.0)
     assert error.message == "the tenant a has used its quota of 600 tokens per minute"
     assert error.retry_after_s == 21.0  # 20 s to pay, and a tenth for the first token: whole seconds
@@ -46,7 +46,7 @@ def test_tokens_come_back_evenly_and_a_debt_is_paid_off_first():
     quotas.admit("a", 1, 0, 21.0)
 
 
-def test_what_an_output_really_cost_is_settled_at_its_end():
+def test_the_real_cost_is_settled_at_the_end():
     quotas = Quotas({"a": Quota(tokens_per_minute=600)})
     quotas.admit("a", 1, 600, 0.0)
     refused(quotas)
@@ -63,23 +63,23 @@ def test_a_full_bucket_holds_one_minutes_tokens_and_no_more():
     refused(quotas, now=3600.0)
 
 
-def test_one_that_was_never_taken_costs_nothing():
+def test_a_refused_request_costs_nothing():
     quotas = Quotas({"a": Quota(requests=1, tokens_per_minute=60)})
     quotas.admit("a", 1, 60, 0.0)
     quotas.ended("a", charged=60, tokens=0, now=0.0, is_refused=True)
     quotas.admit("a", 1, 60, 0.0)
 
 
-def test_the_star_stands_for_each_of_the_others_alone():
+def test_the_star_applies_to_each_unnamed_tenant_alone():
     quotas = Quotas({"a": Quota(requests=3), "*": Quota(requests=1)})
     quotas.admit("a", 3, 0, 0.0)
     for tenant in "bc":
         quotas.admit(tenant, 1, 0, 0.0)
         refused(quotas, tenant)
-    quotas.admit("", 9, 0, 0.0)  # nobody in particular
+    quotas.admit("", 9, 0, 0.0)  # no tenant
 
 
-def test_tenants_that_are_idle_are_forgotten_and_those_that_are_not_are_not():
+def test_only_idle_tenants_are_forgotten():
     quotas = Quotas({"*": Quota(requests=1)})
     quotas.admit("busy", 1, 0, 0.0)
     for i in range(MAX_IDLE_TENANTS + 50):
@@ -90,7 +90,7 @@ def test_tenants_that_are_idle_are_forgotten_and_those_that_are_not_are_not():
 
 
 @given(st.lists(st.tuples(st.floats(0, 90), st.integers(0, 400)), max_size=30))
-def test_whoever_waits_as_long_as_told_is_let_in(arrivals):
+def test_a_request_is_accepted_after_its_retry_after(arrivals):
     quotas, now = Quotas({"a": Quota(tokens_per_minute=100)}), 0.0
     for pause, tokens in arrivals:
         now += pause
@@ -102,7 +102,7 @@ def test_whoever_waits_as_long_as_told_is_let_in(arrivals):
         quotas.ended("a", charged=tokens, tokens=tokens, now=now)
 
 
-def test_quotas_are_read_off_the_command_line():
+def test_quotas_are_parsed():
     texts = ("a:requests=8", "tokens_per_minute=60000", "org:b:requests=1", "*:tokens_per_minute=5")
     assert parse_quotas(texts) == {
         "a": Quota(8, 60_000), "org:b": Quota(1, None), "*": Quota(None, 5),
@@ -112,16 +112,16 @@ def test_quotas_are_read_off_the_command_line():
 @pytest.mark.parametrize(
     "text", ["a", "requests=1", "a:requests", "a:requests=0", "a:requests=x", "a:rows=1", ":requests=1"]
 )
-def test_what_is_no_quota_is_refused(text):
+def test_an_invalid_quota_is_refused(text):
     with pytest.raises(ConfigError, match="--tenant-quotas must be like"):
         parse_quotas([text])
     with pytest.raises(ConfigError, match="gives requests of a twice"):
         parse_quotas(["a:requests=1", "requests=2"])
 
 
-def test_a_newcomer_is_never_forgotten_to_make_room_for_itself(monkeypatch):
+def test_a_new_tenant_is_not_forgotten_at_once(monkeypatch):
     monkeypatch.setattr("gateway.requests.quotas.MAX_IDLE_TENANTS", 2)
     quotas = Quotas({"*": Quota(requests=1)})
-    for name in ("a", "b", "c"):  # and nobody's request ends
+    for name in ("a", "b", "c"):  # and no request ends
         quotas.admit(name, 1, 0, 0.0)
     assert list(quotas._accounts) == ["a", "b", "c"]

@@ -1,4 +1,4 @@
-"""Who may join, who is who after a restart, and who has gone."""
+"""Registration, restarts and loss of nodes."""
 
 import pytest
 from support.fake_nodes import make_register
@@ -23,7 +23,7 @@ def pair():
 def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
     nodes = registry()
     assert not nodes.is_ready
-    assert nodes.limits() is None
+    assert nodes.limits is None
     nodes.register(A, make_register("prefill", "p"), 0.0)
     assert not nodes.is_ready
     nodes.register(B, make_register("decode", "d"), 0.0)
@@ -35,7 +35,7 @@ def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
 def test_limits_are_those_of_the_largest_pools():
     nodes = pair()
     nodes.register(C, make_register("decode", "d2", num_pages=100), 0.0)
-    limits = nodes.limits()
+    limits = nodes.limits
     assert limits is not None
     assert (limits.prompt_tokens, limits.total_tokens, limits.common_tokens) == (64 * 16, 100 * 16, 32 * 16)
     assert limits.max_running == 16
@@ -58,7 +58,7 @@ def test_limits_are_those_of_the_largest_pools():
         ({"vocab_size": 300}, "tokenizer has 320"),
     ],
 )
-def test_a_node_that_does_not_fit_is_refused_with_a_sentence_and_the_others_stay(changes, words):
+def test_a_node_that_differs_is_refused_with_a_sentence(changes, words):
     nodes = pair()
     answer = nodes.register(C, make_register("decode", "d2", **changes), 0.0)
     assert isinstance(answer, Refused)
@@ -67,13 +67,13 @@ def test_a_node_that_does_not_fit_is_refused_with_a_sentence_and_the_others_stay
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64])
-def test_a_page_size_that_is_a_multiple_or_a_part_of_the_other_roles_is_welcome(page_size):
+def test_page_sizes_of_the_two_roles_may_be_multiples(page_size):
     nodes = pair()
     geometry = Geometry(2, 2, 16, page_size, "float32")
     assert isinstance(nodes.register(C, make_register("decode", "d2", geometry=geometry), 0.0), Registered)
 
 
-def test_page_sizes_of_one_role_need_not_agree_but_all_else_must():
+def test_within_one_role_only_page_sizes_may_differ():
     nodes = registry()
     nodes.register(A, make_register("decode", "d1", geometry=Geometry(2, 2, 16, 24, "float32")), 0.0)
     others = Geometry(2, 2, 16, 32, "float32"), Geometry(2, 2, 16, 32, "float16")
@@ -87,18 +87,18 @@ def test_nodes_of_one_role_need_no_common_transport():
     assert isinstance(nodes.register(B, make_register("decode", "d2", transports=("shm",)), 0.0), Registered)
 
 
-def test_a_prefill_node_must_say_where_it_is_reached():
+def test_a_prefill_node_needs_an_address():
     assert "no address" in registry().register(A, make_register("prefill", "p", address=""), 0.0).reason
 
 
-def test_a_name_is_taken_until_its_node_is_gone():
+def test_a_name_is_in_use_until_its_node_is_gone():
     nodes = pair()
-    assert "already here" in nodes.register(C, make_register("decode", "d", num_pages=32), 1.0).reason
+    assert "is registered already" in nodes.register(C, make_register("decode", "d", num_pages=32), 1.0).reason
     nodes.remove(B)
     assert nodes.register(C, make_register("decode", "d", num_pages=32), 2.0) == Registered(2, 1.0)
 
 
-def test_the_same_start_may_come_again_and_keeps_its_number():
+def test_the_same_start_may_register_again_and_keeps_its_number():
     nodes = pair()
     assert nodes.register(B, make_register("decode", "d", num_pages=32), 5.0) == Registered(1, 1.0)
     nodes.remove(B)
@@ -113,14 +113,14 @@ def test_an_earlier_start_of_a_name_is_refused():
     assert "later start" in nodes.register(B, make_register("decode", "d"), 2.0).reason
 
 
-def test_when_the_deployment_has_gone_another_may_come():
+def test_an_empty_registry_accepts_another_deployment():
     nodes = pair()
     nodes.remove(A)
     nodes.remove(B)
     assert isinstance(nodes.register(C, make_register("decode", "new", digest="d2"), 1.0), Registered)
 
 
-def test_silence_makes_a_node_lost_and_any_heartbeat_keeps_it():
+def test_a_node_is_lost_without_heartbeats():
     nodes = pair()
     heartbeat = Heartbeat(1, 2, 3, 4, 0, {"steps": 7.0})
     assert nodes.heard(A, 9.0, heartbeat)
@@ -130,14 +130,14 @@ def test_silence_makes_a_node_lost_and_any_heartbeat_keeps_it():
     assert not nodes.heard(D, 9.0)
 
 
-def test_where_decode_nodes_compute_prompts_they_are_enough():
+def test_with_local_prefill_decode_nodes_are_enough():
     nodes = Registry(model="tiny", num_token_ids=320, needs_prefill=False)
     nodes.register(A, make_register("prefill", "p"), 0.0)
     assert not nodes.is_ready
     nodes.register(B, make_register("decode", "d", num_pages=32), 0.0)
     assert nodes.is_ready
     nodes.remove(A)
-    limits = nodes.limits()
+    limits = nodes.limits
     assert limits is not None
     assert (limits.prompt_tokens, limits.total_tokens) == (32 * 16, 32 * 16)
     nodes.leave(B)
@@ -152,9 +152,9 @@ def test_a_registry_without_a_usable_pair_is_not_ready():
     assert nodes.lacking == "pair of a prefill and a decode node that can exchange pages (other bytes came back)"
     nodes.register(C, make_register("decode", "d2"), 0.0)
     assert nodes.is_ready
-    assert [node.name for node in nodes.able("decode")] == ["d2"]
+    assert [node.name for node in nodes.decodes] == ["d2"]
     assert nodes.set_pairs(B, (PairState("p", A, "nixl", "it was asked for"),)), "it may be used again"
-    assert [node.name for node in nodes.able("decode")] == ["d", "d2"]
+    assert [node.name for node in nodes.decodes] == ["d", "d2"]
 
 
 def test_decode_nodes_that_compute_prompts_themselves_need_no_usable_pair():

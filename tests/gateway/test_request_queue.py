@@ -1,4 +1,4 @@
-"""The gateway's queue: who is next, who gives way when it is full, and for how long anybody waits for nodes."""
+"""The order of the gateway's queue, evictions from a full queue, and waiting for nodes."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def rids(requests):
     return [one.rid for one in requests]
 
 
-def test_the_most_urgent_is_next_and_equals_go_by_arrival():
+def test_the_most_urgent_is_next_and_equals_are_in_order_of_arrival():
     waiting = backlog(request("a"), request("b", 5), request("c", 5), request("d", 9))
     assert rids(waiting.first(3, 0.0)) == ["d", "b", "c"]
     assert len(waiting) == 4
@@ -39,42 +39,42 @@ def test_the_most_urgent_is_next_and_equals_go_by_arrival():
     assert rids(waiting.first(9, 0.0)) == ["b", "c", "a"]
 
 
-def test_with_priorities_off_they_go_by_arrival():
+def test_without_priorities_requests_are_in_order_of_arrival():
     assert rids(backlog(request("a"), request("b", 5), is_enabled=False).first(2, 0.0)) == ["a", "b"]
 
 
-def test_another_priority_counts_at_once():
+def test_a_changed_priority_takes_effect_at_once():
     waiting = backlog(request("a"), request("b"))
     waiting.change(waiting.requests()[1], 1, "")
     assert rids(waiting.first(1, 0.0)) == ["b"]
 
 
-def test_those_who_stand_lowest_give_way_and_among_equals_the_last_that_came():
+def test_the_least_urgent_and_newest_are_evicted_first():
     waiting = backlog(request("a", 2), request("b", 1), request("c", 1), request("d", 3), request("e", 2))
     newcomer = request("new", 3)
-    assert rids(waiting.outranked(newcomer, 1)) == ["c"]
-    assert rids(waiting.outranked(newcomer, 3)) == ["c", "b", "e"]
-    assert rids(waiting.outranked(newcomer, 5)) == []  # only four stand lower: then nobody is bothered
-    assert rids(waiting.outranked(request("equal", 1), 1)) == []
+    assert rids(waiting.eviction_candidates(newcomer, 1)) == ["c"]
+    assert rids(waiting.eviction_candidates(newcomer, 3)) == ["c", "b", "e"]
+    assert rids(waiting.eviction_candidates(newcomer, 5)) == []  # only four are less urgent, so none is evicted
+    assert rids(waiting.eviction_candidates(request("equal", 1), 1)) == []
 
 
-def test_with_priorities_off_nobody_gives_way():
-    assert backlog(request("a", 1), is_enabled=False).outranked(request("new", 3), 1) == []
+def test_without_priorities_no_request_is_evicted():
+    assert backlog(request("a", 1), is_enabled=False).eviction_candidates(request("new", 3), 1) == []
 
 
-def test_nobody_gives_way_to_another_class():
+def test_no_request_is_evicted_for_another_class():
     waiting = backlog(request("a", 1, priority_class="low"))
-    assert waiting.outranked(request("new", 3, priority_class="high"), 1) == []
-    assert rids(waiting.outranked(request("new", 3, priority_class="low"), 1)) == ["a"]
+    assert waiting.eviction_candidates(request("new", 3, priority_class="high"), 1) == []
+    assert rids(waiting.eviction_candidates(request("new", 3, priority_class="low"), 1)) == ["a"]
 
 
-def test_whoever_has_waited_long_enough_does_not_give_way_with_ageing():
+def test_with_ageing_an_old_request_is_not_evicted():
     waiting = backlog(request("a", 1, arrived_at=0.0), aging_per_s=0.5)
-    assert rids(waiting.outranked(request("new", 3, arrived_at=3.9), 1)) == ["a"]
-    assert rids(waiting.outranked(request("new", 3, arrived_at=4.1), 1)) == []
+    assert rids(waiting.eviction_candidates(request("new", 3, arrived_at=3.9), 1)) == ["a"]
+    assert rids(waiting.eviction_candidates(request("new", 3, arrived_at=4.1), 1)) == []
 
 
-def test_one_that_fits_nowhere_is_passed_until_nodes_come():
+def test_a_stranded_request_is_passed_until_a_node_registers():
     large = request("large")
     waiting = backlog(large, request("small"))
     waiting.strand(large, 0.0)
@@ -86,33 +86,33 @@ def test_one_that_fits_nowhere_is_passed_until_nodes_come():
     assert rids(waiting.first(9, 0.0)) == ["large"]
 
 
-def test_it_waits_in_vain_only_so_long_whoever_else_comes_meanwhile():
+def test_a_stranded_request_expires():
     large = request("large")
     waiting = backlog(large, request("small"))
     waiting.strand(large, 0.0)
     waiting.nodes_came()
     waiting.strand(large, 6.0)
-    assert waiting.hopeless(10.0, is_routable=True) == []
-    assert rids(waiting.hopeless(10.1, is_routable=True)) == ["large"]
+    assert waiting.expired(10.0, is_routable=True) == []
+    assert rids(waiting.expired(10.1, is_routable=True)) == ["large"]
 
 
-def test_without_nodes_all_wait_for_some_time_and_a_replacement_saves_them():
+def test_without_nodes_all_requests_expire_unless_a_node_registers():
     waiting = backlog(request("a"), request("b"))
-    assert waiting.hopeless(100.0, is_routable=False) == []
-    assert waiting.hopeless(110.0, is_routable=False) == []
-    assert waiting.hopeless(110.1, is_routable=True) == []
-    assert waiting.hopeless(200.0, is_routable=False) == []
-    assert rids(waiting.hopeless(210.1, is_routable=False)) == ["a", "b"]
+    assert waiting.expired(100.0, is_routable=False) == []
+    assert waiting.expired(110.0, is_routable=False) == []
+    assert waiting.expired(110.1, is_routable=True) == []
+    assert waiting.expired(200.0, is_routable=False) == []
+    assert rids(waiting.expired(210.1, is_routable=False)) == ["a", "b"]
 
 
-def test_one_that_leaves_is_forgotten_with_all_that_was_known_of_it():
+def test_a_removed_request_leaves_no_state():
     large = request("large")
     waiting = backlog(large)
     waiting.strand(large, 0.0)
     waiting.remove(large)
     waiting.push(replace(large))
     assert rids(waiting.first(1, 0.0)) == ["large"]
-    assert waiting.hopeless(50.0, is_routable=True) == []
+    assert waiting.expired(50.0, is_routable=True) == []
 
 
 RULES = [
@@ -131,10 +131,10 @@ RULES = [
         max_size=40,
     ),
 )  # fmt: skip
-def test_who_is_next_is_who_stands_first_when_all_are_sorted(
+def test_the_order_equals_that_of_sorting_all_requests(
     rules: PriorityRules, steps: list[tuple[str, int, int, str]]
 ) -> None:
-    """The queue tells the same as sorting all anew who can go, after whatever has happened."""
+    """The queue gives the same order as sorting all requests, after any sequence of changes."""
     waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), patience_s=10.0)
     there: dict[int, Request] = {}
     stranded: set[int] = set()
@@ -161,4 +161,4 @@ def test_who_is_next_is_who_stands_first_when_all_are_sorted(
         others = [one for one in reversed(waiting.requests()) if one.priority_class == name]
         lower = sorted((one for one in others if priority_of(one) < priority_of(newcomer)), key=priority_of)
         expected = lower[:2] if len(lower) >= 2 and rules.is_enabled else []
-        assert rids(waiting.outranked(newcomer, 2)) == rids(expected)
+        assert rids(waiting.eviction_candidates(newcomer, 2)) == rids(expected)

@@ -1,4 +1,4 @@
-"""The choice of a pair: least load, prefix affinity, pools that are large enough; and counts that come back to zero."""
+"""The choice of a pair by load, prefix affinity and pool size; and counts that return to zero."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ def test_a_long_prompt_keeps_a_prefill_node_busy_until_its_first_token():
     assert chosen.choose([P1, P2], [D1], [7] * 3, num_new=1).prefill == "p1"
 
 
-def test_an_idle_pair_that_has_seen_the_prefix_gets_what_goes_on_from_it():
+def test_an_idle_pair_with_the_prefix_is_chosen():
     chosen = router()
     prefix = list(range(100, 140))
     for prompt in (prefix, [1, 2, 3, 4], prefix, [5, 6, 7, 8]):  # p1, p2, then p1 again by affinity, then p2 by turn
@@ -50,11 +50,11 @@ def test_an_idle_pair_that_has_seen_the_prefix_gets_what_goes_on_from_it():
     assert pair.num_compute == 3  # 43 tokens, of which ten pieces of four are cached
 
 
-def test_affinity_gives_way_to_load():
+def test_load_outweighs_affinity():
     chosen = router()
     prefix = list(range(100, 140))
     first = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
-    chosen.choose([P1], [D1], list(range(1000, 1500)), num_new=4)  # p1 and d1 now have 500 tokens more to do
+    chosen.choose([P1], [D1], list(range(1000, 1500)), num_new=4)  # p1 and d1 now have 500 tokens more
     second = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
     assert (first.prefill, second.prefill, second.decode) == ("p1", "p2", "d2")
 
@@ -77,10 +77,10 @@ def test_decode_nodes_are_filled_in_proportion_to_their_pools():
     assert picks.count("large") == 6
 
 
-def test_a_node_whose_rows_are_all_taken_comes_after_those_with_a_free_one():
+def test_a_full_decode_node_comes_after_the_others():
     chosen = router()
     few, many = Candidate("few", 10_000, max_running=2), Candidate("many", 10_000, max_running=4)
-    chosen.choose([P1], [many], [1] * 900, num_new=1)  # much the fuller pool
+    chosen.choose([P1], [many], [1] * 900, num_new=1)  # a much fuller pool
     pairs = [chosen.choose([P1], [few, many], [i], num_new=1) for i in range(6)]
     assert [pair.decode for pair in pairs] == ["few", "few", "many", "many", "many", "few"]
     chosen.decode_done(pairs[2])
@@ -91,7 +91,7 @@ def test_a_node_whose_rows_are_all_taken_comes_after_those_with_a_free_one():
     assert chosen.num_requests("many") == 0
 
 
-def test_what_an_output_will_probably_be_is_counted_and_what_it_may_be_must_fit():
+def test_the_predicted_output_is_counted_and_the_maximum_must_fit():
     chosen = router()
     pair = chosen.choose([P1], [D1], [1] * 10, num_new=500, num_expected=30)
     assert pair.num_hold == 40
@@ -110,7 +110,7 @@ def test_a_pool_that_is_too_small_is_never_chosen():
     assert chosen.load("tiny") == 0
 
 
-def test_a_node_that_is_gone_takes_its_load_and_its_cache_with_it():
+def test_a_removed_node_has_no_load_and_no_cache():
     chosen = router()
     prefix = list(range(100, 140))
     pair = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
@@ -120,7 +120,7 @@ def test_a_node_that_is_gone_takes_its_load_and_its_cache_with_it():
     assert chosen.choose([P1, P2], [D1], prefix, num_new=4).num_compute == 40
 
 
-def test_what_is_remembered_is_bounded():
+def test_the_number_of_remembered_pieces_is_bounded():
     chosen = Router(piece_tokens=4, max_pieces=10)
     for i in range(50):
         chosen.choose([P1, P2], [D1], [i] * 8, num_new=1)
@@ -129,7 +129,7 @@ def test_what_is_remembered_is_bounded():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 3)), max_size=40))
-def test_when_everything_has_ended_no_load_is_left(requests):
+def test_after_all_requests_no_load_is_left(requests):
     chosen = router()
     open_pairs = []
     for num_prompt, num_new, num_end in requests:
@@ -145,10 +145,10 @@ def test_when_everything_has_ended_no_load_is_left(requests):
     assert [chosen.load(node) for node in ("p1", "p2", "d1", "d2")] == [0, 0, 0, 0]
 
 
-# ---- decode nodes that compute prompts by themselves ----------------------------------------------------------------
+# ---- local prefill --------------------------------------------------------------------------------------------------
 
 
-def test_always_local_needs_no_prefill_node_and_uses_none():
+def test_always_local_uses_no_prefill_node():
     chosen = Router(piece_tokens=4, local_prefill="always")
     pair = chosen.choose([], [D1], [1, 2, 3], num_new=5)
     assert (pair.prefill, pair.decode, pair.num_compute, pair.num_hold) == (None, "d1", 0, 8)
@@ -158,14 +158,14 @@ def test_always_local_needs_no_prefill_node_and_uses_none():
     assert chosen.choose([P1], [], [1], num_new=1) is None
 
 
-def test_auto_keeps_prompts_under_the_threshold_on_the_decode_node():
+def test_auto_computes_prompts_under_the_threshold_on_the_decode_node():
     chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
     assert chosen.choose([P1], [D1], [1] * 9, num_new=1).prefill is None
     assert chosen.choose([P1], [D1], [2] * 10, num_new=1).prefill == "p1"
-    assert chosen.choose([], [D1], [3] * 9, num_new=1) is None  # auto still wants a prefill node to be there
+    assert chosen.choose([], [D1], [3] * 9, num_new=1) is None  # auto still needs a registered prefill node
 
 
-def test_auto_counts_only_what_the_chosen_decode_node_lacks():
+def test_auto_counts_only_uncached_tokens():
     chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
     prefix = list(range(100, 140))
     assert chosen.choose([P1], [D1, D2], prefix, num_new=1).prefill == "p1"
@@ -177,7 +177,7 @@ def test_auto_counts_only_what_the_chosen_decode_node_lacks():
     assert chosen.choose([P1], [D1], [*prefix, 9], num_new=1).prefill == "p1"
 
 
-def test_further_samples_go_where_the_first_went_and_cost_their_output():
+def test_further_samples_share_the_pair_and_cost_their_output():
     chosen = router()
     first = chosen.choose([P1, P2], [D1, D2], [1] * 10, num_new=5)
     second = chosen.again(first, num_new=5)
@@ -194,7 +194,7 @@ def test_further_samples_go_where_the_first_went_and_cost_their_output():
     st.sampled_from(["never", "auto", "always"]),
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 3)), max_size=30),
 )
-def test_whoever_computes_the_prompts_no_load_is_left_in_the_end(mode, requests):
+def test_after_all_requests_no_load_is_left_in_any_mode(mode, requests):
     chosen = Router(piece_tokens=4, local_prefill=mode, local_threshold=12)
     pairs = []
     for num_prompt, num_new, num_samples in requests:
@@ -207,7 +207,7 @@ def test_whoever_computes_the_prompts_no_load_is_left_in_the_end(mode, requests)
 
 
 def test_a_pair_that_cannot_exchange_pages_is_not_chosen():
-    """Whichever of its nodes reports that."""
+    """Either of its nodes may report that."""
     for p1, d1 in (
         (P1, Candidate("d1", 10_000, failed_peers=frozenset({"p1"}))),
         (Candidate("p1", 10_000, failed_peers=frozenset({"d1"})), D1),

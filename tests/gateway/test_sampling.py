@@ -1,16 +1,16 @@
-"""Several samples of a prompt, the prompt shown and judged, token counts in streams, and stop strings that stay."""
+"""Samples of a prompt, echo, prompt log-probabilities, token counts in streams, and stop strings that are shown."""
 
 import asyncio
 
 import pytest
 from support.fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
-from gateway.requests.validation import MAX_JUDGED_BYTES
-from gateway.text.tokenizer import Text
+from gateway.requests.input_processor import MAX_LOGPROB_BYTES
+from gateway.text.tokenizer import Tokenizer
 
 __all__ = ["folder"]
 
-TEXT = Text(make_tokenizer())
+TEXT = Tokenizer(make_tokenizer())
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -31,7 +31,7 @@ def ids_of(text):
 # ---- several samples ------------------------------------------------------------------------------------------------
 
 
-async def test_samples_are_numbered_prompt_after_prompt_and_a_prompt_counts_once(stack):
+async def test_samples_are_numbered_by_prompt_and_each_prompt_is_counted_once(stack):
     body = {"prompt": ["abab", "cdcdcd"], "max_tokens": 2, "n": 3, "best_of": 3, "seed": 10}
     status, answer = await stack.post("/v1/completions", body)
     assert status == 200
@@ -49,18 +49,18 @@ async def test_samples_are_numbered_prompt_after_prompt_and_a_prompt_counts_once
     assert stack.nodes[1].generates == generates
 
 
-async def test_one_sample_keeps_the_seed_and_the_last_seed_is_followed_by_zero(stack):
+async def test_seeds_of_samples_are_consecutive_and_wrap_around(stack):
     await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seed": -1, "n": 2})
     await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seed": -1, "n": 1})
     assert [generate.sampling.seed for generate in stack.nodes[0].generates.values()] == [2**64 - 1, 0, 2**64 - 1]
 
 
-async def test_samples_without_a_seed_differ_in_it(stack):
+async def test_samples_without_a_seed_have_different_seeds(stack):
     await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "n": 20})
     assert len({generate.sampling.seed for generate in stack.nodes[0].generates.values()}) == 20
 
 
-async def test_the_samples_of_a_prompt_go_to_one_pair_and_prompts_are_spread(folder):
+async def test_samples_share_a_pair_and_prompts_are_spread(folder):
     async with running(folder) as stack:
         nodes = [await stack.node(role, f"{role}{i}") for role in ("prefill", "decode") for i in range(2)]
         for node in nodes:
@@ -80,7 +80,7 @@ async def test_the_samples_of_a_prompt_go_to_one_pair_and_prompts_are_spread(fol
         assert [worker["load_tokens"] for worker in answer["workers"]] == [0] * 4
 
 
-async def test_a_node_that_is_gone_takes_all_samples_with_it(folder):
+async def test_the_loss_of_a_node_ends_all_samples(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
@@ -105,7 +105,7 @@ async def test_samples_of_a_chat_and_of_a_streamed_chat(stack):
     assert done == "[DONE]"
 
 
-async def test_samples_of_generate_are_a_list_with_ids_of_their_own(stack):
+async def test_samples_of_generate_are_a_list_with_their_own_ids(stack):
     body = {"text": "ab", "rid": "mine", "sampling_params": {"n": 2, "max_new_tokens": 2, "sampling_seed": 5}}
     _, answers = await stack.post("/generate", body)
     assert [(answer["text"], answer["meta_info"]["id"]) for answer in answers] == [("ab", "mine-0"), ("ab", "mine-1")]
@@ -128,7 +128,7 @@ async def test_all_samples_are_aborted_by_the_id_that_the_client_gave(folder):
         assert (await call)[0] == 499
 
 
-# ---- the prompt shown and judged ------------------------------------------------------------------------------------
+# ---- echo and prompt log-probabilities ------------------------------------------------------------------------------
 
 
 async def test_echo_shows_the_prompt_before_the_output(stack):
@@ -140,7 +140,7 @@ async def test_echo_shows_the_prompt_before_the_output(stack):
     assert {generate.sampling.prompt_logprobs_from for generate in stack.nodes[0].generates.values()} == {None}
 
 
-async def test_echo_with_logprobs_judges_every_prompt_token_but_the_first(stack):
+async def test_echo_with_logprobs_covers_every_prompt_token_but_the_first(stack):
     body = {"prompt": "abc", "max_tokens": 2, "echo": True, "logprobs": 1}
     _, answer = await stack.post("/v1/completions", body)
     (choice,) = answer["choices"]
@@ -156,7 +156,7 @@ async def test_echo_with_logprobs_judges_every_prompt_token_but_the_first(stack)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-async def test_a_prompt_can_be_judged_without_any_output(stack, logprobs):
+async def test_prompt_logprobs_are_possible_without_output(stack, logprobs):
     body = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": logprobs}
     _, answer = await stack.post("/v1/completions", body)
     (choice,) = answer["choices"]
@@ -167,11 +167,11 @@ async def test_a_prompt_can_be_judged_without_any_output(stack, logprobs):
     assert (answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (0, 3)
     (generate,) = stack.nodes[0].generates.values()
     assert generate.sampling.max_new_tokens == 1
-    await stack.nodes[1].until(lambda: stack.nodes[1].aborts)  # it must not wait for a handoff
+    await stack.nodes[1].until(lambda: stack.nodes[1].aborts)  # it must not wait for pages
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
-async def test_an_echoed_stream_joins_to_the_whole_answer(stack, max_tokens):
+async def test_the_chunks_of_an_echo_join_to_the_whole_answer(stack, max_tokens):
     body = {"prompt": ["a🙂b", "x"], "max_tokens": max_tokens, "echo": True, "logprobs": 1, "n": 2}
     _, whole = await stack.post("/v1/completions", body)
     *chunks, done = await stack.stream("/v1/completions", body)
@@ -190,7 +190,7 @@ async def test_a_streamed_echo_without_logprobs_shows_the_prompt_once(stack):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcabca"
 
 
-async def test_the_prompt_is_shown_with_the_first_token_even_if_that_is_half_a_character(folder):
+async def test_the_echo_comes_with_the_first_token_even_if_that_has_no_text(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
@@ -208,7 +208,7 @@ async def test_the_prompt_is_shown_with_the_first_token_even_if_that_is_half_a_c
         assert chunks == ["abc", "🚀", "b"]
 
 
-async def test_a_prompt_of_one_token_has_nothing_to_judge(stack):
+async def test_a_prompt_of_one_token_has_no_logprobs(stack):
     _, answer = await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": True, "logprobs": 0})
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5]
 
@@ -224,7 +224,7 @@ async def test_a_prompt_of_one_token_has_nothing_to_judge(stack):
         (4, None, []),
     ],
 )
-async def test_generate_lists_the_prompts_tokens_from_where_the_client_says(stack, start, asked_from, values):
+async def test_logprob_start_len_sets_the_first_listed_token(stack, start, asked_from, values):
     ids = ids_of("abcd")
     body = {"input_ids": ids, "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": start}
     _, answer = await stack.post("/generate", {**body, "sampling_params": {"max_new_tokens": 1}})
@@ -239,7 +239,7 @@ async def test_generate_lists_the_prompts_tokens_from_where_the_client_says(stac
     assert generate.sampling.prompt_logprobs_from == asked_from
 
 
-async def test_generate_of_no_tokens_only_judges_the_prompts(stack):
+async def test_generate_of_no_tokens_returns_prompt_logprobs(stack):
     body = {
         "text": ["ab", "cd"], "return_logprob": True, "logprob_start_len": [0, -1], "return_text_in_logprobs": True,
         "sampling_params": {"max_new_tokens": 0},
@@ -253,7 +253,7 @@ async def test_generate_of_no_tokens_only_judges_the_prompts(stack):
     assert answers[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
 
 
-async def test_increments_bring_the_prompts_logprobs_once(folder):
+async def test_incremental_streams_carry_prompt_logprobs_once(folder):
     async with running(folder, incremental_streaming_output=True) as stack:
         await stack.pair()
         body = {"text": "abc", "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 9}}
@@ -262,11 +262,11 @@ async def test_increments_bring_the_prompts_logprobs_once(folder):
         assert all("input_token_logprobs" not in chunk["meta_info"] for chunk in chunks[1:])
 
 
-async def test_more_log_probabilities_than_a_node_can_say_at_once_are_refused(folder):
+async def test_more_logprobs_than_fit_into_a_message_are_refused(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair(context_length=2_000_000, num_pages=200_000)
         prefill.on_generate = decode.on_generate = silent
-        count = MAX_JUDGED_BYTES // (28 + 20 * 16) + 1
+        count = MAX_LOGPROB_BYTES // (28 + 20 * 16) + 1
         body = {"input_ids": [1] * count, "return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0}
         status, answer = await stack.post("/generate", body)
         assert (status, answer["error"]["param"]) == (400, "logprob_start_len")
@@ -276,7 +276,7 @@ async def test_more_log_probabilities_than_a_node_can_say_at_once_are_refused(fo
         decode.on_generate = prefill.on_generate = echo
         body = {"input_ids": [1] * (count - 1), "return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0}
         status, answer = await stack.post("/generate", {**body, "sampling_params": {"max_new_tokens": 1}})
-        assert status == 200  # the largest that is taken fits into a frame
+        assert status == 200  # the largest accepted one fits into a frame
         assert len(answer["meta_info"]["input_token_logprobs"]) == count - 1
 
 
@@ -295,7 +295,7 @@ async def test_token_counts_can_come_with_every_chunk(stack):
 
 
 @pytest.mark.parametrize("field", ["include_stop_str_in_output", "no_stop_trim"])
-async def test_what_stopped_the_output_can_be_shown(folder, field):
+async def test_the_stop_string_can_be_included(folder, field):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         decode.on_generate = silent

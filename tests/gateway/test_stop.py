@@ -1,14 +1,13 @@
-"""A gateway that stops, and one that takes the place of another."""
+"""A gateway that stops, and one that replaces another."""
 
 import asyncio
-import time
 
 from support.fake_nodes import BODY, FakeNode, error_of, events, folder, running, silent, under_way
 
 __all__ = ["folder"]
 
 
-async def test_nodes_that_were_there_before_the_gateway_work_once_it_is_back(folder):
+async def test_nodes_register_again_with_a_restarted_gateway(folder):
     async with running(folder) as first:
         port = int(first.gateway.control_address.rpartition(":")[2])
         nodes = [FakeNode(first.gateway.control_address, role, role) for role in ("prefill", "decode")]
@@ -21,7 +20,7 @@ async def test_nodes_that_were_there_before_the_gateway_work_once_it_is_back(fol
         assert (await second.post("/v1/completions", BODY))[0] == 200
 
 
-async def test_stopping_ends_what_is_under_way_with_an_error_and_tells_the_nodes(folder):
+async def test_a_stop_ends_requests_in_flight_and_aborts_them_on_the_nodes(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
@@ -31,22 +30,20 @@ async def test_stopping_ends_what_is_under_way_with_an_error_and_tells_the_nodes
         answer = await stream
         arriving = events(answer)
         await anext(arriving)
-        started_at = time.monotonic()
         stopping = asyncio.ensure_future(stack.gateway.stop())
         assert await error_of(plain) == (503, "shutting_down")
         assert (await anext(arriving))["error"]["code"] == "shutting_down"
         await stopping
-        assert time.monotonic() - started_at < 15.0
         await prefill.until(lambda: {plain_rid, stream_rid} <= set(prefill.aborts))
         stack.gateway.stop = _noop
         answer.close()
 
 
 async def _noop():
-    """It has stopped already."""
+    """Stands for ``stop`` after the gateway has stopped."""
 
 
-async def test_while_stopping_what_can_finish_finishes(folder):
+async def test_requests_may_finish_while_the_gateway_stops(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent

@@ -1,18 +1,19 @@
-"""Text to ids and back: the pieces joined are the whole, no character is ever split, no part of a stop string shown."""
+"""Incremental decoding equals decoding at once; no partial character and no part of a stop string is shown."""
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_nodes import CORPUS, EOS, TEMPLATE, make_tokenizer
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import decoders, models
 
 from common.errors import RequestError
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.stop_strings import StopMatcher
-from gateway.text.tokenizer import Text
+from gateway.text.tokenizer import Tokenizer
 
 TOKENIZER = make_tokenizer()
-TEXT = Text(TOKENIZER)
+TEXT = Tokenizer(TOKENIZER)
 ids_of_any_kind = st.lists(st.integers(0, TEXT.vocab_size + 20), max_size=60)
 
 
@@ -29,18 +30,18 @@ def detokenize(ids, cuts, skip_special):
 
 @settings(deadline=None)
 @given(ids_of_any_kind, st.lists(st.integers(0, 60), max_size=60), st.booleans())
-def test_deltas_of_any_ids_cut_anywhere_join_to_what_decoding_all_at_once_gives(ids, cuts, skip_special):
+def test_incremental_text_equals_the_text_of_all_ids(ids, cuts, skip_special):
     assert detokenize(ids, cuts, skip_special) == TEXT.decode(ids, skip_special=skip_special)
 
 
 @settings(deadline=None)
 @given(st.text(max_size=40), st.lists(st.integers(0, 200), max_size=60))
-def test_text_comes_back_as_it_was(text, cuts):
+def test_text_survives_a_round_trip(text, cuts):
     ids = TEXT.encode(text, add_special_tokens=False)
     assert detokenize(ids, cuts, False) == text
 
 
-def test_a_character_of_four_bytes_is_shown_when_its_last_byte_has_come():
+def test_a_character_of_four_bytes_is_shown_with_its_last_byte():
     ids = [TOKENIZER.token_to_id(piece) for piece in ("ð", "Ł", "ļ", "Ģ")]  # f0 9f 9a 80, the rocket
     assert None not in ids
     detokenizer = TEXT.detokenizer(skip_special=True)
@@ -48,13 +49,13 @@ def test_a_character_of_four_bytes_is_shown_when_its_last_byte_has_come():
     assert detokenizer.flush() == ""
 
 
-def test_half_a_character_at_the_end_becomes_a_replacement_character():
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character():
     detokenizer = TEXT.detokenizer(skip_special=True)
     assert detokenizer.push((TOKENIZER.token_to_id("ð"), TOKENIZER.token_to_id("Ł"))) == ""
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_special_tokens_are_left_out_unless_asked_for_and_ids_beyond_the_vocabulary_are_nothing():
+def test_special_tokens_are_skipped_and_unknown_ids_have_no_text():
     ids = (*TEXT.encode("ab", add_special_tokens=False), TOKENIZER.token_to_id(EOS), 100_000, 2**40)
     assert TEXT.detokenizer(skip_special=True).push(ids) == "ab"
     assert TEXT.detokenizer(skip_special=False).push(ids) == "ab" + EOS
@@ -63,11 +64,11 @@ def test_special_tokens_are_left_out_unless_asked_for_and_ids_beyond_the_vocabul
 
 def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
     vocabulary = {"▁a": 0, "▁b": 1, "c": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x9A>": 5, "<0x80>": 6, "<unk>": 7}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    text = Text(tokenizer)
+    text = Tokenizer(tokenizer)
     detokenizer = text.detokenizer(skip_special=True)
     ids = [0, 1, 2, 3, 4, 5, 6, 0]
     assert [detokenizer.push((token,)) for token in ids] == ["a", " b", "c", "", "", "", "🚀", " a"]
@@ -75,7 +76,7 @@ def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
     assert text.decode(ids, skip_special=True) == "a bc🚀 a"
 
 
-def test_text_that_is_no_unicode_is_refused_by_name():
+def test_invalid_unicode_is_refused():
     with pytest.raises(RequestError) as caught:
         TEXT.encode("\ud800", add_special_tokens=False, param="prompt")
     assert caught.value.param == "prompt"
@@ -85,7 +86,7 @@ def test_text_that_is_no_unicode_is_refused_by_name():
 
 
 def cut_by_definition(text, stops):
-    """Character by character: the first stop that is complete ends the text before itself, the longest of several."""
+    """Character by character: the first complete stop string ends the text before itself, the longest of several."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -100,7 +101,7 @@ def cut_by_definition(text, stops):
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
     st.lists(st.integers(0, 30), max_size=30),
 )
-def test_however_the_text_is_cut_the_same_is_shown_and_never_a_part_of_a_stop(text, stops, cuts):
+def test_the_shown_text_does_not_depend_on_the_cuts(text, stops, cuts):
     matcher = StopMatcher(stops)
     shown = ""
     expected, matched = cut_by_definition(text, stops)
@@ -111,7 +112,7 @@ def test_however_the_text_is_cut_the_same_is_shown_and_never_a_part_of_a_stop(te
     assert (shown, matcher.matched) == (expected, matched)
 
 
-def test_what_may_begin_a_stop_is_held_back_until_it_is_clear():
+def test_a_possible_beginning_of_a_stop_string_is_held_back():
     matcher = StopMatcher(["</end>"])
     assert [matcher.push(text) for text in ("one <", "/", "b>", " two</en")] == ["one ", "", "</b>", " two"]
     assert matcher.flush() == "</en"
@@ -174,7 +175,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(template, add_generation_
         "{{ messages[99].content.nothing }}",
     ],
 )
-def test_a_template_that_refuses_or_reaches_too_far_is_the_clients_error(template):
+def test_an_error_in_a_template_is_a_client_error(template):
     with pytest.raises(RequestError) as caught:
         ChatTemplate(template, {}).render(CHAT)
     assert caught.value.param == "messages"

@@ -13,7 +13,7 @@ OPTIONS = {"enable_priority_scheduling": True, "schedule_policy": "fair"}
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One row at the decode node, and a gateway that sends out no more than that."""
-    gateway = {**OPTIONS, "gateway_lookahead": 0, "tenant_header": True, "starvation_bound": 0.001}
+    gateway = {**OPTIONS, "max_dispatch_ahead": 0, "tenant_header": True, "starvation_bound": 0.001}
     with running(
         tmp_path_factory.mktemp("urgency"),
         gateway_options=gateway,

@@ -86,7 +86,7 @@ def test_ageing_bounds_the_wait_of_every_prompt(
         PROMPTS,
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
-        gateway_lookahead=lookahead,
+        max_dispatch_ahead=lookahead,
     )
     rest_s = 2 * (STEP_S + TOKEN_S * CHUNK) + 4 * MESSAGE_S
     for number, sent in enumerate(requests):
@@ -133,7 +133,7 @@ def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int
         OUTPUTS,
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
-        gateway_lookahead=lookahead,
+        max_dispatch_ahead=lookahead,
     )
 
 
@@ -180,7 +180,7 @@ def test_the_least_urgent_prompt_is_served_among_urgent_ones(num_rows: int, look
     limits = Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows)
 
     def ended_at(rate: float) -> float:
-        service = served(requests, limits, PROMPTS, priority_aging_per_second=rate, gateway_lookahead=lookahead)
+        service = served(requests, limits, PROMPTS, priority_aging_per_second=rate, max_dispatch_ahead=lookahead)
         return patient(service, requests)
 
     backlog_s = longest_backlog_s(sorted((sent.at, each_s) for sent in requests))

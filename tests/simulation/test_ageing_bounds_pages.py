@@ -87,7 +87,7 @@ def in_pages(
         priority_scheduling_preemption_threshold=threshold,
         max_skip_ahead=skip_ahead,
         num_reserved_decode_tokens=reserved,
-        gateway_lookahead=lookahead,
+        max_dispatch_ahead=lookahead,
     )
 
 

@@ -80,10 +80,9 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     lookahead: int,
     late_s: float,
 ) -> None:
-    """Check the bound of Sheng et al. (OSDI'24, theorem 4.4).
-
-    While two tenants both have waiting requests, their service differs by at most 2 * max(w_p * L_input, w_q * M).
-    L_input is the longest prompt and M the tokens that fit into a batch.
+    """The bound of Sheng et al. (OSDI'24, theorem 4.4): while two clients both have waiting requests, their service
+    differs by at most 2 * max(w_p * L_input, w_q * M), where L_input is the longest prompt
+    and M the tokens that fit into a batch.
 
     Service is divided by the tenant's weight. A tenant that arrives later starts at the counter of the other. Requests
     that the gateway dispatches ahead count as part of the batch, unless it dispatches all: then the node chooses.
@@ -107,7 +106,7 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
         schedule_policy="fair",
         tenant_shares=(f"heavy:{weight}", "light:1"),
         tenant_header=True,
-        gateway_lookahead=lookahead,
+        max_dispatch_ahead=lookahead,
     )
     for number, (length, max_new) in enumerate(requests):
         tenant = tenants[number]
@@ -191,7 +190,7 @@ def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]]
         costs=COSTS,
         schedule_policy="edf",
         prefill_max_requests=1,
-        gateway_lookahead=1_000,
+        max_dispatch_ahead=1_000,
     )
     for number, ((released, chunks), end) in enumerate(zip(jobs, ends, strict=True)):
         timeout_s = end - released + CHUNK_S + 2 * MESSAGE_S + 1e-6

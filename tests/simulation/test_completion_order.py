@@ -20,7 +20,7 @@ def travelling(said: Both, *, low_first: bool = False) -> Both:
     """The priorities that nodes receive for those that the clients of a and b name."""
     options = SchedulingOptions(enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
     claims = PriorityResolver(options)
-    return claims.claim("", said[0], None).priority, claims.claim("", said[1], None).priority
+    return claims.resolve(said[0], None).priority, claims.resolve(said[1], None).priority
 
 
 #: Priorities of a and b, and the order in which they end.
@@ -40,7 +40,7 @@ CASES = [
 def test_priority_decides_in_the_gateways_queue(priorities: Both, ends: str) -> None:
     """The nodes run one request at a time, so that only the gateway chooses."""
     service = Service(
-        limits=Limits(max_running=1), enable_priority_scheduling=True, default_priority_value=0, gateway_lookahead=0
+        limits=Limits(max_running=1), enable_priority_scheduling=True, default_priority_value=0, max_dispatch_ahead=0
     )
     service.ask("busy", range(8), 6)
     for rid, priority in zip("ab", priorities, strict=True):

@@ -105,7 +105,7 @@ def places_lost(service: Service, rate: float) -> Counter[str]:
         for decided in decisions.last(MAX_DECISIONS, service.events.now()):
             if "goes to the more urgent" in decided.reason or "go to the more urgent" in decided.reason:
                 loser, winner = service.ended[decided.rid], service.ended[decided.reason.rsplit(" ", 1)[1]]
-                difference = winner.ask.priority - loser.ask.priority
+                difference = winner.request.priority - loser.request.priority
                 assert winner.started_at - loser.started_at <= difference / rate
                 lost[decided.rid] += 1
     return lost

@@ -1,9 +1,8 @@
-"""A small tokenizer, and nodes without an engine: they speak the real control plane over real sockets and answer from a
-script, so that a gateway can be tested alone.
+"""A small tokenizer, and nodes without an engine for tests of the gateway alone.
 
-``FakeNode`` lives on the test's event loop. By default a pair answers the prompt's own tokens over and over: prefill
-sends output token 0, decode the rest, or all of them if it is asked alone. A test takes over by setting
-``on_generate``.
+A ``FakeNode`` runs on the test's event loop and speaks the real control plane over real sockets. By default a pair
+repeats the prompt's own tokens: the prefill node sends output token 0 and the decode node the rest, or all of them if
+it gets the prompt alone. A test takes over by setting ``on_generate``.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ from common.wire.messages import (
 )
 from common.wire.process_id import new_incarnation
 from gateway.server import Gateway
-from gateway.workers.model_files import model_folders
+from gateway.workers.served_models import model_folders
 
 CORPUS = [
     "Shall I compare thee to a summer's day? Thou art more lovely and more temperate:",
@@ -83,7 +82,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_model_folder(folder: Path) -> Path:
-    """A folder with what the gateway reads of a checkpoint."""
+    """Writes the files that the gateway reads of a checkpoint."""
     make_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
         "chat_template": TEMPLATE,
@@ -97,12 +96,12 @@ def make_model_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's; nobody changes it."""
+    """The folder of the tiny model; read-only."""
     return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 def make_register(role: str, name: str, **changes: Any) -> Register:
-    """What a node of the tiny model says of itself."""
+    """The registration of a node of the tiny model."""
     fields: dict[str, Any] = {
         "role": role,
         "name": name,
@@ -166,7 +165,7 @@ class FakeNode:
         self.send(Failed(rid, self.attempt(rid), code, message, retry_after_s))
 
     def attempt(self, rid: str) -> int:
-        """As the gateway counts it, and any node of the stack has heard; 0 for one that nobody has heard of."""
+        """The attempt of a request as any node of the stack has received it; 0 for an unknown request."""
         return self.generates[rid].attempt if rid in self.generates else self._attempts.get(rid, 0)
 
     def leave(self) -> None:
@@ -176,14 +175,15 @@ class FakeNode:
         self.send(Heartbeat(0, len(self.generates), 10, 5, 0, counters))
 
     async def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
-        """Waits until something about what this node has heard is true."""
+        """Waits until a condition on the received messages holds."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def round_trip(self) -> None:
-        """Waits until the gateway has heard all that this node has said, and the node what it had been told by then.
+        """Waits until the gateway has received all messages of this node and
+        the node has received all messages sent to it by then.
 
         The gateway answers tokens of a request that it does not know, and a connection keeps its order.
         """
@@ -239,7 +239,7 @@ class FakeNode:
         return letters
 
     async def kill(self, last_words: Callable[[], None] = lambda: None) -> None:
-        """Gone, without a word or with these, of which nobody hears before it is gone."""
+        """Disconnects, after sending these messages, if any."""
         if self._work.done():
             return
         self._work.cancel()
@@ -251,7 +251,7 @@ class FakeNode:
 
 
 def echo(node: FakeNode, generate: Generate) -> None:
-    """Answers the prompt's tokens over and over, up to the limit."""
+    """Repeats the prompt's tokens up to the maximum."""
     prompt, limit = generate.prompt, generate.sampling.max_new_tokens
     output = tuple(prompt[i % len(prompt)] for i in range(limit))
     with_logprobs = generate.sampling.logprobs is not None
@@ -280,7 +280,7 @@ def echo(node: FakeNode, generate: Generate) -> None:
 
 
 def judged(generate: Generate) -> tuple[TokenLogprobs, ...]:
-    """The prompt token at place i has the log-probability -i; likelier ones are the ids after it."""
+    """The prompt token at position i has the log-probability -i; its alternatives are the ids after it."""
     first, count = generate.sampling.prompt_logprobs_from, generate.sampling.logprobs or 0
     if first is None:
         return ()
@@ -292,7 +292,7 @@ def judged(generate: Generate) -> tuple[TokenLogprobs, ...]:
 
 
 def silent(node: FakeNode, generate: Generate) -> None:
-    """Says nothing; the test speaks for the node."""
+    """Sends nothing; the test sends for the node."""
 
 
 class Stack:
@@ -309,11 +309,11 @@ class Stack:
         return self.gateway.http_address
 
     async def node(self, role: str, name: str = "", **changes: Any) -> FakeNode:
-        """A further node, registered."""
+        """Adds a registered node."""
         return await self.joining(role, name, **changes).registered()
 
     def joining(self, role: str, name: str = "", **changes: Any) -> FakeNode:
-        """A further node, still on its way in."""
+        """Adds a node that has not registered yet."""
         self.nodes.append(FakeNode(self.gateway.control_address, role, name, attempts=self._attempts, **changes))
         return self.nodes[-1]
 
@@ -341,7 +341,7 @@ class Stack:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """Server-sent events as they come."""
+    """Server-sent events as they arrive."""
     async for line in answer.content:
         if line.startswith(b"data: "):
             data = line[6:].strip()
@@ -369,7 +369,7 @@ BODY = {"prompt": "a", "max_tokens": 9}
 
 
 async def under_way(stack, body=BODY, path="/v1/completions"):
-    """A request that both nodes have, and its id."""
+    """A request that both nodes have received, and its id."""
     prefill, decode = stack.nodes[:2]
     known = set(prefill.generates)
     call = asyncio.ensure_future(stack.client.post(stack.url + path, json=body))

@@ -11,8 +11,8 @@ from common.config.node import NodeConfig
 from common.errors import RequestError
 from common.node.memory_plan import Capacity
 from common.sampling_params import SamplingParams
-from gateway.requests.output_processor import GenerateRequest
-from gateway.workers.pool import make_fleet
+from gateway.requests.generate_request import GenerateRequest
+from gateway.workers.pool import make_pool
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.costs import Costs
 from scripts.simulator.gateway import Answer
@@ -74,7 +74,7 @@ class Service:
         )
         self.cluster = Cluster(
             settings,
-            make_fleet(GatewayConfig(**gateway), MODEL, 1),
+            make_pool(GatewayConfig(**gateway), MODEL, 1),
             num_prefill=num_prefill,
             num_decode=num_decode,
             on_end=self._on_end,
@@ -85,8 +85,8 @@ class Service:
         self.refused: dict[str, RequestError] = {}
 
     def _on_end(self, answer: Answer) -> None:
-        assert answer.ask.rid not in self.ended, "a request ended twice"
-        self.ended[answer.ask.rid] = answer
+        assert answer.request.rid not in self.ended, "a request ended twice"
+        self.ended[answer.request.rid] = answer
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 

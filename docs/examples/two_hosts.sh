@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Serve on two hosts: gateway and prefill node on host A, decode node on host B. KV pages travel from A to B by TCP, over
+# connections on which both ends prove that they know the cluster key.
+#
+#     docs/examples/two_hosts.sh                    # try it on one machine, with two loopback addresses
+#
+# On two machines, run the first two commands below on A and the third on B, with their real addresses and the same
+# BATON_CLUSTER_KEY. The control plane is not authenticated yet: on addresses other than loopback the gateway and the
+# prefill node also need --insecure, on a network that you trust. Arguments of this script go to both nodes.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "$0")")/../.."
+
+host_a=${HOST_A:-127.0.0.1} host_b=${HOST_B:-127.0.0.2} port=${PORT:-8000} control_port=${CONTROL_PORT:-8001}
+BATON_CLUSTER_KEY=${BATON_CLUSTER_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+export BATON_CLUSTER_KEY
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
+
+# On host A:
+./scripts/gateway --host "$host_a" --port "$port" --control-host "$host_a" --control-port "$control_port" &
+./scripts/prefill --gateway "$host_a:$control_port" --advertise-host "$host_a" --transport tcp "$@" &
+
+# On host B:
+./scripts/decode --gateway "$host_a:$control_port" --data-interface "$host_b" --transport tcp "$@" &
+
+# Wait until a request would be served, send one, and show how its pages travelled.
+get() { python3 -c 'import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())' "$@"; }
+until get "http://$host_a:$port/ready" 2> /dev/null > /dev/null; do
+    for job in $(jobs -p); do kill -0 "$job" 2> /dev/null || { echo "two_hosts: a process ended early" >&2; exit 1; }; done
+    sleep 0.5
+done
+python3 docs/examples/streaming_client.py "What news from Verona?" --url "http://$host_a:$port" --max-tokens 20
+sleep 3 # nodes report their pairs with a heartbeat, every two seconds
+get "http://$host_a:$port/v1/workers" | python3 -c '
+import json, sys
+for worker in json.load(sys.stdin)["workers"]:
+    print(worker["role"], worker["name"], "pairs:", [pair["transport"] for pair in worker["pairs"]])'

@@ -1,0 +1,70 @@
+"""Token ids to text, one output at a time and incrementally. Pure.
+
+Tokens arrive one by one, a character may span several, and text that was shown cannot be taken back.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+
+class Detokenizer(Protocol):
+    """Turns the ids of one output into text."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; never a part of a character."""
+        ...
+
+    def flush(self) -> str:
+        """The last call: the text still held back, with U+FFFD for incomplete characters."""
+        ...
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers, as a table look-up and an incremental UTF-8 decoder.
+
+    Args:
+        pieces: the bytes of each token, by id; ids outside have none.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        size = len(pieces)
+        if len(ids) == 1:
+            return self._decode(pieces[ids[0]] if ids[0] < size else b"")
+        return self._decode(b"".join(pieces[token] for token in ids if token < size))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For all other tokenizers: decodes the last few ids again and releases the added text once it is complete."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids: list[int] = []
+        self._start = 0  # the window begins here ...
+        self._shown = 0  # ... and ids before this one have been shown
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._ids.extend(ids)
+        before, after = self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :])
+        if len(after) <= len(before) or after.endswith("\ufffd"):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        before, after = self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :])
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
