@@ -26,7 +26,7 @@ from common.wire.process_id import new_incarnation
 from gateway.http.admin import AdminRoutes
 from gateway.http.app import HttpServer
 from gateway.http.auth import make_authenticator
-from gateway.http.generate import GenerateRoutes, settle
+from gateway.http.generate import GenerateRoutes
 from gateway.http.limits import MAX_VALUES, BodyLimits
 from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
@@ -146,7 +146,7 @@ class Gateway:
         until = self._clock.now() + GRACE_S
         while self._dispatcher.num_in_flight and self._clock.now() < until:
             await asyncio.sleep(0.02)
-        self._dispatcher.shut()
+        self._dispatcher.shut_down()
         await self._runner.cleanup()
         self._control.close()
         self._inputs.close()
@@ -163,7 +163,7 @@ class Gateway:
         """Counts an ended output, charges its tenant and teaches the predictor."""
         request = stream.request
         self._metrics.ended(stream)
-        settle(self._quotas, stream)
+        self._quotas.settle(stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:
             predictor = self._models[request.model].predictor
             predictor.learn(request.tenant, request.prompt, len(stream.ids), is_cut=stream.finish == "length")

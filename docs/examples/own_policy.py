@@ -1,4 +1,4 @@
-"""A scheduling policy and a priority function of one's own.
+"""A custom scheduling policy and a custom priority function.
 
     PYTHONPATH=docs/examples ./scripts/serve --schedule-policy own_policy:ShortPromptsFirst
     PYTHONPATH=docs/examples ./scripts/serve --enable-priority-scheduling --default-priority-value 0 \

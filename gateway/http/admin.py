@@ -123,19 +123,19 @@ class AdminRoutes:
     async def _reprioritize(self, call: HttpCall) -> web.Response:
         rid, _, what = below(call, "/v1/requests/").rpartition("/")
         if what != "priority":
-            raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
+            raise RequestError(ErrorCode.NOT_FOUND, "this path does not exist")
         body = self._codec.decode(PriorityChange, call.body)
         change = self._services.priorities.change(body.priority, body.priority_class)
         count = self._services.dispatcher.reprioritize(rid, call.tenant, *change)
         if not count:
-            raise RequestError(ErrorCode.NOT_FOUND, f"no request with the id {rid[:200]!r} is under way")
+            raise RequestError(ErrorCode.NOT_FOUND, f"no request with the id {rid[:200]!r} is in flight")
         return json_response({"changed": count})
 
     async def _flush_cache(self, call: HttpCall) -> web.Response:
         answers = await self._services.control.flush(FLUSH_TIMEOUT_S)
         late = [node.name for node, num_pages in answers if num_pages is None]
         if late:
-            message = f"no answer within {FLUSH_TIMEOUT_S:g} s from {', '.join(late)}; the other caches are empty"
+            message = f"{', '.join(late)} did not answer within {FLUSH_TIMEOUT_S:g} s; all other caches are empty"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
         nodes = [
             {"name": node.name, "model": node.register.model, "num_pages": num_pages} for node, num_pages in answers
@@ -186,7 +186,7 @@ class AdminRoutes:
     async def _workers(self, call: HttpCall) -> web.Response:
         return json_response(
             {
-                "workers": [self._services.control.describe(node) for node in self._services.control.pools.nodes()],
+                "workers": [self._services.control.describe(node) for node in self._services.control.pools.workers()],
                 "num_in_flight": self._services.dispatcher.num_in_flight,
                 "num_waiting": sum(len(model.pool.queue) for model in self._services.models),
                 "model": self._services.models[0].name,
@@ -198,19 +198,19 @@ class AdminRoutes:
     async def _decisions(self, call: HttpCall) -> web.Response:
         name, _, what = below(call, "/v1/workers/").rpartition("/")
         if what != "decisions":
-            raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
+            raise RequestError(ErrorCode.NOT_FOUND, "this path does not exist")
         limit = limit_of(call)
         if name == OWN_DECISIONS:
             own = self._services.dispatcher.decisions.last(limit, self._services.clock.now())
             return json_response({"worker": name, "decisions": [decided._asdict() for decided in own]})
-        nodes = [node for node in self._services.control.pools.nodes() if name in (node.incarnation, node.name)]
+        nodes = [node for node in self._services.control.pools.workers() if name in (node.incarnation, node.name)]
         if not nodes:
             raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
-        told = await self._services.control.decisions(nodes[0], limit, ANSWER_TIMEOUT_S)
-        if told is None:
-            message = f"the node {nodes[0].name} gave no answer within {ANSWER_TIMEOUT_S:g} s"
+        decisions = await self._services.control.decisions(nodes[0], limit, ANSWER_TIMEOUT_S)
+        if decisions is None:
+            message = f"the node {nodes[0].name} did not answer within {ANSWER_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
-        return json_response({"worker": nodes[0].name, "decisions": told})
+        return json_response({"worker": nodes[0].name, "decisions": decisions})
 
     async def _live_page(self, call: HttpCall) -> web.Response:
         return web.Response(body=self._page, content_type="text/html", charset="utf-8")

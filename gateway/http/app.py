@@ -95,7 +95,7 @@ class HttpServer:
     Args:
         routes: by path; a path that ends in ``/*`` stands for all below it.
         authenticator: finds the tenant of a request.
-        observer: told of every answer, and of bodies that are refused.
+        observer: counts answers and refused bodies.
     """
 
     def __init__(
@@ -154,12 +154,14 @@ class HttpServer:
         tenant = self._authenticator.tenant(request.headers, is_open=path in OPEN_PATHS)
         route = self._routes.get(path)
         if route is None:
-            raise RequestError(ErrorCode.NOT_FOUND, "there is nothing at this path")
+            raise RequestError(ErrorCode.NOT_FOUND, "this path does not exist")
         method = "GET" if request.method == "HEAD" else request.method
         handler = route.methods.get(method)
         if handler is None:
             allow = ", ".join(route.methods)
-            raise HttpError(405, f"the method {request.method[:16]} is not allowed here, only {allow}", allow=allow)
+            raise HttpError(
+                405, f"the method {request.method[:16]} is not allowed for this path; use {allow}", allow=allow
+            )
         if self._is_stopping and method == "POST":
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         if method != "POST" or route.ignores_body:
@@ -190,7 +192,9 @@ class HttpServer:
         except TimeoutError as error:
             raise HttpError(408, f"the body did not arrive within {limits.timeout_s:g} s") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
-            raise HttpError(400, "the body cannot be read: its transfer or content encoding is broken") from error
+            raise HttpError(
+                400, "the body cannot be decoded: its Transfer-Encoding or Content-Encoding is broken"
+            ) from error
         if len(body) > LIGHT_BYTES:
             await check_weight(body, limits.max_values())
         return body

@@ -50,7 +50,7 @@ class Authenticator:
         if named is None:
             return by_key
         if not self._is_header_taken:
-            message = f"{HEADER}: tenants are not taken from this header here (the gateway's --tenant-header allows it)"
+            message = f"{HEADER}: not accepted here; leave it out, or start the gateway with --tenant-header"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param=HEADER)
         if not TENANT.fullmatch(named):
             message = f"{HEADER}: a tenant's name has 1 to 128 of the characters A-Z a-z 0-9 . _ @ / + -"
@@ -75,7 +75,9 @@ def make_authenticator(config: GatewayConfig) -> Authenticator:
     """The authenticator as configured. Raises ConfigError: the file of --tenant-keys cannot be used."""
     hashes = {} if config.tenant_keys is None else read_keys(Path(config.tenant_keys))
     if config.api_key and hashlib.sha256(config.api_key.encode()).hexdigest() in hashes:
-        raise ConfigError(f"--tenant-keys {config.tenant_keys}: a tenant has the key of --api-key")
+        raise ConfigError(
+            f"--tenant-keys {config.tenant_keys}: a tenant has the same key as --api-key; give them different keys"
+        )
     return Authenticator(config.api_key, hashes, is_header_taken=config.tenant_header)
 
 
@@ -98,14 +100,14 @@ def read_keys(path: Path) -> dict[str, str]:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or not TENANT.fullmatch(words[0]):
-            raise ConfigError(f"{where}: line {number} must be a tenant's name and a key")
+            raise ConfigError(f"{where}: line {number} must be the name of a tenant and a key")
         tenant, key = words
         is_hashed = key.startswith(HASHED)
         known = key.removeprefix(HASHED).lower() if is_hashed else hashlib.sha256(key.encode()).hexdigest()
         if not re.fullmatch(r"[0-9a-f]{64}", known):
-            raise ConfigError(f"{where}: line {number}: {HASHED} is followed by 64 hexadecimal digits")
+            raise ConfigError(f"{where}: line {number}: {HASHED} must be followed by 64 hexadecimal digits")
         if hashes.setdefault(known, tenant) != tenant:
             raise ConfigError(f"{where}: line {number}: another tenant has the same key")
     if not hashes:
-        raise ConfigError(f"{where} has no keys in it")
+        raise ConfigError(f"{where} has no keys; add lines with a tenant and a key")
     return hashes

@@ -18,11 +18,11 @@ from gateway.http.app import HttpCall, Route
 from gateway.http.protocol import ChatCompletionRequest, Codec, CompletionRequest, NativeRequest, OpenAIRequest
 from gateway.http.responses import ChatFormatter, CompletionFormatter, NativeFormatter, Usage
 from gateway.http.services import Services
-from gateway.http.streaming import ResponseFormatter, stream, whole
+from gateway.http.streaming import OutputEvents, ResponseFormatter, stream, whole
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.input_processor import is_list_of_prompts
-from gateway.requests.output_processor import OutputEvents, OutputStream
-from gateway.requests.quotas import Quotas
+from gateway.requests.output_processor import OutputStream
+from gateway.requests.quotas import charge
 from gateway.workers.served_models import ServedModel
 
 Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest, NativeRequest)
@@ -114,7 +114,7 @@ class GenerateRoutes:
         finally:
             for output in streams:
                 if not output.is_ended:
-                    services.dispatcher.abort(output.request.rid, "the client has gone")
+                    services.dispatcher.abort(output.request.rid, "the client has disconnected")
 
     def _streams(
         self, requests: list[GenerateRequest], model: ServedModel, events: OutputEvents, arrived_at: float
@@ -160,18 +160,6 @@ async def answer(
     if body.stream:
         return await stream(call.http, streams, events, formatter)
     return await whole(streams, events, formatter)
-
-
-def charge(request: GenerateRequest) -> int:
-    """Tokens that an output is expected to cost its tenant."""
-    return len(request.prompt) + request.expected_output
-
-
-def settle(quotas: Quotas, output: OutputStream) -> None:
-    """Replaces the expected cost of an ended output by its real one."""
-    request = output.request
-    tokens = len(request.prompt) + len(output.ids)
-    quotas.ended(request.tenant, charged=charge(request), tokens=tokens, now=output.ended_at)
 
 
 def new_head(request_id: str, model: ServedModel) -> dict[str, Any]:

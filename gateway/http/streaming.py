@@ -11,7 +11,7 @@ from aiohttp import web
 from common.errors import RequestError
 from gateway.http.app import json_response
 from gateway.http.responses import as_error, error_body, sse_event
-from gateway.requests.output_processor import Delta, OutputEvents, OutputStream
+from gateway.requests.output_processor import Delta, OutputStream
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,35 @@ class ResponseFormatter(Protocol):
     def chunk(self, output: OutputStream, delta: Delta) -> bytes: ...
     def last(self, outputs: Sequence[OutputStream]) -> bytes: ...
     def answer(self, outputs: Sequence[OutputStream]) -> Any: ...
+
+
+class OutputEvents:
+    """Collects the outputs of one HTTP request that have something new.
+
+    Args:
+        only_ends: report an output only once it has ended.
+    """
+
+    def __init__(self, *, only_ends: bool) -> None:
+        self._only_ends = only_ends
+        self._changed: dict[int, OutputStream] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self, stream: OutputStream) -> None:
+        if self._only_ends and not stream.is_ended:
+            return
+        self._changed[stream.number] = stream
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def changed(self) -> list[OutputStream]:
+        """Waits until an output has something new; returns all that have, each once."""
+        if not self._changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        changed, self._changed = list(self._changed.values()), {}
+        return changed
 
 
 async def whole(outputs: list[OutputStream], events: OutputEvents, formatter: ResponseFormatter) -> web.Response:

@@ -208,11 +208,11 @@ class _NodeCollector:
         self._dropped = dropped
 
     def collect(self) -> Iterator[Metric]:
-        nodes = [node for pool in self._pools for node in pool.registry.nodes.values()]
+        nodes = [node for pool in self._pools for node in pool.registry.workers.values()]
         roles = GaugeMetricFamily("baton_nodes", "Registered nodes by role.", labels=["model", "role"])
         for pool in self._pools:
             for role in ("prefill", "decode"):
-                count = sum(node.register.role == role for node in pool.registry.nodes.values())
+                count = sum(node.register.role == role for node in pool.registry.workers.values())
                 roles.add_metric([pool.model, role], count)
         yield roles
         pages = GaugeMetricFamily("baton_node_pages", "Pages of a node's pool.", labels=self.LABELS)

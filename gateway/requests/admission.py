@@ -48,11 +48,11 @@ class Admission:
         """
         limit = max_running + self.max_queued
         if count > limit:
-            message = f"prompt: {count} prompts in one request, {limit} are possible at once"
+            message = f"prompt: {count} outputs in one request, at most {limit} can be in flight; split the request"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="prompt")
         excess = self.excess(count, max_running)
         if excess > 0:
-            message = f"{self.num_in_flight} requests are in flight, {limit} are allowed"
+            message = f"{self.num_in_flight} requests are in flight, the limit is {limit}; retry later"
             retry_after_s = self.retry_after(excess, now, in_flight=in_flight)
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
         if self.num_in_flight == 0:

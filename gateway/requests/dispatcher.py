@@ -16,6 +16,7 @@ from common.decision_log import Decisions
 from common.errors import ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
+from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -126,18 +127,14 @@ class Dispatcher:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         for stream in streams:
             if stream.request.rid in self._in_flight:
-                message = f"rid: a request with the id {stream.request.rid!r} is in flight"
+                message = f"rid: a request with the id {stream.request.rid!r} is in flight; choose another id"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         pool = self._pools[streams[0].request.model]
         now = self._clock.now()
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
         flights = [self._enter(stream, pool, siblings, now) for stream in streams]
-        capacity = (
-            max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
-            if pool.queue.is_idle
-            else 0
-        )
+        capacity = self._capacity(pool) if pool.queue.is_idle else 0
         turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
         for flight in flights[turn:capacity]:
             self._enqueue(flight)
@@ -149,7 +146,7 @@ class Dispatcher:
             if pool.queue.order.is_charging:
                 self._enqueue(flight)  # removed at once, but the policy accounts all service
             if not self._send_out(flight, now):
-                message = "no nodes with a large enough page pool are registered at present"
+                message = "no registered nodes have a page pool that is large enough"
                 self._fail(flight, RequestError(ErrorCode.NO_ROUTE, message))
 
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
@@ -187,11 +184,11 @@ class Dispatcher:
         return [self._in_flight[victim.rid] for victim in queue.eviction_candidates(request, count, sent=sent)]
 
     def _evict(self, victim: InFlightRequest, other: OutputStream, now: float) -> None:
-        reason = "a more urgent one has taken its place in a full queue"
+        reason = "the queue is full and a more urgent request has taken its place"
         self.decisions.note(now, victim.stream.request.rid, "evict", "{} came: " + reason, other.request.rid)
         victim.is_evicted = True
         retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
-        message = f"the request waited, and {reason}"
+        message = f"the request was evicted: {reason}"
         self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
@@ -214,21 +211,20 @@ class Dispatcher:
         self._is_pump_due = False
         now = self._clock.now()
         for pool in self._pools.values():
-            if (
-                pool.queue.is_idle
-                or (capacity := pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes)) <= 0
-            ):
+            if pool.queue.is_idle or not (capacity := self._capacity(pool)):
                 continue
             waiting = self._first(pool, capacity, now)
             for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
                 if not self._send_out(self._in_flight[queued.rid], now):
                     pool.queue.strand(queued, now)
                     self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
-            if (
-                not pool.queue.is_idle
-                and pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes) > 0
-            ):
+            if not pool.queue.is_idle and self._capacity(pool):
                 self.pump_soon()
+
+    @staticmethod
+    def _capacity(pool: WorkerPool) -> int:
+        """Requests that the nodes of a pool have room for."""
+        return max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
 
     def _first(self, pool: WorkerPool, count: int, now: float) -> Sequence[Request]:
         """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
@@ -245,9 +241,9 @@ class Dispatcher:
             self._is_pump_due = True
             self._timers.call_soon(self.pump)
 
-    def nodes_came(self, pool: WorkerPool) -> None:
+    def on_workers_added(self, pool: WorkerPool) -> None:
         """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
-        pool.queue.nodes_came()
+        pool.queue.retry_stranded()
         self.pump_soon()
 
     def tick(self, now: float) -> None:
@@ -255,21 +251,13 @@ class Dispatcher:
         for pool in self._pools.values():
             if len(pool.queue):
                 for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
-                    message = "the nodes that it takes are gone, and no others came while the request waited"
+                    message = "no nodes that can serve the request registered while it waited"
                     self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
 
     def _send_out(self, flight: InFlightRequest, now: float) -> bool:
         """Sends a request to a pair chosen now; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
-        pair = pool.router.choose(
-            pool.registry.prefills,
-            pool.registry.decodes,
-            request.prompt,
-            num_new=request.sampling.max_new_tokens,
-            num_expected=request.expected_output,
-            salt=request.salt,
-            siblings=flight.siblings.get(request.prompt_number),
-        )
+        pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
         if pair is None:
             return False
         if flight.queued is not None:
@@ -283,7 +271,7 @@ class Dispatcher:
         stream.sent_at = now
         stream.is_local_prefill = pair.prefill is None
         waited_s = max(now - stream.started_at, 0.0)
-        nodes = [pool.registry.nodes[incarnation] for incarnation in pair.nodes]
+        nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         generate = Generate(
             rid=request.rid,
@@ -307,6 +295,19 @@ class Dispatcher:
                 break
         return True
 
+    @staticmethod
+    def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
+        """The pair of another sample of the same prompt if there is one, or the best pair."""
+        prefills, decodes = pool.registry.prefills, pool.registry.decodes
+        num_new, num_expected = request.sampling.max_new_tokens, request.expected_output
+        if siblings is not None:
+            pair = pool.router.choose_again(siblings, prefills, decodes, num_new=num_new, num_expected=num_expected)
+            if pair is not None:
+                return pair
+        return pool.router.choose(
+            prefills, decodes, request.prompt, num_new=num_new, num_expected=num_expected, salt=request.salt
+        )
+
     # ---- changes ----------------------------------------------------------------------------------------------------
 
     def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
@@ -327,7 +328,7 @@ class Dispatcher:
                 now, request.rid, (request.priority, request.priority_class), (priority_now, class_now)
             )
             if flight.queued is not None:
-                flight.pool.queue.change(flight.queued, priority_now, class_now)
+                flight.pool.queue.reprioritize(flight.queued, priority_now, class_now)
             for incarnation in flight.nodes:
                 self._channel.send(Reprioritize(request.rid, flight.attempt, priority_now, priority_class), incarnation)
         return len(flights)
@@ -355,7 +356,7 @@ class Dispatcher:
             and (not tenant or flight.stream.request.tenant == tenant)
         ]
 
-    def shut(self) -> None:
+    def shut_down(self) -> None:
         """Ends all requests and refuses new ones: the gateway stops."""
         self._is_shut = True
         for flight in list(self._in_flight.values()):
@@ -439,7 +440,7 @@ class Dispatcher:
             return None
         return flight
 
-    def lost(self, incarnation: str, name: str) -> None:
+    def on_worker_lost(self, incarnation: str, name: str) -> None:
         """Ends the requests of a node that is no longer registered.
 
         A prefill node is done with a request once the decode node has sent a token; such a request continues.

@@ -61,6 +61,8 @@ class _Context:
     limits: ServingLimits
     tenant: str
     request_id: str
+    salt: str
+    timeout_s: float
 
     @property
     def max_outputs(self) -> int:
@@ -94,7 +96,7 @@ class InputProcessor:
         model = self._models.get(name)
         if model is None:
             served = ", ".join(repr(known) for known in self._models)
-            message = f"the model {name[:200]!r} is not served here, only {served}"
+            message = f"the model {name[:200]!r} does not exist here; the served models are {served}"
             raise refuse(message, "model", ErrorCode.MODEL_NOT_FOUND)
         return model
 
@@ -105,7 +107,7 @@ class InputProcessor:
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
-        context = self._context(model, tenant, request_id)
+        context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
             raise refuse("only supported if it equals n", "best_of", ErrorCode.NOT_SUPPORTED)
@@ -129,7 +131,7 @@ class InputProcessor:
     ) -> list[GenerateRequest]:
         """One request for each sample; the messages pass through the model's chat template."""
         _check_no_effect(body)
-        context = self._context(model, tenant, request_id)
+        context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
@@ -149,7 +151,7 @@ class InputProcessor:
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
         _check_no_effect(body)
-        context = self._context(model, tenant, request_id)
+        context = self._context(body, model, tenant, request_id)
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
         param = "text" if body.text is not None else "input_ids"
@@ -182,12 +184,14 @@ class InputProcessor:
             await self._yield_after(i)
         return requests
 
-    @staticmethod
-    def _context(model: ServedModel, tenant: str, request_id: str) -> _Context:
+    def _context(
+        self, body: OpenAIRequest | NativeRequest, model: ServedModel, tenant: str, request_id: str
+    ) -> _Context:
         limits = model.pool.registry.limits
         if limits is None:
             raise model.pool.no_route()
-        return _Context(model, limits, tenant, request_id)
+        timeout_s = self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000
+        return _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s)
 
     # ---- text and token ids -----------------------------------------------------------------------------------------
 
@@ -202,7 +206,9 @@ class InputProcessor:
         if not messages:
             raise refuse("must not be empty", "messages")
         if kwargs is not None and len(kwargs) > MAX_TEMPLATE_KWARGS:
-            raise refuse(f"at most {MAX_TEMPLATE_KWARGS} of them", "chat_template_kwargs")
+            raise refuse(
+                f"has {len(kwargs)} entries, at most {MAX_TEMPLATE_KWARGS} are allowed", "chat_template_kwargs"
+            )
         for name in kwargs or {}:
             if name in RESERVED:
                 raise refuse(f"{name} cannot be set here", "chat_template_kwargs")
@@ -286,7 +292,7 @@ class InputProcessor:
         sampling = _sampling_params(
             body, limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
         )
-        return self._request(context, body, rid, prompt, sampling, body)
+        return self._request(context, rid, prompt, sampling, body)
 
     def _native_request(
         self,
@@ -307,12 +313,13 @@ class InputProcessor:
         sampling = _sampling_params(
             params, context.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
         )
-        request = self._request(context, body, rid, prompt, sampling, params, prefix)
+        request = self._request(context, rid, prompt, sampling, params, prefix)
         return dataclasses.replace(request, is_prompt_only=True) if given == 0 else request
 
+    @staticmethod
     def _request(
-        self, context: _Context, body: OpenAIRequest | NativeRequest, rid: str, prompt: Sequence[int],
-        sampling: SamplingParams, options: SamplingFields, prefix: str = "",
+        context: _Context, rid: str, prompt: Sequence[int], sampling: SamplingParams, options: SamplingFields,
+        prefix: str = "",
     ) -> GenerateRequest:  # fmt: skip
         prompt = tuple(prompt)
         return GenerateRequest(
@@ -324,10 +331,10 @@ class InputProcessor:
             keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
             stops=_stop_strings(options.stop, f"{prefix}stop"),
             skip_special=options.skip_special_tokens is not False,
-            salt=body.cache_salt or "",
+            salt=context.salt,
             tenant=context.tenant,
             expected_output=_expected_output(context, prompt, sampling),
-            timeout_s=self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000,
+            timeout_s=context.timeout_s,
         )
 
 
@@ -361,9 +368,9 @@ def _rids(given: str | list[str] | None, request_id: str, count: int, is_batch: 
         rid = request_id if given is None else given
         return [rid] if count == 1 else [f"{rid}-{i}" for i in range(count)]
     if len(given) != count or not is_batch:
-        raise refuse(f"{len(given)} ids for {count} prompts", "rid")
+        raise refuse(f"has {len(given)} ids for {count} prompts", "rid")
     if len(set(given)) != count:
-        raise refuse("the same id twice", "rid")
+        raise refuse("has the same id twice; ids must be distinct", "rid")
     return given
 
 
@@ -372,7 +379,7 @@ def _broadcast(given: Any, count: int, is_batch: bool, param: str) -> list[Any]:
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count or not is_batch:
-        raise refuse(f"{len(given)} values for {count} prompts", param)
+        raise refuse(f"has {len(given)} values for {count} prompts", param)
     return given
 
 
@@ -398,13 +405,11 @@ def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> G
     """
     count = len(request.prompt) - first
     if count < 0:
-        raise refuse(f"{first} is beyond the prompt of {len(request.prompt)} tokens", param)
+        raise refuse(f"{first} is beyond the end of the prompt, which has {len(request.prompt)} tokens", param)
     num_tops = request.sampling.logprobs or 0
     if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
-        message = (
-            f"log-probabilities of {count} prompt tokens, each with {num_tops} others, are too many for one answer"
-        )
-        raise refuse(message, param)
+        message = f"log-probabilities of {count} prompt tokens with {num_tops} alternatives each are too many"
+        raise refuse(f"{message} for one answer; ask for fewer", param)
     sampling = dataclasses.replace(request.sampling, prompt_logprobs_from=first + 1 if count > 1 else None)
     return dataclasses.replace(request, logprob_start=first, sampling=sampling)
 
@@ -435,7 +440,7 @@ def _check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str
     """Refuses more outputs than can be in flight at once, before any is made."""
     count = num_prompts * num_samples
     if count > most:
-        raise refuse(f"{count} outputs in one request, {most} are possible at once", param)
+        raise refuse(f"{count} outputs in one request, at most {most} can be in flight; split the request", param)
 
 
 def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
@@ -448,16 +453,16 @@ def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> N
     room = min(limits.prompt_tokens, limits.total_tokens - 1)
     if count > room:
         which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
-        message = f"the prompt has {count} tokens, the page pool of the largest {which} holds {room}"
-        raise refuse(f"{message} (--max-total-tokens there)", param, ErrorCode.POOL_TOO_SMALL)
+        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
+        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
     smallest, largest = min(prompt), max(prompt)
     if smallest < 0 or largest >= limits.vocab_size:
         wrong = smallest if smallest < 0 else largest
-        raise refuse(f"token id {wrong} is not in the vocabulary of {limits.vocab_size}", param)
+        raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
 
 
 def _too_long(count: str, context_length: int, param: str) -> RequestError:
-    message = f"the prompt has {count} tokens, the context is {context_length} with at least one token of output"
+    message = f"the prompt has {count} tokens, but prompt and output together can have {context_length}; shorten it"
     return refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
 
@@ -472,11 +477,15 @@ def _max_tokens(given: int | None, num_prompt: int, limits: ServingLimits, defau
     if given is None:
         return min(default, _tokens_left(num_prompt, limits))
     if num_prompt + given > limits.context_length:
-        message = f"{given} tokens behind a prompt of {num_prompt} exceed the context of {limits.context_length}"
+        message = (
+            f"{given} output tokens after a prompt of {num_prompt} exceed the context length of {limits.context_length}"
+        )
         raise refuse(message, param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
     if num_prompt + given > limits.total_tokens:
-        message = f"{given} tokens behind a prompt of {num_prompt} exceed the page pool of {limits.total_tokens}"
-        message += " (--max-total-tokens of the decode nodes)"
+        message = (
+            f"{given} output tokens after a prompt of {num_prompt} exceed the page pool of {limits.total_tokens} tokens"
+        )
+        message += "; ask for fewer, or raise --max-total-tokens of the decode nodes"
         raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
     return given
 
@@ -497,7 +506,7 @@ def _sampling_params(
     biases = body.logit_bias or {}
     for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", biases)):
         if any(token >= limits.vocab_size for token in ids):
-            raise refuse(f"a token id is not in the vocabulary of {limits.vocab_size}", prefix + name)
+            raise refuse(f"a token id is not in the vocabulary, which has {limits.vocab_size} ids", prefix + name)
 
     def value(name: str, neutral: float) -> float:
         given = getattr(body, name)
@@ -527,10 +536,10 @@ def _stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:
     """Refuses too many, too long and empty stop strings."""
     stops = [given] if isinstance(given, str) else given or []
     if len(stops) > MAX_STOPS:
-        raise refuse(f"at most {MAX_STOPS} stop strings", param)
+        raise refuse(f"has {len(stops)} stop strings, at most {MAX_STOPS} are allowed", param)
     for stop in stops:
         if not 0 < len(stop) <= MAX_STOP_LENGTH:
-            raise refuse(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param)
+            raise refuse(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param)
     return tuple(stops)
 
 
@@ -557,7 +566,7 @@ def _plain_message(message: ChatMessage, param: str) -> dict[str, Any]:
                 raise refuse("is missing", f"{where}.text")
         content = "\n".join(part.text or "" for part in content)
     if content is None:
-        raise refuse("must be a text", f"{param}.content")
+        raise refuse("must be a string", f"{param}.content")
     role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for the same role
     plain: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:

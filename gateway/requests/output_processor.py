@@ -6,7 +6,6 @@ string can begin in it any more. Ids and log-probabilities cover every token tha
 before a stop string and without the stop token.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -188,32 +187,3 @@ class OutputStream:
         assert not self.is_ended, "an output ends once"
         self.ended_at = max(now, 1e-9)
         self._early.clear()
-
-
-class OutputEvents:
-    """Collects the outputs of one HTTP request that have something new.
-
-    Args:
-        only_ends: report an output only once it has ended.
-    """
-
-    def __init__(self, *, only_ends: bool) -> None:
-        self._only_ends = only_ends
-        self._changed: dict[int, OutputStream] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self, stream: OutputStream) -> None:
-        if self._only_ends and not stream.is_ended:
-            return
-        self._changed[stream.number] = stream
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def changed(self) -> list[OutputStream]:
-        """Waits until an output has something new; returns all that have, each once."""
-        if not self._changed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        changed, self._changed = list(self._changed.values()), {}
-        return changed

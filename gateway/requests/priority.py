@@ -52,13 +52,13 @@ class PriorityResolver:
         self, requests: Sequence[GenerateRequest], priority: int | None, priority_class: str | None
     ) -> list[GenerateRequest]:
         """The outputs of one HTTP request with their priorities. Raises RequestError as ``resolve`` does."""
-        claim = self.resolve(priority, priority_class)
+        resolved = self.resolve(priority, priority_class)
         assigned = [
             replace(
                 request,
-                priority=claim.priority,
-                priority_class=claim.priority_class,
-                is_priority_named=claim.is_named,
+                priority=resolved.priority,
+                priority_class=resolved.priority_class,
+                is_priority_named=resolved.is_named,
             )
             for request in requests
         ]
@@ -99,8 +99,8 @@ class PriorityResolver:
         if given is None:
             return self._default_class
         if given not in self._classes:
-            known = ", ".join(self._classes) or "none; the gateway's --priority-classes makes some"
-            message = f"priority_class: {given[:64]!r} is not one of the classes (which are {known})"
+            known = ", ".join(self._classes) or "none (the gateway's --priority-classes defines them)"
+            message = f"priority_class: {given[:64]!r} is not a priority class; the classes are {known}"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="priority_class")
         return given
 
@@ -120,5 +120,8 @@ def facts_of(ask: GenerateRequest) -> RequestFacts:
 
 
 def _disabled() -> RequestError:
-    message = "priority: this server serves by arrival; priorities need the gateway's --enable-priority-scheduling"
+    message = (
+        "priority: this server serves requests in order of arrival; leave priority out, or start the gateway"
+        " with --enable-priority-scheduling"
+    )
     return RequestError(ErrorCode.INVALID_REQUEST, message, param="priority")

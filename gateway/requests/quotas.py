@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from common.config.tenancy import EVERYBODY_ELSE, Quota
 from common.errors import ErrorCode, RequestError
 from gateway.requests.admission import Admission
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 
 #: Remembered tenants without requests in flight. Names may come from clients, so their number is bounded.
 MAX_IDLE_TENANTS = 10_000
@@ -69,7 +71,7 @@ class Quotas:
         quota = account.quota
         if quota.requests is not None:
             if count > quota.requests:
-                message = f"{count} outputs in one request, the tenant {tenant} may have {quota.requests} at once"
+                message = f"{count} outputs in one request, but the tenant {tenant} may have {quota.requests} in flight"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message)
             excess = account.in_flight.excess(count, 0)
             if excess > 0:
@@ -95,6 +97,12 @@ class Quotas:
             account.in_flight.release(now, is_evicted=is_refused)
             account.charge(tokens - charged, now)
 
+    def settle(self, stream: OutputStream) -> None:
+        """Replaces the expected cost of an ended output by its real one."""
+        request = stream.request
+        tokens = len(request.prompt) + len(stream.ids)
+        self.ended(request.tenant, charged=charge(request), tokens=tokens, now=stream.ended_at)
+
     def _account(self, tenant: str, now: float) -> _Account | None:
         quota = self._quotas.get(tenant, self._others) if tenant else None
         if quota is None:
@@ -111,6 +119,11 @@ class Quotas:
         if len(self._accounts) >= MAX_IDLE_TENANTS:
             oldest = next((name for name, account in self._accounts.items() if not account.in_flight.num_in_flight), "")
             self._accounts.pop(oldest, None)
+
+
+def charge(request: GenerateRequest) -> int:
+    """Tokens that an output is expected to cost its tenant."""
+    return len(request.prompt) + request.expected_output
 
 
 def _too_much(message: str, retry_after_s: float) -> RequestError:

@@ -57,16 +57,14 @@ class RequestQueue:
         self._stranded.pop(request.key, None)
         self._stranded_at.pop(request.key, None)
 
-    def change(self, request: Request, priority: int, priority_class: str) -> None:
+    def reprioritize(self, request: Request, priority: int, priority_class: str) -> None:
         """Changes the urgency of a request; it keeps its arrival order among equals."""
         self._waiting.reprioritize(request, priority, priority_class)
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The next ``count`` requests in order. They stay in the queue until they are removed."""
-        line = self._waiting.sorted(now)
-        if self._stranded:
-            line = [request for request in line if request.key not in self._stranded]
-        return line[:count]
+        waiting = [request for request in self._waiting.values() if request.key not in self._stranded]
+        return self.order.sort(waiting, now)[:count]
 
     # ---- eviction ---------------------------------------------------------------------------------------------------
 
@@ -85,10 +83,10 @@ class RequestQueue:
 
     def _lower(self, request: Request, others: Sequence[Request]) -> list[Request]:
         """Less urgent requests of the same class, least urgent first, newest first among equals."""
-        standing = self.order.effective_priority
-        bound = standing(request)
-        lower = [o for o in reversed(others) if o.priority_class == request.priority_class and standing(o) < bound]
-        return sorted(lower, key=standing)
+        priority_of = self.order.effective_priority
+        bound = priority_of(request)
+        lower = [o for o in reversed(others) if o.priority_class == request.priority_class and priority_of(o) < bound]
+        return sorted(lower, key=priority_of)
 
     # ---- missing nodes ----------------------------------------------------------------------------------------------
 
@@ -97,7 +95,7 @@ class RequestQueue:
         self._stranded[request.key] = None
         self._stranded_at.setdefault(request.key, now)
 
-    def nodes_came(self) -> None:
+    def retry_stranded(self) -> None:
         """Lets stranded requests try again."""
         self._stranded.clear()
 

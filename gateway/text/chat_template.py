@@ -99,7 +99,7 @@ class ChatTemplate:
         except SecurityError as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"chat template: {error}", param="messages") from error
         except Exception as error:  # untrusted code may raise anything
-            message = f"messages: the model's chat template refuses them: {error}"
+            message = f"messages: the model's chat template cannot render them: {error}"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
 
 

@@ -51,9 +51,7 @@ class Tokenizer:
         """Loads ``tokenizer.json`` of a folder. Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(
-                f"--model {folder}: the folder has no tokenizer.json; convert its tokenizer to a fast one"
-            )
+            raise ConfigError(f"--model {folder}: there is no tokenizer.json; save the model's fast tokenizer there")
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception

@@ -42,11 +42,11 @@ NAMESAKE_WAIT_S = 0.5
 
 
 class Listener(Protocol):
-    """Receives what a ``MailboxChannel`` hears."""
+    """Told of events on a ``MailboxChannel``; the event loop calls it, never the channel's caller."""
 
-    def on_envelope(self, envelope: Envelope) -> None: ...
+    def on_readable(self) -> None: ...
     def on_disconnect(self) -> None: ...
-    def on_unreachable(self, incarnation: str) -> None: ...
+    def lose(self, incarnation: str) -> None: ...
 
 
 class MailboxChannel:
@@ -62,14 +62,14 @@ class MailboxChannel:
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in mailbox.sockets]
         self._listener: Listener | None = None
-        self._is_drain_due = False
+        self._is_look_due = False
         self._is_closed = False
 
     def start(self, listener: Listener) -> None:
         """Begins to listen."""
         self._listener = listener
         messages, connections = self._fds
-        self._loop.add_reader(messages, self.drain)
+        self._loop.add_reader(messages, listener.on_readable)
         self._loop.add_reader(connections, listener.on_disconnect)
 
     def close(self) -> None:
@@ -94,37 +94,36 @@ class MailboxChannel:
 
     def send(self, message: Message, incarnation: str) -> bool:
         """Sends to one node; False if it cannot be reached."""
-        self.drain_soon()
+        self.look_again_soon()
         return self._mailbox.send(message, target=incarnation)
 
     def drop_soon(self, incarnation: str) -> None:
         """Reports a node as unreachable once the current event is handled."""
         self._loop.call_soon(self._report_unreachable, incarnation)
 
-    def lost(self, incarnations: list[str]) -> list[str]:
+    def lost_peers(self, incarnations: list[str]) -> list[str]:
         """Those of the nodes whose connection has closed."""
         return self._mailbox.lost_peers(incarnations)
 
-    def drain(self) -> None:
-        """Passes on the messages that have arrived."""
-        self._is_drain_due = False
-        if self._is_closed or self._listener is None:
-            return
+    def receive(self) -> list[Envelope]:
+        """The messages that have arrived, at most ``RECEIVE_AT_ONCE``."""
+        self._is_look_due = False
+        if self._is_closed:
+            return []
         envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
-        for envelope in envelopes:
-            self._listener.on_envelope(envelope)
         if len(envelopes) == RECEIVE_AT_ONCE:
-            self.drain_soon()
+            self.look_again_soon()
+        return envelopes
 
-    def drain_soon(self) -> None:
-        """Calls ``drain`` soon. Each use of the socket may swallow the edge that announces input."""
-        if not self._is_drain_due:
-            self._is_drain_due = True
-            self._loop.call_soon(self.drain)
+    def look_again_soon(self) -> None:
+        """Reports the channel as readable soon. Each use of the socket may swallow the edge that announces input."""
+        if not self._is_look_due and self._listener is not None:
+            self._is_look_due = True
+            self._loop.call_soon(self._listener.on_readable)
 
     def _report_unreachable(self, incarnation: str) -> None:
         if not self._is_closed and self._listener is not None:
-            self._listener.on_unreachable(incarnation)
+            self._listener.lose(incarnation)
 
 
 class ControlPlane:
@@ -183,8 +182,13 @@ class ControlPlane:
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def on_envelope(self, envelope: Envelope) -> None:
-        """Handles one message; an unexpected error ends the request that it is about and no other."""
+    def on_readable(self) -> None:
+        """Handles the messages that have arrived."""
+        for envelope in self._channel.receive():
+            self._handle(envelope)
+
+    def _handle(self, envelope: Envelope) -> None:
+        """Handles one message; an unexpected error ends only the request that it is about."""
         try:
             self._handlers[type(envelope.message)](envelope.sender, envelope.message)
         except Exception:
@@ -192,17 +196,14 @@ class ControlPlane:
             self._dispatcher.fail_internal(getattr(envelope.message, "rid", ""))
 
     def on_disconnect(self) -> None:
-        """Removes the nodes whose connections have closed, after the messages that they sent before."""
-        self._channel.drain()
-        self._channel.drain_soon()
-        for incarnation in self._channel.lost([node.incarnation for node in self.pools.nodes()]):
+        """Removes the nodes whose connections have closed, after handling the messages that they sent before."""
+        self.on_readable()
+        self._channel.look_again_soon()
+        for incarnation in self._channel.lost_peers([node.incarnation for node in self.pools.workers()]):
             self.lose(incarnation)
         if self._channel.is_probing and not self._is_probe_due:
             self._is_probe_due = True
             self._loop.call_later(PROBE_EVERY_S, self._probe_again)
-
-    def on_unreachable(self, incarnation: str) -> None:
-        self.lose(incarnation)
 
     def _probe_again(self) -> None:
         self._is_probe_due = False
@@ -213,7 +214,7 @@ class ControlPlane:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
         self.on_disconnect()  # reads waiting heartbeats first, however late the loop is
         for pool in self.pools:
-            for incarnation in pool.registry.silent(self._clock.now()):
+            for incarnation in pool.registry.silent_workers(self._clock.now()):
                 self.lose(incarnation)
         self._dispatcher.tick(self._clock.now())
 
@@ -222,18 +223,18 @@ class ControlPlane:
         if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            pool.registry.heard(sender, self._clock.now(), message)
+            pool.registry.on_message(sender, self._clock.now(), message)
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
         pool = self.pools.of(sender)
         if pool is None:
             return
-        node = pool.registry.nodes[sender]
+        node = pool.registry.workers[sender]
         for pair in message.pairs:
             if pair.problem and pair.incarnation not in node.failed_peers:
                 log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
         if pool.registry.set_pairs(sender, message.pairs):
-            self._dispatcher.nodes_came(pool)
+            self._dispatcher.on_workers_added(pool)
 
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.pools.namesake(message)
@@ -248,20 +249,20 @@ class ControlPlane:
     def _admit(self, sender: str, message: Register) -> None:
         if self._channel.is_closed:
             return
-        known_in = self.pools.of(sender)
-        if known_in is not None:  # it has reconnected and ended all its requests
-            self._forget(known_in, sender, message.name)
+        known_pool = self.pools.of(sender)
+        if known_pool is not None:  # it has reconnected and ended all its requests
+            self._clear_state(known_pool, sender, message.name)
         answer = self.pools.register(sender, message, self._clock.now())
         if not self._channel.send(answer, sender):
             self.lose(sender)
         elif isinstance(answer, Registered):
-            if known_in is None:
+            if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-                self._dispatcher.nodes_came(self.pools[message.model])
+                self._dispatcher.on_workers_added(self.pools[message.model])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
-            if known_in is not None:
-                known_in.registry.remove(sender)
+            if known_pool is not None:
+                known_pool.registry.remove(sender)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
@@ -275,21 +276,21 @@ class ControlPlane:
         if pool is None or node is None:
             return
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._forget(pool, incarnation, node.name)
+        self._clear_state(pool, incarnation, node.name)
 
-    def _forget(self, pool: WorkerPool, incarnation: str, name: str) -> None:
+    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str) -> None:
         """Clears the state of a node that is no longer registered, and ends its requests."""
-        pool.router.forget(incarnation)
+        pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
-        self._dispatcher.lost(incarnation, name)
+        self._dispatcher.on_worker_lost(incarnation, name)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
         """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
-        nodes = self.pools.nodes()
+        nodes = self.pools.workers()
         for pool in self.pools:
-            pool.router.forget_prefixes()
+            pool.router.clear_prefixes()
         answers = await self._rpc.call([node.incarnation for node in nodes], Flush(), Flushed, timeout_s)
         pages = {incarnation: answer.num_pages for incarnation, answer in answers.items()}
         return [(node, pages.get(node.incarnation)) for node in nodes]

@@ -74,13 +74,13 @@ class WorkerPools:
     def __getitem__(self, model: str) -> WorkerPool:
         return self._by_model[model]
 
-    def nodes(self) -> list[Worker]:
+    def workers(self) -> list[Worker]:
         """All registered workers."""
-        return [node for pool in self for node in pool.registry.nodes.values()]
+        return [node for pool in self for node in pool.registry.workers.values()]
 
     def of(self, incarnation: str) -> WorkerPool | None:
         """The pool of a registered worker."""
-        return next((pool for pool in self if incarnation in pool.registry.nodes), None)
+        return next((pool for pool in self if incarnation in pool.registry.workers), None)
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker to the pool of its model, or refuses it."""

@@ -93,7 +93,7 @@ class Registry:
         needs_prefill: a request needs a prefill node; otherwise decode nodes compute prompts.
 
     Attributes:
-        nodes: workers by incarnation, in order of arrival.
+        workers: by incarnation, in order of arrival.
         prefills, decodes: those that take new requests; kept up to date at each change, so that reading them for a
             request costs nothing.
         limits: None while the workers cannot serve a request.
@@ -109,15 +109,15 @@ class Registry:
         self._heartbeat_s = heartbeat_s
         self._lost_after_s = lost_after_s
         self._starts: dict[str, dict[str, int]] = {}  # by name: incarnation -> number of that start
-        self.nodes: dict[str, Worker] = {}
+        self.workers: dict[str, Worker] = {}
         self.prefills: list[Worker] = []
         self.decodes: list[Worker] = []
         self.limits: ServingLimits | None = None
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker, or replaces its description. A refused worker is removed."""
-        known = self.nodes.get(incarnation)
-        others = [node for node in self.nodes.values() if node is not known]
+        known = self.workers.get(incarnation)
+        others = [node for node in self.workers.values() if node is not known]
         refusal = self._refusal(incarnation, register, others)
         if refusal:
             self.remove(incarnation)
@@ -128,7 +128,7 @@ class Registry:
             if len(starts) > MAX_STARTS_REMEMBERED:
                 del starts[next(iter(starts))]
         heartbeat = known.heartbeat if known is not None else None
-        self.nodes[incarnation] = Worker(incarnation, register, starts[incarnation], now, heartbeat)
+        self.workers[incarnation] = Worker(incarnation, register, starts[incarnation], now, heartbeat)
         self._changed()
         return Registered(starts[incarnation], self._heartbeat_s)
 
@@ -154,11 +154,11 @@ class Registry:
 
     def named(self, name: str) -> Worker | None:
         """The registered worker with this name."""
-        return next((node for node in self.nodes.values() if node.name == name), None)
+        return next((node for node in self.workers.values() if node.name == name), None)
 
-    def heard(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
+    def on_message(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
         """Records a message of a worker; False if it is not registered."""
-        node = self.nodes.get(incarnation)
+        node = self.workers.get(incarnation)
         if node is None:
             return False
         node.seen_at = now
@@ -172,7 +172,7 @@ class Registry:
         Returns:
             Whether a pair may work that did not before.
         """
-        node = self.nodes[incarnation]
+        node = self.workers[incarnation]
         failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.failed_peers
         node.pairs = pairs
         if failed != before:
@@ -182,26 +182,26 @@ class Registry:
 
     def leave(self, incarnation: str) -> None:
         """Sends no new requests to a worker that stops or cannot be reached."""
-        if incarnation in self.nodes:
-            self.nodes[incarnation].is_leaving = True
+        if incarnation in self.workers:
+            self.workers[incarnation].is_leaving = True
             self._changed()
 
     def remove(self, incarnation: str) -> Worker | None:
         """Removes a worker; None if it is not registered."""
-        node = self.nodes.pop(incarnation, None)
+        node = self.workers.pop(incarnation, None)
         self._changed()
         return node
 
-    def silent(self, now: float) -> list[str]:
+    def silent_workers(self, now: float) -> list[str]:
         """Incarnations of workers that have sent nothing for too long."""
-        return [node.incarnation for node in self.nodes.values() if now - node.seen_at > self._lost_after_s]
+        return [node.incarnation for node in self.workers.values() if now - node.seen_at > self._lost_after_s]
 
     def _changed(self) -> None:
         """Brings ``prefills``, ``decodes`` and ``limits`` up to date.
 
         A worker takes no new requests while it is leaving, or while it can exchange pages with none of the other role.
         """
-        staying = [node for node in self.nodes.values() if not node.is_leaving]
+        staying = [node for node in self.workers.values() if not node.is_leaving]
         prefills = [node for node in staying if node.register.role == "prefill"]
         decodes = [node for node in staying if node.register.role == "decode"]
         self.prefills, self.decodes = prefills, decodes
@@ -235,7 +235,7 @@ class Registry:
         """What is missing before a request can be served, in words."""
         if not self._needs_prefill:
             return "decode node"
-        problem = next((pair.problem for node in self.nodes.values() for pair in node.pairs if pair.problem), "")
+        problem = next((pair.problem for node in self.workers.values() for pair in node.pairs if pair.problem), "")
         return "pair of a prefill and a decode node" + (problem and f" that can exchange pages ({problem})")
 
 

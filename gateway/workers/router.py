@@ -100,7 +100,7 @@ class Router:
 
     def choose(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
-        *, num_new: int, num_expected: int = 0, salt: str = "", siblings: WorkerPair | None = None,
+        *, num_new: int, num_expected: int = 0, salt: str = "",
     ) -> WorkerPair | None:  # fmt: skip
         """The pair for one request, counted as sent to it; None if no pair that can exchange pages has large enough
         pools.
@@ -108,13 +108,7 @@ class Router:
         Args:
             num_new: maximum of output tokens; a pool must hold them.
             num_expected: predicted output tokens, for which the request is counted; 0 without a prediction.
-            siblings: the pair of another sample of this prompt, which is chosen again if it still takes requests.
         """
-        if siblings is not None:
-            able = {node.incarnation: node for node in (*prefills, *decodes)}
-            nodes = [able[incarnation] for incarnation in siblings.nodes if incarnation in able]
-            if len(nodes) == len(siblings.nodes) and (len(nodes) == 1 or can_pair(nodes[0], nodes[1])):
-                return self.again(siblings, num_new=num_new, num_expected=num_expected)
         num_prompt = len(prompt)
         num_most = num_prompt + num_new
         num_hold = num_prompt + (min(num_expected, num_new) or num_new)
@@ -149,6 +143,17 @@ class Router:
         self._remember(pieces, pair)
         return pair
 
+    def choose_again(
+        self, pair: WorkerPair, prefills: Sequence[Candidate], decodes: Sequence[Candidate],
+        *, num_new: int, num_expected: int = 0,
+    ) -> WorkerPair | None:  # fmt: skip
+        """The pair of another sample of the same prompt, if both nodes still take requests together."""
+        able = {node.incarnation: node for node in (*prefills, *decodes)}
+        nodes = [able[incarnation] for incarnation in pair.nodes if incarnation in able]
+        if len(nodes) < len(pair.nodes) or (len(nodes) == 2 and not can_pair(nodes[0], nodes[1])):
+            return None
+        return self.again(pair, num_new=num_new, num_expected=num_expected)
+
     def again(self, pair: WorkerPair, *, num_new: int, num_expected: int = 0) -> WorkerPair:
         """The same pair for another sample of the same prompt, which costs only its output."""
         sample = WorkerPair(pair.prefill, pair.decode, 0, min(num_expected, num_new) or num_new)
@@ -177,11 +182,11 @@ class Router:
         if pair.decode in self._num_requests:
             self._num_requests[pair.decode] -= 1
 
-    def forget_prefixes(self) -> None:
+    def clear_prefixes(self) -> None:
         """All caches have been emptied."""
         self._holders.clear()
 
-    def forget(self, incarnation: str) -> None:
+    def remove_worker(self, incarnation: str) -> None:
         """A node is gone, and its cache with it."""
         self._load.pop(incarnation, None)
         self._num_requests.pop(incarnation, None)

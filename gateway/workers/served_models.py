@@ -69,7 +69,7 @@ def model_folder(model: str, revision: str | None = None, *, flag: str = "--mode
     if folder.is_dir():
         return folder
     if model.startswith((".", "/", "~")):
-        raise ConfigError(f"{flag}{model}: there is no such folder")
+        raise ConfigError(f"{flag}{model}: this folder does not exist")
     import huggingface_hub  # only for hub ids: it takes a while to load
 
     try:

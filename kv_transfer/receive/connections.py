@@ -40,7 +40,7 @@ class Connection:
         num_tries: offers since the last page came.
         retry_at: when to offer the pool again.
         answer_by: when the answer to an offer, or the proof that nothing is written any more, must be here.
-        let_go_reason: why the prefill node has dropped the connection, without proof that its writes are over.
+        drop_reason: why the prefill node has dropped the connection, without proof that its writes are over.
     """
 
     epoch: int
@@ -55,7 +55,7 @@ class Connection:
     num_tries: int = 0
     retry_at: float | None = None
     answer_by: float | None = None
-    let_go_reason: str = ""
+    drop_reason: str = ""
 
     @property
     def is_awaited(self) -> bool:
@@ -65,7 +65,7 @@ class Connection:
     @property
     def is_usable(self) -> bool:
         """Whether pages can be granted."""
-        return self.is_attached and not self.let_go_reason
+        return self.is_attached and not self.drop_reason
 
     @property
     def is_reconnecting(self) -> bool:
@@ -74,16 +74,16 @@ class Connection:
 
     def broke(self, why: str, now: float) -> bool:
         """Nothing can come until the pool is offered again. False: transfers need not wait for that."""
-        self.is_attached, self.answer_by, self.let_go_reason, self.problem = False, None, "", why
+        self.is_attached, self.answer_by, self.drop_reason, self.problem = False, None, "", why
         self.retry_at = now + min(BACKOFF_S * 2 ** min(self.num_tries, 30), MAX_BACKOFF_S)
         if self.num_tries >= MAX_TRIES:
             return False
         self.num_tries += 1
         return True
 
-    def note_let_go(self, why: str, now: float) -> None:
+    def note_dropped(self, why: str, now: float) -> None:
         """The prefill node has dropped the connection, but cannot call all of its writes back."""
-        self.answer_by, self.let_go_reason, self.problem = now + ANSWER_S, why, why
+        self.answer_by, self.drop_reason, self.problem = now + ANSWER_S, why, why
 
     def refused(self, why: str) -> None:
         """Transfers do not wait for this connection any more."""
@@ -161,7 +161,7 @@ class Connections:
 
     def in_doubt(self) -> list[tuple[str, int]]:
         """(peer, epoch) of prefill nodes that have dropped the connection with writes under way."""
-        return [(peer, connection.epoch) for peer, connection in self.by_peer.items() if connection.let_go_reason]
+        return [(peer, connection.epoch) for peer, connection in self.by_peer.items() if connection.drop_reason]
 
     def states(self) -> list[PairState]:
         """Prefill nodes from which pages can come, and those from which they should and cannot, with the problem."""

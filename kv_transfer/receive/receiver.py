@@ -51,7 +51,7 @@ class Receiver:
 
     Args:
         transport: offers our pool, and proves that writers can write no more.
-        books: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
+        allocator: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
         num_ranks: of the writer, each of which delivers its own part of every page.
         wants_checksums: one must come with every page. Checksums that come are always verified.
@@ -60,7 +60,7 @@ class Receiver:
     def __init__(
         self,
         transport: ReaderTransport,
-        books: PageAllocator,
+        allocator: PageAllocator,
         *,
         name: str = "decode",
         digest: str = "-",
@@ -68,7 +68,7 @@ class Receiver:
         wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
-        self._table = ReceiveTable(books, transport.forbid)
+        self._table = ReceiveTable(allocator, transport.forbid)
         self._name = name
         self._delivery = PageDelivery(transport.store.geometry.page_size, num_ranks)
         self._wants_checksums = wants_checksums
@@ -141,8 +141,8 @@ class Receiver:
         self._totals["reconnects"] += len(offers)
         self._messages += offers
         for peer, connection in self._connections.overdue(now):
-            if connection.let_go_reason:
-                self._lose(peer, f"{connection.let_go_reason}; some of its writes may still be under way")
+            if connection.drop_reason:
+                self._lose(peer, f"{connection.drop_reason}; some of its writes may still be under way")
             else:
                 self._on_broken(peer, connection, "it did not answer", now)
 
@@ -225,19 +225,19 @@ class Receiver:
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
         connection = self._connections.awaited(peer, message.epoch)
         if connection is None:
-            return self._on_let_go(peer, message, now)
+            return self._on_dropped(peer, message, now)
         if connection.is_reconnecting:
             self._on_broken(peer, connection, message.reason, now)
             return True
         self._refuse(peer, connection, message.reason or "the prefill node refuses to work with this decode node")
         return True
 
-    def _on_let_go(self, peer: str, message: Refused, now: float) -> bool:
+    def _on_dropped(self, peer: str, message: Refused, now: float) -> bool:
         """The transport must prove soon that nothing more is written, or the prefill node counts as lost."""
         connection = self._connections.get(peer)
         if connection is None or connection.epoch != message.epoch or not connection.is_usable:
             return False
-        connection.note_let_go(message.reason, now)
+        connection.note_dropped(message.reason, now)
         return True
 
     def _refuse(self, peer: str, connection: Connection, why: str) -> None:

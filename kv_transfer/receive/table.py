@@ -24,7 +24,7 @@ class ReceiveTable:
     """All transfers of a decode node that are not over.
 
     Args:
-        books: of the pool to which pages come.
+        allocator: of the pool to which pages come.
         forbid: withdraws every permission to write these pages.
 
     Attributes:
@@ -34,8 +34,8 @@ class ReceiveTable:
         events: what the role has not taken yet.
     """
 
-    def __init__(self, books: PageAllocator, forbid: Callable[[Sequence[int]], None]) -> None:
-        self._books = books
+    def __init__(self, allocator: PageAllocator, forbid: Callable[[Sequence[int]], None]) -> None:
+        self._allocator = allocator
         self._forbid = forbid
         self.sessions: dict[RequestKey, ReceiveSession] = {}
         self.prefill_dones: dict[RequestKey, tuple[PrefillDone, float]] = {}
@@ -68,10 +68,10 @@ class ReceiveTable:
         self.prefill_dones.pop(session.key, None)
         self._quarantined_since.pop(session.key, None)
         if session.state is ReceiveState.FREED:
-            self._books.free(session.pages, owner)
+            self._allocator.free(session.pages, owner)
             del self.sessions[session.key]
         else:
-            self._books.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
+            self._allocator.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
             self._quarantined_since[session.key] = None
             self._totals["pages_quarantined"] += len(session.pages)
         if event_for_role is not None:
@@ -94,7 +94,7 @@ class ReceiveTable:
         for event in [event for event in self.events if not isinstance(event, PairLost) and event.key == key]:
             self.events.remove(event)
             if isinstance(event, Completed):
-                self._books.free(event.pages, Owner.GRANT)
+                self._allocator.free(event.pages, Owner.GRANT)
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals of pages and transfers."""
@@ -111,7 +111,7 @@ class ReceiveTable:
             session.check()
             invariant(
                 session.state not in (ReceiveState.COMPLETE, ReceiveState.FREED),
-                "an ended transfer is still in the books",
+                "an ended transfer is still in the table",
             )
             invariant(
                 (session.epoch > 0) == (session.state is not ReceiveState.RESERVED),
@@ -125,6 +125,6 @@ class ReceiveTable:
         pages = [page for session in self.sessions.values() for page in session.pages]
         invariant(len(pages) == len(set(pages)), "a page is in two transfers")
         quarantined = self.num_quarantined
-        invariant(self._books.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
-        invariant(self._books.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
+        invariant(self._allocator.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
+        invariant(self._allocator.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
         invariant(self.prefill_dones.keys() <= self.sessions.keys(), "a PrefillDone is kept for an ended transfer")

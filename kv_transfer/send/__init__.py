@@ -1,0 +1,1 @@
+"""The prefill node's end of transfers."""

@@ -91,7 +91,7 @@ class PendingConnections(Generic[V]):
                 connection.close()
                 continue
             if len(self._by_descriptor) >= MAX_PENDING:
-                self.reject(next(iter(self._by_descriptor.values())), "crowd")
+                self.reject(next(iter(self._by_descriptor.values())), "crowded")
             pending = self._by_descriptor[connection.fileno()] = self._make(connection, now)
             self._epoll.register(connection, select.EPOLLIN)
             hear(pending)

@@ -26,34 +26,20 @@ from common.step_plan import Admit, PageDelta, Row, StepPlan
 SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
 PAGE_SIZE = 16
 CONTEXT = 256
+Options = argparse.Namespace  # the fields of `add_options`
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to measure."""
-
-    device: str
-    dtype: str
-    num_layers: int
-    prefills: tuple[int, ...]
-    batches: tuple[int, ...]
-    new_tokens: int
-    rounds: int
-    with_transformers: bool
-    attention: str
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the machine, measured in this run."""
+class MachineLimits:
+    """MachineLimits of the machine, measured in this run."""
 
     read_bytes_per_s: float
     flops_per_s: float
 
 
 @dataclass(frozen=True)
-class Line:
+class Measurement:
     """One row of the table, in tokens per second."""
 
     name: str
@@ -75,20 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
 
 
-def run(args: argparse.Namespace) -> dict[str, float]:
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    options = Options(
-        device=args.device,
-        dtype=args.dtype,
-        num_layers=args.layers,
-        prefills=tuple(args.prefill),
-        batches=tuple(args.batch),
-        new_tokens=args.new_tokens,
-        rounds=args.rounds,
-        with_transformers=not args.ours_only,
-        attention=args.attention,
-    )
+def run(options: Options) -> dict[str, float]:
+    if options.threads:
+        torch.set_num_threads(options.threads)
     limits, lines = measure(options)
     figures = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
     for line in lines:
@@ -98,15 +73,15 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
-def measure(options: Options) -> tuple[Limits, list[Line]]:
+def measure(options: Options) -> tuple[MachineLimits, list[Measurement]]:
     """Measure every row of the table, and print each as soon as it is known."""
     torch.manual_seed(0)
-    config = model_shape(options.num_layers)
+    config = model_shape(options.layers)
     ours, theirs = build(config, options)
     limits = measure_limits(options)
     print(heading(options, limits), flush=True)
     lines = []
-    for measure_one, counts in ((measure_prefill, options.prefills), (measure_decode, options.batches)):
+    for measure_one, counts in ((measure_prefill, options.prefill), (measure_decode, options.batch)):
         for count in counts:
             lines.append(measure_one(count, ours, theirs, limits, options))
             print(row_of(lines[-1]), flush=True)
@@ -147,15 +122,15 @@ def build(config: ModelConfig, options: Options) -> tuple[TorchExecutor, Any]:
     weights, places = allocate_weights(config, TORCH_DTYPES[options.dtype], device)
     for name, tensor in places.items():
         tensor.fill_(1.0) if "norm" in name else tensor.normal_(0, 0.02)
-    theirs = transformers_model(config, places) if options.with_transformers else None
+    theirs = transformers_model(config, places) if not options.ours_only else None
     most_tokens = max(
-        [*options.prefills, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batches)]
+        [*options.prefill, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batch)]
     )
     pool = KVPool(config.geometry(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
     pool.tensor.normal_()
     weights.pack()
     backend = make_attention(options.attention, pool, config.num_heads)
-    executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=max([1, *options.batches]))
+    executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=max([1, *options.batch]))
     return executor, theirs
 
 
@@ -185,7 +160,7 @@ def transformers_model(config: ModelConfig, places: dict[str, torch.Tensor]) -> 
     return model.eval()
 
 
-def measure_limits(options: Options) -> Limits:
+def measure_limits(options: Options) -> MachineLimits:
     device = torch.device(options.device)
     ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
     readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
@@ -193,10 +168,12 @@ def measure_limits(options: Options) -> Limits:
     size = 4096 if options.dtype != "float32" or device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(TORCH_DTYPES[options.dtype])
     flops = 2 * size**3 / best_s(lambda: a @ a, 3 * options.rounds, device)
-    return Limits(read, flops)
+    return MachineLimits(read, flops)
 
 
-def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
+def measure_prefill(
+    num_tokens: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
+) -> Measurement:
     """Measure one cold prompt in one step, up to its first token."""
     config = ours.model.config
     prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
@@ -213,10 +190,12 @@ def measure_prefill(num_tokens: int, ours: TorchExecutor, theirs: Any, limits: L
     ours_s, theirs_s = take_turns(lambda: ours.run(plan), run_theirs if theirs else None, options)
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
-    return line(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
+    return measurement(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
 
 
-def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits, options: Options) -> Line:
+def measure_decode(
+    batch: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
+) -> Measurement:
     """Measure ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
     config, steps = ours.model.config, options.new_tokens
     per_row = ours.pool.geometry.num_pages(CONTEXT + steps)
@@ -237,7 +216,7 @@ def measure_decode(batch: int, ours: TorchExecutor, theirs: Any, limits: Limits,
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.geometry.page_bytes / PAGE_SIZE
     memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
     limit_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s) * steps
-    return line(f"decode batch {batch}", batch * steps, ours_s, theirs_s, limit_s)
+    return measurement(f"decode batch {batch}", batch * steps, ours_s, theirs_s, limit_s)
 
 
 def decode_transformers(model: Any, batch: int, steps: int, options: Options) -> None:
@@ -288,19 +267,19 @@ def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
     return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
 
 
-def line(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Line:
-    return Line(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
+def measurement(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Measurement:
+    return Measurement(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
 
 
-def heading(options: Options, limits: Limits) -> str:
+def heading(options: Options, limits: MachineLimits) -> str:
     return (
-        f"{options.num_layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
+        f"{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
         f"{'tokens/s':<18}{'ours':>10}{'transformers':>14}{'ratio':>8}{'limit':>10}{'of limit':>10}"
     )
 
 
-def row_of(each: Line) -> str:
+def row_of(each: Measurement) -> str:
     theirs = f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
     return f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}"

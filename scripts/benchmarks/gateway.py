@@ -32,14 +32,14 @@ from common.wire.process_id import new_incarnation
 ROOT = Path(__file__).resolve().parents[2]
 SHORTEST = ("--seconds=0.3",)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-OnGenerate = Callable[["BenchNode", Generate], None]
+OnGenerate = Callable[["ScriptedNode", Generate], None]
 
 
-class BenchNode:
-    """A node without an engine; ``on_generate`` answers each request."""
+class ScriptedNode:
+    """A node without an engine; a function answers each request."""
 
-    def __init__(self, context: zmq.Context[Any], control: str, role: Role, on_generate: OnGenerate) -> None:
-        self.on_generate = on_generate
+    def __init__(self, context: zmq.Context[Any], control: str, role: Role) -> None:
+        self._on_generate: OnGenerate = ignore
         self.registered = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._mailbox = Mailbox(context, new_incarnation(), FromGateway, connect=f"tcp://{control}")
@@ -55,6 +55,10 @@ class BenchNode:
             )
         )  # fmt: skip
         self._beat()
+
+    def answer_with(self, on_generate: OnGenerate) -> None:
+        """Set the function that answers requests."""
+        self._on_generate = on_generate
 
     def _beat(self) -> None:
         self._mailbox.send(Heartbeat(0, 0, 0, 0, 0, {}))
@@ -74,7 +78,7 @@ class BenchNode:
         self._is_drain_due = False
         for letter in self._mailbox.receive():
             if isinstance(letter.message, Generate):
-                self.on_generate(self, letter.message)
+                self._on_generate(self, letter.message)
             elif isinstance(letter.message, Registered):
                 self.registered.set()
 
@@ -145,7 +149,7 @@ async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple
         await process.wait()
 
 
-class Bench:
+class GatewayBench:
     """The measurements against one gateway."""
 
     def __init__(self, pid: int, url: str, control: str, seconds: float) -> None:
@@ -154,7 +158,7 @@ class Bench:
         self._host, self._port = address.hostname or "", address.port or 0
         self._seconds = seconds
         self._context: zmq.Context[Any] = zmq.Context()
-        self._nodes = [BenchNode(self._context, control, role, ignore) for role in ("prefill", "decode")]
+        self._nodes = [ScriptedNode(self._context, control, role) for role in ("prefill", "decode")]
 
     async def ready(self) -> None:
         """Wait for the nodes, and look up the tokens of 26 letters; each of them makes a chunk."""
@@ -197,10 +201,11 @@ class Bench:
             num_done += 1
             connection.post("/v1/completions", body)
 
-        self._nodes[0].on_generate = lambda node, generate: node.send(
-            Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length")
+        self._nodes[0].answer_with(
+            lambda node, generate: node.send(
+                Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length")
+            )
         )
-        self._nodes[1].on_generate = ignore
         connections = await self._connect(num_connections, on_data)
         for connection in connections:
             connection.post("/v1/completions", body)
@@ -216,7 +221,7 @@ class Bench:
         rids: dict[Connection, str] = {}
         prefill, decode = self._nodes
 
-        def on_generate(node: BenchNode, generate: Generate) -> None:
+        def on_generate(node: ScriptedNode, generate: Generate) -> None:
             rids[waiting.pop(0)] = generate.rid
             streams[generate.rid] = (generate.attempt, 1)
             node.send(Tokens(generate.rid, generate.attempt, 0, self._letters[:1]))
@@ -232,7 +237,7 @@ class Bench:
             streams[rid] = (attempt, index + 1)
             decode.send(Tokens(rid, attempt, index, (self._letters[index % 26],)))
 
-        prefill.on_generate, decode.on_generate = on_generate, ignore
+        prefill.answer_with(on_generate)
         connections = await self._connect(num_streams, on_data)
         for connection in connections:
             waiting.append(connection)
@@ -251,13 +256,13 @@ async def close_all(connections: list[Connection]) -> None:
     await asyncio.sleep(0.3)
 
 
-def ignore(node: BenchNode, generate: Generate) -> None:
+def ignore(node: ScriptedNode, generate: Generate) -> None:
     pass
 
 
 async def measure(model: str, seconds: float, *, is_pinned: bool) -> list[Figure]:
     async with gateway_process(model, is_pinned=is_pinned) as (pid, url, control):
-        bench = Bench(pid, url, control, seconds)
+        bench = GatewayBench(pid, url, control, seconds)
         try:
             await bench.ready()
             return [

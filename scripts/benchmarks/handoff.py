@@ -17,16 +17,16 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 from common.config.shared import SMALL_MODEL
 from common.errors import BatonError, ConfigError
 from scripts.benchmarks.cpu_contention import CpuContention
-from scripts.benchmarks.service_fixture import running_service
+from scripts.benchmarks.options import comma_separated
+from scripts.benchmarks.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.run import run_load
 from scripts.models.random_model import random_model
 from scripts.serving.cpu_affinity import usable_cores
 
@@ -38,7 +38,8 @@ POOL_TOKENS = 4_096
 MARK = 0.05
 MAX_ATTEMPTS = 10
 NUM_WARMUP = 2  # requests of each length that are left out after a start
-MAX_OTHERS = 0.15  # cores used by other processes above which a run is marked invalid
+
+Options = argparse.Namespace  # the fields of `add_options`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +56,6 @@ class Sample:
     @property
     def cost_s(self) -> float:
         return self.first_gap_s - self.step_s
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What to measure."""
-
-    model: str
-    transports: tuple[str, ...]
-    lengths: tuple[int, ...]
-    requests: int
-    rounds: int
-    new_tokens: int
-    dtype: str
-    seed: int
 
 
 def measure(options: Options) -> tuple[list[Sample], list[str]]:
@@ -121,7 +108,7 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
     Raises:
         BatonError: some failed.
     """
-    report = run_load(
+    report, _ = measured_load(
         LoadtestConfig(
             url=url,
             endpoint="generate",
@@ -134,8 +121,6 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
             seed=seed,
         )
     )
-    if "the run was stopped before its end" in report.reasons:
-        raise KeyboardInterrupt  # the load tester has handled the signal
     failed = [record for record in report.records if not record.is_ok]
     if failed:
         raise BatonError(f"{arrangement}: a request failed: {failed[0].error} {failed[0].message}")
@@ -202,8 +187,10 @@ def say(line: str) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=MODELS[0], choices=MODELS, help="%(default)s has random weights")
-    add("--transports", default=",".join(TRANSPORTS), metavar="NAME,...", help="of %(default)s")
-    add("--lengths", type=int, nargs="+", default=[512, 2048], help="prompt tokens (%(default)s)")
+    add(
+        "--transports", type=comma_separated(str, among=TRANSPORTS), default=",".join(TRANSPORTS), help="of %(default)s"
+    )
+    add("--lengths", type=comma_separated(int), default="512,2048", help="prompt tokens (%(default)s)")
     add("--requests", type=int, default=4, help="requests of each length in each round (%(default)s)")
     add("--rounds", type=int, default=2, help="repetitions, each with new services (%(default)s)")
     add("--new-tokens", type=int, default=12, help="output tokens of each request (%(default)s)")
@@ -211,18 +198,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
-def checked(given: argparse.Namespace) -> Options:
-    """Raises ConfigError for options that cannot be measured."""
-    if unknown := [name for name in given.transports.split(",") if name not in TRANSPORTS]:
-        raise ConfigError(f"--transports: {unknown[0]!r} is none of {', '.join(TRANSPORTS)}")
-    if given.new_tokens < 4:
+def run(options: Options) -> dict[str, float]:
+    if options.new_tokens < 4:
         raise ConfigError("--new-tokens must be at least 4: the cost is relative to the steps after the second token")
-    values = {field.name: getattr(given, field.name) for field in fields(Options)}
-    return Options(**values | {"transports": tuple(given.transports.split(",")), "lengths": tuple(given.lengths)})
-
-
-def run(given: argparse.Namespace) -> dict[str, float]:
-    options = checked(given)
     if len(usable_cores()) < 2:
         say("bench handoff: prefill and decode node share one core here, which raises the cost")
     samples, reasons = measure(options)

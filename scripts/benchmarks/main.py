@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import BatonError, ConfigError
 
-NAMES = ("disagg", "engine", "gateway", "handoff", "pictures", "receive", "scheduler", "simulate", "transfer")
+NAMES = ("disagg", "engine", "gateway", "handoff", "loadtest", "pictures", "scheduler", "simulate", "transfer")
 USAGE_STATUS, INTERRUPTED_STATUS = 2, 130
 
 

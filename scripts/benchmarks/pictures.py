@@ -1,20 +1,17 @@
 """Latency of the small model by rate, on separate and on colocated nodes, and under a trace: tables and pictures.
 
-``--folder`` gets SVG files and a page with the figures. All arrangements get the same requests at the same instants.
-Every row shows how many cores other processes used meanwhile.
+The tables are Markdown; ``--folder`` gets the pictures as SVG files. All arrangements get the same requests at the same
+instants. Every row shows how many cores other processes used meanwhile.
 """
 
 import argparse
-import os
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.shared import SMALL_MODEL
-from scripts.benchmarks.cpu_contention import CpuContention
-from scripts.benchmarks.disagg import FLAGS
-from scripts.benchmarks.service_fixture import running_service
+from scripts.benchmarks.disagg import ARRANGEMENTS
+from scripts.benchmarks.options import comma_separated
+from scripts.benchmarks.service_fixture import measured_load, running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.charts import (
     distribution_charts,
@@ -26,21 +23,18 @@ from scripts.load_tester.reporting.charts import (
 )
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.text_report import milliseconds, percent
-from scripts.load_tester.run import run_load
 
 SHORTEST = ("--rates=20", "--seconds=1")
-ARRANGEMENTS = {"split": "1 prefill + 1 decode", "colocated": "2 colocated"}
 HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | cores of others |"
 
 
-def measured(flags: list[str], configs: list[LoadtestConfig]) -> list[tuple[Report, float]]:
+def measured(flags: Sequence[str], configs: list[LoadtestConfig]) -> list[tuple[Report, float]]:
     """Run each load against one service: reports, and cores that other processes used."""
     found = []
     with running_service([*flags, f"--model={SMALL_MODEL}"]) as url:
         for salt, config in enumerate(configs):
-            contention = CpuContention(os.sched_getaffinity(0))
-            report = run_load(LoadtestConfig(**vars(config) | {"url": url}), salt=salt)
-            found.append((report, contention.cores()))
+            report, others = measured_load(LoadtestConfig(**vars(config) | {"url": url}), salt=salt)
+            found.append((report, others))
             print(f"  {config.rate}/s: {'valid' if report.is_valid else report.reasons}", flush=True)
     return found
 
@@ -67,9 +61,9 @@ def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[s
     reports = {}
     common = {"duration": f"{seconds + 2:g}", "warmup": "2", "input_len": "200", "output_len": "40", "scrape": "none"}
     configs = [LoadtestConfig(rate=rate, **common) for rate in rates]  # type: ignore[arg-type]
-    for arrangement, title in ARRANGEMENTS.items():
+    for title, flags in (ARRANGEMENTS["split"], ARRANGEMENTS["colocated"]):
         print(title, flush=True)
-        runs = measured(FLAGS[arrangement], configs)
+        runs = measured(flags, configs)
         reports[title] = rate_figures([report for report, _ in runs])
         found += [(title, rate, *one) for rate, one in zip(rates, runs, strict=True)]
     if folder:
@@ -84,7 +78,7 @@ def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[s
         endpoint="generate", trace=trace, rate=rate, duration=f"{seconds:g}", length_scale=0.04, max_input_len=3000,
         max_output_len=400, scrape="none",
     )  # fmt: skip
-    ((report, others),) = measured(FLAGS["split"], [config])
+    ((report, others),) = measured(ARRANGEMENTS["split"].flags, [config])
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     pictures = [timeline_charts(report.records)[0], distribution_charts(good)[1], *waterfall_charts(good)]
     if folder:
@@ -96,36 +90,21 @@ def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[s
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rates", default="10,20,30,40,50", help="requests per second (%(default)s)")
+    parser.add_argument("--rates", type=comma_separated(str), default="10,20,30,40,50", help="requests/s (%(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured at each rate (%(default)s)")
     parser.add_argument("--trace", help="also replay this Mooncake trace", metavar="FILE")
     parser.add_argument("--trace-rate", default="8", help="its mean rate (%(default)s)")
     parser.add_argument("--trace-seconds", type=float, default=45.0, help="its length (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="write the pictures and measured.md there")
+    parser.add_argument("--folder", type=Path, help="write the pictures to this folder")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
-    folder = options.folder
-    shown = shlex.join(Path(word).name if word == options.trace else word for word in sys.argv[1:])
-    lines = [
-        "# The small model under load",
-        "",
-        f"Made by `./scripts/{shown}`. Milliseconds; 200 tokens in and 40 out.",
-        "",
-    ]
-    rates = options.rates.split(",")
-    found = sweep(rates, options.seconds, folder)
-    lines += table(found)
-    for title in ("time-to-first-token-by-rate", "gap-between-tokens-by-rate", "throughput-and-goodput-by-rate"):
-        lines += ["", f"![{title.replace('-', ' ')}]({title}.svg)"]
+    print("The small model under load. Milliseconds; 200 tokens in and 40 out.\n")
+    found = sweep(options.rates, options.seconds, options.folder)
+    print("\n".join(table(found)))
     if options.trace:
-        lines += ["", "## A conversation trace", "", "Lengths times 0.04."]
-        lines += ["", *replay(options.trace, options.trace_rate, options.trace_seconds, folder)]
-        if folder:
-            lines += ["", *(f"![]({path.name})\n" for path in sorted(folder.glob("trace-*.svg")))]
-    if folder:
-        (folder / "measured.md").write_text("\n".join(lines).rstrip() + "\n")
-    print("\n".join(lines))
+        print("\nA conversation trace, lengths times 0.04.\n")
+        print("\n".join(replay(options.trace, options.trace_rate, options.trace_seconds, options.folder)))
     figures = {}
     for name, rate, report, _ in found:
         figures[f"{name}, {rate}/s, TTFT p50 ms"] = 1e3 * report.latency["ttft"]["p50"]

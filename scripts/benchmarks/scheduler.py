@@ -24,7 +24,8 @@ from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
-from scripts.benchmarks.policies import ROWS, bench_lpm, bench_plan, measured_steps, print_plans, print_steps
+from scripts.benchmarks.options import comma_separated
+from scripts.benchmarks.policies import ROWS, bench_plan, print_plans
 from scripts.benchmarks.tree import CHAIN_NODES, LEAF_TOKENS, PAGE_SIZE, PROBE_TOKENS, Figure, Tree, figure, timed
 
 SHORTEST = ("--repeats=3", "--policies=fcfs", "--waiting=1000")
@@ -162,7 +163,6 @@ def measure(num_repeats: int) -> list[Figure]:
     figures += [bench_step(max(20, num_repeats), name) for name in ("fcfs", "fair")]
     for name in ("fcfs", "fcfs+priorities", "fcfs+classes"):
         figures.append(bench_step(max(20, num_repeats // 4), name, num_waiting=MAX_QUEUED))
-    figures += bench_lpm(num_repeats)
     gc.enable()
     return figures
 
@@ -183,35 +183,31 @@ def print_table(figures: Sequence[Figure]) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=400, help="repetitions (%(default)s); evict: a twentieth")
     parser.add_argument("--only-plans", action="store_true", help="do not measure the cache and the decode step")
-    parser.add_argument("--policies", default=",".join(ROWS), metavar="NAME,...", help="of %(default)s")
-    parser.add_argument("--waiting", default="1000,10000", metavar="COUNT,...", help="queue lengths (%(default)s)")
     parser.add_argument(
-        "--step", action="append", default=[], metavar="NAME:MS", help="an engine step time to print for comparison"
+        "--policies", type=comma_separated(str, among=ROWS), default=",".join(ROWS), help="of %(default)s"
+    )
+    parser.add_argument(
+        "--waiting", type=comma_separated(int), default="1000,10000", help="queue lengths (%(default)s)"
     )
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
     if options.repeats < 1:
         raise ConfigError("--repeats must be at least 1")
-    if unknown := [name for name in options.policies.split(",") if name not in ROWS]:
-        raise ConfigError(f"--policies: {unknown[0]!r} is none of {', '.join(ROWS)}")
     rows = [] if options.only_plans else measure(options.repeats)
     if rows:
         print_table(rows)
     gc.collect()
     gc.disable()
-    sizes = [int(count) for count in options.waiting.split(",")]
     plans = [
         bench_plan(name, ROWS[name], size, max(3, options.repeats // (10 if size < 10_000 else 40)))
-        for name in options.policies.split(",")
-        for size in sizes
+        for name in options.policies
+        for size in options.waiting
     ]
     gc.enable()
     print_plans(plans)
-    steps = measured_steps(max(3, options.repeats // 20))
-    print_steps(steps, options.step)
     figures = {f"{row.name}, us": row.median_us for row in rows}
     for plan in plans:
         figures[f"{plan.name}, {plan.num_waiting:,} waiting, plan us"] = plan.plan.median_us
         figures[f"{plan.name}, {plan.num_waiting:,} waiting, commit us"] = plan.commit.median_us
-    return figures | {f"{name}, ms": value for name, value in steps.items()}
+    return figures

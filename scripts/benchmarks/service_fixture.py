@@ -1,4 +1,4 @@
-"""Runs ``serve`` as a user would, for the length of a ``with`` block. For benchmarks."""
+"""Runs ``serve`` as a user would for the length of a ``with`` block, and loads it. For benchmarks."""
 
 import contextlib
 import ctypes
@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import BatonError
+from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.reporting.report import Report
+from scripts.load_tester.run import run_load
 
 ROOT = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
 STOP_S = 20.0
+MAX_OTHERS = 0.15  # cores used by other processes above which figures are invalid
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -53,6 +58,19 @@ def running_service(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterat
                 process.wait()
             assert process.stdout
             process.stdout.close()
+
+
+def measured_load(config: LoadtestConfig, *, salt: int = 0) -> tuple[Report, float]:
+    """Run the load tester; returns its report and the cores that other processes used meanwhile.
+
+    Raises:
+        KeyboardInterrupt: the run was stopped.
+    """
+    contention = CpuContention(os.sched_getaffinity(0))
+    report = run_load(config, salt=salt)
+    if "the run was stopped before its end" in report.reasons:
+        raise KeyboardInterrupt  # the load tester has handled the signal
+    return report, contention.cores()
 
 
 def _die_first() -> None:

@@ -36,7 +36,7 @@ LOADS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class BestRound:
     """The best round of one load."""
 
     name: str
@@ -49,7 +49,7 @@ class Figure:
         return self.row_steps / self.wall_s * 60
 
 
-def measure(name: str, words: Sequence[str], num_rounds: int) -> Figure:
+def measure(name: str, words: Sequence[str], num_rounds: int) -> BestRound:
     """Run one load ``num_rounds`` times; returns the best round."""
     found = []
     for _ in range(num_rounds):
@@ -60,7 +60,7 @@ def measure(name: str, words: Sequence[str], num_rounds: int) -> Figure:
         gc.set_threshold(100_000, 20, 1_000)
         cpu_s = time.process_time()
         result = simulation.run()
-        found.append(Figure(name, result["row_steps"], result["wall_s"], time.process_time() - cpu_s))
+        found.append(BestRound(name, result["row_steps"], result["wall_s"], time.process_time() - cpu_s))
         gc.unfreeze()
     return min(found, key=lambda figure: figure.wall_s)
 

@@ -34,7 +34,8 @@ from kv_transfer.transports.base import to_message
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
-from scripts.benchmarks import gloo_baseline as bare_gloo
+from scripts.benchmarks import gloo_baseline
+from scripts.benchmarks.options import comma_separated
 
 GEOMETRIES = {
     "qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"),
@@ -95,7 +96,7 @@ class Reader:
                 connection.sendall(b"\1")
 
     def do_receive_bare(self, port: int) -> None:
-        bare_gloo.receive(self.pool, port)
+        gloo_baseline.receive(self.pool, port)
 
     def do_echo(self) -> str:
         mailbox = Mailbox(self.context, READER, FromDecode, bind="tcp://127.0.0.1:0")
@@ -131,7 +132,7 @@ def _touch(pool: KVPool) -> None:
     pool.tensor.view(-1)[::2048] = 0
 
 
-class Child:
+class ReaderProcess:
     def __init__(self, arguments: argparse.Namespace, geometry: str, transport: str, num_pages: int) -> None:
         argv = [sys.executable, "-m", "scripts.benchmarks.transfer", geometry, str(num_pages), transport]
         self.process = subprocess.Popen(
@@ -152,10 +153,10 @@ class Child:
 # ---- measurements --------------------------------------------------------------------------------------------------
 
 
-class Subject:
+class AttachedTransport:
     """A transport that is attached to its reader."""
 
-    def __init__(self, child: Child, pool: KVPool, transport: str, key: str) -> None:
+    def __init__(self, child: ReaderProcess, pool: KVPool, transport: str, key: str) -> None:
         self.child = child
         self.pool = pool
         self.writer = open_writer(pool, TransportSettings(transport, WRITER, cluster_key=key.encode()))
@@ -214,18 +215,18 @@ def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
     return run
 
 
-def bare_nixl(subject: Subject) -> Callable[[int], float]:
+def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
     """The agent and descriptor lists of the transport itself, used directly while its thread is idle.
 
     Runs in the thread in which the transport would start the write: the core of the previous copy has the source in its
     caches, which matters more than any difference measured here.
     """
     writer: Any = subject.writer._transports[0]
-    agent, route = writer._agent, writer._routes[READER]
+    agent, peer = writer._agent, writer._peers[READER]
     thread = ThreadPoolExecutor(1)
 
     def run(count: int) -> float:
-        is_here = count * subject.pool.geometry.page_bytes * route.s_per_byte <= HOLD_S
+        is_here = count * subject.pool.geometry.page_bytes * peer.s_per_byte <= HOLD_S
         return write(count) if is_here else thread.submit(write, count).result()
 
     def write(count: int) -> float:
@@ -233,7 +234,7 @@ def bare_nixl(subject: Subject) -> Callable[[int], float]:
         begun_at = time.perf_counter()
         with agent.lock:
             indices = list(range(count))
-            handle = agent.nixl.make_prepped_xfer("WRITE", writer._sources, indices, route.pages, indices)
+            handle = agent.nixl.make_prepped_xfer("WRITE", writer._sources, indices, peer.pages, indices)
             state = agent.nixl.transfer(handle)
             while state == "PROC":
                 state = agent.nixl.check_xfer_state(handle)
@@ -254,19 +255,19 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
     pool, target = KVPool(GEOMETRIES[geometry], counts[-1]), KVPool(GEOMETRIES[geometry], counts[-1])
     _touch(pool)
     _touch(target)
-    child = Child(arguments, geometry, transport, counts[-1])
+    child = ReaderProcess(arguments, geometry, transport, counts[-1])
     figures: dict[str, float] = {}
     try:
-        subject = Subject(child, pool, transport, arguments.cluster_key)
+        subject = AttachedTransport(child, pool, transport, arguments.cluster_key)
         copy, bare, bare_name = memcpy(pool, target), None, ""
         if transport == "tcp":
             bare, bare_name = bare_socket(pool, child.ask("listen")), "socket"
         elif transport == "nixl":
             bare, bare_name = bare_nixl(subject), "bare nixl"
         elif transport == "gloo":
-            store = bare_gloo.host()
+            store = gloo_baseline.host()
             child.ask("receive_bare", port=store.port)
-            bare, bare_name = bare_gloo.sender(pool, store), "bare gloo"
+            bare, bare_name = gloo_baseline.sender(pool, store), "bare gloo"
         for count in counts:
             figures |= _compare(geometry, transport, count, subject, copy, bare, bare_name)
         subject.writer.close()
@@ -281,7 +282,7 @@ def _compare(
     geometry: str,
     transport: str,
     count: int,
-    subject: Subject,
+    subject: AttachedTransport,
     copy: Callable[[int], float],
     bare: Callable[[int], float] | None,
     bare_name: str,
@@ -311,7 +312,7 @@ def _compare(
 
 def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
     """Measure the round trip of a grant and its confirmation, through the mailboxes of nodes."""
-    child = Child(arguments, "qwen3-0.6b", "shm", 1)
+    child = ReaderProcess(arguments, "qwen3-0.6b", "shm", 1)
     context: zmq.Context[Any] = zmq.Context()
     try:
         mailbox = Mailbox(context, new_incarnation(), FromPrefill, connect=child.ask("echo"))
@@ -332,9 +333,13 @@ def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transports", default="shm,tcp,nixl,gloo", help="separated by commas (%(default)s)")
-    parser.add_argument("--geometries", default=",".join(GEOMETRIES), help="separated by commas (%(default)s)")
-    parser.add_argument("--pages", default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)")
+    parser.add_argument("--transports", type=comma_separated(str), default="shm,tcp,nixl,gloo", help="(%(default)s)")
+    parser.add_argument(
+        "--geometries", type=comma_separated(str, among=GEOMETRIES), default=",".join(GEOMETRIES), help="of %(default)s"
+    )
+    parser.add_argument(
+        "--pages", type=comma_separated(int), default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)"
+    )
     parser.add_argument("--round-trips", type=int, default=1000, help="control messages to time (%(default)s)")
     parser.add_argument("--cluster-key", default="", help="key that authenticates tcp")
 
@@ -342,9 +347,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, float]:
     print(f"load {os.getloadavg()[0]:.1f}; {os.cpu_count()} cores; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}")
     figures = round_trip(options)
-    counts = sorted(int(count) for count in options.pages.split(","))
-    for geometry in options.geometries.split(","):
-        for transport in options.transports.split(","):
+    counts = sorted(options.pages)
+    for geometry in options.geometries:
+        for transport in options.transports:
             try:
                 figures |= measure(options, geometry, transport, counts)
             except ConfigError as error:

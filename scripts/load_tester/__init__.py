@@ -1,4 +1,4 @@
-"""The load-test harness: one seeded schedule, lean client processes, honest clocks, and reports of them.
+"""The load tester: one seeded schedule, client processes with exact clocks, and reports.
 
-``scripts.load_tester.run.run_load(config)`` is the library's door; ``scripts.load_tester.main`` is the command.
+Programs call ``run.run_load``; ``main.main`` is the command.
 """

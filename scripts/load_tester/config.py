@@ -1,4 +1,4 @@
-"""What a load test can be told: every option, and which combinations cannot be."""
+"""Options of the load tester, and the combinations that are refused."""
 
 import json
 import re
@@ -19,7 +19,7 @@ SECONDS = "Seconds, or with a unit: 200ms, 30s, 5m."
 
 
 def parse_seconds(text: str | None, flag: str) -> float | None:
-    """``0.2``, ``200ms``, ``30s``, ``5m``, ``1h`` in seconds; None for None.
+    """Parse ``0.2``, ``200ms``, ``30s``, ``5m`` or ``1h`` to seconds; None for None.
 
     Raises:
         ConfigError: names the flag.
@@ -28,7 +28,7 @@ def parse_seconds(text: str | None, flag: str) -> float | None:
         return None
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(us|ms|s|m|h|)", text.strip())
     if not found:
-        raise ConfigError(f"{flag} must be seconds, perhaps with a unit (200ms, 30s, 5m), not {text!r}")
+        raise ConfigError(f"{flag} must be seconds, or a number with a unit (200ms, 30s, 5m), not {text!r}")
     value = float(found.group(1)) * UNITS[found.group(2)]
     if value > MAX_SECONDS:
         raise ConfigError(f"{flag} must be at most {MAX_SECONDS:g} seconds, not {text!r}")
@@ -37,63 +37,63 @@ def parse_seconds(text: str | None, flag: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which requests arrive when, and what is good: all that a plan is made of. The simulator takes the same."""
+    """Arrivals, requests and service levels: all that a plan depends on. The simulator takes the same options."""
 
-    # When
+    # Arrivals
     rate: str | None = option(
         None,
         "Requests per second: 4, a ramp over --duration 1..10, or steps 1x30,2x30 (rate x seconds). "
         "With --trace: the trace's pace is scaled to this mean rate.  [default: 1]",
     )
-    arrival: Arrival = option("poisson", "How requests arrive at that rate.")
-    cv: float = option(2.0, "Of gamma arrivals: standard deviation over mean of the gaps.", minimum=0.01, maximum=100)
-    burst_size: int = option(8, "Of burst arrivals: requests at one instant.", minimum=1)
+    arrival: Arrival = option("poisson", "Distribution of arrivals at that rate.")
+    cv: float = option(2.0, "Gamma arrivals: standard deviation over mean of the gaps.", minimum=0.01, maximum=100)
+    burst_size: int = option(8, "Burst arrivals: requests at one instant.", minimum=1)
     concurrency: int | None = option(
-        None, "Closed loop instead of --rate: so many requests are always under way.", minimum=1, maximum=100_000
+        None, "Closed loop instead of --rate: this many requests are always in flight.", minimum=1, maximum=100_000
     )
     num_requests: int | None = option(
         None,
-        "Arrivals in all (a session counts once).  [default: 60, if no --duration]",
+        "Total arrivals (a session counts once).  [default: 60, without --duration]",
         minimum=1,
         maximum=MAX_REQUESTS,
     )
     duration: str | None = option(None, f"No arrivals after this. {SECONDS}")
     warmup: str = option("0", f"Requests intended before this are not measured. {SECONDS}")
-    cooldown: str = option("0", f"Nor are those in the last part of the schedule. {SECONDS}")
+    cooldown: str = option("0", f"Requests intended in the last part of the schedule are not measured. {SECONDS}")
     seed: int = option(
         0,
-        "Of everything that is drawn: same seed, same requests at the same instants.",
+        "Seed of all random draws: same seed, same requests at the same instants.",
         minimum=0,
         maximum=MAX_SEED,
     )
 
-    # What
+    # Requests
     input_len: str = option(
-        "128", "Prompt tokens: N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA, file:PATH; then :max=N."
+        "128", "Prompt tokens: N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or file:PATH; then :max=N."
     )
-    output_len: str = option("32", "Output tokens, likewise.")
+    output_len: str = option("32", "Output tokens, in the same forms.")
     prefix_len: int = option(
-        0, "Tokens in front of --input-len that all requests of a group share.", minimum=0, maximum=MAX_LENGTH
+        0, "Tokens before --input-len that all requests of a group share.", minimum=0, maximum=MAX_LENGTH
     )
-    prefix_groups: int = option(1, "Groups, drawn evenly.", minimum=1, maximum=MAX_GROUPS)
-    turns: str = option("1", "Requests of a session, one after another, each with all before it in its prompt.")
-    think: str = option("0", f"Mean pause between an answer and the next turn, exponential. {SECONDS}")
-    tenants: int = option(0, "Tenants among which requests are drawn evenly; 0 for none.", minimum=0, maximum=1_000_000)
+    prefix_groups: int = option(1, "Number of groups, drawn evenly.", minimum=1, maximum=MAX_GROUPS)
+    turns: str = option("1", "Requests of a session, one after another, each with all earlier turns in its prompt.")
+    think: str = option("0", f"Mean pause between a response and the next turn, exponential. {SECONDS}")
+    tenants: int = option(0, "Number of tenants, drawn evenly; 0 for none.", minimum=0, maximum=1_000_000)
     mix: str | None = option(
         None,
-        "Kinds of requests: NAME:share=2,input=300,output=uniform:10:50,priority=1,class=high,deadline=2s,tenant=T,"
+        "Classes of requests: NAME:share=2,input=300,output=uniform:10:50,priority=1,class=high,deadline=2s,tenant=T,"
         "slo-ttft=1s,slo-itl=50ms,prefix=100,groups=4,turns=3,think=1s; NAME:... (options above are the defaults).",
     )
     trace: str | None = option(
-        None, "Replay a trace: Mooncake, Azure, BurstGPT or Qwen-Bailian; or requests of your own as JSON lines."
+        None, "Replay a trace: Mooncake, Azure, BurstGPT or Qwen-Bailian; or your own requests as JSON lines."
     )
     trace_unit: Literal["auto", "s", "ms", "us"] = option("auto", "Unit of the trace's timestamps.")
     trace_window: str | None = option(None, "Replay only this part, in seconds of the trace.", metavar="FROM:TO")
-    trace_jitter: bool = option(False, "Spread requests that share a tick of the trace's clock evenly over the tick.")
+    trace_jitter: bool = option(False, "Spread requests of one tick of the trace's clock evenly over the tick.")
     time_scale: float = option(
-        1.0, "Seconds of replay per second of the trace: 0.1 plays it ten times as fast.", minimum=1e-9
+        1.0, "Seconds of replay per second of the trace: 0.1 replays it ten times as fast.", minimum=1e-9
     )
-    length_scale: float = option(1.0, "Prompts, outputs and shared prefixes of a trace times this.", minimum=1e-6)
+    length_scale: float = option(1.0, "Factor for prompts, outputs and shared prefixes of a trace.", minimum=1e-6)
     max_input_len: int | None = option(
         None, "Longer prompts of a trace are cut to this.", minimum=1, maximum=MAX_LENGTH
     )
@@ -101,14 +101,14 @@ class LoadOptions:
         None, "Longer outputs of a trace are cut to this.", minimum=1, maximum=MAX_LENGTH
     )
 
-    # What is good
-    slo_ttft: str | None = option(None, f"Time to first token that is good. {SECONDS}")
-    slo_itl: str | None = option(None, f"99 % of a request's gaps between tokens must be within this. {SECONDS}")
-    slo_tpot: str | None = option(None, f"Mean time per token after the first that is good. {SECONDS}")
-    slo_e2e: str | None = option(None, f"Time to the last token that is good. {SECONDS}")
-    slo_attainment: float = option(0.9, "Share of requests that must be good.", minimum=0.0, maximum=1.0)
+    # Service levels
+    slo_ttft: str | None = option(None, f"Limit on the time to first token. {SECONDS}")
+    slo_itl: str | None = option(None, f"Limit on 99 % of a request's gaps between tokens. {SECONDS}")
+    slo_tpot: str | None = option(None, f"Limit on the mean time per token after the first. {SECONDS}")
+    slo_e2e: str | None = option(None, f"Limit on the time to the last token. {SECONDS}")
+    slo_attainment: float = option(0.9, "Share of requests that must be within all limits.", minimum=0.0, maximum=1.0)
 
-    # ---- the same, understood ----------------------------------------------------------------------------------------
+    # ---- parsed values -----------------------------------------------------------------------------------------------
 
     @property
     def duration_s(self) -> float | None:
@@ -124,12 +124,12 @@ class LoadOptions:
 
     @property
     def slos(self) -> dict[str, float]:
-        """Limits in seconds by ttft, itl, tpot, e2e; those that are set."""
+        """The given limits in seconds, by ttft, itl, tpot, e2e."""
         names = ("ttft", "itl", "tpot", "e2e")
         limits = {name: parse_seconds(getattr(self, f"slo_{name}"), f"--slo-{name}") for name in names}
         for name, limit in limits.items():
             if limit == 0:
-                raise ConfigError(f"--slo-{name} must be more than 0: nothing takes no time")
+                raise ConfigError(f"--slo-{name} must be more than 0")
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     @property
@@ -138,7 +138,7 @@ class LoadOptions:
 
     @property
     def window(self) -> tuple[float, float]:
-        """Part of the trace to replay."""
+        """First and last second of the trace to replay."""
         try:
             begin, _, end = (self.trace_window or "0:").partition(":")
             found = (float(begin or 0), float(end) if end else float("inf"))
@@ -151,25 +151,25 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _Target:
-    # Where to
+    # Server
     url: str = option("http://127.0.0.1:8000", "Server to load; a path before /v1 is kept.", metavar="URL")
-    api_key: str | None = option(None, "Sent as a bearer token. Better set by environment than here.", is_secret=True)
-    model: str | None = option(None, "Name of the model; otherwise the first that the server lists.")
+    api_key: str | None = option(None, "Sent as a bearer token; better set in the environment.", is_secret=True)
+    model: str | None = option(None, "Name of the model; by default the first that the server lists.")
     endpoint: Literal["completions", "chat", "generate"] = option(
-        "completions", "completions and chat are OpenAI's, generate is SGLang's, with the server's own timings."
+        "completions", "completions and chat are OpenAI's; generate is SGLang's, with the server's own timings."
     )
-    stream: bool = option(True, "Stream answers. Without, all tokens of an answer come at its end.")
-    timeout: str = option("600", f"A request that takes longer is given up and counts as failed. {SECONDS}")
+    stream: bool = option(True, "Stream responses; otherwise all tokens of a response count at its end.")
+    timeout: str = option("600", f"A request that takes longer is aborted and counts as failed. {SECONDS}")
     header: str | None = option(
-        None, "One more header for all that is sent; Host, Accept and the like are replaced.", metavar="'NAME: VALUE'"
+        None, "One more header for every request; replaces Host, Accept and the like.", metavar="'NAME: VALUE'"
     )
     tenant_header: str | None = option(
         None,
-        "Name a request's tenant in this header (Baton's: x-baton-tenant), not in the body's `user`.",
+        "Header that names a request's tenant (Baton's: x-baton-tenant), instead of the body's `user`.",
         metavar="NAME",
     )
     tenant_keys: str | None = option(
-        None, "Tenants' API keys, sent as bearer tokens: on each line a name and a key.", metavar="FILE"
+        None, "File of tenants' API keys, sent as bearer tokens: on each line a name and a key.", metavar="FILE"
     )
     extra_body: str | None = option(None, "More fields for every body.", metavar="JSON")
     verify_tls: bool = option(True, "Check the server's certificate.")
@@ -177,43 +177,43 @@ class _Target:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadtestConfig(LoadOptions, _Target):
-    """What ``loadtest`` runs with. Everything is optional: without any flag, 60 requests at 1 per second."""
+    """Configuration of ``loadtest``; the defaults send 60 requests at 1 per second."""
 
     ENV_PREFIX: ClassVar[str] = "BATON_LOADTEST_"
 
-    # What is sent
-    prompt: Literal["ids", "text"] = option("ids", "Send token ids (exact lengths) or words. chat always sends words.")
+    # Requests
+    prompt: Literal["ids", "text"] = option("ids", "Send token ids (exact lengths) or words; chat always sends words.")
     tokenizer: str | None = option(
-        None, "tokenizer.json, or a folder with one, so that words come to the exact number of tokens."
+        None, "tokenizer.json, or a folder with one, to trim words to the exact number of tokens."
     )
-    vocab_size: int | None = option(None, "Token ids are drawn below this; otherwise the server is asked.", minimum=16)
-    ignore_eos: bool = option(True, "Ask the server to go on to the full length (not in OpenAI's own API).")
-    return_token_ids: bool = option(False, "Ask for token ids in the answers (Baton, vLLM), to count them exactly.")
+    vocab_size: int | None = option(None, "Draw token ids below this; by default the server is asked.", minimum=16)
+    ignore_eos: bool = option(True, "Ask the server to generate the full length (not in OpenAI's own API).")
+    return_token_ids: bool = option(False, "Ask for token ids in responses (Baton, vLLM), to count tokens exactly.")
 
-    # What is good
-    find_goodput: bool = option(False, "Search for the highest rate at which that share is good.")
-    search_steps: int = option(5, "Of --find-goodput: bisections after the limit has been enclosed.", minimum=0)
+    # Rates and checks
+    find_goodput: bool = option(False, "Search for the highest rate that reaches --slo-attainment.")
+    search_steps: int = option(5, "--find-goodput: bisections after the limit is enclosed.", minimum=0)
     sweep: str | None = option(None, "One run at each of these rates.", metavar="RATE,RATE,...")
-    flush_cache: bool = option(False, "Empty the server's prefix cache first (Baton, SGLang; vLLM if so started).")
+    flush_cache: bool = option(False, "Empty the prefix cache first (Baton, SGLang; vLLM in development mode).")
     save_outputs: str | None = option(None, "Write every output, for --expect-file of another run.", metavar="FILE")
     expect_file: str | None = option(
-        None, "Outputs must equal these, token for token, and every one of them must come.", metavar="FILE"
+        None, "Compare outputs, token for token, with these; every one of them must come.", metavar="FILE"
     )
 
-    # What comes out
+    # Outputs
     json: str | None = option(
-        None, "Write the report; - for standard output, with all else on standard error.", metavar="FILE"
+        None, "Write the report; - for standard output, with all other lines on standard error.", metavar="FILE"
     )
     jsonl: str | None = option(None, "Write one line per request.", metavar="FILE")
     parquet: str | None = option(None, "Write one row per request (needs pyarrow).", metavar="FILE")
     html: str | None = option(None, "Write the report as one self-contained page.", metavar="FILE")
-    svg: str | None = option(None, "Write each picture as an SVG file into this folder.", metavar="FOLDER")
-    live: bool = option(True, "Show progress, where standard error is a terminal.")
-    scrape: str = option("auto", "Server's metrics to record alongside: a URL, auto (/metrics) or none.")
+    svg: str | None = option(None, "Write each chart as an SVG file into this folder.", metavar="FOLDER")
+    live: bool = option(True, "Show live progress if standard error is a terminal.")
+    scrape: str = option("auto", "Server metrics to record: a URL, auto (/metrics) or none.")
     scrape_interval: float = option(1.0, "Seconds between two scrapes.", minimum=0.05)
 
-    # The client itself
-    clients: int | None = option(None, "Client processes; otherwise as many as the load needs.", minimum=1, maximum=64)
+    # Client
+    clients: int | None = option(None, "Client processes; by default as many as the load needs.", minimum=1, maximum=64)
     max_send_lateness: str = option("25ms", f"A run is invalid if 1 % of requests go out later than this. {SECONDS}")
 
     def __post_init__(self) -> None:
@@ -221,11 +221,11 @@ class LoadtestConfig(LoadOptions, _Target):
         _check_times(self)
         check_url(self.url, "--url")
         if found := re.search(r"/(v1/(chat/)?completions|generate)/?$", self.url):
-            raise ConfigError(f"--url {self.url}: leave {found[0]} out, --endpoint says which it is")
+            raise ConfigError(f"--url {self.url}: leave {found[0]} out and use --endpoint")
         if self.scrape not in ("auto", "none"):
             check_url(self.scrape, "--scrape (auto, none or a URL)", has_query=True)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("--api-key holds characters that cannot be in a header, perhaps a line end")
+            raise ConfigError("--api-key has characters that a header cannot have, perhaps a line end")
         if self.clients and self.concurrency and self.clients > self.concurrency:
             raise ConfigError(f"--clients {self.clients} is more than --concurrency {self.concurrency}: lower it")
         _check_header(self)
@@ -236,11 +236,13 @@ class LoadtestConfig(LoadOptions, _Target):
         if self.find_goodput and (self.concurrency or self.sweep):
             raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
         if self.concurrency and self.sweep:
-            raise ConfigError("--sweep is over rates: leave --concurrency out")
+            raise ConfigError("--sweep sets rates: leave --concurrency out")
         if self.find_goodput and self.rate and not re.fullmatch(r"\d+\.?\d*|\.\d+", self.rate):
-            raise ConfigError(f"with --find-goodput, --rate is one number, where the search begins, not {self.rate!r}")
+            raise ConfigError(
+                f"--rate with --find-goodput must be one number, where the search begins, not {self.rate!r}"
+            )
         if self.sweep and self.rate:
-            raise ConfigError("--sweep is over rates: leave --rate out")
+            raise ConfigError("--sweep sets rates: leave --rate out")
         if self.sweep and not all(map(_is_rate, self.sweep.split(","))):
             limits = f"{MIN_RATE:g} to {MAX_RATE:g} per second"
             raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {self.sweep!r}")
@@ -253,12 +255,12 @@ class LoadtestConfig(LoadOptions, _Target):
         timed = {*self.slos, *re.findall(r"slo-(\w+) *=", self.mix or "")} & {"ttft", "itl", "tpot"}
         if not self.stream and timed:
             flags = ", ".join(f"--slo-{name}" for name in sorted(timed))
-            raise ConfigError(f"{flags} need --stream: without it all tokens come at the end (--slo-e2e)")
+            raise ConfigError(f"{flags} need --stream: without it all tokens come at the end; use --slo-e2e")
         if self.tokenizer and self.endpoint != "chat" and self.prompt != "text":
-            raise ConfigError("--tokenizer is for words: add --prompt text")
+            raise ConfigError("--tokenizer needs --prompt text")
         _ = self.body_fields
 
-    # ---- the same, understood ---------------------------------------------------------------------------------------
+    # ---- parsed values ----------------------------------------------------------------------------------------------
 
     @property
     def timeout_s(self) -> float:
@@ -270,12 +272,12 @@ class LoadtestConfig(LoadOptions, _Target):
 
     @property
     def sends_ids(self) -> bool:
-        """Whether prompts are token ids; otherwise words."""
+        """Whether prompts are token ids instead of words."""
         return self.prompt == "ids" and self.endpoint != "chat"
 
     @property
     def body_fields(self) -> dict[str, Any]:
-        """Of --extra-body."""
+        """Fields of ``--extra-body``."""
         try:
             fields = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError:
@@ -290,7 +292,7 @@ def _is_rate(word: str) -> bool:
 
 
 def check_url(url: str, flag: str, *, has_query: bool = False) -> None:
-    """Raises ConfigError, naming the flag, for what is no address of a server, or would not all be used."""
+    """Raise ConfigError, naming the flag, if the URL is invalid or has parts that would not be used."""
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -299,14 +301,14 @@ def check_url(url: str, flag: str, *, has_query: bool = False) -> None:
     if not is_one:
         raise ConfigError(f"{flag} must be http://HOST:PORT or https://HOST:PORT, not {url!r}")
     if parts.username is not None:
-        raise ConfigError(f"{flag}: a name and password in it would not be sent: use --api-key or --header")
+        raise ConfigError(f"{flag}: its name and password would not be sent: use --api-key or --header")
     if not re.fullmatch("[!-~]+", url):
-        raise ConfigError(f"{flag} must be plain letters (xn--... for a host, %20 in a path), not {url!r}")
+        raise ConfigError(f"{flag} must be ASCII without spaces (xn--... for a host, %20 in a path), not {url!r}")
     if parts.fragment or (parts.query and not has_query):
-        raise ConfigError(f"{flag}: what stands after its path, in {url!r}, would not be sent")
+        raise ConfigError(f"{flag}: the part after the path of {url!r} would not be sent: leave it out")
 
 
-#: Options that would have no effect without another: field, the other flag, and whether that is there.
+#: Options without effect unless another is given: field, the other flag, and whether it is given.
 NEEDS: tuple[tuple[str, str, Callable[["LoadtestConfig"], Any]], ...] = (
     ("search_steps", "--find-goodput", lambda config: config.find_goodput),
     ("slo_attainment", "--find-goodput", lambda config: config.find_goodput),
@@ -324,24 +326,24 @@ LOAD_NEEDS: tuple[tuple[str, str, Callable[["LoadOptions"], Any]], ...] = (
 
 
 def check_needs(config: Any, needs: Sequence[tuple[str, str, Callable[[Any], Any]]]) -> None:
-    """Raises ConfigError for an option that was changed and would do nothing."""
+    """Raise ConfigError for a changed option without effect."""
     usual = {field.name: field.default for field in fields(config)}
     for name, other, is_there in needs:
         if getattr(config, name) != usual[name] and not is_there(config):
-            raise ConfigError(f"--{name.replace('_', '-')} needs {other}: without, it would do nothing")
+            raise ConfigError(f"--{name.replace('_', '-')} needs {other}: it has no effect otherwise")
 
 
 def _check_header(config: LoadtestConfig) -> None:
-    """Raises ConfigError, without its value, for a --header that would break a request's head."""
+    """Raise ConfigError, without the value, for a ``--header`` that would break a request's head."""
     if config.header is None:
         return
     found = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~]*)", config.header)
     if not found:
-        raise ConfigError("--header must be 'NAME: VALUE', in plain letters and on one line")
+        raise ConfigError("--header must be 'NAME: VALUE', in ASCII and on one line")
     if found[1].lower() in ("content-length", "transfer-encoding"):
-        raise ConfigError(f"--header {found[1]}: the harness says itself how long its requests are")
+        raise ConfigError(f"--header {found[1]}: the load tester sets it itself; leave it out")
     if found[1].lower() == "authorization" and (config.api_key or config.tenant_keys):
-        raise ConfigError("--header Authorization says what --api-key and --tenant-keys say: choose one")
+        raise ConfigError("--header Authorization conflicts with --api-key and --tenant-keys: choose one")
 
 
 def _check_times(config: LoadtestConfig) -> None:
@@ -352,14 +354,14 @@ def _check_times(config: LoadtestConfig) -> None:
 
 
 def check_load(config: LoadOptions) -> None:
-    """Raises ConfigError for times and lengths that cannot be read, and options that cannot be together."""
+    """Raise ConfigError for invalid times and lengths, and options that conflict."""
     for name in ("duration", "warmup", "cooldown", "think"):
         found = parse_seconds(getattr(config, name), "--" + name.replace("_", "-"))
         if found == 0 and name == "duration":
             raise ConfigError("--duration must be more than 0")
     _ = config.slos, config.window, config.profile
     if config.duration_s is not None and config.warmup_s + config.cooldown_s >= config.duration_s:
-        raise ConfigError("--warmup and --cooldown take all of --duration: nothing would be measured")
+        raise ConfigError("--warmup and --cooldown take all of --duration: shorten them, or nothing is measured")
     check_needs(config, LOAD_NEEDS)
     for name, most in (("input_len", MAX_LENGTH), ("output_len", MAX_LENGTH), ("turns", MAX_TURNS)):
         parse_lengths(getattr(config, name), "--" + name.replace("_", "-"), most)
@@ -379,12 +381,10 @@ def _check_together(config: LoadOptions) -> None:
         if config.trace_jitter or config.time_scale != 1 or config.length_scale != 1:
             raise ConfigError("--trace-jitter, --time-scale and --length-scale need --trace")
     elif config.mix or config.turns != "1" or config.prefix_len:
-        raise ConfigError("--trace brings its own lengths and sessions: leave --mix, --turns and --prefix-len out")
+        raise ConfigError("--trace has its own lengths and sessions: leave --mix, --turns and --prefix-len out")
     elif (config.input_len, config.output_len) != ("128", "32"):
-        raise ConfigError(
-            "--trace brings its own lengths: --length-scale, --max-input-len and --max-output-len fit them"
-        )
+        raise ConfigError("--trace has its own lengths: use --length-scale, --max-input-len and --max-output-len")
     elif config.rate and config.time_scale != 1:
-        raise ConfigError("--rate and --time-scale both set the pace of the trace: choose one")
+        raise ConfigError("--rate and --time-scale both set the rate of the trace: choose one")
     elif config.rate and len(config.profile.phases) > 1:
         raise ConfigError("with --trace, --rate must be one number, the mean rate")

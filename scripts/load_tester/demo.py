@@ -1,4 +1,4 @@
-"""``--demo``: serve the small model, load it for a minute, write a report, stop. Nothing else is needed."""
+"""``--demo``: serves the small model, loads it for a minute and writes a report."""
 
 import functools
 import os
@@ -10,8 +10,9 @@ from pathlib import Path
 
 from common.config.cli import resolve
 from common.errors import ConfigError
+from scripts.load_tester.command import check_outputs, load_command
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.main import FAILED, check_outputs, load_command
+from scripts.load_tester.output_files import FAILED
 from scripts.serving.supervisor import bind_to
 
 REPORT = "loadtest-demo.html"
@@ -22,20 +23,20 @@ DEFAULTS = (
 )  # fmt: skip
 
 
-def demo_command(words: Sequence[str]) -> int:
-    """Further options are those of an ordinary run and win over the demo's."""
-    given = {word.split("=")[0] for word in words}
+def demo_command(arguments: Sequence[str]) -> int:
+    """Run the demo; other options override its defaults. Return the exit status."""
+    given = {one.split("=")[0] for one in arguments}
     if "--url" in given:
-        raise ConfigError("--demo serves a model of its own: leave --url out, or --demo")
-    defaults = [word for word in DEFAULTS if word.split("=")[0] not in given]
+        raise ConfigError("--demo serves its own model: leave --url or --demo out")
+    defaults = [one for one in DEFAULTS if one.split("=")[0] not in given]
     if given & {"--concurrency", "--sweep", "--trace"}:
-        defaults = [word for word in defaults if not word.startswith("--rate")]
-    if "--trace" in given:  # has lengths and prefixes of its own
+        defaults = [one for one in defaults if not one.startswith("--rate")]
+    if "--trace" in given:  # a trace has its own lengths and prefixes
         own_names = ("--input-len", "--output-len", "--prefix")
-        defaults = [word for word in defaults if not word.startswith(own_names)]
+        defaults = [one for one in defaults if not one.startswith(own_names)]
     if "--html" not in given:
         defaults.append(f"--html={Path.cwd() / REPORT}")
-    check_outputs(resolve(LoadtestConfig, [*defaults, *words], command="loadtest"))  # before anything is started
+    check_outputs(resolve(LoadtestConfig, [*defaults, *arguments], command="loadtest"))  # before the service starts
     print("serving the small model ...", flush=True)
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
     own = functools.partial(bind_to, os.getpid(), signal.SIGTERM)
@@ -45,10 +46,10 @@ def demo_command(words: Sequence[str]) -> int:
             if not url:
                 print("loadtest: the service did not start", file=sys.stderr)
                 return FAILED
-            config = resolve(LoadtestConfig, [*defaults, *words, f"--url={url}"], command="loadtest")
+            config = resolve(LoadtestConfig, [*defaults, *arguments, f"--url={url}"], command="loadtest")
             is_single = not (config.sweep or config.find_goodput)
             print(f"loading {url}; this takes {config.duration}{'' if is_single else ' a rate'}", flush=True)
-            status = load_command(config, age_s=0.0)  # the service's start is not the harness's
+            status = load_command(config, age_s=0.0)  # the start of the service does not count
             if config.html and Path(config.html).exists():
                 print(f"open {Path(config.html).resolve().as_uri()} in a browser", flush=True)
         finally:
@@ -58,7 +59,7 @@ def demo_command(words: Sequence[str]) -> int:
 
 
 def _ready(service: "subprocess.Popen[str]") -> str:
-    """Where the service listens, once it does; empty if it ended instead."""
+    """URL of the service once it is ready; empty if it ended instead."""
     assert service.stdout
     for line in service.stdout:
         if line.startswith("ready "):

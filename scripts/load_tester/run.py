@@ -107,9 +107,9 @@ class _Run:
     async def _fit(self, pool: ClientPool, headers: RequestHeaders) -> None:
         """Check the plan's tenants and fields, and start more processes if a trace needs them."""
         plan, is_trace = self._plan, self._config.trace is not None
-        requests = [one for chain in plan.sessions for one in chain] if is_trace else []
+        requests = [one for session in plan.sessions for one in session] if is_trace else []
         check_endpoint(self._config.endpoint, requests)
-        headers.check({*(kind.tenant for kind in plan.kinds.values()), *(one.tenant for one in requests)})
+        headers.check({*(one.tenant for one in plan.classes.values()), *(one.tenant for one in requests)})
         if is_trace and plan.is_open and not self._config.clients:
             await pool.grow(num_clients_for(*peak_load(requests), 0))
 
@@ -119,7 +119,7 @@ class _Run:
             return config.clients
         if config.concurrency or config.trace:
             return num_clients_for(0.0, 0.0, config.concurrency or 0)
-        rate = max(max(leg.first, leg.last) for leg in config.profile.phases)
+        rate = max(max(phase.first, phase.last) for phase in config.profile.phases)
         requests, tokens = mean_load(request_classes_of(config))
         return num_clients_for(rate * requests, rate * tokens, 0)
 
@@ -175,7 +175,7 @@ class _Run:
         if result.was_stopped:
             reasons.append("the run was stopped before its end")
         rng = make_rng(config.seed, FIGURES)
-        tenants = metrics.groups(measured, "tenant", config.slos, plan.kinds, rng)
+        tenants = metrics.groups(measured, "tenant", config.slos, plan.classes, rng)
         window = self._throughput_window(begin_s, end_s, is_open, records)
         return Report(
             config=config_figures(config),
@@ -188,9 +188,9 @@ class _Run:
             client=client,
             latency=metrics.latencies(measured, rng),
             throughput=metrics.throughput(records, *window),
-            service=metrics.service(measured, config.slos, plan.kinds, window[1] - window[0]),
+            service=metrics.service(measured, config.slos, plan.classes, window[1] - window[0]),
             errors=metrics.errors(measured),
-            classes=metrics.groups(measured, "class_name", config.slos, plan.kinds, rng),
+            classes=metrics.groups(measured, "class_name", config.slos, plan.classes, rng),
             tenants=tenants,
             fairness=metrics.fairness(tenants, measured, records, *window),
             caching=metrics.caching(measured),

@@ -199,7 +199,7 @@ async def serve(config: ServeConfig) -> int:
     try:
         await asyncio.wait({running, ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not ready.exception():
-            supervisor.has_been_ready = True
+            supervisor.mark_ready()
             tell_ready(_url(config))
             await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
         return _status(running, ready)

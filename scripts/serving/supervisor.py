@@ -57,7 +57,7 @@ class Supervisor:
 
     def __init__(self, children: list[Child]) -> None:
         self.children = children
-        self.has_been_ready = False
+        self._has_been_ready = False
         self._is_stopping = False
 
     async def run(self) -> None:
@@ -69,6 +69,10 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             for child in self.children:
                 group.create_task(self._keep(child))
+
+    def mark_ready(self) -> None:
+        """From now on, restart every child that dies."""
+        self._has_been_ready = True
 
     async def _keep(self, child: Child) -> None:
         delay = FIRST_DELAY_S
@@ -82,7 +86,7 @@ class Supervisor:
                 return
             child.num_deaths += 1
             ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            if not self.has_been_ready and (status == REFUSED or child.num_deaths >= MAX_EARLY_DEATHS):
+            if not self._has_been_ready and (status == REFUSED or child.num_deaths >= MAX_EARLY_DEATHS):
                 raise ChildFailed(f"{child.name} {ended}; see its output above")
             if time.monotonic() - began > STEADY_S:
                 delay = FIRST_DELAY_S

@@ -30,7 +30,7 @@ class PlannedTokens:
     """Prompts and answers of a plan as token ids, determined by the seed.
 
     Later prompts of a session repeat its answers, so that these can be found in a cache. Ids are a hash (the finalizer
-    of MurmurHash3) of seed, piece and position, which takes a tenth of the time of a random generator.
+    of MurmurHash3) of seed, segment and position, which takes a tenth of the time of a random generator.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -42,8 +42,8 @@ class PlannedTokens:
 
     def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
         tokens: list[int] = []
-        for piece in planned.segments:
-            tokens += self._tokens(piece)
+        for segment in planned.segments:
+            tokens += self._tokens(segment)
         return tuple(tokens)
 
     def expect(self, planned: PlannedRequest) -> None:
@@ -62,8 +62,8 @@ class PlannedTokens:
         """Drop the answer to a request that has ended."""
         self._lengths.pop(index, None)
 
-    def _tokens(self, piece: Segment) -> list[int]:
-        number, length = piece
+    def _tokens(self, segment: Segment) -> list[int]:
+        number, length = segment
         if length > len(self._places):
             self._places = np.arange(1, 2 * length, dtype=np.uint64)
         start = (number * 0x9E3779B97F4A7C15 + self._seed * 0xD1B54A32D192ED03) & (1 << 64) - 1
@@ -136,7 +136,7 @@ class Client:
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
         self._concurrency = concurrency
-        self._chains: Iterator[Session] = iter(plan.sessions)
+        self._sessions: Iterator[Session] = iter(plan.sessions)
         self._in_flight: dict[str, tuple[Outcome, Session, int]] = {}
         self.outcomes: list[Outcome] = []
         self.num_ended = 0
@@ -150,31 +150,31 @@ class Client:
     def start(self) -> None:
         """Schedule the first arrivals."""
         for _ in range(self._concurrency or 1):
-            self._next_chain()
+            self._next_session()
 
-    def _next_chain(self) -> None:
-        chain = next(self._chains, None)
-        if chain is None:
+    def _next_session(self) -> None:
+        session = next(self._sessions, None)
+        if session is None:
             return
         now = self._events.now()
-        due_at = chain[0].at if self._plan.is_open else now
+        due_at = session[0].at if self._plan.is_open else now
         if not self._plan.is_open and self._plan.seconds is not None and now >= self._plan.seconds:
             return
         self._num_expected += 1
-        self._events.at(due_at, self._arrive, chain)
+        self._events.at(due_at, self._arrive, session)
 
-    def _arrive(self, chain: Session) -> None:
+    def _arrive(self, session: Session) -> None:
         if self._plan.is_open:
-            self._next_chain()
-        self._send(chain, 0)
+            self._next_session()
+        self._send(session, 0)
 
-    def _send(self, chain: Session, turn: int) -> None:
-        planned = chain[turn]
+    def _send(self, session: Session, turn: int) -> None:
+        planned = session[turn]
         outcome = Outcome(planned, self._events.now())
         self.outcomes.append(outcome)
         rid = f"r{planned.index}"
         self._script.expect(planned)
-        self._in_flight[rid] = (outcome, chain, turn)
+        self._in_flight[rid] = (outcome, session, turn)
         try:
             self._ask(self._asked(rid, planned))
         except RequestError as error:
@@ -220,13 +220,13 @@ class Client:
         self._over(answer.request.rid)
 
     def _over(self, rid: str) -> None:
-        outcome, chain, turn = self._in_flight.pop(rid)
+        outcome, session, turn = self._in_flight.pop(rid)
         outcome.ended_at = self._events.now()
         self._script.forget(outcome.planned.index)
         self.num_ended += 1
-        if outcome.is_ok and turn + 1 < len(chain):
-            self._events.after(max(0.0, chain[turn + 1].think_s), self._send, chain, turn + 1)
+        if outcome.is_ok and turn + 1 < len(session):
+            self._events.after(max(0.0, session[turn + 1].think_s), self._send, session, turn + 1)
             return
         self._num_expected -= 1
         if not self._plan.is_open:
-            self._next_chain()
+            self._next_session()

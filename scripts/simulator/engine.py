@@ -41,7 +41,7 @@ def simulated_geometry(kv_bytes_per_token: int, page_size: int) -> PageLayout:
 
 
 class ScriptedEngine:
-    """An executor over a ``EmptyPageStore``.
+    """An executor over an ``EmptyPageStore``.
 
     Args:
         answers: returns the answer for a request's seed, always the same for one seed.
@@ -51,16 +51,16 @@ class ScriptedEngine:
     def __init__(self, pool: EmptyPageStore, answers: Callable[[int], Sequence[int]], num_slots: int) -> None:
         self.pool = pool
         self._answers = answers
-        self._said: list[tuple[int, Sequence[int]]] = [(0, ())] * num_slots  # by slot: prompt tokens, answer
+        self._answer_of_slot: list[tuple[int, Sequence[int]]] = [(0, ())] * num_slots  # prompt length, answer
 
     def run(self, plan: StepPlan) -> StepResult:
-        said = self._said
+        answers = self._answer_of_slot
         for admit in plan.admits:
-            said[admit.slot] = (admit.prompt_len, self._answers(admit.sampling.seed))
+            answers[admit.slot] = (admit.prompt_len, self._answers(admit.sampling.seed))
         tokens = []
         for slot, start, extend, is_sampled, _, _ in plan.rows:
             if is_sampled:
-                num_prompt, answer = said[slot]
+                num_prompt, answer = answers[slot]
                 index = start + (1 if extend is None else len(extend)) - num_prompt
                 tokens.append(answer[index] if index < len(answer) else END_TOKEN)
         return StepResult(plan.step, tuple(tokens))

@@ -121,7 +121,7 @@ class Gateway:
         """Register a node."""
         answer = self.fleet.registry.register(incarnation, register, self._events.now())
         assert isinstance(answer, Registered), answer
-        self.requests.nodes_came(self.fleet)
+        self.requests.on_workers_added(self.fleet)
 
     def on_messages(self, sender: str, messages: Sequence[Message]) -> None:
         """Handle messages from a node."""
@@ -144,8 +144,8 @@ class Gateway:
         """Handle the loss of a node."""
         node = self.fleet.registry.remove(incarnation)
         if node is not None:
-            self.fleet.router.forget(incarnation)
-            self.requests.lost(incarnation, node.name)
+            self.fleet.router.remove_worker(incarnation)
+            self.requests.on_worker_lost(incarnation, node.name)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
         return self._events.background_after(delay_s, act, rid)

@@ -80,14 +80,18 @@ class Simulation:
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,
         )
-        self._goals = Objectives(config.slos, plan.kinds, config.slo_attainment, config.starvation_bound)
+        self._goals = Objectives(config.slos, plan.classes, config.slo_attainment, config.starvation_bound)
         self.is_stopped = False
 
     def _on_end(self, answer: Answer) -> None:
         self.client.ended(answer)
 
+    def stop(self) -> None:
+        """Make ``run`` return soon, with partial results."""
+        self.is_stopped = True
+
     def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
-        """Run to the end, or until ``is_stopped`` is set; returns the results."""
+        """Run to the end, or until ``stop``; returns the results."""
         began_at = time.monotonic()
         events, client = self.cluster.events, self.client
         client.start()
@@ -115,7 +119,7 @@ class Progress:
     """Shows the progress on standard error."""
 
     def __init__(self, num_sessions: int | None) -> None:
-        self._num_chains = num_sessions
+        self._num_sessions = num_sessions
         self._told_at = time.monotonic()
         self._told_rows = 0
         self._is_shown = False
@@ -128,7 +132,7 @@ class Progress:
         pace = (rows - self._told_rows) / (now - self._told_at) * 60e-6
         self._told_at, self._told_rows = now, rows
         client = simulation.client
-        of = f" of {self._num_chains:,} sessions begun" if self._num_chains else ""
+        of = f" of {self._num_sessions:,} sessions begun" if self._num_sessions else ""
         line = (
             f"{simulation.cluster.events.now():,.1f} s simulated; {len(client.outcomes):,} requests sent{of}, "
             f"{client.num_ended:,} ended; {pace:.1f} million row-steps a minute"
@@ -151,7 +155,7 @@ def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
     def stop(*_: object) -> None:
         if simulation.is_stopped:
             raise KeyboardInterrupt
-        simulation.is_stopped = True
+        simulation.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     thresholds = gc.get_threshold()

@@ -37,7 +37,7 @@ RESULTS: dict[tuple[str, str], Any] = {
 
 
 class ReplayedTransport:
-    """A transport that returns the recorded results, call by call."""
+    """Returns what the recorded transport returned, call by call."""
 
     def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult]) -> None:
         self.store = EmptyPageStore(from_message(opening.geometry), opening.capacity.num_pages)

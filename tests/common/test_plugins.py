@@ -1,4 +1,4 @@
-"""Users' policies and priority functions, loaded from a module on the path."""
+"""Policies and priority functions of the user, loaded from a module in the path."""
 
 import logging
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ MODULE = '''
 from common.scheduling.policies.base import Policy
 
 class Backwards(Policy):
-    """Last come, first served; inherits the other methods."""
+    """Orders by arrival, latest first; inherits the rest."""
     late = []
     def missed(self, request): self.late.append(request.rid)
     def order(self, waiting, now):
         return list(waiting)[::-1]
 
 class Whole:
-    """Inherits nothing and has all methods."""
+    """Does not inherit and has all methods."""
     seen = []
     def order(self, waiting, now): return sorted(waiting, key=lambda request: request.rid)
     def arrived(self, request): self.seen.append(("arrived", request.rid))
@@ -84,7 +84,7 @@ def rids(queue: WaitingQueue) -> list[str]:
     return [request.rid for request in queue.sorted(0.0)]
 
 
-def test_built_in_policies_are_not_loaded_as_plugins() -> None:
+def test_a_built_in_policy_is_not_loaded() -> None:
     assert load_policy("lpm") is None
     assert load_priority_function(None) is None
 
@@ -93,7 +93,7 @@ def test_a_users_policy_orders_the_queue() -> None:
     assert rids(queue_of("users_own:Backwards")) == ["a", "c"]
 
 
-def test_a_users_policy_hears_of_missed_deadlines() -> None:
+def test_a_policy_with_the_hook_is_told_of_missed_deadlines() -> None:
     import users_own  # type: ignore[import-not-found]
 
     for spec in ("users_own:Backwards", "users_own:Whole"):
@@ -104,7 +104,7 @@ def test_a_users_policy_hears_of_missed_deadlines() -> None:
     assert users_own.Backwards.late == ["late"]
 
 
-def test_a_users_policy_need_not_inherit() -> None:
+def test_a_policy_need_not_inherit_and_gets_all_calls() -> None:
     import users_own  # type: ignore[import-not-found]
 
     queue = queue_of("users_own:Whole")
@@ -113,7 +113,7 @@ def test_a_users_policy_need_not_inherit() -> None:
 
 
 @pytest.mark.parametrize("name", ["Loses", "Doubles", "Fails"])
-def test_a_failing_policy_falls_back_to_arrival_order_and_is_logged_once(
+def test_a_failing_policy_leaves_the_order_of_arrival_and_is_logged_once(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -134,7 +134,7 @@ def test_a_failing_policy_falls_back_to_arrival_order_and_is_logged_once(
         ("users_own:NeedsMore", "cannot be constructed without arguments: .*what"),
     ],
 )
-def test_an_object_that_is_no_policy_is_refused(spec: str, complaint: str) -> None:
+def test_an_invalid_policy_is_refused_with_the_reason(spec: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"--schedule-policy {spec}:? .*{complaint}|{complaint}"):
         load_policy(spec)
 
@@ -148,7 +148,7 @@ def test_a_priority_function_sets_the_priority() -> None:
     assert function(FACTS) == -12
 
 
-def test_a_priority_function_may_keep_the_priority() -> None:
+def test_a_function_may_keep_the_priority() -> None:
     function = load_priority_function("users_own:nothing")
     assert function is not None
     assert function(FACTS) is None
@@ -158,7 +158,7 @@ def test_a_priority_function_may_keep_the_priority() -> None:
 @pytest.mark.parametrize(
     ("name", "what"), [("half", "returned 0.5"), ("huge", "returned 2147483648"), ("fails", "failed")]
 )
-def test_a_failing_priority_function_harms_no_request_and_is_logged_once(
+def test_a_failing_function_keeps_the_priority_and_is_logged_once(
     name: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     function = load_priority_function(f"users_own:{name}")
@@ -171,6 +171,6 @@ def test_a_failing_priority_function_harms_no_request_and_is_logged_once(
     assert f"--priority-function users_own:{name} {what}" in caplog.text
 
 
-def test_an_object_that_is_no_function_is_refused() -> None:
+def test_an_invalid_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="--priority-function users_own:number is not a function"):
         load_priority_function("users_own:number")

@@ -1,4 +1,4 @@
-"""The programs in docs/examples run as their first lines say, against real processes with the small model."""
+"""The programs in docs/examples and the curl commands of the pages run against real processes with the small model."""
 
 import contextlib
 import importlib.util
@@ -73,6 +73,27 @@ def stream(*words: str) -> "subprocess.CompletedProcess[str]":
         timeout=60,
         env=variables(),
     )
+
+
+# ---- commands of the pages ------------------------------------------------------------------------------------------
+
+
+def curl_commands() -> list[str]:
+    """Commands after ``$`` in console blocks that ask a local gateway."""
+    found = []
+    for page in (ROOT / "README.md", ROOT / "docs" / "operations.md"):
+        blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), flags=re.S | re.M)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        found += [line[2:] for line in lines if line.startswith("$ curl ")]
+    return found
+
+
+@pytest.mark.parametrize("command", curl_commands())
+def test_the_curl_commands_of_the_pages_succeed(url: str, command: str) -> None:
+    command = command.replace("curl ", "curl --silent --show-error --fail ", 1).replace("http://127.0.0.1:8000", url)
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout
 
 
 # ---- streaming client -----------------------------------------------------------------------------------------------

@@ -75,10 +75,10 @@ def test_the_key_file_holds_plain_and_hashed_keys(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a k1\nb\n", "line 2 must be a tenant's name and a key"),
+        ("a k1\nb\n", "line 2 must be the name of a tenant and a key"),
         ("a b secret", "line 1 must be"),
         ("a\u00e4 secret", "line 1 must be"),
-        ("a sha256:secret", "line 1: sha256: is followed by 64"),
+        ("a sha256:secret", "line 1: sha256: must be followed by 64"),
         ("a secret\nb secret", "line 2: another tenant has the same key"),
         ("# empty\n", "has no keys"),
     ],
@@ -96,7 +96,7 @@ def test_an_error_in_the_key_file_names_the_line_and_no_key(tmp_path, text, sent
 def test_a_tenant_cannot_have_the_api_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text("a main")
-    with pytest.raises(ConfigError, match="a tenant has the key of --api-key"):
+    with pytest.raises(ConfigError, match="a tenant has the same key as --api-key"):
         make_authenticator(GatewayConfig(api_key="main", tenant_keys=str(file)))
 
 

@@ -232,6 +232,6 @@ def test_a_node_that_cannot_be_reached_gets_no_more_requests_and_is_reported_onc
     assert table.post.dropped == [DECODE]
     assert not table.ended, "the dispatcher leaves the node's removal to the control plane"
     assert [message.rid for message in table.post.at("e" * 32)] == ["b"]
-    table.requests.lost(DECODE, "decode")
+    table.requests.on_worker_lost(DECODE, "decode")
     assert [stream.request.rid for stream in table.ended] == ["a"]
     assert table.requests.num_in_flight == 1

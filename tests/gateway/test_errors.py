@@ -274,7 +274,7 @@ async def test_an_id_in_use_is_refused_until_its_request_has_ended(folder):
 async def test_half_a_million_outputs_are_refused_before_they_are_built(stack, path, body, param):
     status, answer = await stack.post(path, body)
     assert (status, answer["error"]["param"]) == (400, param)
-    assert "524288 outputs in one request, 520 are possible at once" in answer["error"]["message"]
+    assert "524288 outputs in one request, at most 520 can be in flight" in answer["error"]["message"]
 
 
 async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch):

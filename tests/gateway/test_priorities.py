@@ -179,7 +179,7 @@ async def test_a_request_refused_by_a_full_gateway_is_not_charged(folder):
         alice = {"x-baton-tenant": "alice"}
         for _ in range(3):
             status, answer = await stack.post("/v1/completions", {"prompt": [65] * 90}, **alice)
-            assert (status, "in flight, 1 are allowed" in answer["error"]["message"]) == (429, True)
+            assert (status, "in flight, the limit is 1" in answer["error"]["message"]) == (429, True)
         for node in stack.nodes:
             echo(node, next(iter(node.generates.values())))
             node.on_generate = echo
@@ -280,7 +280,7 @@ async def test_the_gateway_returns_its_own_decisions(folder):
         ]  # fmt: skip
         waited_s = stack.nodes[0].generates["first"].waited_s
         assert answer["decisions"][0]["reason"] == f"to prefill and decode, {waited_s:.3f} s after it came"
-        assert answer["decisions"][2]["reason"] == "2 requests are in flight, 2 are allowed"
+        assert answer["decisions"][2]["reason"] == "2 requests are in flight, the limit is 2; retry later"
 
 
 async def test_a_node_that_does_not_return_decisions_gets_504(folder, monkeypatch):

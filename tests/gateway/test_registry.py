@@ -63,7 +63,7 @@ def test_a_node_that_differs_is_refused_with_a_sentence(changes, words):
     answer = nodes.register(C, make_register("decode", "d2", **changes), 0.0)
     assert isinstance(answer, Refused)
     assert words in answer.reason
-    assert list(nodes.nodes) == [A, B]
+    assert list(nodes.workers) == [A, B]
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64])
@@ -123,11 +123,11 @@ def test_an_empty_registry_accepts_another_deployment():
 def test_a_node_is_lost_without_heartbeats():
     nodes = pair()
     heartbeat = Heartbeat(1, 2, 3, 4, 0, {"steps": 7.0})
-    assert nodes.heard(A, 9.0, heartbeat)
-    assert nodes.silent(10.0) == []
-    assert nodes.silent(10.5) == [B]
-    assert nodes.nodes[A].heartbeat == heartbeat
-    assert not nodes.heard(D, 9.0)
+    assert nodes.on_message(A, 9.0, heartbeat)
+    assert nodes.silent_workers(10.0) == []
+    assert nodes.silent_workers(10.5) == [B]
+    assert nodes.workers[A].heartbeat == heartbeat
+    assert not nodes.on_message(D, 9.0)
 
 
 def test_with_local_prefill_decode_nodes_are_enough():

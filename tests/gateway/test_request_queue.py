@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config.scheduling import PriorityRules
@@ -45,7 +45,7 @@ def test_without_priorities_requests_are_in_order_of_arrival():
 
 def test_a_changed_priority_takes_effect_at_once():
     waiting = backlog(request("a"), request("b"))
-    waiting.change(waiting.requests()[1], 1, "")
+    waiting.reprioritize(waiting.requests()[1], 1, "")
     assert rids(waiting.first(1, 0.0)) == ["b"]
 
 
@@ -82,7 +82,7 @@ def test_a_stranded_request_is_passed_until_a_node_registers():
     waiting.remove(waiting.first(1, 0.0)[0])
     assert waiting.is_idle
     assert len(waiting) == 1
-    waiting.nodes_came()
+    waiting.retry_stranded()
     assert rids(waiting.first(9, 0.0)) == ["large"]
 
 
@@ -90,7 +90,7 @@ def test_a_stranded_request_expires():
     large = request("large")
     waiting = backlog(large, request("small"))
     waiting.strand(large, 0.0)
-    waiting.nodes_came()
+    waiting.retry_stranded()
     waiting.strand(large, 6.0)
     assert waiting.expired(10.0, is_routable=True) == []
     assert rids(waiting.expired(10.1, is_routable=True)) == ["large"]
@@ -123,6 +123,10 @@ RULES = [
 ]
 
 
+STRANDED_FIRST = [("push", 2, 0, ""), ("push", 0, 0, "high"), ("push", 1, 1, ""), ("strand", 1, 0, "")]
+
+
+@example(rules=RULES[-1], steps=STRANDED_FIRST)  # the class of a stranded request does not lose its turn
 @given(
     rules=st.sampled_from(RULES),
     steps=st.lists(
@@ -146,13 +150,13 @@ def test_the_order_equals_that_of_sorting_all_requests(
             stranded.discard(number)
             waiting.remove(there.pop(number))
         elif number in there and what == "change":
-            waiting.change(there[number], priority, name)
+            waiting.reprioritize(there[number], priority, name)
         elif number in there and what == "strand":
             stranded.add(number)
             waiting.strand(there[number], 0.0)
         elif what == "come":
             stranded.clear()
-            waiting.nodes_came()
+            waiting.retry_stranded()
         line = waiting.order.sort([one for one in waiting.requests() if int(one.rid) not in stranded], 0.0)
         for count in (1, 3, 99):
             assert rids(waiting.first(count, 0.0)) == rids(line[:count])

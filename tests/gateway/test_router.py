@@ -86,7 +86,7 @@ def test_a_full_decode_node_comes_after_the_others():
     chosen.decode_done(pairs[2])
     assert (chosen.num_requests("few"), chosen.num_requests("many")) == (3, 3)
     assert chosen.choose([P1], [few, many], [7], num_new=1).decode == "many"
-    chosen.forget("many")
+    chosen.remove_worker("many")
     chosen.decode_done(pairs[3])
     assert chosen.num_requests("many") == 0
 
@@ -114,7 +114,7 @@ def test_a_removed_node_has_no_load_and_no_cache():
     chosen = router()
     prefix = list(range(100, 140))
     pair = chosen.choose([P1, P2], [D1, D2], prefix, num_new=4)
-    chosen.forget("p1")
+    chosen.remove_worker("p1")
     chosen.prefill_done(pair)  # its end is still reported
     assert chosen.load("p1") == 0
     assert chosen.choose([P1, P2], [D1], prefix, num_new=4).num_compute == 40
@@ -173,7 +173,7 @@ def test_auto_counts_only_uncached_tokens():
     assert (again.prefill, again.decode) == (None, "d1")
     assert chosen.choose([P1], [D1], [*prefix, *[8] * 10], num_new=1).prefill == "p1"
     assert chosen.choose([P1], [D2], [*prefix, 9], num_new=1).prefill == "p1"  # the other decode node has none of it
-    chosen.forget_prefixes()
+    chosen.clear_prefixes()
     assert chosen.choose([P1], [D1], [*prefix, 9], num_new=1).prefill == "p1"
 
 

@@ -203,7 +203,7 @@ async def test_a_waiting_request_ends_when_its_client_disconnects(folder):
 async def test_a_stop_ends_waiting_requests(folder):
     async with full(folder) as (stack, first):
         call = await sent(stack, "a")
-        stack.gateway._dispatcher.shut()
+        stack.gateway._dispatcher.shut_down()
         assert [(await result(one))[1] for one in (first, call)] == ["shutting_down"] * 2
 
 
@@ -226,7 +226,7 @@ async def test_a_full_queue_evicts_the_least_urgent_request(folder):
         calls["d"] = urgent(stack, "d", priority=2)
         async with await calls.pop("b") as answer:
             assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (429, True)
-            assert "a more urgent one has taken its place" in (await answer.json())["error"]["message"]
+            assert "a more urgent request has taken its place" in (await answer.json())["error"]["message"]
         assert await let_all_go(stack, first, *calls.values()) == [200] * 3
         assert order_at(stack.nodes[0]) == ["first", "a", "d"]
 

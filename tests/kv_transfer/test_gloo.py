@@ -106,19 +106,19 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
     reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer has long been ready, and sends a page as soon as the reader is."""
-    run, say = group_form._Maker.run, group_form._Talk._say
+    run, send = group_form._Maker.run, group_form._EntryExchange._send
 
     def run_late(maker: Any) -> None:
         run(maker)
         time.sleep(0.1 if maker._arguments[2] == READER else 0)
 
-    def say_slowly(talk: Any, magic: bytes, *words: bytes) -> None:
-        say(talk, magic, *words)
-        is_reader = talk._connection.getsockname()[1] == reader.port
+    def send_slowly(exchange: Any, magic: bytes, *words: bytes) -> None:
+        send(exchange, magic, *words)
+        is_reader = exchange._connection.getsockname()[1] == reader.port
         time.sleep(0.2 if is_reader and magic == MADE_MAGIC else 0)
 
     monkeypatch.setattr(group_form._Maker, "run", run_late)
-    monkeypatch.setattr(group_form._Talk, "_say", say_slowly)
+    monkeypatch.setattr(group_form._EntryExchange, "_send", send_slowly)
     attach(writer, reader)
     ticket = writer.write(DECODE, [(0, 0)])
     assert until(writer.done) == [ticket]

@@ -131,7 +131,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
     agreed = terms(connect, bytes(32), (nonce, b"r" * 32))
     connection.sendall(WELCOME.pack(b"r" * 32, agreed.proof(KEY, b"reader")))
     exactly(connection, 32)
-    connection.sendall(agreed.proof(KEY, b"let in"))
+    connection.sendall(agreed.proof(KEY, b"accepted"))
     return AuthenticatedConnection(connection, agreed, KEY)
 
 

@@ -203,6 +203,6 @@ def test_a_negotiating_pair_over_such_a_wire_attaches_again_only_when_it_is_idle
 @pytest.mark.parametrize("end", [open_reader, open_writer])
 def test_the_in_process_transport_is_refused_between_processes(end: object) -> None:
     store = MemfdStore(4)
-    with pytest.raises(ConfigError, match="--transport inprocess joins nodes of one process"):
+    with pytest.raises(ConfigError, match="--transport inprocess connects nodes of one process"):
         end(store, TransportSettings("inprocess"))  # type: ignore[operator]
     store.close()

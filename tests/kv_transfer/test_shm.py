@@ -120,7 +120,7 @@ def test_attaching_outlasts_a_full_backlog(
 def test_a_detached_writer_is_a_fence(child: Child, reader: ShmReader) -> None:
     child.attach(reader, offer(reader, epoch=4))
     child.ask(do="detach", peer=DECODE)
-    assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node has let go of the pool")]
+    assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node has unmapped the pool")]
 
 
 def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None:
@@ -320,7 +320,7 @@ def test_every_descriptor_is_closed(store: MemfdStore) -> None:
     for epoch in range(1, 20):
         assert attach(reader, writer, offer(reader, epoch)) == ""
         writer.detach(DECODE)
-        assert reader.poll(0.0) == [Fenced(PREFILL, epoch, "the prefill node has let go of the pool")]
+        assert reader.poll(0.0) == [Fenced(PREFILL, epoch, "the prefill node has unmapped the pool")]
     attach(reader, writer, offer(reader, 20))
     writer.attach("x" * 32, offer(reader, 21, "y" * 32))
     writer.close()

@@ -159,7 +159,7 @@ def test_silent_connections_are_bounded_in_time_and_in_number(reader: ShmReader,
     crowd = [_visit(reader) for _ in range(visitors.MAX_PENDING + 5)]
     reader.poll(0.0)
     reader.poll(0.0)
-    assert reader.dropped == {"crowd": 5}
+    assert reader.dropped == {"crowded": 5}
     assert len(reader._pending) == visitors.MAX_PENDING
     assert attach(reader, writer, offer(reader)) == ""
     writer.detach(DECODE)

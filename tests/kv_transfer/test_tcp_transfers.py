@@ -84,8 +84,8 @@ def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer
 
 
 def cut(writer: TcpWriter) -> None:
-    for route in writer._routes.values():
-        route.connections[0].sock.shutdown(socket.SHUT_RDWR)
+    for peer_state in writer._peers.values():
+        peer_state.connections[0].sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_cut_connection_is_mended_and_its_transfers_go_on(

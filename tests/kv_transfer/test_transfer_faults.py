@@ -21,7 +21,7 @@ from tests.kv_transfer.test_transports import End, until
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 SOME = NUM_PAGES // 2  # of a request's pages; two of them fill the pool to the last page
-STEPS = ("offered", "attaching", "granted", "writing", "written", "handed off")
+STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 #: Longer than a healthy peer takes on a busy machine; the other node is stopped for longer.
 PATIENCE_S = 1.5
 
@@ -101,7 +101,7 @@ class Cluster:
             return None
         if step == "writing":
             return self.ends[prefill].tell("pump", max_pages=num_pages)
-        hold = {"written": "delivered", "handed off": "received"}[step]
+        hold = {"written": "pages_written", "acknowledging": "transfer_ack"}[step]
         side = (prefill, decode) if step == "written" else (decode, prefill)
 
         def has_come_so_far() -> bool:
@@ -164,7 +164,7 @@ def test_either_node_is_killed_at_every_step(
     if victim == decode and step == "writing":
         cluster.ends[prefill].answer()
     cluster.part(survivor, victim)
-    has_kept = victim == prefill and step == "handed off"
+    has_kept = victim == prefill and step == "acknowledging"
     cluster.balanced(survivor, SOME if has_kept else 0)
     assert cluster.books(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
     replacement = cluster.start(victim[0] + "1")
@@ -197,7 +197,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     cluster.ends[prefill].signal(signal.SIGSTOP)
     stopped_at = time.monotonic()
     cluster.part(decode, prefill)
-    has_kept = step == "handed off"
+    has_kept = step == "acknowledging"
     assert until(lambda: cluster.books(decode)["ends"].get("a")) == ("Completed" if has_kept else "TransferFailed")
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
@@ -236,7 +236,7 @@ def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
     cluster.serve("b", prefill, other, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
     cluster.ends[decode].signal(ending)
-    has_kept = step == "handed off"
+    has_kept = step == "acknowledging"
     if ending == signal.SIGCONT:
         cluster.part(decode, prefill)
         cluster.balanced(decode, SOME * has_kept)

@@ -1,4 +1,4 @@
-"""Stages on a request's way, use of the nodes, and charts as files: values worked out by hand."""
+"""Stages of a request, node charts, and charts as files, with values worked out by hand."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ def rounded(spans: list[Span]) -> dict[str, tuple[float, float]]:
     return {span.name: (round(span.begin_s, 6), round(span.length_s, 6)) for span in spans}
 
 
-def test_the_prefill_leg_ends_with_the_first_token_and_the_decode_leg_with_the_second() -> None:
+def test_prefill_stages_end_with_the_first_token_and_decode_stages_with_the_second() -> None:
     assert rounded(spans_of(timed())) == {
         "sent late": (0.0, 0.1),
         "gateway and network": (0.1, 0.5),
@@ -43,7 +43,7 @@ def test_the_prefill_leg_ends_with_the_first_token_and_the_decode_leg_with_the_s
     }
 
 
-def test_without_the_servers_times_there_is_only_what_the_client_saw() -> None:
+def test_without_server_timings_the_stages_are_the_clients() -> None:
     plain = record(3.0, 3.2, 3.3, at=2.0)
     assert rounded(spans_of(plain)) == {
         "sent late": (0.0, 0.0),
@@ -55,7 +55,7 @@ def test_without_the_servers_times_there_is_only_what_the_client_saw() -> None:
     assert rounded(spans_of(record(3.0, at=2.0))) == {"sent late": (0.0, 0.0), "until the first token": (0.0, 1.0)}
 
 
-def test_what_a_server_does_not_time_is_not_given_to_the_network() -> None:
+def test_an_untimed_queue_does_not_count_as_network() -> None:
     """llama.cpp times the prefill and not its queue; SGLang without metrics only the queue, which may lie anywhere."""
     prefill_only = rounded(spans_of(record(3.0, at=2.0, timings={"prefill_s": 0.3})))
     assert prefill_only["queue, gateway and network"] == (0.0, 0.7) and prefill_only["prefill"] == (0.7, 0.3)
@@ -71,8 +71,8 @@ def test_medians_are_taken_over_the_requests_that_have_the_stage() -> None:
     assert found["until the first token"] == (0.0, 9.0)
 
 
-def test_the_waterfall_names_every_stage_in_order_those_that_took_no_time_too() -> None:
-    """What nobody waited for is an answer as well: whether there was a queue is what the reader looks for."""
+def test_the_waterfall_names_every_stage_in_order() -> None:
+    """A stage of length 0 is shown too, since it tells that there was no queue."""
     ((_, chart),) = waterfall_charts([record(3.0, 3.2, at=2.0, timings=TIMINGS | {"prefill_queue_s": 0.0})])
     shown = re.findall(r"(?:>|^)([a-z ,]+)  ([\d.]+) ms<", chart.svg())
     assert [name for name, _ in dict.fromkeys(shown)] == [
@@ -94,12 +94,12 @@ def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
     assert ("c5", "failed") in chart.names
 
 
-def test_of_many_requests_those_where_most_were_under_way_are_shown_closely() -> None:
-    """A hundred, one a second, each 0.5 s long, and ten more in second 70."""
+def test_many_requests_get_a_close_view_of_the_highest_concurrency() -> None:
+    """One request per second for 100 s, each 0.5 s long, and ten more in second 70."""
     many = [record(at + 0.5, at=float(at)) for at in range(100)]
     crowd = [record(71.0, at=70.05 + number / 100) for number in range(10)]
     (_, whole), (title, close) = gantt_charts([*crowd, *many])
-    assert title == "40 requests where most were under way"
+    assert title == "40 requests around the highest concurrency"
     begins = sorted(begin for _, begin, *_ in close._bars)
     assert len(whole._bars) == 110 and len(close._bars) == 40
     # The last of the crowd, at 70.14, has 71 + 9 before it: from the 60th, at 60, to the 99th, at 89.
@@ -120,7 +120,7 @@ def test_counters_become_rates_from_one_change_to_the_next() -> None:
     assert shares == [0.75, 0.75, 0.5, 0.5, 0.0, 0.0]
 
 
-def test_pages_in_use_are_those_neither_free_nor_merely_cached() -> None:
+def test_pages_in_use_are_neither_free_nor_only_cached() -> None:
     series = {"pages": 100.0, "free_pages": 60.0, "cached_pages": 30.0}
     scrape = {
         f'x_node_{name}{{node="d",role="decode"}}': [[1.0, value], [2.0, value]] for name, value in series.items()
@@ -138,22 +138,22 @@ def test_gauges_of_other_servers_are_shown_as_they_are() -> None:
     assert [chart.y_label for _, chart in charts] == [name.partition("{")[0] for name in names[:3]]
 
 
-def test_a_node_that_was_replaced_counts_anew_and_did_not_undo_work() -> None:
-    """10 busy seconds by 10 s, then another process: 0.2 at 12 s, and half of the time from there on."""
+def test_a_replaced_node_counts_from_zero_again() -> None:
+    """10 busy seconds by 10 s; a new process has 0.2 at 12 s, and is busy half of the time from then on."""
     series = [[0.0, 9.0], [10.0, 10.0], [12.0, 0.2], [14.0, 1.2]]
     ((_, chart),) = node_charts({'baton_node_busy_seconds_total{node="a"}': series})
     ((_, points, _, _),) = chart._marks
     assert points == [(0.0, 0.1), (10.0, 0.1), (12.0, 0.5), (14.0, 0.5)]
 
 
-def test_nodes_that_are_not_drawn_are_said_to_be_left_out() -> None:
+def test_a_title_says_how_many_nodes_are_left_out() -> None:
     names = [f'x_running{{node="n{number}"}}' for number in range(9)]
     ((title, chart),) = node_charts({name: [[0.0, 1.0], [1.0, 2.0]] for name in names})
     assert title == "Running (the first 6 of 9)" and len(chart.names) == 6
 
 
-def test_of_many_points_no_spike_is_lost() -> None:
-    """100,000 points at 1, of which one is at 9 and one at 0.1."""
+def test_thinning_keeps_spikes() -> None:
+    """100,000 points, all at 1 except one at 9 and one at 0.1."""
     heights = [1.0] * 100_000
     heights[33_333], heights[70_001] = 9.0, 0.1
     chart = Chart("s", "ms")
@@ -162,8 +162,8 @@ def test_of_many_points_no_spike_is_lost() -> None:
     assert len(points) <= 3001 and {(33_333.0, 9.0), (70_001.0, 0.1), (99_999.0, 1.0)} <= set(points)
 
 
-def test_what_no_logarithm_has_is_not_drawn_as_something_else() -> None:
-    """Tokens that came together, 5 ms before the third; a request that failed at 8; all pictures are of 8 s."""
+def test_zeros_on_a_logarithmic_axis_are_drawn_at_its_lower_end() -> None:
+    """Two tokens arrive together, 5 ms before the third; a request fails at 8 s; all charts span 8 s."""
     charts = dict(timeline_charts([record(1.0, 1.0, 1.005), record(at=7.0, index=1, error="dropped", ended_s=8.0)]))
     ((_, gaps, _, _),) = charts["Gap between tokens"]._marks
     assert gaps == [(1.0, 0.1), (1.005, pytest.approx(5.0))]
@@ -181,7 +181,7 @@ def test_what_no_logarithm_has_is_not_drawn_as_something_else() -> None:
     assert rated._marks[0][1] == [(1.0, 0.1)]
 
 
-def test_a_dashed_line_is_named_as_one_and_a_lone_sample_is_seen() -> None:
+def test_the_legend_names_dashed_lines_and_a_single_sample_is_a_dot() -> None:
     chart = Chart("s", "ms")
     chart.line([(1, 2.0), (2, 3.0)], 0, "p50", is_dashed=True)
     assert chart.names == [("c0", "p50, dashed")]
@@ -190,14 +190,14 @@ def test_a_dashed_line_is_named_as_one_and_a_lone_sample_is_seen() -> None:
 
 
 def test_tokens_are_counted_by_usage_where_events_hold_several() -> None:
-    """Four events in a second, and usage says 40 tokens."""
+    """Four events in a second; the usage says 40 tokens."""
     one = record(0.05, 0.15, 0.2, 0.24, num_output=40, usage_output=40)
     tokens = dict(timeline_charts([one]))["Tokens per second"]
     ((_, points, _, _),) = tokens._marks
     assert points == [(0.125, 160.0)]
 
 
-def test_near_bounds_have_ticks_too() -> None:
+def test_a_narrow_range_has_ticks() -> None:
     assert log_ticks(11, 88) == [15, 20, 30, 40, 50, 60, 80]
     assert log_ticks(31, 54) == [35, 40, 45, 50]
     assert log_ticks(0.01, 1000) == [0.01, 0.1, 1, 10, 100, 1000]
@@ -209,8 +209,8 @@ def run_at(rate: float | None, p50: float, *, is_valid: bool = True) -> dict[str
     return own | {"throughput": {"requests_per_s": 1.0}, "service": {"goodput_per_s": 1.0}}
 
 
-def test_runs_are_drawn_by_rate_and_invalid_ones_apart() -> None:
-    """As a search made them: 5, 8 (in which the client fell behind), 4; and one that had no rate."""
+def test_invalid_runs_are_grey_and_in_no_line() -> None:
+    """The runs of a search: 5, 8 (invalid) and 4 requests/s, and one without a rate."""
     runs = [run_at(5.0, 0.2), run_at(8.0, 0.9, is_valid=False), run_at(4.0, 0.1), run_at(None, 0.3)]
     chart = dict(rate_charts({"": runs}))["Time to first token by rate"]
     lines = [points for kind, points, _, name in chart._marks if kind == "line" and name == "p50"]
@@ -221,7 +221,7 @@ def test_runs_are_drawn_by_rate_and_invalid_ones_apart() -> None:
     assert [len(points) for _, points, _, _ in served._marks] == [2, 2]
 
 
-def test_control_characters_do_not_spoil_a_file() -> None:
+def test_control_characters_are_replaced_in_a_file() -> None:
     chart = Chart("s", "ms \x1b[31m\x00")
     chart.bar(0.0, 0.0, 1.0, 0, "a\x0bb\ud800</title><script>")
     tree = ElementTree.fromstring(chart.file("t\x07").encode())
@@ -229,7 +229,7 @@ def test_control_characters_do_not_spoil_a_file() -> None:
     assert title == "a\ufffdb\ufffd</title><script>"
 
 
-def test_a_chart_can_stand_alone_as_a_file() -> None:
+def test_a_chart_file_is_self_contained() -> None:
     chart = Chart("requests/s", "ms <p50>", is_log_y=True)
     chart.line([(1, 2.0), (2, 3.0)], 0, "one & two")
     chart.line([(1, 4.0), (2, 9.0)], 1, "p99")

@@ -1,4 +1,4 @@
-"""The client processes of a run: what they are fed and when, and how they and the run end."""
+"""The client processes of a run: feeding, and the end of the run."""
 
 import asyncio
 import json
@@ -15,15 +15,14 @@ import pytest
 from support.load_mock import MockServer, load, mock_server
 
 from scripts.load_tester import run
-from scripts.load_tester.client import client_pool as crew
-from scripts.load_tester.client import client_process as shard
+from scripts.load_tester.client import client_pool, client_process
 from scripts.load_tester.client.ipc import SendRequest, Setup, StartClock
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.planned_request import PlannedRequest
 from scripts.load_tester.workload.prompts import RequestBodies
 
 
-def test_a_closed_loop_keeps_as_many_under_way_as_it_should(tmp_path: Path) -> None:
+def test_a_closed_loop_keeps_its_concurrency(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.03") as server:
         report = load(server, concurrency=4, num_requests=40, output_len="1")
     spans = [(record.released_s, record.ended_s) for record in report.records]
@@ -32,24 +31,22 @@ def test_a_closed_loop_keeps_as_many_under_way_as_it_should(tmp_path: Path) -> N
     assert report.num_requests == 40
 
 
-def test_a_closed_loop_over_a_time_ends_in_time(tmp_path: Path) -> None:
+def test_a_closed_loop_with_a_duration_begins_no_session_after_it(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         report = load(server, concurrency=2, duration="0.6", output_len="1")
     assert 2 <= report.num_requests <= 62
     assert max(record.intended_s for record in report.records) < 0.6
 
 
-def test_the_clock_starts_in_the_middle_of_a_session_that_is_too_long_to_be_read_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise its process would stop reading at some point, and never learn of the start."""
+def test_the_clock_starts_in_the_middle_of_a_very_long_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its process would stop reading before it learns of the start."""
     happened: list[int | str] = []
-    body, go = RequestBodies.body, crew.ClientPool._start_clock
+    body, go = RequestBodies.body, client_pool.ClientPool._start_clock
     monkeypatch.setattr(
         RequestBodies, "body", lambda self, planned: happened.append(planned.index) or body(self, planned)
     )
-    monkeypatch.setattr(crew.ClientPool, "_start_clock", lambda self: happened.append("go") or go(self))
-    monkeypatch.setattr(crew, "MAX_BYTES_AT_ONCE", 2000)
+    monkeypatch.setattr(client_pool.ClientPool, "_start_clock", lambda self: happened.append("go") or go(self))
+    monkeypatch.setattr(client_pool, "MAX_BYTES_AT_ONCE", 2000)
     with mock_server(tmp_path) as server:
         report = load(server, rate="50", num_requests=2, turns="12", input_len="100", output_len="1")
     assert happened.count("go") == 1 and 0 < happened.index("go") < 11
@@ -58,7 +55,7 @@ def test_the_clock_starts_in_the_middle_of_a_session_that_is_too_long_to_be_read
     assert [record.turn for record in sorted(report.records, key=lambda r: (r.session, r.sent_s))] == [*range(12)] * 2
 
 
-async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_process_never_pauses_reading_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pipe:
         is_reading = True
 
@@ -70,8 +67,8 @@ async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypa
         def is_closing(self) -> bool:
             return False
 
-    monkeypatch.setattr(shard, "MAX_BYTES_WAITING", 10)
-    process = shard.ClientProcess()
+    monkeypatch.setattr(client_process, "MAX_BYTES_WAITING", 10)
+    process = client_process.ClientProcess()
     process._reader.transport = process._writer.transport = pipe = Pipe()  # type: ignore[assignment]
     process._on_message(Setup("127.0.0.1", 9, "", True, b"", 0, 1.0, 0.0))
     process._on_message(SendRequest(0, 900.0, -1, -1.0, 0, b"", b"x" * 11))
@@ -83,16 +80,14 @@ async def test_a_client_process_reads_on_until_the_start_whatever_waits(monkeypa
     process._client.close()
 
 
-def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_gets_processes_for_its_peak_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = [
         PlannedRequest(n, at, (), tokens)
         for n, (at, tokens) in enumerate([(0, 5), (1, 5), (21, 300), (25, 100), (40, 9)])
     ]
-    assert crew.peak_load(plan) == (0.2, 40.0)  # seconds 20 to 30 of 40
-    assert crew.peak_load(plan[:2]) == (1.0, 5.0)  # of less than ten seconds, in one
-    assert [crew.num_clients_for(*load, 0) for load in ((1, 1), (0, 1e300))] == [1, min(16, os.cpu_count() or 1)]
+    assert client_pool.peak_load(plan) == (0.2, 40.0)  # seconds 20 to 30 of 40
+    assert client_pool.peak_load(plan[:2]) == (1.0, 5.0)  # a plan of one second
+    assert [client_pool.num_clients_for(*load, 0) for load in ((1, 1), (0, 1e300))] == [1, min(16, os.cpu_count() or 1)]
     monkeypatch.setattr(run, "num_clients_for", lambda rate, events, slots: 2 if rate else 1)
     trace = tmp_path / "t.jsonl"
     trace.write_text("".join(f'{{"at": {n / 100}, "prompt": "x", "max_tokens": 2}}\n' for n in range(10)))
@@ -102,7 +97,7 @@ def test_a_trace_gets_as_many_processes_as_its_busiest_seconds_need(
     assert len(server.truth) == 10
 
 
-def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_processes_that_do_not_start_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, started = subprocess.Popen, []
 
     def popen(*args: object, **options: object) -> object:
@@ -113,36 +108,34 @@ def test_client_processes_that_do_not_come_up_are_one_sentence(tmp_path: Path, m
 
     with mock_server(tmp_path) as server:
         with monkeypatch.context() as patch:
-            patch.setattr(crew.subprocess, "Popen", popen)
-            with pytest.raises(crew.ClientFailed, match="cannot be started: Cannot allocate memory"):
+            patch.setattr(client_pool.subprocess, "Popen", popen)
+            with pytest.raises(client_pool.ClientFailed, match="cannot be started: Cannot allocate memory"):
                 load(server, clients=2)
         assert started[0].poll() is not None and started[0].stdin.closed
-        monkeypatch.setattr(crew, "READY_TIMEOUT_S", 0.0)
-        with pytest.raises(crew.ClientFailed, match="not ready within 0 s"):
+        monkeypatch.setattr(client_pool, "READY_TIMEOUT_S", 0.0)
+        with pytest.raises(client_pool.ClientFailed, match="not ready within 0 s"):
             load(server)
     assert not server.truth
 
 
-def test_a_client_process_that_dies_ends_the_run_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[crew.ClientPool] = []
-    real = crew.ClientPool._start_clock
+def test_a_client_process_that_dies_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[client_pool.ClientPool] = []
+    real = client_pool.ClientPool._start_clock
 
-    async def go(self: crew.ClientPool) -> bool:
+    async def go(self: client_pool.ClientPool) -> bool:
         made.append(self)
         self._handles[1].process.kill()
         return await real(self)
 
-    monkeypatch.setattr(crew.ClientPool, "_start_clock", go)
+    monkeypatch.setattr(client_pool.ClientPool, "_start_clock", go)
     with mock_server(tmp_path) as server:
-        with pytest.raises(crew.ClientFailed, match="ended early"):
+        with pytest.raises(client_pool.ClientFailed, match="ended early"):
             load(server, rate="50", num_requests=200, clients=2)
     assert all(member.process.poll() is not None for member in made[0]._handles)
 
 
-def test_a_closed_loop_is_fed_at_its_own_pace(tmp_path: Path) -> None:
-    """An endless plan: what is made ahead is bounded by the slots, not by memory."""
+def test_feeding_a_closed_loop_is_bounded_by_its_slots(tmp_path: Path) -> None:
+    """For an endless plan, the number of slots bounds the bodies made ahead."""
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         config = LoadtestConfig(url=server.url, concurrency=2, duration="0.7", output_len="1", scrape="none")
         made: list[int] = []
@@ -155,7 +148,7 @@ def test_a_closed_loop_is_fed_at_its_own_pace(tmp_path: Path) -> None:
     assert len(made) <= report.num_requests + 4 * 2 + 64 + 1
 
 
-def test_several_client_processes_send_one_schedule(tmp_path: Path) -> None:
+def test_several_client_processes_share_one_schedule(tmp_path: Path) -> None:
     with mock_server(tmp_path) as server:
         one = load(server, rate="200", num_requests=60, output_len="2", clients=1, seed=9)
         three = load(server, rate="200", num_requests=60, output_len="2", clients=3, seed=9)
@@ -169,7 +162,7 @@ def test_several_client_processes_send_one_schedule(tmp_path: Path) -> None:
 
 
 def until_asked(server: MockServer, count: int) -> None:
-    """Wait until so many requests have come to the mock; for a run in a process of its own."""
+    """Wait until the mock server has received this many requests."""
     deadline_at = time.monotonic() + 20
     while time.monotonic() < deadline_at:
         with urllib.request.urlopen(server.url + "/metrics") as page:
@@ -183,7 +176,7 @@ def until_asked(server: MockServer, count: int) -> None:
 def test_a_stopped_run_reports_what_there_is_and_leaves_no_process(
     tmp_path: Path, number: int, is_for_all: bool
 ) -> None:
-    """As a terminal or a supervisor stops it: by a signal to it, or to its whole group."""
+    """A supervisor signals the process, a terminal its whole group."""
     with mock_server(tmp_path, "--ttft", "0.02", "--itl", "0.2") as server:
         words = ["loadtest", "--url", server.url, "--rate", "40", "--duration", "60", "--output-len", "2"]
         words += ["--json", str(tmp_path / "r.json")]

@@ -1,4 +1,4 @@
-"""The command as a user meets it: what it refuses, what it says, and how it ends when it is interrupted."""
+"""The command line: refusals, messages, and interruption."""
 
 import asyncio
 import os
@@ -19,8 +19,10 @@ from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.client.client_pool import ClientPool
 from scripts.load_tester.client.request_headers import client_setup, common_headers
+from scripts.load_tester.command import check_outputs
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.main import WRONG, check_outputs, main
+from scripts.load_tester.main import main
+from scripts.load_tester.output_files import WRONG
 from scripts.load_tester.reporting.text_report import summary_lines
 from scripts.load_tester.workload.request_classes import request_classes_of
 
@@ -33,23 +35,23 @@ KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
         ({"sweep": "1,0"}, r"--sweep must be rates \(1e-06 to 1e\+06 per second\)"),
         ({"sweep": "1,2000000"}, "--sweep must be rates"),
         ({"slo_ttft": "0"}, "--slo-ttft must be more than 0"),
-        ({"mix": "a:deadline=0"}, "deadline=0: cannot be"),
-        ({"mix": "a:slo-itl=0"}, "slo-itl=0: cannot be"),
+        ({"mix": "a:deadline=0"}, "deadline=0 is not valid"),
+        ({"mix": "a:slo-itl=0"}, "slo-itl=0 is not valid"),
         ({"header": "a b: c"}, "--header must be 'NAME: VALUE'"),
         ({"header": ": c"}, "--header must be"),
         ({"header": "x: s3cret\u00fc"}, "--header must be"),
         ({"header": "x: s3cret\r\ny: z"}, "--header must be"),
-        ({"header": "content-length: 3"}, "says itself how long"),
+        ({"header": "content-length: 3"}, "sets it itself"),
         (KEYS, "choose one"),
-        ({"url": "http://127.0.0.1:1/\u00fc"}, "plain letters"),
-        ({"url": "http://127.0.0.1:1/a b"}, "plain letters"),
+        ({"url": "http://127.0.0.1:1/\u00fc"}, "must be ASCII"),
+        ({"url": "http://127.0.0.1:1/a b"}, "must be ASCII"),
         ({"url": "http://127.0.0.1:1?api=2"}, "would not be sent"),
         ({"url": "http://127.0.0.1:1/v1/chat/completions"}, "leave /v1/chat/completions out"),
         ({"scrape": "http://127.0.0.1:1/metrics#x"}, "would not be sent"),
         ({"jsonl": "-"}, "--jsonl -: only --json can go to standard output"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_sent(options: dict[str, Any], complaint: str) -> None:
+def test_invalid_options_are_refused_before_anything_is_sent(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as refused:
         understand(options)
     assert "s3cret" not in str(refused.value)
@@ -61,21 +63,21 @@ def understand(options: dict[str, Any]) -> None:
     request_classes_of(config)
 
 
-def test_a_sweep_may_have_blanks_and_numbers_in_a_file_need_no_quotes(tmp_path: Path) -> None:
+def test_a_sweep_may_have_blanks_and_a_file_may_have_bare_numbers(tmp_path: Path) -> None:
     assert LoadtestConfig(sweep="1, 2.5").sweep == "1, 2.5"
     (tmp_path / "c.toml").write_text("[loadtest]\nrate = 4\nduration = 2.5\ninput-len = 300\n")
     config = parse(LoadtestConfig, ["--config", str(tmp_path / "c.toml")], command="loadtest")
     assert (config.rate, config.duration_s, config.input_len) == ("4", 2.5, "300")
 
 
-def test_a_comparison_does_not_write_over_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_does_not_overwrite_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
     path.write_text("{}")
     assert main(["--compare", str(path), str(path), "--html", str(path)]) == WRONG
     assert "--compare and --html name the same file" in capsys.readouterr().err and path.read_text() == "{}"
 
 
-def test_a_header_goes_with_all_that_is_asked_and_takes_the_place_of_our_own(tmp_path: Path) -> None:
+def test_a_header_goes_with_every_request_and_replaces_the_default(tmp_path: Path) -> None:
     config = LoadtestConfig(url="http://127.0.0.1:9", header="hOst: elsewhere:80", api_key="k")
     lines = client_setup(config).head.decode().split("\r\n")
     assert "hOst: elsewhere:80" in lines and sum(line.lower().startswith("host:") for line in lines) == 1
@@ -87,7 +89,7 @@ def test_a_header_goes_with_all_that_is_asked_and_takes_the_place_of_our_own(tmp
     assert report.server["model"] == "mock" and report.errors["count"] == 0
 
 
-def test_a_certificate_of_ones_own_is_refused_unless_it_is_vouched_for_or_not_to_be_checked(
+def test_a_self_signed_certificate_is_refused_unless_trusted_or_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own.pem"
@@ -129,14 +131,14 @@ def test_a_response_that_ends_between_two_checks_but_after_the_timeout_counts_as
     assert report.errors["kinds"] == {"timeout": len(failed)}
 
 
-def test_failures_are_beside_the_verdict(tmp_path: Path) -> None:
+def test_the_verdict_names_the_failures(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--refuse", "4") as server:
         report = load(server, num_requests=8, rate="50", output_len="1", max_send_lateness="5s")
     assert report.reasons or summary_lines(report)[-1].endswith("the client kept up. 2 of 8 failed.")
 
 
-def test_ctrl_c_counts_at_once_while_a_server_is_silent_and_clients_are_coming_up() -> None:
-    """As a terminal does it: to the whole group, here as soon as there is a client process, which still imports."""
+def test_ctrl_c_ends_a_run_whose_server_is_silent() -> None:
+    """Signal the whole group, as a terminal does, while the first client process still imports."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = ["loadtest", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]
         command = [sys.executable, "-m", "scripts.cli", *words]

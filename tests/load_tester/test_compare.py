@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from support.load_mock import mock_server
 
-from scripts.load_tester.analysis.compare import changes_of, compare, judged
+from scripts.load_tester.analysis.compare import add_verdicts, changes_of, compare
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.main import FINE, INVALID, REGRESSED, WRONG, main
+from scripts.load_tester.main import main
+from scripts.load_tester.output_files import FINE, INVALID, REGRESSED, WRONG
 
 
 def report(
     ttft: "list[float] | np.ndarray", *, good: int = 100, failed: int = 0, count: int = 100, **own: Any
 ) -> Figures:
-    """What a report says that comparisons look at."""
+    """The fields of a report that comparisons use."""
     return {
         "schema": 1,
         "is_valid": True,
@@ -45,7 +46,7 @@ def verdicts(before: Figures, after: Figures) -> dict[str, str]:
     return {change.name: change.verdict for change in compare(before, after, 0.05)}
 
 
-def test_a_change_counts_only_if_it_is_large_and_sure() -> None:
+def test_a_change_counts_only_if_it_is_large_and_significant() -> None:
     base = report(ttft(1.0), good=90)
     slightly, much, better = report(ttft(1.02, seed=2), good=89), report(ttft(1.2), good=60), report(ttft(0.8))
     assert set(verdicts(base, slightly).values()) == {"same"}
@@ -58,8 +59,8 @@ def test_a_change_counts_only_if_it_is_large_and_sure() -> None:
     assert list(verdicts(base, better).values()) == ["better", "better", "same", "better"]
 
 
-def test_a_queue_that_grows_to_the_end_of_a_run_is_worse_though_all_of_it_waited_together() -> None:
-    """Whether chance could make it nobody can tell from itself; the other run says that it makes no twofold change."""
+def test_a_queue_that_grows_to_the_end_of_a_run_is_judged_by_the_other_run() -> None:
+    """The spread of the queued run is unknown; that of the other run excludes a twofold change."""
     steady, growing = report(ttft(1.0, 200), count=200), report(np.linspace(1, 20, 200), count=200)
     names = ("time to first token mean", "time to first token p50", "time to first token p99")
     assert [verdicts(steady, growing)[name] for name in names] == ["worse"] * 3
@@ -69,8 +70,8 @@ def test_a_queue_that_grows_to_the_end_of_a_run_is_worse_though_all_of_it_waited
     assert [verdicts(slightly, growing)[name] for name in names] == ["unknown"] * 3, "neither of them can tell"
 
 
-def test_the_slowest_of_a_few_stretches_that_waited_together_tell_nothing() -> None:
-    """Of 300 requests in 25 stretches, p99 is that of one: their mean can be judged, p99 only beyond twice as much."""
+def test_p99_of_few_independent_requests_is_not_judged() -> None:
+    """300 requests in 25 correlated blocks: p99 depends on one block, so it is judged only beyond a factor of two."""
 
     def stretches(middle: float, seed: int) -> Figures:
         return report(np.repeat(ttft(middle, 25, seed), 12), count=300)
@@ -82,8 +83,8 @@ def test_the_slowest_of_a_few_stretches_that_waited_together_tell_nothing() -> N
     assert verdicts(*apart)["time to first token p99"] == "worse"
 
 
-def test_requests_that_were_good_together_count_for_fewer() -> None:
-    """0.9 and 0.6 are no chance of 100 requests each, and some of ten; if nearly all are bad, ten are enough."""
+def test_correlated_good_requests_count_for_fewer() -> None:
+    """0.9 and 0.6 differ significantly for 100 independent requests, not for ten; ten bad ones suffice."""
 
     def good(share: float, num_free: float) -> Figures:
         found = report(ttft(1.0), good=round(100 * share))
@@ -96,8 +97,8 @@ def test_requests_that_were_good_together_count_for_fewer() -> None:
     assert verdicts(good(1.0, 100.0), good(0.1, 2.0))["good requests"] == "worse"
 
 
-def test_two_runs_of_one_request_each_tell_nothing() -> None:
-    """A bootstrap of one value has no spread, and would call any difference certain."""
+def test_runs_of_one_request_are_not_judged() -> None:
+    """A bootstrap of one value has no spread, and would make any difference significant."""
     one, other = compare(report([0.1]), report([0.2]), 0.05)[:2]
     assert (one.verdict, one.low, one.p, other.verdict) == ("unknown", None, None, "unknown")
     assert one.ratio == pytest.approx(2)
@@ -105,30 +106,30 @@ def test_two_runs_of_one_request_each_tell_nothing() -> None:
     assert [change.verdict for change in compare(empty, empty, 0.05)] == ["same", "same"]
 
 
-def test_the_more_is_compared_the_surer_a_change_must_be() -> None:
-    """A change of p = 0.01 alone: one of a pair of runs counts, one of forty pairs is what chance makes."""
+def test_more_comparisons_need_stronger_evidence() -> None:
+    """A change with p = 0.01 is significant for one pair of runs, not for one of forty pairs."""
     pair = changes_of(report(ttft(1.0)), report(ttft(1.0)))
     unsure = [type(pair[0])("x", "s", 1.0, 1.1, 1.1, 1.02, 1.19, 0.01)]
-    assert judged([unsure], 0.05)[0][0].verdict == "worse"
-    found = judged([unsure, *([pair] * 39)], 0.05)
+    assert add_verdicts([unsure], 0.05)[0][0].verdict == "worse"
+    found = add_verdicts([unsure, *([pair] * 39)], 0.05)
     assert found[0][0].verdict == "same" and len(found) == 40
 
 
-def test_failures_count_however_few_they_are_more() -> None:
-    """Three in a hundred is less than the threshold, but no latency: of 1,000 requests that is no chance."""
+def test_the_threshold_does_not_apply_to_failures() -> None:
+    """A share of 3 % is below the threshold but significant for 1,000 requests."""
     before, after = report(ttft(1.0), count=1000, good=1000), report(ttft(1.0), count=1000, good=970, failed=30)
     assert verdicts(before, after)["failed requests"] == "worse"
     assert verdicts(after, before)["failed requests"] == "better"
     assert verdicts(before, report(ttft(1.0), count=1000, good=999, failed=1))["failed requests"] == "same"
 
 
-def test_requests_that_are_good_by_other_limits_are_not_judged() -> None:
+def test_shares_of_good_requests_with_different_limits_are_not_judged() -> None:
     strict = report(ttft(1.0), good=10)
     strict["service"]["limits_s"] = {"ttft": 0.1}
     assert verdicts(report(ttft(1.0)), strict)["good requests"] == "unknown"
 
 
-def test_of_an_invalid_run_nothing_is_concluded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_run_makes_the_comparison_invalid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = report(ttft(2.0))
     paths = written(tmp_path, a=report(ttft(1.0)), b=slow, c=slow | {"is_valid": False, "reasons": ["too late"]})
     assert main(["--compare", paths[0], paths[1], "--json", str(tmp_path / "d.json")]) == REGRESSED
@@ -144,7 +145,7 @@ def test_of_an_invalid_run_nothing_is_concluded(tmp_path: Path, capsys: pytest.C
     assert "c is not a valid run: too late" in capsys.readouterr().err
 
 
-def test_other_loads_and_other_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_options_and_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = report(ttft(1.0), config={"rate": "8", "html": "x"}, server={"model": "n", "kind": "k"})
     main(["--compare", *written(tmp_path, a=report(ttft(1.0)), b=other)])
     text = capsys.readouterr().out
@@ -152,7 +153,7 @@ def test_other_loads_and_other_models_are_named(tmp_path: Path, capsys: pytest.C
     assert "html" not in text
 
 
-def test_what_cannot_be_compared_or_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_reports_and_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, *bad = written(tmp_path, a=report(ttft(1.0)), b={"schema": 1}, c={"schema": 9}, d={"changes": []}, e={
         "schema": 1, "runs": [{"config": {"rate": "4"}}]})  # fmt: skip
     (tmp_path / "text").write_text("no")
@@ -165,7 +166,7 @@ def test_what_cannot_be_compared_or_written_is_one_sentence(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", True])
-def test_whatever_a_file_says_is_no_traceback(tmp_path: Path, value: Any) -> None:
+def test_malformed_reports_are_refused(tmp_path: Path, value: Any) -> None:
     """Each field of a run, and of a run in a sweep, replaced in turn."""
     base = report(ttft(1.0, 5))
     for name in base:
@@ -182,9 +183,7 @@ def sweep(run: Figures) -> Figures:
     return {"schema": 1, "search": None, "runs": [run]}
 
 
-def test_a_search_that_ran_a_rate_twice_is_compared_try_by_try(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_a_search_at_one_rate_are_compared_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [report(ttft(middle)) for middle in (1.0, 2.0)]
     paths = written(tmp_path, a={"schema": 1, "runs": runs}, b={"schema": 1, "runs": runs})
     assert main(["--compare", *paths]) == FINE
@@ -197,7 +196,7 @@ def test_sweeps_are_compared_rate_by_rate(tmp_path: Path, capsys: pytest.Capture
             words = ["--sweep", rates, "--num-requests", "30", "--output-len", "3", "--max-send-lateness", "1s"]
             main(["--url", server.url, *words, "--json", str(tmp_path / f"{name}.json")])
     both = [str(tmp_path / f"{name}.json") for name in ("quick", "slow")]
-    for path, least_s in zip(both, (0.01, 0.15), strict=True):  # what was measured depends on this machine's load
+    for path, least_s in zip(both, (0.01, 0.15), strict=True):  # measured values depend on the machine's load
         content = json.loads(Path(path).read_text())
         for run in content["runs"]:
             values = least_s + np.random.default_rng(0).exponential(least_s / 10, 30)

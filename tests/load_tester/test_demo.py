@@ -1,4 +1,4 @@
-"""``loadtest --demo``: however it ends, the service it started ends with it. Real processes."""
+"""``loadtest --demo`` with real processes."""
 
 import os
 import signal
@@ -12,13 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.load_tester.main import WRONG, main
+from scripts.load_tester.main import main
+from scripts.load_tester.output_files import WRONG
 
 WORDS = [sys.executable, "-m", "scripts.cli", "loadtest", "--demo", "--duration", "60s", "--no-live"]
 
 
 def ctrl_c(process: "subprocess.Popen[str]") -> None:
-    """As a terminal does it: to all of the group."""
+    """Signal the whole group, as a terminal does."""
     os.killpg(process.pid, signal.SIGINT)
 
 
@@ -27,7 +28,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 
 def until_answered(url: str) -> None:
-    """Wait until a request of the run has been answered."""
+    """Wait until a request of the run has succeeded."""
     for _ in range(200):
         with urllib.request.urlopen(url + "/metrics") as page:
             if b'baton_http_answers_total{path="/generate",status="200"}' in page.read():
@@ -37,7 +38,7 @@ def until_answered(url: str) -> None:
 
 
 @pytest.mark.parametrize(("end", "status"), [(ctrl_c, 130), (kill, -signal.SIGKILL)])
-def test_the_demos_service_ends_with_it(
+def test_the_service_of_a_demo_ends_with_it(
     tmp_path: Path, end: Callable[["subprocess.Popen[str]"], None], status: int
 ) -> None:
     shared = set(os.listdir("/dev/shm"))
@@ -63,4 +64,4 @@ def test_the_demos_service_ends_with_it(
 
 def test_a_demo_of_another_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--demo", "--url", "http://127.0.0.1:9"]) == WRONG
-    assert "leave --url out" in capsys.readouterr().err
+    assert "leave --url or --demo out" in capsys.readouterr().err

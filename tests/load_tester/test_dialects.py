@@ -17,12 +17,10 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTr
 def read(*events: dict[str, Any], head: bytes = HEAD) -> ParsedResponse:
     """Each event in a chunk of its own, at instants 1, 2, 3, ..."""
     data = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + [b"data: [DONE]\n\n"]
-    segments = [head + chunk(data[0]), *map(chunk, data[1:]), b"0\r\n\r\n"]
-    stamps = array("d", range(1, len(segments) + 1)).tobytes()
-    sizes = array("I", map(len, segments)).tobytes()
-    return parse_response(
-        RequestDone(0, 0.0, 0.0, 0.0, float(len(segments)), stamps, sizes, b"".join(segments), "", False)
-    )
+    pieces = [head + chunk(data[0]), *map(chunk, data[1:]), b"0\r\n\r\n"]
+    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
+    sizes = array("I", map(len, pieces)).tobytes()
+    return parse_response(RequestDone(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), "", False))
 
 
 def chunk(data: bytes) -> bytes:
@@ -73,7 +71,7 @@ def test_llama_cpp_times_two_stages_in_milliseconds(events: list[dict[str, Any]]
     assert answer.stamps == [first, first + 1]
 
 
-def test_vllm_counts_tokens_only_if_it_is_asked_for_them() -> None:
+def test_vllm_counts_tokens_only_on_request() -> None:
     usage = {
         "prompt_tokens": 3,
         "total_tokens": 6,
@@ -91,14 +89,14 @@ def test_vllm_counts_tokens_only_if_it_is_asked_for_them() -> None:
     assert (counted.usage_output, plain.usage_output, plain.stamps) == (3, 3, [2.0])
 
 
-def test_vllm_refuses_a_prompt_inside_of_the_stream() -> None:
+def test_vllm_refuses_a_prompt_inside_the_stream() -> None:
     error = {"message": "Token id 9928 is out of vocabulary", "type": "BadRequestError", "param": "prompt", "code": 400}
     answer = read({"error": error})
     assert (answer.error, answer.message, answer.stamps) == ("stream_400", "Token id 9928 is out of vocabulary", [])
 
 
 def native(text: str, ids: list[int], so_far: int, **more: Any) -> dict[str, Any]:
-    """An event of SGLang's own stream, as 0.5.23 sends it with --enable-metrics."""
+    """An event of SGLang's native stream, from version 0.5.23 with --enable-metrics."""
     meta = {"id": "r", "finish_reason": None, "prompt_tokens": 4, "weight_version": "default", "num_retractions": 0}
     meta |= {"forward_entry_time": 1795305004.75, "prefill_finished_time": 1795305004.875, "queue_time": 0.03}
     meta |= {"reasoning_tokens": 0, "completion_tokens": so_far, "cached_tokens": 2, "cached_tokens_details": None}
@@ -109,8 +107,8 @@ LENGTH = {"finish_reason": {"type": "length", "length": 4}, "e2e_latency": 0.5, 
 
 
 @pytest.mark.parametrize("is_cumulative", [True, False])
-def test_sglangs_own_stream_may_repeat_what_it_said(is_cumulative: bool) -> None:
-    """The increment "nona" begins as the text so far does, and is none the less not all of it."""
+def test_the_stream_of_sglang_may_be_cumulative(is_cumulative: bool) -> None:
+    """The increment "nona" begins like the text so far but is not cumulative."""
     if is_cumulative:
         events = [native("no", [7], 1), native("nono", [7, 7], 2), native("nononona", [7, 7, 7, 9], 4, **LENGTH)]
     else:
@@ -122,7 +120,7 @@ def test_sglangs_own_stream_may_repeat_what_it_said(is_cumulative: bool) -> None
     assert answer.timings == {"queue_s": 0.03, "prefill_s": 0.125}
 
 
-def test_sglangs_queue_may_be_full_in_every_dialect() -> None:
+def test_a_full_queue_of_sglang_is_an_error_in_every_dialect() -> None:
     abort = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
     own = read({"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason": abort, "completion_tokens": 0}})
     error = {"object": "error", "message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", "code": 503}
@@ -140,7 +138,7 @@ def test_sglang_refuses_without_an_envelope() -> None:
     assert (answer.error, answer.message) == ("http_400", "Messages cannot be empty.")
 
 
-def test_sglangs_completions_say_which_tokens_if_asked_and_its_chats_what_comes_last() -> None:
+def test_completions_of_sglang_have_token_ids_on_request() -> None:
     more = {"matched_stop": None}
     usage = {
         "prompt_tokens": 3,
@@ -163,7 +161,7 @@ def test_sglangs_completions_say_which_tokens_if_asked_and_its_chats_what_comes_
     assert (chat.text, chat.counts, chat.stamps, chat.usage_cached) == ("P", [1], [2.0], None)
 
 
-def test_sglangs_openai_stream_has_a_null_for_usage_in_every_event() -> None:
+def test_streams_of_sglang_may_have_null_usage() -> None:
     usage = {"prompt_tokens": 9, "total_tokens": 11, "completion_tokens": 2, "prompt_tokens_details": None}
     said = [delta_of(role="assistant", content=""), delta_of(content="x", reasoning_content=None), delta_of("stop")]
     answer = read(*(event | {"usage": None} for event in said), {"choices": [], "usage": usage})
@@ -172,16 +170,14 @@ def test_sglangs_openai_stream_has_a_null_for_usage_in_every_event() -> None:
 
 
 @pytest.mark.parametrize(("kind", "is_streamed"), [("sglang", False), ("vllm", True), ("baton", True)])
-def test_token_ids_are_asked_for_where_a_server_gives_them(kind: str, is_streamed: bool) -> None:
+def test_token_ids_are_requested_where_a_server_supports_them(kind: str, is_streamed: bool) -> None:
     server = ServerInfo(None, None, kind, {})
     assert server.sends_ids("chat", is_stream=True) is is_streamed
     assert server.sends_ids("chat", is_stream=False) and server.sends_ids("completions", is_stream=True)
 
 
-def test_a_model_in_a_folder_of_this_machine_says_how_many_ids_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM and SGLang list the folder, not the size; SGLang dies of an id that the model does not have."""
+def test_a_local_model_folder_gives_the_vocabulary_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM and SGLang list the model's folder, not the size of its vocabulary."""
     listed = {"id": "m", "owned_by": "sglang", "root": str(tmp_path), "parent": None, "max_model_len": 4096}
     pages = {"/v1/models": {"object": "list", "data": [listed]}, "/server_info": {"version": "0.5.23"}}
     monkeypatch.setattr("scripts.load_tester.client.server_info.get_json", lambda parts, path, *_, **_more: pages[path])

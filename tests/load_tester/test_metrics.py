@@ -18,7 +18,7 @@ from scripts.load_tester.workload.schedule import unit_arrivals
 RNG = np.random.default_rng(0)
 
 
-def test_latencies_count_from_the_intended_instant_and_beside_it_from_the_send() -> None:
+def test_latencies_count_from_the_intended_instant_and_from_the_send() -> None:
     one = record(1.5, 1.6, 1.8, at=1.0, late=0.4)
     found = metrics.latencies([one], RNG)
     assert found["ttft"]["p50"] == pytest.approx(0.5)
@@ -31,7 +31,7 @@ def test_latencies_count_from_the_intended_instant_and_beside_it_from_the_send()
 
 
 def test_time_per_token_counts_tokens_not_events() -> None:
-    """Three events of 2, 3 and 4 tokens: seven tokens come after the first event, in 0.7 s."""
+    """Three events of 2, 3 and 4 tokens: seven tokens follow the first event, in 0.7 s."""
     one = record(1.0, 1.3, 1.7, counts=[2, 3, 4], has_counts=True, num_counted=9, num_output=9)
     assert one.tpot_s == pytest.approx(0.1)
     assert record(1.0).tpot_s is None
@@ -47,8 +47,8 @@ def test_failures_have_no_latency_and_count_as_misses() -> None:
     assert metrics.errors(records)["kinds"] == {"timeout": 1, "dropped": 1}
 
 
-def test_what_was_good_or_bad_together_counts_for_fewer() -> None:
-    """Of forty the first twenty are bad, and then every second one: the same share, but far less of a sample."""
+def test_correlated_attainment_counts_for_fewer() -> None:
+    """20 of 40 requests are bad, the first 20 or every second one: equal shares, but fewer independent ones."""
 
     def service_of(is_good: list[bool]) -> metrics.Figures:
         records = [record(at + (0.1 if good else 2.0), at=float(at)) for at, good in enumerate(is_good)]
@@ -60,7 +60,7 @@ def test_what_was_good_or_bad_together_counts_for_fewer() -> None:
     assert together["num_free"] < 10 and together["attainment_ci"][0] < 0.25 < 0.75 < together["attainment_ci"][1]
 
 
-def test_each_limit_is_judged_on_its_own_measure() -> None:
+def test_each_limit_applies_to_its_own_measure() -> None:
     slow_gap = record(0.1, 0.2, 0.9, 1.0)
     assert metrics.misses(slow_gap, {"itl": 0.5}) == ["itl"]
     assert metrics.misses(slow_gap, {"tpot": 0.31, "ttft": 0.1, "e2e": 1.0}) == []
@@ -68,14 +68,14 @@ def test_each_limit_is_judged_on_its_own_measure() -> None:
     assert metrics.misses(record(0.1, 0.3, deadline_ms=200.0), {}) == ["deadline"]
 
 
-def test_a_limit_on_gaps_is_broken_by_any_gap_beyond_the_hundredth_part() -> None:
-    """One of three gaps is half a second: two thirds are within 499 ms, not 99 %, whatever lies between two gaps."""
+def test_a_limit_on_gaps_allows_one_percent_of_the_gaps() -> None:
+    """One of three gaps is 0.5 s, so a limit of 499 ms holds for two thirds of the gaps, without interpolation."""
     assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.499}) == ["itl"]
     assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.501}) == []
 
 
-def test_requests_that_met_no_other_are_told_from_the_rest() -> None:
-    """The second begins before the first has ended, the third when both have, and the fourth fails beside nobody."""
+def test_requests_without_any_other_in_flight_are_counted() -> None:
+    """The second begins before the first has ended, the third after both, and the fourth fails alone."""
     records = [record(1.0, at=0.0), record(2.0, at=0.9), record(3.0, at=2.0), record(at=4.0, error="x", ended_s=5.0)]
     service = metrics.service(records, {"ttft": 1.05}, {}, 5.0)
     assert (service["good"], service["alone_good"], service["alone_count"]) == (2, 1, 2)
@@ -83,7 +83,7 @@ def test_requests_that_met_no_other_are_told_from_the_rest() -> None:
     assert metrics.service(overlapped, {}, {}, 5.0)["alone_count"] == 0, "the first one outlasts both"
 
 
-def test_a_class_has_limits_of_its_own() -> None:
+def test_a_class_has_its_own_limits() -> None:
     kinds = request_classes_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
     records = [record(0.1, class_name="fast"), record(0.1, class_name="slow"), record(0.3, class_name="slow")]
     service = metrics.service(records, {"ttft": 0.2}, kinds, 1.0)
@@ -92,7 +92,7 @@ def test_a_class_has_limits_of_its_own() -> None:
     assert (groups["fast"]["attainment"], groups["slow"]["attainment"]) == (0.0, 0.5)
 
 
-def test_throughput_counts_what_came_inside_the_window() -> None:
+def test_throughput_counts_tokens_inside_the_window() -> None:
     records = [record(0.5, 1.5, 2.5, usage_prompt=100), record(1.2, 1.4, usage_prompt=50), record(error="x")]
     found = metrics.throughput(records, 1.0, 2.0)
     assert found["output_tokens_per_s"] == 3
@@ -100,20 +100,20 @@ def test_throughput_counts_what_came_inside_the_window() -> None:
     assert found["input_tokens_per_s"] == 50
 
 
-def test_the_last_answer_is_inside_of_the_window_that_ends_with_it() -> None:
-    """An answer that is not streamed has all its tokens at its end."""
+def test_the_window_includes_its_last_response() -> None:
+    """A response without streaming has all its tokens at its end."""
     whole = record(2.0, counts=[1], num_counted=1, num_output=32, usage_output=32, usage_prompt=8, ended_s=2.0)
     found = metrics.throughput([whole], 0.0, 2.0)
     assert (found["output_tokens_per_s"], found["input_tokens_per_s"], found["requests_per_s"]) == (16, 4, 0.5)
 
 
 def test_usage_larger_than_the_events_is_spread_over_them() -> None:
-    """Where the server does not say how many tokens an event has, its usage does."""
+    """The usage gives the tokens of events without a count."""
     one = record(0.1, 0.2, num_output=6, usage_output=6)
     assert metrics.throughput([one], 0.0, 0.15)["output_tokens_per_s"] == pytest.approx(3 / 0.15)
 
 
-def test_tenants_are_compared_by_what_they_got_of_what_they_asked() -> None:
+def test_fairness_compares_shares_of_requested_output() -> None:
     records = [record(0.1, 0.2, 0.3, tenant="a"), record(0.4, 0.5, 0.6, tenant="b"), record(tenant="b", error="x")]
     tenants = metrics.groups(records, "tenant", {}, {}, RNG)
     found = metrics.fairness(tenants, records, records, 0.0, 9.0)
@@ -122,7 +122,7 @@ def test_tenants_are_compared_by_what_they_got_of_what_they_asked() -> None:
 
 
 def test_tokens_of_tenants_are_compared_only_while_several_wait() -> None:
-    """Seconds 1 and 2: a and b both have a request waiting all through; c never waits, and gets what it asked for."""
+    """In seconds 1 and 2, a and b both have a request waiting throughout; c never waits."""
     records = [
         record(5.5, tenant="a", at=0.5, num_input=7),
         record(1.5, 2.5, 2.75, tenant="a", at=0.5, num_input=4),
@@ -137,15 +137,15 @@ def test_tokens_of_tenants_are_compared_only_while_several_wait() -> None:
 
 
 def test_a_tenant_that_is_starved_does_not_make_the_others_look_fair() -> None:
-    """Two of c's three requests failed: its median is a failure, which takes for ever."""
+    """Two of c's three requests failed, so its median time is infinite."""
     records = [record(0.1, tenant="a"), record(0.2, tenant="b"), record(0.1, tenant="c")]
     records += [record(tenant="c", error="timeout"), record(tenant="c", error="timeout")]
     found = metrics.fairness(metrics.groups(records, "tenant", {}, {}, RNG), records, records, 0.0, 9.0)
     assert found["ttft_ratio"] is None and found["unserved"] == ["c"]
 
 
-def test_what_a_tenant_asked_for_in_the_warm_up_and_got_after_it_counts_as_service() -> None:
-    """Second 2: a and b wait all through it; of a's tokens in it, those of the request of second 0 came."""
+def test_tokens_of_warm_up_requests_count_as_service() -> None:
+    """In second 2, a and b wait throughout, and a receives tokens of its request from second 0."""
     early = record(2.2, 2.4, 2.6, tenant="a", at=0.0, num_input=7, is_measured=False)
     late = [record(3.5, tenant="a", at=2.0, num_input=1), record(3.5, tenant="b", at=2.0, num_input=1)]
     tenants = metrics.groups(late, "tenant", {}, {}, RNG)
@@ -153,8 +153,8 @@ def test_what_a_tenant_asked_for_in_the_warm_up_and_got_after_it_counts_as_servi
     assert found["backlogged_s"] == 1 and found["tokens_per_s"] == {"a": 10.0, "b": 0.0}
 
 
-def test_prompts_that_the_server_knew_before_the_run_are_told_from_hits_of_the_run() -> None:
-    """Of 40 prompt tokens 8 + 6 came from the cache; the trace explains 8 of the first, and none of the second."""
+def test_hits_from_before_the_run_are_told_from_hits_of_the_run() -> None:
+    """8 + 6 of 40 prompt tokens were cached; the run explains 8 of the first request and none of the second."""
     found = metrics.caching(
         [
             record(1.0, num_input=20, usage_prompt=20, usage_cached=8, ideal_cached=10),
@@ -164,8 +164,8 @@ def test_prompts_that_the_server_knew_before_the_run_are_told_from_hits_of_the_r
     assert (found["achieved_share"], found["ideal_share"], found["known_before_share"]) == (14 / 40, 10 / 40, 6 / 40)
 
 
-def test_hits_and_the_most_that_was_possible_are_of_the_same_requests() -> None:
-    """The second failed: it could have found 10, and nobody knows what it found."""
+def test_cache_hits_and_their_limit_are_of_the_same_requests() -> None:
+    """The second request failed, so its 10 possible hits do not count."""
     found = metrics.caching(
         [
             record(1.0, num_input=20, usage_prompt=20, usage_cached=10, ideal_cached=10),
@@ -186,15 +186,15 @@ def test_usage_is_checked_against_counted_tokens() -> None:
     assert found["other_length_than_asked"] == 2
 
 
-def test_what_nobody_counted_is_not_said_to_differ() -> None:
-    """Of two answers one has no usage: neither its prompt nor its output can be of another length than asked."""
+def test_uncounted_output_has_no_mismatch() -> None:
+    """One of two responses has no usage, so its lengths cannot differ from those asked for."""
     said = record(0.1, 0.2, 0.3, usage_output=3, usage_prompt=10)
-    silent = record(0.1, 0.2)  # two events, of who knows how many tokens
+    silent = record(0.1, 0.2)  # two events with unknown numbers of tokens
     found = metrics.tokens([said, silent])
     assert (found["input_asked"], found["input_said"], found["other_length_than_asked"]) == (10, 10, 0)
 
 
-# ---- can the run be believed? ---------------------------------------------------------------------------------------
+# ---- validity --------------------------------------------------------------------------------------------------------
 
 
 def run_of(at: "np.ndarray", lateness: "np.ndarray | float" = 0.0) -> list[RequestRecord]:
@@ -213,7 +213,7 @@ def judged(records: list[RequestRecord], *, lag: float = 0.0, cpu: float = 0.1, 
 POISSON = np.cumsum(np.random.default_rng(3).exponential(0.1, 400))
 
 
-def test_a_poisson_run_sent_in_time_is_valid() -> None:
+def test_a_poisson_run_sent_on_time_is_valid() -> None:
     assert judged(run_of(POISSON), rate="10") == []
     check = arrival_check(run_of(POISSON), LoadtestConfig(rate="10"), True)
     assert check["cv"] == pytest.approx(1, abs=0.1) and check["cv_expected"] == 1 and check["ks_p"] > 0.01
@@ -221,7 +221,7 @@ def test_a_poisson_run_sent_in_time_is_valid() -> None:
 
 
 def test_ten_requests_at_a_time_are_not_poisson() -> None:
-    """What workers that share a seed do."""
+    """Ten processes with the same seed send at the same instants."""
     together = np.repeat(np.cumsum(np.random.default_rng(3).exponential(1.0, 40)), 10)
     reasons = judged(run_of(together), rate="10")
     assert any("not those of poisson" in reason for reason in reasons)
@@ -231,8 +231,8 @@ def test_ten_requests_at_a_time_are_not_poisson() -> None:
 @pytest.mark.parametrize(
     ("options", "cv"), [({"arrival": "constant"}, 0.0), ({"arrival": "burst", "burst_size": 5}, 2.0)]
 )
-def test_even_arrivals_are_where_they_should_be(options: dict[str, Any], cv: float) -> None:
-    """Processes that send the same half of a schedule, and a schedule at twice the rate, are on time, and wrong."""
+def test_constant_and_burst_arrivals_are_checked_by_their_instants(options: dict[str, Any], cv: float) -> None:
+    """Half of a schedule sent twice, and a schedule at twice the rate, are on time but wrong."""
     config = LoadtestConfig(rate="10", **options)
     unit = unit_arrivals(config.arrival, 400, RNG, burst_size=config.burst_size)
     assert judged(run_of(unit / 10), rate="10", **options) == []
@@ -249,14 +249,14 @@ def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_name
     assert "97% of a core" in judged(run_of(POISSON), cpu=0.97, rate="10")[0]
     config = LoadtestConfig(rate="10")
     records = run_of(POISSON)
-    idle = ClientFinished(0.002, 0.0021, [], 0, 0)  # had no request, and began and ended all the same
+    idle = ClientFinished(0.002, 0.0021, [], 0, 0)  # it had no request
     load = client_load(LoadResult(finished=[idle]), 0.0, 1)
     assert load["busiest"] < 0.01
     assert "3 scheduled requests" in verdict(records, arrival_check(records, config, True), load, config, 3)[0]
 
 
-def test_later_turns_that_went_out_late_are_no_less_late() -> None:
-    """Their instants follow from the answers before, so that they count in no rate, but the client owed them too."""
+def test_late_later_turns_make_a_run_invalid() -> None:
+    """Instants of later turns follow from responses, so they count in no rate, but their lateness counts."""
     later = [record(float(at) + 1, at=float(at), late=0.1, turn=1, index=1) for at in POISSON + 0.5]
     reasons = judged([*run_of(POISSON), *later], rate="10")
     assert len(reasons) == 1 and "ms late" in reasons[0]
@@ -270,16 +270,16 @@ def test_a_rate_that_was_not_reached_is_named() -> None:
     assert any("instead of" in reason for reason in reasons)
 
 
-def test_one_late_request_at_an_end_of_a_short_run_is_no_other_rate() -> None:
-    """30 requests in 0.15 s, the first 5 ms late: 3 % more a second, for want of one in a hundred that may be late."""
+def test_one_late_request_at_an_end_of_a_short_run_is_not_a_missed_rate() -> None:
+    """30 requests in 0.15 s, the first 5 ms late: the rate is 3 % higher because of one request."""
     instants = np.arange(30) * 0.005
     records = run_of(instants, np.where(instants == 0, 0.005, 0.0))
     assert arrival_check(records, LoadtestConfig(rate="200", arrival="constant"), True)["achieved_rate"] > 205
     assert judged(records, rate="200", arrival="constant") == []
 
 
-def test_a_ramp_is_checked_in_its_own_time() -> None:
-    """A ramp's raw gaps are not exponential; seen through its rate they are."""
+def test_a_ramp_is_checked_in_operational_time() -> None:
+    """The raw gaps of a ramp are not exponential; in operational time they are."""
     config = LoadtestConfig(rate="1..100", duration="20")
     operational = np.cumsum(np.random.default_rng(5).exponential(1.0, 950))
     records = run_of(config.profile.to_seconds(operational))

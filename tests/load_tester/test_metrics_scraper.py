@@ -1,4 +1,4 @@
-"""What is read of a server beside the load: its metrics, and what it says about itself."""
+"""Metrics and information read from a server beside the load."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from common.errors import ConfigError
-from scripts.load_tester.client import metrics_scraper as scrape
+from scripts.load_tester.client import metrics_scraper
 from scripts.load_tester.client.metrics_scraper import MetricsScraper, parse_metrics
 from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
@@ -20,7 +20,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 @contextmanager
 def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[bytes]]]:
-    """Answers every connection's first request with ``answer``, and keeps the heads; the address, and those."""
+    """Serve ``answer`` to the first request of every connection; yield the address and the received heads."""
     heads: list[bytes] = []
     sockets: list[socket.socket] = []
 
@@ -48,7 +48,7 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[
 
 
 def drip(peer: socket.socket) -> None:
-    """An answer that lasts until the connection's end, which never comes."""
+    """Send a response that ends with the connection, which never closes."""
     peer.sendall(OK + b"Connection: close\r\n\r\n")
     while True:
         peer.sendall(b"a 1\n")
@@ -62,7 +62,7 @@ def flood(peer: socket.socket) -> None:
 
 
 async def scraped(config: LoadtestConfig, seconds: float) -> MetricsScraper:
-    """As a run does it: until there is something to tell, at least so long, and at most ten seconds."""
+    """Scrape for this many seconds; with 0, until there is a result, for at most ten seconds."""
     scraper = MetricsScraper(config)
     running = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)
@@ -88,7 +88,7 @@ def test_a_page_that_never_ends_does_not_hold_up_the_end_of_a_run() -> None:
 
 @contextmanager
 def deaf(takes: bool) -> Iterator[str]:
-    """An address that says nothing: it accepts connections, or swallows all of them, the line of waiting ones full."""
+    """Address of a silent server: it accepts connections, or its backlog is full."""
     with socket.create_server(("127.0.0.1", 0), backlog=16 if takes else 0) as listener:
         waiting = [socket.socket() for _ in range(0 if takes else 4)]
         for one in waiting:
@@ -102,31 +102,31 @@ def deaf(takes: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("scheme", "takes"), [("http", True), ("http", False), ("https", True)])
-def test_an_address_that_says_nothing_does_not_hold_up_the_end_of_a_run(
+def test_a_silent_address_does_not_hold_up_the_end_of_a_run(
     scheme: str, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers nothing; it does not connect; it makes no TLS handshake. A run that waited would hang."""
+    """No response, no connection, no TLS handshake: a run that waited for any of them would hang."""
     monkeypatch.setattr("scripts.load_tester.client.server_info.TIMEOUT_S", 900.0)
     with deaf(takes) as address:
         found = scrape_for(LoadtestConfig(scrape=f"{scheme}://{address}"), 0.2)
     assert found.since(0.0) == {} and "nothing answered" in found.notes[0]
 
 
-def test_a_page_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "MAX_PAGE", 1 << 20)
+def test_an_endless_page_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_scraper, "MAX_PAGE", 1 << 20)
     with server(flood) as (url, _):
         found = scrape_for(LoadtestConfig(url=url, scrape=url))
     assert found.since(0.0) == {} and "no metrics (HTTP 0)" in found.notes[0]
 
 
-def test_garbage_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_metrics_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     page = b"<html>\xff\x00</html>"
     with server(lambda peer: peer.sendall(OK + b"Content-Length: %d\r\n\r\n" % len(page) + page)) as (url, _):
         found = scrape_for(LoadtestConfig(url=url, scrape=url + "/metrics"))
     assert found.since(0.0) == {} and found.notes == [f"--scrape {url}/metrics: no metrics on that page"]
 
 
-def test_the_key_is_told_to_the_server_under_test_alone() -> None:
+def test_the_key_goes_only_to_the_server_under_test() -> None:
     page = OK + b"Content-Length: 4\r\n\r\na 1\n"
     with (
         server(lambda peer: peer.sendall(page)) as (own, mine),
@@ -139,7 +139,7 @@ def test_the_key_is_told_to_the_server_under_test_alone() -> None:
 
 
 def test_a_long_run_keeps_an_even_selection_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "MAX_ROWS", 4)
+    monkeypatch.setattr(metrics_scraper, "MAX_ROWS", 4)
     scraper = MetricsScraper(LoadtestConfig(scrape_interval=1.0))
     for at in range(6):
         scraper._keep(float(at), {"a": 1.0 + at})
@@ -150,12 +150,12 @@ def test_a_long_run_keeps_an_even_selection_of_pages(monkeypatch: pytest.MonkeyP
 def test_prometheus_text_is_read_without_buckets_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '# HELP a b\na_total 3\na_bucket{le="1"} 2\nb{x="y z"} 1.5e3\nc NaN\nd 1.2.3\nprocess_x 1\n'
     assert parse_metrics(text) == {"a_total": 3.0, 'b{x="y z"}': 1500.0}
-    monkeypatch.setattr(scrape, "MAX_NAMES", 1)
+    monkeypatch.setattr(metrics_scraper, "MAX_NAMES", 1)
     assert parse_metrics(text) == {"a_total": 3.0}
 
 
 @pytest.mark.parametrize("answer", [flood, drip])
-def test_a_server_that_never_ends_to_say_what_it_is_is_refused(
+def test_a_server_with_an_endless_response_is_refused(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.load_tester.client.server_info.TIMEOUT_S", 0.5)

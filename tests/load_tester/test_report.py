@@ -1,4 +1,4 @@
-"""What is written and said: files, page, expected outputs, exit statuses."""
+"""Files, page, expected outputs, exit statuses and live view."""
 
 import io
 import json
@@ -23,7 +23,8 @@ from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.ipc import Progress
 from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.main import DIFFERENT, FAILED, FINE, INVALID, WRONG, main
+from scripts.load_tester.main import main
+from scripts.load_tester.output_files import DIFFERENT, FAILED, FINE, INVALID, WRONG
 from scripts.load_tester.reporting.html_report import comparison_page, page
 from scripts.load_tester.reporting.parquet import COLUMNS, write_parquet
 from scripts.load_tester.reporting.progress import ProgressView, panel
@@ -60,7 +61,7 @@ def test_one_run_writes_every_kind_of_file(tmp_path: Path, capsys: pytest.Captur
     assert not re.search(r"https?://(?!127\.0\.0\.1)|<script|<link|@import|url\(", page), "the page is self-contained"
 
 
-def test_nothing_that_a_server_says_is_markup_or_moves_a_cursor(tmp_path: Path) -> None:
+def test_text_from_a_server_is_escaped_and_printable(tmp_path: Path) -> None:
     evil = "</title></svg></pre><script>alert(1)</script>\x1b[2J\r\n\"onload='x'"
     with mock_server(tmp_path) as server:
         report = run_load(LoadtestConfig(url=server.url, rate="100", num_requests=9, output_len="3"))
@@ -92,9 +93,7 @@ def test_keys_never_reach_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "words"), [(None, "requires an API key"), ("wrong", "refuses this --api-key")])
-def test_a_server_behind_a_key_is_refused_in_a_sentence(
-    key: str | None, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_or_wrong_key_is_refused(key: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.load_tester.client.server_info.get", lambda *_: (401, b"{}"))
     with pytest.raises(ConfigError, match=words) as refused:
         fetch_server_info("http://127.0.0.1:9", {"Authorization": f"Bearer {key}"} if key else {})
@@ -106,16 +105,14 @@ def test_a_server_behind_a_key_is_refused_in_a_sentence(
              b'{"data":[{"id":[1],"meta":3}]}',
              b'{"data":[{"id":"m","meta":{"n_vocab":"many"}}],"limits":{"vocab_size":-4}}'],
 )  # fmt: skip
-def test_a_server_that_says_odd_things_about_itself_is_one_that_says_nothing(
-    page: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_malformed_server_information_is_ignored(page: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.load_tester.client.server_info.get", lambda *_: (200, page))
     found = fetch_server_info("http://127.0.0.1:9", {})
     assert found.vocab_size is None and found.model in (None, "m")
     assert found.vocab == (100, 10_000)
 
 
-def test_a_reader_that_has_seen_enough_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
+def test_files_are_written_after_the_reader_of_standard_output_is_gone(tmp_path: Path) -> None:
     """``loadtest --json r.json | true``"""
     path = tmp_path / "r.json"
     with mock_server(tmp_path) as server:
@@ -129,7 +126,7 @@ def test_a_reader_that_has_seen_enough_does_not_keep_files_from_being_written(tm
     assert len(json.loads(path.read_text())["samples"]["ttft"]) == 5
 
 
-def test_a_report_on_standard_output_is_all_that_is_there(tmp_path: Path) -> None:
+def test_a_report_on_standard_output_is_alone_there(tmp_path: Path) -> None:
     with mock_server(tmp_path) as server:
         words = ["--url", server.url, "--rate", "60", "--num-requests", "5", "--json", "-"]
         command = [sys.executable, "-m", "scripts.cli", "loadtest", *words]
@@ -138,13 +135,13 @@ def test_a_report_on_standard_output_is_all_that_is_there(tmp_path: Path) -> Non
     assert b"time to first token" in done.stderr
 
 
-def test_one_file_that_cannot_be_written_does_not_cost_the_others(
+def test_other_files_are_written_after_one_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scripts.load_tester.main.write_jsonl", full)
+    monkeypatch.setattr("scripts.load_tester.command.write_jsonl", full)
     with mock_server(tmp_path) as server:
         paths = [str(tmp_path / name) for name in ("r.json", "r.jsonl", "r.html")]
         assert command(server, "--json", paths[0], "--jsonl", paths[1], "--html", paths[2]) == FAILED
@@ -152,8 +149,8 @@ def test_one_file_that_cannot_be_written_does_not_cost_the_others(
     assert Path(paths[0]).exists() and Path(paths[2]).exists()
 
 
-def test_samples_are_of_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of 30 requests at most 10: each third, not the first ten."""
+def test_samples_are_spread_over_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At most 10 of 30 requests are kept: every third, not the first ten."""
     monkeypatch.setattr("scripts.load_tester.reporting.report.MAX_SAMPLES", 12)
     with mock_server(tmp_path) as server:
         report = run_load(LoadtestConfig(url=server.url, rate="100", num_requests=30, output_len="2"))
@@ -165,19 +162,19 @@ def test_samples_are_of_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ({"duration": "10s", "warmup": "6s", "cooldown": "4s"}, "nothing would be measured"),
+        ({"duration": "10s", "warmup": "6s", "cooldown": "4s"}, "nothing is measured"),
         ({"stream": False, "slo_itl": "50ms"}, "--slo-itl need --stream"),
         ({"stream": False, "mix": "a:slo-ttft=1s"}, "--slo-ttft need --stream"),
         ({"url": "http://me:s3cret@127.0.0.1:1"}, "would not be sent"),
     ],
 )
-def test_what_would_have_no_effect_or_no_figure_is_refused(words: dict[str, Any], complaint: str) -> None:
+def test_options_without_effect_are_refused(words: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as refused:
         LoadtestConfig(**words)
     assert "s3cret" not in str(refused.value)
 
 
-def test_parquet_has_a_row_per_request_and_says_what_columns_mean(tmp_path: Path) -> None:
+def test_parquet_has_a_row_per_request_and_describes_its_columns(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [record(0.5, 0.6, timings={"prefill_s": 0.1}), record(error="dropped", index=1)]
     write_parquet(rows, str(tmp_path / "r.parquet"))
@@ -231,20 +228,18 @@ def outputs_of(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_check_that_compared_less_than_was_expected_has_not_passed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every fifth of 30 is cut; then only 25 are sent, then 30 others."""
+def test_an_output_check_needs_every_expected_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run with 25 of 30 requests, with 30 other prompts, and with every fifth connection cut."""
     saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
     files = ("--expect-file", saved, "--json", str(path), "--html", str(tmp_path / "r.html"))
     with mock_server(tmp_path) as server:
         command(server, "--save-outputs", saved)
         assert command(server, "--num-requests", "25", *files) == DIFFERENT
         assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 25, "not_sent": 5}
-        assert "5 of 30 in the file are of prompts never sent" in capsys.readouterr().err
+        assert "5 of 30 prompts in the file were never sent" in capsys.readouterr().err
         assert command(server, "--seed", "1", *files) == DIFFERENT
         assert outputs_of(path) == COUNTS | {"expected": 30, "not_sent": 30, "not_expected": 30}
-        assert "the file is of other prompts" in capsys.readouterr().out
+        assert "the file has other prompts" in capsys.readouterr().out
     with mock_server(tmp_path, "--drop", "5") as server:
         assert command(server, *files) == DIFFERENT
     assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 24, "unanswered": 6}
@@ -255,7 +250,7 @@ def test_a_check_that_compared_less_than_was_expected_has_not_passed(
     assert verdict in said.out and f'<p class="bad">{verdict}' in (tmp_path / "r.html").read_text()
 
 
-def test_a_chat_is_another_prompt_than_its_words_and_so_are_trimmed_words(tmp_path: Path) -> None:
+def test_chat_and_trimmed_words_are_different_prompts(tmp_path: Path) -> None:
     saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
     trimmed = ["--prompt", "text", "--tokenizer", SMALL_MODEL]
     with mock_server(tmp_path) as server:
@@ -265,8 +260,8 @@ def test_a_chat_is_another_prompt_than_its_words_and_so_are_trimmed_words(tmp_pa
             assert outputs_of(path) == COUNTS | {"expected": 30, "not_sent": 30, "not_expected": 30}
 
 
-def test_what_a_file_of_ones_own_asks_beside_the_prompt_tells_requests_apart() -> None:
-    """Of a prompt that was given, the seed is no part."""
+def test_the_digest_covers_the_users_own_fields() -> None:
+    """The seed does not matter for a given prompt."""
 
     def digest(drawn: str, **extra: object) -> str:
         return PlannedRequest(0, 0.0, ((1, 8),), 4, extra=extra).digest(drawn)
@@ -275,13 +270,13 @@ def test_what_a_file_of_ones_own_asks_beside_the_prompt_tells_requests_apart() -
     assert digest("0", temperature=1) != digest("1", temperature=1) != digest("1", temperature=0)
 
 
-def test_a_run_in_which_every_request_failed_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_failures_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock_server(tmp_path, "--refuse", "1") as server:
         assert main(["--url", server.url, "--rate", "50", "--num-requests", "5"]) == FAILED
     assert "every request failed" in capsys.readouterr().err
 
 
-def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_have_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:9"]) == WRONG
     assert "nothing answers" in capsys.readouterr().err
     assert main(["--json", str(tmp_path / "no" / "such" / "r.json")]) == WRONG
@@ -307,11 +302,14 @@ def test_wrong_words_are_one_sentence_and_status_2(tmp_path: Path, capsys: pytes
     ("content", "complaint"),
     [
         ("not json\n", "cannot be read"),
-        ("\n", "holds no output"),
-        ('{"prompt":"d","max_tokens":1,"text":"a"}\n{"prompt":"d","max_tokens":1,"text":"b"}\n', "that differ"),
+        ("\n", "has no output"),
+        (
+            '{"prompt":"d","max_tokens":1,"text":"a"}\n{"prompt":"d","max_tokens":1,"text":"b"}\n',
+            "two different outputs",
+        ),
     ],
 )
-def test_an_expected_file_that_is_none_is_refused(content: str, complaint: str, tmp_path: Path) -> None:
+def test_an_invalid_expect_file_is_refused(content: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_text(content)
     with pytest.raises(ConfigError, match=f"--expect-file .* {complaint}"):
         run_load(LoadtestConfig(url="http://127.0.0.1:9", expect_file=str(tmp_path / "x")))
@@ -323,7 +321,7 @@ def test_ticks_are_round() -> None:
     assert log_ticks(0.9, 120) == [1, 2, 5, 10, 20, 50, 100]
 
 
-def test_the_live_view_fits_a_narrow_terminal_and_takes_nothing_for_markup() -> None:
+def test_the_live_view_fits_a_narrow_terminal_without_markup() -> None:
     console = Console(file=io.StringIO(), width=30, force_terminal=True)
     console.print(panel("first token  p50 100.0 ms, p99 250.0 ms [/x] [red]", "loadtest  http://[fe80::1]:8000  [/]"))
     console.print(panel("x", "loadtest  http://[fe80::1]:8000  4"))
@@ -347,7 +345,7 @@ def test_shares_are_not_rounded_to_all_or_nothing() -> None:
 
 
 def test_the_live_view_of_a_closed_loop_counts_turns() -> None:
-    """Ten of the twenty requests of five sessions have ended: half of thirty."""
+    """Ten of the twenty requests of five sessions have ended: 15 of 30 blocks."""
     plan = make_plan(LoadtestConfig(concurrency=2, num_requests=5, turns="4"))
     assert (plan.num_sessions, plan.num_requests) == (5, 20)
     assert make_plan(LoadtestConfig(concurrency=2, duration="1s")).num_requests is None
@@ -355,7 +353,7 @@ def test_the_live_view_of_a_closed_loop_counts_turns() -> None:
     assert bar.count("█") == 15
 
 
-def test_the_live_view_says_how_far_and_how_fast() -> None:
+def test_the_live_view_shows_progress_and_rates() -> None:
     view = ProgressView()
     plan = Plan([], 100, True, 10.0, [], {})
     view.text([Progress(4.0, 3, 0, 0, 200, 0, [0.05], [0.001]), Progress(4.0, 1, 0, 0, 100, 0, [], [])], plan)

@@ -1,4 +1,4 @@
-"""Responses read from bytes: where they end, which event came when, what they said. No sockets."""
+"""Responses parsed from bytes: their end, events and output. No sockets."""
 
 import itertools
 from array import array
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.load_line import Line
+from support.load_connection import FedConnection
 
 from scripts.load_tester.client.http_framing import follow_chunks, read_head
 from scripts.load_tester.client.ipc import (
@@ -34,28 +34,28 @@ def chunk(data: bytes) -> bytes:
 WHOLE = HEAD + b"".join(map(chunk, [*EVENTS, USAGE, LAST])) + b"0\r\n\r\n"
 
 
-def done_of(segments: list[bytes], error: str = "") -> RequestDone:
-    stamps = array("d", range(1, len(segments) + 1)).tobytes()
-    sizes = array("I", map(len, segments)).tobytes()
-    return RequestDone(0, 0.0, 0.0, 0.0, float(len(segments)), stamps, sizes, b"".join(segments), error, False)
+def done_of(pieces: list[bytes], error: str = "") -> RequestDone:
+    stamps = array("d", range(1, len(pieces) + 1)).tobytes()
+    sizes = array("I", map(len, pieces)).tobytes()
+    return RequestDone(0, 0.0, 0.0, 0.0, float(len(pieces)), stamps, sizes, b"".join(pieces), error, False)
 
 
 @given(cuts=st.sets(st.integers(1, len(WHOLE) - 1)))
 def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[int]) -> None:
     edges = [0, *sorted(cuts), len(WHOLE)]
-    segments = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
-    line = Line()
-    for piece in segments:
+    pieces = [WHOLE[begin:end] for begin, end in itertools.pairwise(edges)]
+    line = FedConnection()
+    for piece in pieces:
         assert not line.ended
         line.receive(piece)
     assert line.ended == [line.exchange] and line.connection.is_reusable
     assert b"".join(line.exchange.parts) == WHOLE
-    assert line.exchange.sizes.tolist() == [len(piece) for piece in segments]
+    assert line.exchange.sizes.tolist() == [len(piece) for piece in pieces]
     stamps = line.exchange.stamps.tolist()
-    assert stamps == sorted(stamps) and len(stamps) == len(segments) and line.exchange.ended_at == stamps[-1]
-    answer = parse_response(done_of(segments))
+    assert stamps == sorted(stamps) and len(stamps) == len(pieces) and line.exchange.ended_at == stamps[-1]
+    answer = parse_response(done_of(pieces))
     assert (answer.text, answer.error, answer.usage_output) == ("0123", "", 4)
-    # Each event has the instant of the piece that brought its last byte.
+    # Each event has the instant of the piece with its last byte.
     at, expected = len(HEAD), []
     for event in EVENTS:
         end = at + len(b"%x\r\n" % len(event)) + len(event)
@@ -65,7 +65,7 @@ def test_a_response_ends_exactly_with_its_last_byte_however_it_is_cut(cuts: set[
 
 
 @given(cuts=st.sets(st.integers(1, len(WHOLE) + 3)), framing=st.sampled_from(["chunks", "length", "trailers"]))
-def test_what_comes_behind_a_response_is_no_part_of_it_and_ends_the_connection(cuts: set[int], framing: str) -> None:
+def test_bytes_after_a_response_are_dropped_and_close_the_connection(cuts: set[int], framing: str) -> None:
     whole = {
         "chunks": WHOLE,
         "length": b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nabcdef",
@@ -73,7 +73,7 @@ def test_what_comes_behind_a_response_is_no_part_of_it_and_ends_the_connection(c
     }[framing]
     raw = b"HTTP/1.1 100 Continue\r\n\r\n" + whole + b"\r\n\r\n"
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    line = Line()
+    line = FedConnection()
     for begin, end in itertools.pairwise(edges):
         line.receive(raw[begin:end])
     assert line.ended == [line.exchange] and not line.exchange.error
@@ -83,18 +83,18 @@ def test_what_comes_behind_a_response_is_no_part_of_it_and_ends_the_connection(c
 
 
 @given(st.sets(st.integers(1, 200)))
-def test_lines_may_end_as_in_dos_and_come_with_comments(cuts: set[int]) -> None:
+def test_events_may_have_crlf_line_ends_and_comments(cuts: set[int]) -> None:
     body = b": ping\r\n\r\n" + b"".join(event.replace(b"\n", b"\r\n") for event in [*EVENTS, LAST])
     raw = HEAD + chunk(body) + b"0\r\n\r\n"
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    segments = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
-    answer = parse_response(done_of(segments))
+    pieces = [raw[begin:end] for begin, end in itertools.pairwise(edges)]
+    answer = parse_response(done_of(pieces))
     assert (answer.text, answer.error, len(answer.stamps)) == ("0123", "", 4)
 
 
 def test_output_that_looks_like_the_last_chunk_is_not_taken_for_it() -> None:
-    """With DOS line ends a chunk may end in exactly these bytes."""
-    line = Line()
+    """With CRLF line ends a chunk may end in exactly these bytes."""
+    line = FedConnection()
     line.receive(HEAD)
     line.receive(chunk(b"data: 0\r\n"))
     assert not line.ended
@@ -110,13 +110,13 @@ def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
 
 
 @pytest.mark.parametrize("size", [b"-10", b"+5", b"0x5", b"1_0", b"", b"fffffffff"])
-def test_a_size_that_is_none_is_no_endless_loop(size: bytes) -> None:
-    """Minus sixteen would lead back to where it stands."""
+def test_an_invalid_chunk_size_ends_the_response_with_an_error(size: bytes) -> None:
+    """A size of -16 would lead back to the same offset."""
     end = b"0" * 16 + size + b"\r\n" if size.isdigit() else size + b"\r\nabc\r\n"
     raw = HEAD + chunk(EVENTS[0]) + end
-    line = Line()
+    line = FedConnection()
     line.receive(raw)
-    if not line.ended:  # looked at when it could be the end
+    if not line.ended:  # the framing is checked only where the response could end
         line.receive(b"\r\n\r\n")
     assert line.ended == [line.exchange] and line.exchange.error == "bad_http"
     assert parse_response(done_of([raw], "bad_http")).error == "bad_http"
@@ -139,7 +139,7 @@ BODIES = st.one_of(
 
 @pytest.mark.parametrize("text", [b"\xc3", b"\xff", b"a\xe2\x82"])
 @pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
-def test_half_a_character_is_the_failure_of_one_answer_not_of_the_run(kind: bytes, text: bytes) -> None:
+def test_an_incomplete_character_fails_one_response_not_the_run(kind: bytes, text: bytes) -> None:
     body = b'{"choices":[{"text":"%b"}]}' % text
     data = b"data: %b\n\n" % body if kind == b"text/event-stream" else body
     answer = parse_response(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n\r\n%b" % (kind, data)]))
@@ -149,14 +149,14 @@ def test_half_a_character_is_the_failure_of_one_answer_not_of_the_run(kind: byte
 
 
 @pytest.mark.parametrize("field", [b"content", b"reasoning_content"])
-def test_a_chat_that_does_not_stream_is_read_whole(field: bytes) -> None:
+def test_a_chat_without_streaming_is_parsed(field: bytes) -> None:
     body = b'{"choices":[{"message":{"%b":"ab"},"finish_reason":"stop"}],"usage":{"completion_tokens":2}}' % field
     answer = parse_response(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n%b" % body]))
     assert (answer.error, answer.text, answer.usage_output, answer.stamps) == ("", "ab", 2, [1.0])
 
 
 @given(st.lists(BODIES, max_size=4), st.sampled_from([200, 302, 404, 500]), st.booleans(), st.booleans(), st.booleans())
-def test_whatever_a_server_sends_becomes_an_answer_or_a_named_failure(
+def test_any_bytes_become_output_or_a_named_failure(
     bodies: list[bytes], status: int, is_stream: bool, is_chunked: bool, is_cut: bool
 ) -> None:
     kind = b"text/event-stream" if is_stream else b"application/json"
@@ -172,37 +172,37 @@ def test_whatever_a_server_sends_becomes_an_answer_or_a_named_failure(
     assert status == 200 or answer.error
 
 
-def test_a_length_or_a_closed_connection_can_end_a_response_too() -> None:
-    line = Line()
+def test_a_content_length_or_a_closed_connection_can_end_a_response() -> None:
+    line = FedConnection()
     line.receive(b"HTTP/1.1 429 X\r\nContent-Length: 5\r\n\r\nab")
     assert not line.ended
     line.receive(b"cde")
     assert line.ended == [line.exchange] and line.connection.is_reusable
-    line = Line()
+    line = FedConnection()
     line.receive(b"HTTP/1.1 200 OK\r\n\r\nabc")
     line.hang_up()
     assert line.ended == [line.exchange] and not line.connection.is_reusable
     assert line.exchange.ended_at >= line.exchange.stamps[-1]
 
 
-def test_an_interim_head_is_passed_over() -> None:
-    line = Line()
+def test_an_interim_head_is_skipped() -> None:
+    line = FedConnection()
     line.receive(b"HTTP/1.1 100 Continue\r\n\r\n")
     line.receive(WHOLE)
     assert line.ended == [line.exchange]
     assert b"".join(line.exchange.parts) == WHOLE and line.exchange.sizes.tolist() == [len(WHOLE)]
 
 
-def test_any_number_of_interim_heads_is_passed_over() -> None:
-    line = Line()
+def test_many_interim_heads_are_skipped() -> None:
+    line = FedConnection()
     line.receive(b"HTTP/1.1 102 Processing\r\n\r\n" * 2000 + WHOLE)
     assert line.ended == [line.exchange] and b"".join(line.exchange.parts) == WHOLE
 
 
 @pytest.mark.parametrize("head", [HEAD, b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_a_response_may_be_so_large_and_no_larger(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+def test_a_response_beyond_the_size_limit_is_dropped(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     monkeypatch.setattr("scripts.load_tester.client.connection.MAX_RESPONSE", len(head) + 50)
-    line = Line()
+    line = FedConnection()
     line.receive(head)
     line.receive(b"28\r\n" + b"x" * 40)
     line.receive(b"\r\n11\r\n")
@@ -215,25 +215,25 @@ def test_a_response_may_be_so_large_and_no_larger(monkeypatch: pytest.MonkeyPatc
     assert parse_response(done_of(exchange.parts, exchange.error)).error == "too_large"
 
 
-def test_a_length_that_no_number_holds_is_too_large() -> None:
-    line = Line()
+def test_an_enormous_content_length_is_too_large() -> None:
+    line = FedConnection()
     line.receive(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % (b"9" * 5000))
     assert line.ended == [line.exchange] and line.exchange.error == "too_large"
 
 
-def test_a_cut_in_the_middle_is_the_owners_to_judge_and_what_is_no_http_is_an_error() -> None:
-    line = Line()
+def test_a_cut_connection_is_lost_and_other_protocols_are_an_error() -> None:
+    line = FedConnection()
     line.receive(WHOLE[:-3])
     line.hang_up()
     assert line.lost == [line.exchange] and not line.ended
     assert b"".join(line.exchange.parts) == WHOLE[:-3], "what came before is there"
-    line = Line()
+    line = FedConnection()
     line.receive(b"SSH-2.0-OpenSSH\r\n\r\n")
     assert line.exchange.error == "bad_http" and not line.connection.is_reusable
 
 
-def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
-    line = Line()
+def test_unrequested_bytes_close_the_connection() -> None:
+    line = FedConnection()
     line.receive(WHOLE)
     assert line.connection.is_reusable
     line.receive(b"more")
@@ -250,7 +250,7 @@ def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
         ([b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\n'], ""),
     ],
 )
-def test_a_stream_that_is_not_whole_is_a_failure_by_name(events: list[bytes], error: str) -> None:
+def test_an_incomplete_stream_is_a_named_failure(events: list[bytes], error: str) -> None:
     assert parse_response(done_of([HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n"])).error == error
 
 
@@ -264,19 +264,19 @@ def test_reasoning_counts_as_output_and_an_empty_role_does_not() -> None:
     assert (answer.text, len(answer.stamps), answer.finish) == ("rc", 2, "stop")
 
 
-def test_a_refusal_brings_the_servers_words() -> None:
+def test_an_error_response_has_the_servers_message() -> None:
     body = b'{"error":{"message":"too much","code":"queue_full"}}'
     answer = parse_response(done_of([b"HTTP/1.1 429 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)]))
     assert (answer.status, answer.error, answer.message) == (429, "http_429", "too much")
 
 
-def test_heads_are_read_whatever_their_case() -> None:
+def test_header_names_are_case_insensitive() -> None:
     assert read_head(b"HTTP/1.0 204\r\nX-A: b ") == (204, {b"x-a": b"b"})
     assert read_head(b"nonsense")[0] == 0
 
 
 @given(st.lists(st.integers(1, 60), max_size=10))
-def test_frames_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
+def test_messages_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
     frames = [ClientReady(), RequestsDone([done_of([WHOLE])] * 2), Progress(1.0, 2, 3, 4, 5, 6, [0.5], [0.1])]
     data = b"".join(map(encode, frames))
     seen: list[Any] = []

@@ -94,7 +94,7 @@ def test_every_dialect_and_framing_gives_the_same_tokens(tmp_path: Path, flags: 
         assert {tuple(record.ids) for record in report.records} == {tuple(range(10))}
 
 
-def test_turns_of_a_session_follow_each_other_and_carry_what_came_before(tmp_path: Path) -> None:
+def test_turns_of_a_session_follow_each_other_and_carry_earlier_turns(tmp_path: Path) -> None:
     options = {"turns": "3", "think": "30ms", "input_len": "20", "output_len": "4", "prefix_len": 16}
     with mock_server(tmp_path, "--ttft", "0.01") as server:
         report = load(server, rate="40", num_requests=8, **options)
@@ -106,13 +106,13 @@ def test_turns_of_a_session_follow_each_other_and_carry_what_came_before(tmp_pat
         for before, after in itertools.pairwise(own):
             assert after.intended_s >= before.ended_s
             assert after.released_s >= after.intended_s
-    # Sixteen tokens are shared by all; a later turn finds its whole past: 40, then 64 tokens with the answers drawn.
+    # All share 16 tokens; a later turn finds all earlier turns: 40, then 64 tokens with the drawn responses.
     assert report.caching["ideal_tokens"] == 7 * 16 + 8 * (16 + 20) + 8 * (16 + 20 + 4 + 20)
 
 
 def test_tenants_are_named_in_a_header_and_by_their_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("# of the test\ntenant-0 k0\ntenant-1 k1\n")
+    keys.write_text("# keys\ntenant-0 k0\ntenant-1 k1\n")
     options = {"rate": "80", "num_requests": 12, "output_len": "1", "tenants": 3, "api_key": "other"}
     with mock_server(tmp_path) as server:
         load(server, tenant_header="x-baton-tenant", tenant_keys=str(keys), **options)
@@ -125,7 +125,7 @@ def test_tenants_are_named_in_a_header_and_by_their_keys(tmp_path: Path) -> None
     assert not any(one["tenant"] for one in plain)
 
 
-def test_a_tenants_name_cannot_break_a_head(tmp_path: Path) -> None:
+def test_a_tenant_name_cannot_break_a_head(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"prompt": "x"}\n' * 50 + '{"prompt": "x", "user": "a\\r\\nHost: b"}\n')
     with mock_server(tmp_path) as server:
@@ -135,14 +135,14 @@ def test_a_tenants_name_cannot_break_a_head(tmp_path: Path) -> None:
     assert not server.truth
 
 
-def test_a_client_that_cannot_keep_up_says_so(tmp_path: Path) -> None:
+def test_late_sends_make_a_run_invalid(tmp_path: Path) -> None:
     with mock_server(tmp_path) as server:
         report = load(server, rate="50", num_requests=30, output_len="1", max_send_lateness="1us")
     assert not report.is_valid
     assert "went out more than" in report.reasons[0]
 
 
-def test_a_tokenizer_is_a_file_or_a_folder_or_a_sentence(tmp_path: Path) -> None:
+def test_a_tokenizer_is_a_file_or_a_folder(tmp_path: Path) -> None:
     texts = []
     for place in (SMALL_MODEL, Path(SMALL_MODEL) / "tokenizer.json"):
         with mock_server(tmp_path) as server:
@@ -156,19 +156,19 @@ def test_a_tokenizer_is_a_file_or_a_folder_or_a_sentence(tmp_path: Path) -> None
                 load(server, num_requests=1, prompt="text", tokenizer=str(path))
 
 
-def test_nothing_behind_the_address_is_one_sentence() -> None:
+def test_an_address_without_a_server_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing answers"):
         run_load(LoadtestConfig(url="http://127.0.0.1:9"))
 
 
-def test_a_server_that_dies_makes_failures_not_a_hang(tmp_path: Path) -> None:
+def test_a_server_that_drops_connections_makes_failures_not_a_hang(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--drop", "1") as server:
         report = load(server, rate="100", num_requests=10, output_len="4")
     assert report.errors["kinds"] == {"dropped": 10}
     assert report.latency["ttft"]["count"] == 0
 
 
-def test_only_a_kept_alive_connection_that_closed_unanswered_is_worth_another_try(tmp_path: Path) -> None:
+def test_only_a_request_on_a_closed_kept_alive_connection_is_retried(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--slam", "1") as server:
         slammed = load(server, rate="100", num_requests=5)
     assert slammed.errors["kinds"] == {"dropped": 5} and len(server.truth) == 5
@@ -179,7 +179,7 @@ def test_only_a_kept_alive_connection_that_closed_unanswered_is_worth_another_tr
     assert len(server.truth) == 9
 
 
-def test_answers_that_do_not_stream_are_read_whole(tmp_path: Path) -> None:
+def test_responses_without_streaming_are_measured(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--ttft", "0.02") as server:
         report = load(server, rate="50", num_requests=5, output_len="4", stream=False)
     assert report.errors["count"] == 0
@@ -195,8 +195,8 @@ def test_usage_that_disagrees_with_the_tokens_is_reported(tmp_path: Path) -> Non
     assert report.tokens["usage_mismatches"] == 5
 
 
-def test_caching_is_set_against_the_most_that_is_possible(tmp_path: Path) -> None:
-    """Two groups share 64 tokens each: of ten prompts the first of each group finds nothing."""
+def test_cache_hits_are_compared_with_a_perfect_cache(tmp_path: Path) -> None:
+    """Two groups share 64 tokens each; the first prompt of each group finds nothing cached."""
     with mock_server(tmp_path) as server:
         shared = {"prefix_len": 64, "prefix_groups": 2}
         report = load(server, rate="50", num_requests=10, input_len="16", output_len="1", **shared)

@@ -22,12 +22,12 @@ def test_constant_arrivals_are_evenly_spaced_from_the_start() -> None:
     assert drawn("constant", "4", num_requests=5).tolist() == [0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_bursts_come_together_and_keep_the_mean_rate() -> None:
+def test_bursts_keep_the_mean_rate() -> None:
     assert drawn("burst", "2", num_requests=6, burst_size=3).tolist() == [0, 0, 0, 1.5, 1.5, 1.5]
 
 
 @pytest.mark.parametrize(("arrival", "cv"), [("poisson", 1.0), ("gamma", 0.5), ("gamma", 1.0), ("gamma", 2.5)])
-def test_random_arrivals_have_the_distribution_that_they_claim(arrival: str, cv: float) -> None:
+def test_random_arrivals_have_their_distribution(arrival: str, cv: float) -> None:
     gaps = np.diff(unit_arrivals(arrival, 5000, np.random.default_rng(1), cv=cv))  # type: ignore[arg-type]
     assert gaps.mean() == pytest.approx(1, abs=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1)
@@ -41,14 +41,14 @@ def test_the_same_seed_gives_the_same_instants_and_another_seed_others() -> None
     assert first.tolist() == again.tolist() != other.tolist()
 
 
-def test_a_duration_ends_the_arrivals_and_their_number_is_the_rates() -> None:
+def test_a_duration_ends_the_arrivals() -> None:
     at = drawn("poisson", "50", duration_s=100.0)
     assert at[-1] < 100
     assert len(at) == pytest.approx(5000, abs=4 * math.sqrt(5000))
 
 
-def test_arrivals_of_great_variation_go_on_to_the_end_of_the_duration() -> None:
-    """Nearly all gaps are tiny, so that in a few of these runs a hundred times the mean arrive."""
+def test_very_bursty_arrivals_last_until_the_end_of_the_duration() -> None:
+    """Nearly all gaps are tiny, so a few of these runs have a hundred times the mean number of arrivals."""
     gaps = np.random.default_rng(3).standard_gamma(1e-4, 200_000) * 1e4
     expected = np.cumsum(gaps)
     at = drawn("gamma", "1", seed=3, duration_s=5.0, cv=100.0)
@@ -58,8 +58,8 @@ def test_arrivals_of_great_variation_go_on_to_the_end_of_the_duration() -> None:
     assert max(counts) > 5000
 
 
-def test_steps_follow_each_other_and_the_last_rate_goes_on() -> None:
-    """1/s for 3 s, then 2/s: the arrivals 0, 1, 2 and then every half second."""
+def test_steps_follow_each_other_and_the_last_rate_continues() -> None:
+    """1/s for 3 s, then 2/s: arrivals at 0, 1, 2 and then every half second."""
     assert drawn("constant", "1x3,2x2", num_requests=9).tolist() == [0, 1, 2, 3, 3.5, 4, 4.5, 5, 5.5]
 
 
@@ -84,6 +84,6 @@ def test_seconds_and_operational_time_are_inverse(steps: list[tuple[float, float
 @pytest.mark.parametrize(
     "rate", ["", "fast", "-1", "0", "1x", "1x0", "2..3", "nan", "inf", "1x5,0x5", "1xinf", "1e7", "1e-7", "1x1e10"]
 )
-def test_a_rate_that_cannot_be_is_refused(rate: str) -> None:
+def test_an_invalid_rate_is_refused(rate: str) -> None:
     with pytest.raises(ConfigError, match="--rate"):
         RateProfile.parse(rate)

@@ -1,4 +1,4 @@
-"""Server-sent events out of a body: the quick way through usual chunks finds what each byte taken by itself says."""
+"""The fast path through usual chunks finds the same events as a byte-by-byte parser."""
 
 import re
 from array import array
@@ -27,12 +27,12 @@ FRAMES = st.just((b"%x", 0, b"\r\n")) | st.one_of(
     st.tuples(st.sampled_from(ODD_LINES), st.just(0), st.just(b"\r\n")),
     st.tuples(st.just(b"%x"), st.sampled_from([-1, 1, 2]), st.just(b"\r\n")),
     st.tuples(st.just(b"%x"), st.just(0), st.sampled_from([b"", b"\n\n"])),
-)  # the line before a chunk, by how many bytes it errs, and the chunk's end: at most one of them unusual
+)  # size line, error of the size, end of the chunk: at most one of them unusual
 CUT = [(b"data: {}\n\n", (b"%x", 0, b"\r\n"))], 0, 9, True  # where an event, and its chunk, would end
 
 
 def one_by_one(raw: bytes, at: int, is_chunked: bool) -> list[tuple[int, bytes]]:
-    """As ``split_events``: the bytes of the body alone, each with the offset behind it, then lines and events."""
+    """A slow ``split_events``: the bytes of the body with their offsets, then lines, then events."""
     body = list(enumerate(raw[at:], at + 1))
     if is_chunked:
         body = []
@@ -76,10 +76,10 @@ def facts(answer: ParsedResponse) -> dict[str, object]:
 
 
 @given(st.lists(BODIES, max_size=6), st.integers(0, 20), st.sets(st.integers(1, 400), max_size=12), st.data())
-def test_an_answer_is_the_same_however_it_is_chunked_and_cut(
+def test_a_response_is_parsed_alike_however_it_is_chunked_and_cut(
     bodies: list[bytes], num_missing: int, cuts: set[int], data: st.DataObject
 ) -> None:
-    """Beside the same bytes without chunks, each a piece of its own with the instant at which it came."""
+    """Compare with the same bytes without chunks, where each byte is a piece with its own instant."""
     body = b"".join(bodies)[: -num_missing or None]
     edges = set(accumulate(map(len, bodies))) if data.draw(st.booleans()) else cuts
     inner = sorted(edge for edge in edges if edge < len(body))

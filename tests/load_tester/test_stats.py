@@ -31,15 +31,15 @@ def test_the_quantile_interval_is_that_of_resampling() -> None:
     assert (low, high) == pytest.approx(tuple(expected), rel=0.1)
 
 
-def test_intervals_of_the_mean_cover_it_nineteen_times_in_twenty() -> None:
+def test_intervals_of_the_mean_have_their_coverage() -> None:
     rng = np.random.default_rng(4)
     samples = [rng.exponential(2, 100) for _ in range(200)]
     covered = sum(low < 2 < high for low, high in (stats.mean_interval(sample, rng) for sample in samples))
     assert 180 <= covered <= 199
 
 
-def test_gaps_of_few_requests_are_less_certain_than_as_many_free_ones() -> None:
-    """Twenty clusters of 100 equal values hold twenty values, not two thousand."""
+def test_clustered_gaps_are_less_certain_than_independent_ones() -> None:
+    """Twenty clusters of 100 equal values count as twenty values, not two thousand."""
     rng = np.random.default_rng(5)
     clusters = [np.full(100, value) for value in rng.uniform(0, 1, 20)]
     low, high = stats.clustered_intervals(clusters, rng)["p50_ci"]
@@ -48,8 +48,8 @@ def test_gaps_of_few_requests_are_less_certain_than_as_many_free_ones() -> None:
     assert high - low > 2 * (free_high - free_low)
 
 
-def test_an_interval_has_no_end_where_the_sample_has_nothing_beyond() -> None:
-    """Of 100 values all lie below the 99th percentile in 37 cases of 100 (0.99^100); of 400 in 2 (0.99^400)."""
+def test_a_small_sample_does_not_bound_an_interval() -> None:
+    """All of 100 values lie below the 99th percentile with probability 0.99^100 = 0.37; all of 400 with 0.02."""
     values = np.random.default_rng(6).exponential(1, 400)
     few, many = stats.summary(values[:100], RNG), stats.summary(values, RNG)
     assert few["p99_ci"][1] is None and many["p99_ci"][1] is not None  # type: ignore[index]
@@ -62,7 +62,7 @@ def test_an_interval_has_no_end_where_the_sample_has_nothing_beyond() -> None:
 
 
 def queueing(count: int, load: float, rng: np.random.Generator) -> stats.Floats:
-    """Times in the system of the customers of one server, Poisson and exponential: those who queue wait together."""
+    """Sojourn times of an M/M/1 queue, which are correlated."""
     arrivals, services = np.cumsum(rng.exponential(1 / load, count)), rng.exponential(1, count)
     free_at, found = 0.0, []
     for arrival, service in zip(arrivals, services, strict=True):
@@ -71,8 +71,8 @@ def queueing(count: int, load: float, rng: np.random.Generator) -> stats.Floats:
     return np.array(found)
 
 
-def test_intervals_cover_the_mean_of_requests_that_queued_together() -> None:
-    """In the long run the mean is 1 / (1 - load) = 2; counted as independent, a third of the intervals miss it."""
+def test_intervals_of_correlated_values_have_their_coverage() -> None:
+    """The true mean is 1 / (1 - load) = 2; intervals for independent values miss it in a third of the cases."""
     rng = np.random.default_rng(7)
     samples = [queueing(1000, 0.5, rng) for _ in range(100)]
     assert 4 < np.median([stats.correlation_time(sample) for sample in samples]) < 14
@@ -82,7 +82,7 @@ def test_intervals_cover_the_mean_of_requests_that_queued_together() -> None:
     assert sum(low < 2 < high for low, high in alone) < 75  # type: ignore[operator]
 
 
-def test_values_that_do_not_depend_on_each_other_count_all() -> None:
+def test_independent_values_all_count() -> None:
     rng = np.random.default_rng(8)
     times = [stats.correlation_time(rng.exponential(1, 300)) for _ in range(50)]
     assert np.median(times) < 1.2 and stats.correlation_time(np.ones(9)) == 1
@@ -91,7 +91,7 @@ def test_values_that_do_not_depend_on_each_other_count_all() -> None:
 
 
 def test_blocks_are_redrawn_whole() -> None:
-    """Of clusters (0, 1), (2), (3, 4, 5) each is drawn with all of its values or none."""
+    """Each of the clusters (0, 1), (2), (3, 4, 5) is drawn with all of its values or none."""
     blocks = stats.Blocks([np.array(values, dtype=float) for values in ((0, 1), (2,), (), (3, 4, 5))])
     for _ in range(20):
         drawn = np.bincount(blocks.redrawn(RNG).astype(int), minlength=6)
@@ -104,11 +104,11 @@ def test_blocks_are_redrawn_whole() -> None:
     [(1, 1, 1 - math.exp(-1)), (2, 0.5, 1 - 2 * math.exp(-1)), (3, 2, 0.9380312), (0.5, 0.5, math.erf(0.5))],
 )
 def test_the_gamma_distribution_has_its_known_values(shape: float, x: float, expected: float) -> None:
-    """With mean 1, that of x is P(shape, shape x): P(1, 1), P(2, 1), P(3, 6) and P(1/2, 1/4)."""
+    """With mean 1 the distribution function is P(shape, shape x): P(1, 1), P(2, 1), P(3, 6) and P(1/2, 1/4)."""
     assert float(stats.gamma_cdf(np.array([x]), shape)[0]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_gamma_distribution_of_bursty_gaps_is_that_of_drawn_ones() -> None:
+def test_the_gamma_distribution_matches_drawn_gaps() -> None:
     draws = np.random.default_rng(6).standard_gamma(0.25, 100_000) / 0.25
     for x in (0.001, 0.5, 4.0):
         assert float(stats.gamma_cdf(np.array([x]), 0.25)[0]) == pytest.approx(float((draws <= x).mean()), abs=0.005)
@@ -128,8 +128,8 @@ def test_p_values_are_uniform_for_true_exponential_gaps_and_tiny_for_groups_of_t
     assert stats.ks_test(together, stats.exponential_cdf)[1] < 1e-6
 
 
-def test_gaps_known_to_a_millisecond_are_not_held_to_microseconds() -> None:
-    """Half of bursty gaps are shorter than a send takes; that changes their distribution, but nothing that matters."""
+def test_the_ks_test_allows_for_the_resolution_of_gaps() -> None:
+    """Half of very bursty gaps are shorter than a send, which changes their distribution within the resolution."""
     rng = np.random.default_rng(5)
     gaps = rng.standard_gamma(1 / 9, 400) * 9
     as_sent = np.maximum(gaps, 0.004)
@@ -162,16 +162,16 @@ def test_the_ratio_of_two_samples_says_whether_they_differ() -> None:
     assert more.low > 1.05 and more.value == pytest.approx(1.1, abs=0.02) and more.p < 1e-9
 
 
-def test_the_larger_of_two_deviations_counts_for_both() -> None:
-    """A run that seems calmer than another was lucky, if they are the same."""
+def test_the_larger_variance_counts_for_both_runs() -> None:
+    """If two runs are equal, the smaller variance is an underestimate."""
     rng = np.random.default_rng(0)
     calm, wild = (stats.Blocks(list(rng.normal(10, spread, (300, 1)))) for spread in (0.1, 2.0))
     found = stats.ratio(calm, wild, mean, rng)
     assert math.log(found.high / found.low) == pytest.approx(2 * 1.96 * 2**0.5 * 0.2 / 300**0.5, rel=0.2)
 
 
-def test_only_more_than_twice_as_much_is_far() -> None:
-    """Of a run that hardly deviates; of one whose mean's logarithm deviates by 0.1, tenfold is, and 2.5-fold is not."""
+def test_a_one_sided_comparison_needs_a_factor_of_two() -> None:
+    """With almost no spread any factor above two counts; with a spread of 0.1 tenfold counts and 2.5-fold does not."""
     rng = np.random.default_rng(0)
     same = stats.Blocks([np.array([1.0])] * 100)
     assert [stats.far_p(same, mean, 100, ratio, rng) for ratio in (1.9, 2.1, 0.51, 0.49)] == [1, 0, 1, 0]
@@ -181,7 +181,7 @@ def test_only_more_than_twice_as_much_is_far() -> None:
 
 
 def test_two_halves_of_one_queue_do_not_differ() -> None:
-    """The mean wait of 500 customers moves by a fifth from half to half: chance, since they waited together."""
+    """The mean wait of 500 correlated values differs by a fifth between the halves, which is chance."""
     rng = np.random.default_rng(9)
     sure = 0
     for _ in range(30):
@@ -190,14 +190,14 @@ def test_two_halves_of_one_queue_do_not_differ() -> None:
     assert sure <= 5
 
 
-def test_a_difference_of_shares_has_its_probability() -> None:
+def test_a_difference_of_shares_has_its_p_value() -> None:
     """Newcombe's own example, 56 of 70 against 48 of 80: 0.2 with 0.0524 to 0.3339."""
     assert stats.difference(48, 80, 56, 70) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
     assert 0.005 < stats.difference_p(48, 80, 56, 70) < 0.02
     assert stats.difference_p(5, 100, 5, 100) == pytest.approx(1)
 
 
-def test_many_comparisons_count_for_each_other() -> None:
-    """Holm: the least of three p-values counts three times, the next twice, and none less than one before it."""
+def test_holms_correction() -> None:
+    """Holm multiplies the smallest of three p-values by 3, the next by 2, and keeps them in order."""
     assert stats.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert stats.holm([]) == []

@@ -1,4 +1,4 @@
-"""Each format of trace is known by its fields, its unit is detected, and equal ids become equal tokens."""
+"""Formats of traces, their units, and their replay."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_file_in_mooncakes_format_with_fractions_counts_seconds(tmp_path: Path
 
 
 def test_whole_numbers_too_close_together_for_milliseconds_are_seconds(tmp_path: Path) -> None:
-    """One request a second; as milliseconds they would be a thousand."""
+    """One request per second; in milliseconds it would be a thousand."""
     rows = [dict(MOONCAKE[0], timestamp=number) for number in range(10)]
     trace = read_trace(write(tmp_path / "t", *rows))
     assert (trace.unit, trace.rows[-1].at) == ("s", 9)
@@ -58,7 +58,7 @@ def test_equal_hash_ids_are_equal_prefixes_and_the_last_is_partial(tmp_path: Pat
     assert plan[0].segments == ((one, 512), (two, 512), (three, 76))
     assert plan[1].segments[:2] == plan[0].segments[:2]
     assert [planned.num_input for planned in plan] == [1100, 1030, 512]
-    # The second finds two pieces, the third its only one, of which one token is computed anyway.
+    # The second finds two segments, the third its only one, of which one token is always computed.
     assert ideal_cached_tokens(plan) == [0, 1024, 511]
 
 
@@ -91,11 +91,11 @@ def test_jitter_spreads_requests_over_their_tick(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gaps_ms", "tick_s"),
     [
-        ([43_000, 7_000, 43_000, 12_000, 43_000, 30_000], 1.0),  # of a clock of seconds in which little happens
+        ([43_000, 7_000, 43_000, 12_000, 43_000, 30_000], 1.0),  # a clock of seconds with few requests
         ([3_000, 2_999, 3_001, 6_000, 3_000, 3_002, 3_000, 2_999, 3_000, 3_000], 3.0),  # Mooncake's
     ],
 )
-def test_a_tick_is_a_step_of_the_clock_not_the_usual_gap(tmp_path: Path, gaps_ms: list[int], tick_s: float) -> None:
+def test_the_tick_of_a_clock_is_not_the_most_common_gap(tmp_path: Path, gaps_ms: list[int], tick_s: float) -> None:
     at_ms = np.cumsum([0, *gaps_ms]).tolist()
     trace = read_trace(write(tmp_path / "t", *(dict(MOONCAKE[0], timestamp=at) for at in at_ms)))
     plan = replay_trace(trace, ReplayOptions(has_jitter=True, window=(1e-9, 1e9)), np.random.default_rng(0))
@@ -104,7 +104,7 @@ def test_a_tick_is_a_step_of_the_clock_not_the_usual_gap(tmp_path: Path, gaps_ms
     assert min(moved) >= 0 and max(moved) < tick_s and len(set(moved)) == len(moved)
 
 
-def test_a_window_is_a_part_of_the_trace_from_its_beginning_on(tmp_path: Path) -> None:
+def test_a_window_selects_part_of_the_trace(tmp_path: Path) -> None:
     rows = [dict(MOONCAKE[0], timestamp=1000 * number) for number in range(10)]
     plan = replay_trace(
         read_trace(write(tmp_path / "t", *rows)), ReplayOptions(window=(2.0, 5.0)), np.random.default_rng(0)
@@ -112,7 +112,7 @@ def test_a_window_is_a_part_of_the_trace_from_its_beginning_on(tmp_path: Path) -
     assert [planned.at for planned in plan] == [0, 1, 2]
 
 
-def test_qwen_bailian_is_known_by_its_chats_and_counts_seconds_and_pieces_of_16(tmp_path: Path) -> None:
+def test_qwen_bailian_is_recognised_by_its_chats_with_seconds_and_segments_of_16(tmp_path: Path) -> None:
     row = {"chat_id": 7, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 20, "output_length": 3}
     row |= {"type": "text", "turn": 1, "hash_ids": [11, 12]}
     trace = read_trace(write(tmp_path / "t", row, dict(row, timestamp=62.114, type="search")))
@@ -123,8 +123,8 @@ def test_qwen_bailian_is_known_by_its_chats_and_counts_seconds_and_pieces_of_16(
     assert [length for _, length in plan[0].segments] == [16, 4]
 
 
-def test_what_a_duration_leaves_of_a_trace_is_said(tmp_path: Path) -> None:
-    """Two seconds of requests that come one a second, from 0 on, are two."""
+def test_a_note_says_how_much_of_a_trace_a_duration_keeps(tmp_path: Path) -> None:
+    """Two seconds of one request per second, from 0 on, have two requests."""
     rows = [{"timestamp": 1000 * at, "input_length": 9, "output_length": 1, "hash_ids": [at]} for at in range(5)]
     trace = read_trace(write(tmp_path / "t", *rows))
     assert len(replay_trace(trace, ReplayOptions(duration_s=2.0), np.random.default_rng(0))) == 2
@@ -132,13 +132,13 @@ def test_what_a_duration_leaves_of_a_trace_is_said(tmp_path: Path) -> None:
     assert not any("--duration" in note for note in read_trace(write(tmp_path / "t", *rows)).notes)
 
 
-def test_hash_ids_of_64_bits_become_tokens_too(tmp_path: Path) -> None:
+def test_hash_ids_may_have_64_bits(tmp_path: Path) -> None:
     row = {"chat_id": 1, "timestamp": 0.5, "input_length": 16, "output_length": 1, "hash_ids": [2**63 + 5]}
     (planned,) = replay_trace(read_trace(write(tmp_path / "t", row)), ReplayOptions(), np.random.default_rng(0))
     assert len(RequestBodies(0, (1, 9), "completions").tokens(planned.segments[0])) == 16
 
 
-def test_azures_dates_keep_their_seventh_digit(tmp_path: Path) -> None:
+def test_azure_dates_keep_their_seventh_digit(tmp_path: Path) -> None:
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,4808,10"]
     lines += ["2023-11-16 18:17:04.0319601,3180,8", "2024-05-10 00:00:00.009930+00:00,1,1"]
     trace = read_trace(write(tmp_path / "t", *lines))
@@ -156,21 +156,21 @@ def test_burstgpts_failed_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     assert "1 of 3 rows without tokens left out" in trace.notes[1]
 
 
-def test_ones_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path) -> None:
+def test_a_users_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path) -> None:
     lines = [{"prompt": [1, 2, 3], "max_tokens": 4, "priority": 2}, {"messages": [], "output_length": 5, "class": "x"}]
     path = write(tmp_path / "t", *lines)
     plan = make_plan(LoadtestConfig(trace=path, rate="2", arrival="constant"))
     sessions = list(plan.sessions)
-    assert [chain[0].at for chain in sessions] == [0, 0.5]
+    assert [session[0].at for session in sessions] == [0, 0.5]
     assert (sessions[0][0].num_input, sessions[0][0].num_output, sessions[0][0].priority) == (3, 4, 2)
     assert sessions[1][0].class_name == "x" and sessions[1][0].extra == {"messages": []}
     with pytest.raises(ConfigError, match="need a trace with timestamps"):
         make_plan(LoadtestConfig(trace=path, trace_jitter=True))
 
 
-def test_arrivals_of_a_trace_with_a_clock_are_its_own(tmp_path: Path) -> None:
+def test_a_trace_with_timestamps_has_its_own_arrivals(tmp_path: Path) -> None:
     path = write(tmp_path / "t", *MOONCAKE)
-    with pytest.raises(ConfigError, match="--arrival would do nothing"):
+    with pytest.raises(ConfigError, match="--arrival has no effect"):
         make_plan(LoadtestConfig(trace=path, arrival="burst"))
 
 
@@ -184,30 +184,33 @@ def test_arrivals_of_a_trace_with_a_clock_are_its_own(tmp_path: Path) -> None:
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,1,1"], "line 2"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens"], "no request"),
         ([json.dumps({"prompt": "a", "at": 1}), json.dumps({"prompt": "b"})], "some lines have a timestamp"),
-        (["Timestamp,Model,Request tokens,Response tokens", "nan,m,4,4"], "no finite number"),
+        (["Timestamp,Model,Request tokens,Response tokens", "nan,m,4,4"], "not a finite number"),
         (["Timestamp,Model,Request tokens,Response tokens", "1,m,4,inf"], "line 2"),
-        (["Timestamp,Model,Request tokens,Response tokens", "1,m,4,1e9"], "line 2: 1,000,000,000 tokens are too many"),
+        (
+            ["Timestamp,Model,Request tokens,Response tokens", "1,m,4,1e9"],
+            "line 2: 1,000,000,000 tokens",
+        ),
         (["ContextTokens,GeneratedTokens,TIMESTAMP", "4,4"], "line 2"),
         (["Timestamp,Model,Request tokens,Response tokens", '1,"' + "m" * 200_000], "cannot be read"),
-        (["Timestamp,Model,Request tokens,Response tokens", "-1e308,m,4,4", "1e308,m,4,4"], "is --trace-unit right"),
+        (["Timestamp,Model,Request tokens,Response tokens", "-1e308,m,4,4", "1e308,m,4,4"], "check --trace-unit"),
         ([json.dumps(dict(MOONCAKE[0], output_length=10**30))], "line 1"),
         ([json.dumps({"prompt": "a", "output_length": -1})], "line 1: ValueError a length below 0"),
         ([""], "no known format"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence_with_the_line(tmp_path: Path, lines: list[str], words: str) -> None:
+def test_an_unreadable_trace_is_refused_with_its_line(tmp_path: Path, lines: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_trace(write(tmp_path / "t", *lines))
 
 
-def test_blank_lines_before_a_trace_and_spaces_in_its_head_do_not_hide_it(tmp_path: Path) -> None:
+def test_blank_lines_and_spaces_in_column_names_are_ignored(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path / "t", "", "  ", *MOONCAKE)).format == "Mooncake"
     lines = ["", "TIMESTAMP, ContextTokens, GeneratedTokens", "2023-11-16 18:17:03,4808,10"]
     assert read_trace(write(tmp_path / "t", *lines)).rows[0].num_input == 4808
 
 
-def test_claims_of_the_wrong_kind_go_to_the_server_alone(tmp_path: Path) -> None:
-    """Records and their files have a number there; the server may say what it thinks of it."""
+def test_fields_of_a_wrong_type_only_go_to_the_server(tmp_path: Path) -> None:
+    """Records and files need a number; the server may refuse the original value."""
     wrong = {"prompt": "a", "priority": "high", "deadline_ms": [], "user": None, "class": None}
     path = write(tmp_path / "t", wrong, {"prompt": "a", "priority": 2**31}, {"prompt": "a", "priority": 3})
     first, second, third = replay_trace(read_trace(path), ReplayOptions(), np.random.default_rng(0))
@@ -221,10 +224,10 @@ def test_claims_of_the_wrong_kind_go_to_the_server_alone(tmp_path: Path) -> None
     [
         (ReplayOptions(length_scale=1e6), "--length-scale makes"),
         (ReplayOptions(time_scale=1e300), "--time-scale or --rate"),
-        (ReplayOptions(window=(7.0, 8.0)), "holds no request"),
+        (ReplayOptions(window=(7.0, 8.0)), "contains no request"),
     ],
 )
-def test_a_replay_beyond_all_measure_is_refused(tmp_path: Path, replay: ReplayOptions, words: str) -> None:
+def test_a_replay_that_is_too_long_is_refused(tmp_path: Path, replay: ReplayOptions, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replay_trace(read_trace(write(tmp_path / "t", *MOONCAKE)), replay, np.random.default_rng(0))
 
@@ -236,10 +239,10 @@ def test_a_clock_without_ticks_cannot_be_jittered(tmp_path: Path) -> None:
 
 
 def test_requests_without_a_clock_are_all_timed_before_the_start(tmp_path: Path) -> None:
-    """Six of ten come within three seconds at two a second."""
+    """Six of ten requests come within three seconds at 2/s."""
     path = write(tmp_path / "t", *[{"prompt": "a"}] * 10)
     plan = make_plan(LoadtestConfig(trace=path, rate="2", arrival="constant", duration="3"))
     assert isinstance(plan.sessions, list) and plan.num_sessions == 6
-    assert [chain[0].at for chain in plan.sessions] == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert [session[0].at for session in plan.sessions] == [0, 0.5, 1, 1.5, 2, 2.5]
     slow = make_plan(LoadtestConfig(trace=path, rate="0.00001", arrival="constant", num_requests=2))
     assert slow.seconds == pytest.approx(100_000)

@@ -1,4 +1,4 @@
-"""What a run consists of, and the bodies that come of it."""
+"""Plans, and the bodies made from them."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.config import LoadtestConfig, parse_seconds
 from scripts.load_tester.run import read_tokenizer
-from scripts.load_tester.workload import session_sampling as draws
+from scripts.load_tester.workload import session_sampling
 from scripts.load_tester.workload.lengths import parse_lengths
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.planned_request import (
@@ -41,7 +41,7 @@ def prompts(**options: object) -> RequestBodies:
     return RequestBodies(**values)  # type: ignore[arg-type]
 
 
-def test_lengths_are_what_they_are_called() -> None:
+def test_each_form_of_lengths_has_its_distribution() -> None:
     rng = make_rng(0)
     assert parse_lengths("7", "--x").draw(rng, 3).tolist() == [7, 7, 7]
     uniform = parse_lengths("uniform:3:5", "--x").draw(rng, 1000)
@@ -62,7 +62,7 @@ WRONG += ["9:max=0", "9:max=inf", "10000001", "lognormal:nan:1", "normal:5:inf",
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_lengths_that_cannot_be_are_refused(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--input-len"):
         parse_lengths(text, "--input-len")
 
@@ -70,9 +70,7 @@ def test_lengths_that_cannot_be_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"), [(b"", "no lengths"), (b"5 x", "else than"), (b"\xff", "else than"), (b"0", "below")]
 )
-def test_a_file_of_lengths_that_holds_none_is_refused_with_the_reason(
-    tmp_path: Path, content: bytes, words: str
-) -> None:
+def test_an_invalid_file_of_lengths_is_refused_with_the_reason(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "l").write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         parse_lengths(f"file:{tmp_path / 'l'}", "--x")
@@ -95,53 +93,53 @@ def test_a_longer_run_begins_like_a_shorter_one() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_drawing_in_several_goes_draws_the_same(counts: list[int]) -> None:
+def test_sampling_in_several_calls_gives_the_same_sessions(counts: list[int]) -> None:
     config = LoadtestConfig(**MIXED)  # type: ignore[arg-type]
-    draws = SessionSampler(4, request_classes_of(config), 5)
-    parts = [draws.take(count) for count in counts]
+    sampler = SessionSampler(4, request_classes_of(config), 5)
+    parts = [sampler.take(count) for count in counts]
     whole = SessionSampler(4, request_classes_of(config), 5).take(sum(counts))
-    for name in ("kind", "group", "tenant", "num_input", "num_output", "think_s"):
+    for name in ("request_class", "group", "tenant", "num_input", "num_output", "think_s"):
         assert np.concatenate([getattr(part, name) for part in parts]).tolist() == getattr(whole, name).tolist()
     assert [n for part in parts for n in part.first[:-1].tolist()] == whole.first[:-1].tolist()
     assert [part.session for part in parts] == [0, *itertools.accumulate(counts)][:-1]
 
 
-def test_what_is_drawn_of_a_request_says_nothing_about_the_rest_of_it() -> None:
-    """Independent ranks of 500 are correlated by more than 0.2 once in a hundred thousand times."""
+def test_columns_of_sessions_are_uncorrelated() -> None:
+    """Independent samples of 500 have a correlation above 0.2 once in a hundred thousand times."""
     wide = "uniform:1:900"
     options = {"input_len": wide, "output_len": wide, "turns": wide, "prefix_len": 1, "prefix_groups": 900}
     took = SessionSampler(1, request_classes_of(LoadtestConfig(think="1s", mix="a:;b:", **options)), 900).take(1000)  # type: ignore[arg-type]
     turns, at = np.diff(took.first), took.first[:-1]
     columns = [took.num_input[at], took.num_output[at], took.think_s[at], turns, took.group, took.tenant]
-    for here in (took.kind == 0, took.kind == 1):
+    for here in (took.request_class == 0, took.request_class == 1):
         correlations = np.corrcoef([column[here] for column in columns])
         assert np.abs(correlations - np.eye(6)).max() < 0.2
-    first, second = (took.num_input[at][took.kind == number][:400] for number in (0, 1))
+    first, second = (took.num_input[at][took.request_class == number][:400] for number in (0, 1))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.25, "nor does a class about another"
 
 
-def test_sessions_have_numbers_turns_pauses_and_groups_of_their_own() -> None:
+def test_sessions_have_their_own_numbers_turns_pauses_and_groups() -> None:
     drawn = sessions(400, **MIXED)
-    assert [one.index for chain in drawn for one in chain] == list(range(sum(map(len, drawn))))
-    for number, chain in enumerate(drawn):
-        kind = chain[0].class_name
-        assert {one.session for one in chain} == {number if len(chain) > 1 else -1}
-        assert [one.turn for one in chain] == list(range(len(chain)))
-        assert (chain[0].group in (0, 1, 2)) == (kind == "b") and len(chain) in {"b": (2,)}.get(kind, (1, 2, 3))
-        assert {one.think_s > 0 for one in chain[1:]} <= {kind == "a"}
-        assert chain[0].tenant == "own" or (chain[0].tenant[:7] == "tenant-" and kind != "c")
-    thinks = [one.think_s for chain in sessions(4000, turns="2", think="2s") for one in chain[1:]]
+    assert [one.index for session in drawn for one in session] == list(range(sum(map(len, drawn))))
+    for number, session in enumerate(drawn):
+        kind = session[0].class_name
+        assert {one.session for one in session} == {number if len(session) > 1 else -1}
+        assert [one.turn for one in session] == list(range(len(session)))
+        assert (session[0].group in (0, 1, 2)) == (kind == "b") and len(session) in {"b": (2,)}.get(kind, (1, 2, 3))
+        assert {one.think_s > 0 for one in session[1:]} <= {kind == "a"}
+        assert session[0].tenant == "own" or (session[0].tenant[:7] == "tenant-" and kind != "c")
+    thinks = [one.think_s for session in sessions(4000, turns="2", think="2s") for one in session[1:]]
     assert sum(thinks) / len(thinks) == pytest.approx(2, rel=0.1)
     assert len(set(thinks)) == 4000
-    prefixes = {chain[0].segments[0] for chain in drawn if chain[0].class_name == "b"}
+    prefixes = {session[0].segments[0] for session in drawn if session[0].class_name == "b"}
     assert len(prefixes) == 3 and {length for _, length in prefixes} == {7}
     both = sessions(300, mix="x:prefix=7,groups=3;y:prefix=7,groups=3")
-    assert len({chain[0].segments[0] for chain in both}) == 6, "no class shares another's groups"
+    assert len({session[0].segments[0] for session in both}) == 6, "no class shares another's groups"
 
 
 def test_a_mix_draws_classes_by_share_with_their_own_lengths_and_fields() -> None:
     mix = "chat:share=3,input=20,priority=2,deadline=1.5s,tenant=a,slo-ttft=80ms; batch:input=uniform:50:60,output=1"
-    drawn = [chain[0] for chain in sessions(2000, mix=mix, output_len="9")]
+    drawn = [session[0] for session in sessions(2000, mix=mix, output_len="9")]
     chat = [one for one in drawn if one.class_name == "chat"]
     batch = [one for one in drawn if one.class_name == "batch"]
     assert len(chat) == pytest.approx(1500, abs=100) and len(chat) + len(batch) == 2000
@@ -172,20 +170,20 @@ def test_a_mix_draws_classes_by_share_with_their_own_lengths_and_fields() -> Non
         "a:think=nan",
     ],
 )
-def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
-    if mix == "x":  # a class with nothing of its own
+def test_an_invalid_mix_is_refused(mix: str) -> None:
+    if mix == "x":  # a class without options of its own
         assert list(request_classes_of(LoadtestConfig(mix=mix))) == ["x"]
         return
     with pytest.raises(ConfigError, match="--mix"):
         request_classes_of(LoadtestConfig(mix=mix))
 
 
-def test_what_a_mix_amounts_to_is_weighted_by_share_and_turns() -> None:
+def test_the_mean_load_of_a_mix_is_weighted_by_share_and_turns() -> None:
     kinds = request_classes_of(LoadtestConfig(mix="a:share=3,turns=2,output=10;b:output=20"))
     assert mean_load(kinds) == (pytest.approx((3 * 2 + 1) / 4), pytest.approx((3 * 2 * 10 + 20) / 4))
 
 
-def test_equal_pieces_have_equal_tokens_and_a_shorter_one_is_a_prefix() -> None:
+def test_equal_keys_have_equal_tokens_and_a_shorter_segment_is_a_prefix() -> None:
     made = prompts()
     piece = segment_key(UNIQUE, 5)
     long = made.tokens((piece, 100))
@@ -200,7 +198,7 @@ PIECES = st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 70), st.bo
 
 
 @given(st.integers(0, 2**64 - 1), st.sampled_from([(0, 2), (100, 960), (3, 151_000), (0, 2**40)]), PIECES)
-def test_each_piece_is_drawn_from_a_generator_of_its_own_whatever_was_drawn_before(
+def test_tokens_of_a_segment_do_not_depend_on_earlier_segments(
     seed: int, vocab: tuple[int, int], segments: list[tuple[int, int, bool]]
 ) -> None:
     made = prompts(seed=seed, vocab=vocab)
@@ -213,17 +211,17 @@ def test_each_piece_is_drawn_from_a_generator_of_its_own_whatever_was_drawn_befo
             assert made.tokens((number, length)) == rng.integers(*vocab, length).tolist()
 
 
-def test_the_prompt_of_a_turn_begins_with_all_of_the_turn_before() -> None:
-    (chain,) = sessions(1, turns="3", input_len="5", output_len="4", prefix_len=3)
+def test_the_prompt_of_a_turn_begins_with_the_whole_previous_turn() -> None:
+    (session,) = sessions(1, turns="3", input_len="5", output_len="4", prefix_len=3)
     made = prompts()
-    bodies = [json.loads(made.body(planned))["prompt"] for planned in chain]
+    bodies = [json.loads(made.body(planned))["prompt"] for planned in session]
     assert [len(body) for body in bodies] == [8, 17, 26]
     assert bodies[1][:8] == bodies[0] and bodies[2][:17] == bodies[1]
-    assert [planned.turns_left for planned in chain] == [2, 1, 0]
-    assert [planned.think_s for planned in chain] == [-1, 0, 0]
+    assert [planned.turns_left for planned in session] == [2, 1, 0]
+    assert [planned.think_s for planned in session] == [-1, 0, 0]
 
 
-def test_bodies_speak_each_dialect() -> None:
+def test_each_endpoint_has_its_own_body() -> None:
     planned = PlannedRequest(
         0, 0.0, ((segment_key(UNIQUE, 0), 3),), 7, tenant="t", priority=1, deadline_ms=50.0, priority_class="high"
     )
@@ -240,7 +238,7 @@ def test_bodies_speak_each_dialect() -> None:
     assert "ignore_eos" not in plain and "stream_options" not in plain and plain["top_p"] == 0.5
 
 
-def test_chat_makes_words_and_gives_answers_to_the_assistant() -> None:
+def test_chat_sends_words_with_earlier_responses_as_the_assistants() -> None:
     planned = PlannedRequest(
         0, 0.0, ((segment_key(UNIQUE, 0), 3), (segment_key(ANSWER, 0), 2), (segment_key(UNIQUE, 1), 4)), 7
     )
@@ -250,7 +248,7 @@ def test_chat_makes_words_and_gives_answers_to_the_assistant() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "generate", "chat"])
-def test_with_a_tokenizer_words_are_exactly_so_many_tokens(endpoint: str) -> None:
+def test_a_tokenizer_trims_words_to_the_exact_number_of_tokens(endpoint: str) -> None:
     tokenizer = read_tokenizer(str(SMALL_MODEL))
     made = prompts(endpoint=endpoint, is_text=True, tokenizer=tokenizer)
     for number in range(20):
@@ -259,7 +257,7 @@ def test_with_a_tokenizer_words_are_exactly_so_many_tokens(endpoint: str) -> Non
         assert len(tokenizer.encode(words).ids) == 40
 
 
-def test_ones_own_prompt_and_fields_win() -> None:
+def test_fields_of_a_users_trace_override_all_others() -> None:
     planned = PlannedRequest(0, 0.0, (), 7, extra={"prompt": "Once", "temperature": 0.5})
     body = json.loads(prompts().body(planned))
     assert (body["prompt"], body["temperature"], body["max_tokens"]) == ("Once", 0.5, 7)
@@ -282,41 +280,41 @@ def test_the_ideal_cache_holds_the_longest_common_prefix_with_anything_before(
             for other in plan[:number]
         ]
         expected.append(min(max(common, default=0), len(own) - 1))
-    # A piece after a shorter one of the same key is another position there: only compare where that cannot be.
+    # After a shorter segment of the same key the position differs there: only compare other prompts.
     if all(len({piece for piece, _ in row}) == len(row) for row in rows) and _lengths_agree(rows):
         assert ideal_cached_tokens(plan) == expected
     assert all(0 <= cached < planned.num_input for cached, planned in zip(ideal_cached_tokens(plan), plan, strict=True))
 
 
 def _lengths_agree(rows: list[list[tuple[int, int]]]) -> bool:
-    """Every piece but the last of a row has one length, as in all workloads."""
+    """All segments of a prompt but the last have one length, as in all workloads."""
     lengths: dict[int, int] = {}
     return all(lengths.setdefault(piece, length) == length for row in rows for piece, length in row)
 
 
-def test_without_any_limit_sixty_requests_are_sent_and_steps_end_with_their_last() -> None:
+def test_the_default_is_sixty_requests_and_steps_end_with_the_last() -> None:
     assert make_plan(LoadtestConfig()).num_sessions == 60
     assert make_plan(LoadtestConfig(rate="2x3,4x2", arrival="constant")).num_sessions == 14
     assert make_plan(LoadtestConfig(concurrency=3, duration="1s")).num_sessions is None
 
 
-def test_nothing_is_drawn_once_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iterating_a_plan_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"rate": "1000", "num_requests": 30_000, **MIXED}
     plan = make_plan(LoadtestConfig(**options))  # type: ignore[arg-type]
     expected = sessions(30_000, **MIXED)
     monkeypatch.setattr(SessionSampler, "take", lambda *_: pytest.fail("drawn too late"))
     made = list(plan.sessions)
-    for chain in made:
-        assert chain[0].at >= 0
-    assert [chain[0].at for chain in made] == sorted(chain[0].at for chain in made)
+    for session in made:
+        assert session[0].at >= 0
+    assert [session[0].at for session in made] == sorted(session[0].at for session in made)
     assert made[-1][0].at == plan.seconds == pytest.approx(30, rel=0.05)
     assert list(itertools.islice(plan.sessions, 50)) == made[:50], "the same as often as it is asked for"
-    for chain in made:
-        chain[0].at = 0.0
+    for session in made:
+        session[0].at = 0.0
     assert made == expected
 
 
-def test_a_million_sessions_are_made_at_once() -> None:
+def test_a_million_sessions_can_be_planned() -> None:
     began_at = time.process_time()
     plan = make_plan(LoadtestConfig(num_requests=1_000_000, rate="1000", turns="2", input_len="lognormal:500:1"))
     first = next(iter(plan.sessions))
@@ -324,8 +322,8 @@ def test_a_million_sessions_are_made_at_once() -> None:
     assert len(first) == 2 and plan.num_sessions == 1_000_000
 
 
-def test_an_endless_plan_is_drawn_far_ahead_and_goes_on_where_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "EARLY_SESSIONS", 40)
+def test_an_endless_plan_continues_after_the_first_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_sampling, "EARLY_SESSIONS", 40)
     plan = make_plan(LoadtestConfig(concurrency=3, duration="1s", **MIXED))  # type: ignore[arg-type]
     assert list(itertools.islice(plan.sessions, 100)) == sessions(100, **MIXED)
     assert list(itertools.islice(plan.sessions, 100)) == sessions(100, **MIXED), "again"
@@ -335,9 +333,9 @@ def test_an_endless_plan_is_drawn_far_ahead_and_goes_on_where_that_ends(monkeypa
         list(itertools.islice(plan.sessions, 121))
 
 
-def test_of_sessions_with_many_turns_fewer_are_drawn_ahead() -> None:
+def test_fewer_sessions_with_many_turns_are_drawn_ahead() -> None:
     (one,) = request_classes_of(LoadtestConfig(turns="1000")).values()
-    assert draws.early_sessions([one]) == 2000
+    assert session_sampling.early_sessions([one]) == 2000
 
 
 @pytest.mark.parametrize(
@@ -348,7 +346,7 @@ def test_of_sessions_with_many_turns_fewer_are_drawn_ahead() -> None:
         ({"duration": "1h", "rate": "2800", "arrival": "burst"}, "--rate and --duration"),
     ],
 )
-def test_more_than_can_be_planned_is_refused(options: dict[str, object], words: str) -> None:
+def test_a_plan_that_is_too_large_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_plan(LoadtestConfig(**options))  # type: ignore[arg-type]
 
@@ -365,7 +363,7 @@ def test_durations_have_units(text: str, expected: float) -> None:
         (["--duration", "soon"], "--duration must be seconds"),
         (["--find-goodput"], "needs at least one of --slo"),
         (["--time-scale", "2"], "need --trace"),
-        (["--trace", "x", "--turns", "2"], "brings its own"),
+        (["--trace", "x", "--turns", "2"], "has its own"),
         (["--url", "ftp://x"], "--url must be"),
         (["--extra-body", "[1]"], "JSON object"),
         (["--header", "X"], "NAME: VALUE"),
@@ -381,8 +379,8 @@ def test_durations_have_units(text: str, expected: float) -> None:
         (["--prefix-groups", "3"], "--prefix-groups needs --prefix-len"),
         (["--think", "3s"], "--think needs --turns"),
         (["--trace-unit", "ms"], "--trace-unit needs --trace"),
-        (["--trace", "x", "--input-len", "9"], "brings its own lengths"),
-        (["--api-key", "a\nHost: b"], "--api-key holds"),
+        (["--trace", "x", "--input-len", "9"], "has its own lengths"),
+        (["--api-key", "a\nHost: b"], "--api-key has"),
         (["--turns", "1001"], "at most 1,000"),
         (["--num-requests", "10000001"], "--num-requests must be at most"),
         (["--prefix-len", "10000001"], "--prefix-len must be at most"),
@@ -390,12 +388,12 @@ def test_durations_have_units(text: str, expected: float) -> None:
         (["--duration", "9" * 400], "--duration must be at most"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(words: list[str], sentence: str) -> None:
+def test_invalid_options_are_refused_by_name(words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse(LoadtestConfig, words, command="loadtest")
 
 
-def test_its_variables_have_a_prefix_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_have_their_own_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_LOADTEST_SEED", "5")
     monkeypatch.setenv("BATON_MODEL", "of another command")
     config = parse(LoadtestConfig, [], command="loadtest")

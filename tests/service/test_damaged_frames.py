@@ -160,7 +160,7 @@ def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: lis
             nonce = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))[-1]
             terms = Terms(MAGIC, bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
             connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))
-            connection.sendall(terms.proof(KEY, b"let in"))
+            connection.sendall(terms.proof(KEY, b"accepted"))
             assert until(writer.poll) == [Attached(DECODE, 1)]
             tickets = [writer.write(DECODE, [(page, page)]) for page in range(4)]
             seal = terms.seal(KEY, b"acknowledgements")

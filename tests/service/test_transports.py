@@ -1,5 +1,4 @@
-"""Whole services whose pages travel by one transport or another: the very tokens of ``transformers``, all pages by that
-transport and none by the control plane, and what the nodes say of it."""
+"""Whole services over each transport: the tokens of ``transformers``, and all pages by that transport alone."""
 
 import asyncio
 import os
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from support.reference_models import draw_prompts, load_reference
 from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client
+from support.service_client import Client, prompt_of
 
 NUM_NEW = 12
 
@@ -31,10 +30,10 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]
         yield service
 
 
-async def pairs(client: Client, name: str) -> list[dict[str, Any]]:
+async def pairs(client: Client, name: str, count: int = 1) -> list[dict[str, Any]]:
     for _ in range(100):
         found: list[dict[str, Any]] = (await client.workers())[name]["pairs"]
-        if found:
+        if len(found) >= count:
             return found
         await asyncio.sleep(0.05)
     raise AssertionError(f"{name} tells of no pair")
@@ -73,5 +72,27 @@ async def test_pages_travel_by_the_transport_of_the_pair_and_by_nothing_else(
     assert 0 < spoken < page_bytes / 2, "pages travel by the control plane"
     for name, peer in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
         assert told[name] == [
-            {"peer": peer, "incarnation": workers[peer]["incarnation"], "transport": transport, "why": why}
+            {
+                "peer": peer,
+                "incarnation": workers[peer]["incarnation"],
+                "transport": transport,
+                "why": why,
+                "problem": "",
+            }
         ]
+
+
+async def test_several_decode_nodes_attach_to_one_prefill_node_at_once(tmp_path: Path) -> None:
+    """By NIXL, to the first start of the prefill node and to the next, which all of them meet at the same time."""
+    with running(tmp_path, decode=3, node_options={"transport": "nixl"}) as service:
+        async with service.client() as client:
+            for _ in range(2):
+                answers = await asyncio.gather(*(client.generate(prompt_of(40, seed), 4) for seed in range(12)))
+                assert [len(answer["output_ids"]) for answer in answers] == [4] * 12
+                found = await pairs(client, "prefill-0", 3)
+                assert sorted(pair["peer"] for pair in found) == ["decode-0", "decode-1", "decode-2"]
+                service.kill("prefill-0")
+                service.start("prefill-0")
+                service.wait_until_ready()
+            workers = await client.workers()
+    assert [pair["problem"] for worker in workers.values() for pair in worker["pairs"] if pair["problem"]] == []

@@ -80,9 +80,10 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     lookahead: int,
     late_s: float,
 ) -> None:
-    """The bound of Sheng et al. (OSDI'24, theorem 4.4): while two clients both have waiting requests, their service
-    differs by at most 2 * max(w_p * L_input, w_q * M), where L_input is the longest prompt
-    and M the tokens that fit into a batch.
+    """Check the bound of Sheng et al. (OSDI'24, theorem 4.4).
+
+    While two tenants both have waiting requests, their service differs by at most 2 * max(w_p * L_input, w_q * M),
+    where L_input is the longest prompt and M the tokens that fit into a batch.
 
     Service is divided by the tenant's weight. A tenant that arrives later starts at the counter of the other. Requests
     that the gateway dispatches ahead count as part of the batch, unless it dispatches all: then the node chooses.

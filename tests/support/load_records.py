@@ -16,7 +16,7 @@ PLAIN: dict[str, Any] = {
 
 
 def record(*stamps: float, at: float = 0.0, late: float = 0.0, **fields: Any) -> RequestRecord:
-    """A request intended at ``at``, sent ``late`` seconds after, whose tokens came at ``stamps``."""
+    """A record of a request intended at ``at``, sent ``late`` seconds later, with tokens at ``stamps``."""
     own = {
         "intended_s": at,
         "released_s": at + late,

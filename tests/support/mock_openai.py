@@ -1,16 +1,16 @@
-"""A stand-in for a model server, with latencies known to the microsecond, for testing load generators.
+"""A mock model server with known latencies, for testing load generators.
 
-Its own process (``python tests/support/mock_openai.py --ttft 0.05 --itl 0.01``): prints the port it listens on, answers
-``/v1/completions``, ``/v1/chat/completions`` and ``/generate`` as streams of ``max_tokens`` tokens, and keeps the
-*truth*: when each request arrived and when each of its tokens was written, on the machine's monotonic clock. SIGTERM
-writes it to ``--truth`` as JSON lines.
+It runs as its own process (``python tests/support/mock_openai.py --ttft 0.05 --itl 0.01``), prints its port, and
+streams ``max_tokens`` tokens on ``/v1/completions``, ``/v1/chat/completions`` and ``/generate``. It records when each
+request arrived and when each of its tokens was written, on the machine's monotonic clock; SIGTERM writes the records
+to ``--truth`` as JSON lines.
 
-Flaws to order: ``--capacity`` (others wait in line), ``--stall AT:FOR`` (nothing moves in that time), ``--drop N``
-(every N-th connection is cut in mid-stream), ``--refuse N`` (every N-th gets a 500), ``--slam N`` (every N-th
-is cut before any answer), ``--sour N`` (every N-th stream
-brings an error event), ``--hang N`` (every N-th never goes on), ``--wrong-usage``, ``--bunch N`` (N tokens an event),
-``--split`` (writes cut at awkward places), ``--crlf``, ``--want NAME:VALUE`` (401 without that header). ``--tls FILE``
-speaks TLS with the key and certificate of a file. It imports nothing of ours.
+Faults: ``--capacity`` (further requests wait), ``--stall AT:FOR`` (nothing moves in that time), ``--drop N`` (every
+N-th connection is cut in mid-stream), ``--refuse N`` (every N-th request gets a 500), ``--slam N`` (every N-th
+connection is cut before any response), ``--sour N`` (every N-th stream has an error event), ``--hang N`` (every N-th
+stream stops), ``--wrong-usage``, ``--bunch N`` (N tokens per event), ``--split`` (writes cut into small parts),
+``--crlf``, ``--want NAME:VALUE`` (401 without that header). ``--tls FILE`` speaks TLS with the key and certificate in
+a file. The file imports nothing of this repository.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from collections import deque
 from typing import Any
 
 
-class Line:
+class CapacityQueue:
     """Admits ``capacity`` requests at a time, in order."""
 
     def __init__(self, capacity: int) -> None:
@@ -52,7 +52,7 @@ class Mock:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.truth: list[dict[str, Any]] = []
-        self.line = Line(options.capacity)
+        self.queue = CapacityQueue(options.capacity)
         self.number = 0
         self.first_at = 0.0
         self.seen: set[tuple[int, ...]] = set()
@@ -109,12 +109,12 @@ class Mock:
             truth["flaw"] = "refuse"
             _whole(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": "internal"}})
             return True
-        await self.line.enter()
+        await self.queue.enter()
         try:
             await self._pause_until(time.monotonic() + options.ttft)
             return await self._stream(path, body, writer, truth)
         finally:
-            self.line.leave()
+            self.queue.leave()
 
     async def _stream(
         self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter, truth: dict[str, Any]
@@ -185,7 +185,7 @@ class Mock:
         return {"id": "cmpl-1", "object": kind, "created": 1, "model": "mock", "choices": [choice]}
 
     def _cached(self, prompt: Any) -> int:
-        """Tokens of the longest prefix seen before, in pages of 16; at least one is left."""
+        """Tokens of the longest prefix seen before, in pages of 16; at least one token is not cached."""
         if not isinstance(prompt, list):
             return 0
         pages = [tuple(prompt[:end]) for end in range(16, len(prompt), 16)] if len(prompt) < 2000 else []
@@ -208,7 +208,7 @@ class Mock:
             writer.write(data[at : at + 7])
 
     async def _pause_until(self, at: float) -> None:
-        """Sleep; nothing ends inside the stall."""
+        """Sleep until an instant; none lies inside the stall."""
         if self.options.stall:
             begin, length = (float(part) for part in self.options.stall.split(":"))
             begin += self.first_at
@@ -274,7 +274,7 @@ async def main() -> None:
     if mock.options.truth:
         with open(mock.options.truth, "w") as file:
             file.writelines(json.dumps(one) + "\n" for one in mock.truth)
-    os._exit(0)  # whatever still hangs
+    os._exit(0)  # without waiting for streams that hang
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def _of_decode(world: "TwoNodes") -> Iterator[Action]:
     for key in world.keys:
         if world.routes.get(key, ("", node.name))[1] != node.name or key in node.ended:
             continue
-        num_lacking = world.sizes[key] - node.begun.get(key, world.scope.first)
+        num_lacking = world.sizes[key] - world.scope.first
         if key not in node.begun and num_lacking <= node.books.num_free:
             yield ("begin", key, num_lacking)
     if node.reader._news or getattr(node.transport, "_news", None):

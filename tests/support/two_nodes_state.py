@@ -121,7 +121,7 @@ def state_of(world: "TwoNodes") -> object:
         (list(prefill.writer._leaving), prefill.writer.is_refused),
         _of_choice(prefill.transport),
         (receiver, incoming.sessions, incoming.prefill_dones, incoming.events, links.by_peer, links.epoch),
-        (sorted(decode.begun.items()), sorted(decode.ended.items()), list(decode.dialled)),
+        (sorted(decode.begun), sorted(decode.ended.items()), list(decode.dialled)),
         (decode.store.memory, _of_books(decode.books)),
         [(w.incarnation, said) for w, said in decode.reader.writers.items()],
         (decode.reader._offers, decode.reader._news),

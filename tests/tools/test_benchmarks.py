@@ -13,8 +13,8 @@ from scripts.benchmarks.main import NAMES, empty_figures
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Benchmarks that start several services or processes.
-SLOW = {"disagg", "handoff", "pictures", "transfer"}
+#: Benchmarks that start whole services.
+SLOW = {"disagg", "handoff", "pictures"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])

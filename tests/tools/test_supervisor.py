@@ -67,7 +67,7 @@ async def test_a_child_that_keeps_dying_before_the_service_was_ready_ends_everyt
 async def test_once_ready_a_child_that_keeps_dying_is_always_restarted():
     failing = child("raise SystemExit(2)")
     supervisor = Supervisor([failing])
-    supervisor.has_been_ready = True
+    supervisor.mark_ready()
     running = asyncio.create_task(supervisor.run())
     await until(lambda: failing.num_deaths > module.MAX_EARLY_DEATHS)
     assert not running.done()

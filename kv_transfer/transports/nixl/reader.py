@@ -182,7 +182,7 @@ class NixlReader:
         with contextlib.suppress(Exception):  # NIXL's own errors have no common root
             old.close()
         if not old.is_gone:
-            self._has_failed = True  # for good: what this agent lets in must not be declared void
+            self._has_failed = True  # for good: what this agent admits must not be declared void
             log.error("NIXL did not release the pool: pages granted to lost prefill nodes stay in quarantine")
             return
         self._voided = self._last_of_old

@@ -36,7 +36,7 @@ class MappedPool:
         """Wait for at most one page, then unmap the pool; nothing is copied into it afterwards."""
         self.is_open = False  # set before the lock is taken: the thread could take it again and again
         with self.lock:
-            self.memory.close()  # raises while a view of it exists; the reader is then not told that we let go
+            self.memory.close()  # raises while a view of it exists, and then DETACHED is not sent
 
 
 class CopyThread:

@@ -210,7 +210,7 @@ class ShmReader:
         except OSError:
             word = b""
         if word == DETACHED:
-            self._fence(writer, "the prefill node has let go of the pool")
+            self._fence(writer, "the prefill node has unmapped the pool")
         else:
             self._close_connection(writer)
 

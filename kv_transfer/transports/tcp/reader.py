@@ -223,7 +223,7 @@ class TcpReader:
         ):  # withdrawn, or dialled by another connection in the meantime
             self._pending.reject(pending, "token")
             return
-        pending.connection.send(terms.proof(self._key, b"let in"))
+        pending.connection.send(terms.proof(self._key, b"accepted"))
         del offer.awaited[terms.index]
         self._pending.promote(pending)
         thread = self._make_receive_thread(

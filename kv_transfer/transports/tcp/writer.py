@@ -70,7 +70,7 @@ class Connection:
 
 
 @dataclass(slots=True, eq=False)
-class Route:
+class PeerState:
     """All connections to one peer."""
 
     peer: str
@@ -103,9 +103,9 @@ class TcpWriter:
         self.store = store
         self._key = key
         self._epoll = select.epoll()
-        self._routes: dict[str, Route] = {}
-        self._by_descriptor: dict[int, tuple[Route, Connection]] = {}  # by descriptor
-        self._leaving: dict[str, Route] = {}  # detached peers for which our pages are still being read
+        self._peers: dict[str, PeerState] = {}
+        self._by_descriptor: dict[int, tuple[PeerState, Connection]] = {}  # by descriptor
+        self._leaving: dict[str, PeerState] = {}  # detached peers for which our pages are still being read
         self._ending: list[SendThread] = []  # threads that were stopped and end soon
         self._remaining: dict[int, int] = {}  # ticket -> pages not acknowledged
         self._news: list[Attached] = []
@@ -116,43 +116,47 @@ class TcpWriter:
     # ---- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, peer: str, connect: Connect) -> None:
-        assert peer not in self._routes and peer not in self._leaving, "detach first"
+        assert peer not in self._peers and peer not in self._leaving, "detach first"
         endpoint = ENDPOINT.fullmatch(connect.endpoint)
         if endpoint is None or not 0 < int(endpoint[2]) < 65536 or not 0 < int(endpoint[4]) <= MAX_CONNECTIONS:
             raise AttachError(f"the endpoint offered by {connect.name} is not one of {self.name}")
         address = (endpoint[1], int(endpoint[2]))
-        route = Route(peer, connect, address, bytes.fromhex(endpoint[3]), [], time.monotonic() + ATTACH_TIMEOUT_S)
-        self._routes[peer] = route
+        peer_state = PeerState(
+            peer, connect, address, bytes.fromhex(endpoint[3]), [], time.monotonic() + ATTACH_TIMEOUT_S
+        )
+        self._peers[peer] = peer_state
         try:
             for index in range(int(endpoint[4])):
-                self._dial(route, index)
+                self._dial(peer_state, index)
         except OSError as error:
             self.detach(peer)
-            raise AttachError(f"{route.who} cannot be reached by {self.name}: {error.strerror or error}") from error
+            raise AttachError(
+                f"{peer_state.who} cannot be reached by {self.name}: {error.strerror or error}"
+            ) from error
 
-    def _dial(self, route: Route, index: int) -> None:
-        sock = socket.socket(family_of(route.address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    def _dial(self, peer_state: PeerState, index: int) -> None:
+        sock = socket.socket(family_of(peer_state.address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             tune(sock)
             with contextlib.suppress(BlockingIOError):
-                sock.connect(route.address)
+                sock.connect(peer_state.address)
         except BaseException:
             sock.close()
             raise
         connection = Connection(index, sock, secrets.token_bytes(NONCE_BYTES))
-        route.connections.append(connection)
-        self._by_descriptor[sock.fileno()] = (route, connection)
+        peer_state.connections.append(connection)
+        self._by_descriptor[sock.fileno()] = (peer_state, connection)
         self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
 
     def poll(self) -> list[Attached]:
         self._process_events()
         now = time.monotonic()
-        for route in self._routes.values():
-            if not route.is_attached and not route.is_broken and route.until <= now:
-                self._break(route, f"it did not answer within {ATTACH_TIMEOUT_S:.0f} s")
+        for peer_state in self._peers.values():
+            if not peer_state.is_attached and not peer_state.is_broken and peer_state.until <= now:
+                self._break(peer_state, f"it did not answer within {ATTACH_TIMEOUT_S:.0f} s")
         news, self._news = self._news, []
         for attached in news:
-            if attached.problem and not self._routes[attached.peer].is_attached:
+            if attached.problem and not self._peers[attached.peer].is_attached:
                 self.detach(attached.peer)
         return news
 
@@ -163,26 +167,26 @@ class TcpWriter:
             found = self._by_descriptor.get(descriptor)
             if found is None or found[0].is_broken:
                 continue
-            route, connection = found
+            peer_state, connection = found
             try:
                 if connection.stage is Stage.READY:
                     self._read_acknowledgements(connection)
                 else:
-                    self._continue_handshake(route, connection)
+                    self._continue_handshake(peer_state, connection)
             except OSError as error:
                 why = connection.thread.why if connection.thread is not None else ""
-                self._break(route, why or error.strerror or str(error))
+                self._break(peer_state, why or error.strerror or str(error))
 
-    def _break(self, route: Route, why: str) -> None:
-        route.is_broken = True
-        for connection in route.connections:
+    def _break(self, peer_state: PeerState, why: str) -> None:
+        peer_state.is_broken = True
+        for connection in peer_state.connections:
             with contextlib.suppress(KeyError, FileNotFoundError, ValueError):
                 self._epoll.unregister(connection.sock)
-        verb = "broke" if route.is_attached else "could not be made"
-        problem = f"the {self.name} connection to {route.who} {verb}: {why}"
-        self._news.append(Attached(route.peer, route.connect.epoch, problem))
+        verb = "broke" if peer_state.is_attached else "could not be made"
+        problem = f"the {self.name} connection to {peer_state.who} {verb}: {why}"
+        self._news.append(Attached(peer_state.peer, peer_state.connect.epoch, problem))
 
-    def _continue_handshake(self, route: Route, connection: Connection) -> None:
+    def _continue_handshake(self, peer_state: PeerState, connection: Connection) -> None:
         """Make the next step of the handshake when its frame is complete.
 
         Raises:
@@ -192,7 +196,9 @@ class TcpWriter:
             if error := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, os.strerror(error))
             connection.sock.send(
-                HELLO.pack(self.magic, connection.index, len(route.connections), route.token, connection.nonce)
+                HELLO.pack(
+                    self.magic, connection.index, len(peer_state.connections), peer_state.token, connection.nonce
+                )
             )
             connection.stage = Stage.GREETED
             self._epoll.modify(connection.sock, select.EPOLLIN)
@@ -200,7 +206,7 @@ class TcpWriter:
             if (frame := self._frame(connection, WELCOME.size)) is None:
                 return
             nonce, proof = WELCOME.unpack(frame)
-            connection.terms = self._terms(route, connection, nonce)
+            connection.terms = self._terms(peer_state, connection, nonce)
             if not connection.terms.is_proof(self._key, b"reader", proof):
                 raise ConnectionError("it does not know our cluster key, or offers another pool than it says")
             connection.sock.send(connection.terms.proof(self._key, b"writer"))
@@ -209,19 +215,19 @@ class TcpWriter:
             if (frame := self._frame(connection, PROOF_BYTES)) is None:
                 return
             assert connection.terms is not None
-            if not connection.terms.is_proof(self._key, b"let in", frame):
+            if not connection.terms.is_proof(self._key, b"accepted", frame):
                 raise ConnectionError("it accepted the connection without proof")
-            self._open(route, connection)
+            self._open(peer_state, connection)
 
-    def _terms(self, route: Route, connection: Connection, nonce: bytes) -> Terms:
+    def _terms(self, peer_state: PeerState, connection: Connection, nonce: bytes) -> Terms:
         return Terms(
             magic=self.magic,
-            token=route.token,
+            token=peer_state.token,
             index=connection.index,
-            count=len(route.connections),
-            epoch=route.connect.epoch,
-            page_bytes=from_message(route.connect.geometry).page_bytes,
-            num_pages=route.connect.num_pages,
+            count=len(peer_state.connections),
+            epoch=peer_state.connect.epoch,
+            page_bytes=from_message(peer_state.connect.geometry).page_bytes,
+            num_pages=peer_state.connect.num_pages,
             writer_nonce=connection.nonce,
             reader_nonce=nonce,
         )
@@ -240,36 +246,36 @@ class TcpWriter:
         connection.inbox.clear()
         return frame
 
-    def _open(self, route: Route, connection: Connection) -> None:
+    def _open(self, peer_state: PeerState, connection: Connection) -> None:
         """The reader has accepted the connection: pages can be sent."""
         assert connection.terms is not None
         authenticated = AuthenticatedConnection(connection.sock, connection.terms, self._key)
         connection.seal = authenticated.seal(b"acknowledgements")
         connection.thread = self._make_send_thread(authenticated)
         connection.thread.start()
-        self._mark_ready(route, connection)
+        self._mark_ready(peer_state, connection)
 
     def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
         return SendThread(authenticated, self.store)
 
-    def _mark_ready(self, route: Route, connection: Connection) -> None:
+    def _mark_ready(self, peer_state: PeerState, connection: Connection) -> None:
         connection.stage = Stage.READY
-        if all(other.stage is Stage.READY for other in route.connections):
-            route.is_attached = True
-            self._news.append(Attached(route.peer, route.connect.epoch))
+        if all(other.stage is Stage.READY for other in peer_state.connections):
+            peer_state.is_attached = True
+            self._news.append(Attached(peer_state.peer, peer_state.connect.epoch))
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
-        route = self._routes[peer]
-        assert route.is_attached, "not attached"
+        peer_state = self._peers[peer]
+        assert peer_state.is_attached, "not attached"
         self._num_tickets += 1
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
         num_bytes = self.store.geometry.page_bytes if slices is None else slices.num_bytes
         for source, target in pages:
             self._stage(source)
-            connection = min(route.connections, key=lambda connection: len(connection.pending))
+            connection = min(peer_state.connections, key=lambda connection: len(connection.pending))
             assert connection.thread is not None
             connection.pending.append((ticket, target, num_bytes))
             connection.thread.put((source, target, slices))
@@ -324,15 +330,15 @@ class TcpWriter:
         """Does nothing: no write outlives its connection."""
 
     def detach(self, peer: str) -> bool:
-        route = self._routes.pop(peer, None)
-        if route is not None:
+        peer_state = self._peers.pop(peer, None)
+        if peer_state is not None:
             self._news = [news for news in self._news if news.peer != peer]
-            self._hang_up(route)
-            self._leaving[peer] = route
-        return self._let_go(peer)
+            self._shut_down(peer_state)
+            self._leaving[peer] = peer_state
+        return self._release_if_unread(peer)
 
-    def _hang_up(self, route: Route) -> None:
-        for connection in route.connections:
+    def _shut_down(self, peer_state: PeerState) -> None:
+        for connection in peer_state.connections:
             self._by_descriptor.pop(connection.sock.fileno(), None)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self._epoll.unregister(connection.sock)
@@ -340,12 +346,12 @@ class TcpWriter:
                 if connection.pending:
                     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
                 connection.sock.shutdown(socket.SHUT_RDWR)
-        for connection in route.connections:
+        for connection in peer_state.connections:
             if connection.thread is not None:
                 connection.thread.stop()
                 self._ending.append(connection.thread)
 
-    def _let_go(self, peer: str) -> bool:
+    def _release_if_unread(self, peer: str) -> bool:
         """Close the connections to a detached peer once none of our pages is being read for it.
 
         Tickets that were not over vanish, unless ``detach`` returned False: then they are over now.
@@ -353,27 +359,27 @@ class TcpWriter:
         Returns:
             Whether nothing is left of the connections.
         """
-        route = self._leaving.get(peer)
-        if route is None:
+        peer_state = self._leaving.get(peer)
+        if peer_state is None:
             return True
         if any(
             connection.pending and connection.thread is not None and not connection.thread.is_idle
-            for connection in route.connections
+            for connection in peer_state.connections
         ):
-            route.is_late = True
+            peer_state.is_late = True
             return False
         del self._leaving[peer]
-        for connection in route.connections:
+        for connection in peer_state.connections:
             connection.sock.close()
-        for ticket in {ticket: None for connection in route.connections for ticket, _, _ in connection.pending}:
+        for ticket in {ticket: None for connection in peer_state.connections for ticket, _, _ in connection.pending}:
             del self._remaining[ticket]
-            if route.is_late:
+            if peer_state.is_late:
                 self._done.append(ticket)
         return True
 
     def _reap(self) -> None:
         for peer in list(self._leaving):
-            self._let_go(peer)
+            self._release_if_unread(peer)
         self._ending = [thread for thread in self._ending if not thread.is_over]
 
     def counters(self) -> dict[str, float]:
@@ -383,7 +389,7 @@ class TcpWriter:
         return () if self._epoll.closed else (self._epoll.fileno(),)
 
     def close(self) -> None:
-        for peer in list(self._routes):
+        for peer in list(self._peers):
             self.detach(peer)
         for thread in self._ending:
             thread.join()

@@ -48,7 +48,7 @@ def form(authenticated: AuthenticatedConnection, backend: str, rank: int, pages:
     maker = _Maker(store, authenticated, backend, rank, pages)
     maker.start()
     try:
-        _Talk(store, authenticated, backend, rank).until_made(maker)
+        _EntryExchange(store, authenticated, backend, rank).until_made(maker)
     except BaseException:
         maker.abandon()
         raise
@@ -89,7 +89,9 @@ class _Maker(threading.Thread):
 
     @classmethod
     def wait_for_all(cls) -> None:
-        """An interpreter that ends takes threads away from within the backend, which aborts the process."""
+        """Wait for every thread before the interpreter ends: a thread that is killed within the backend aborts the
+        process.
+        """
         until = time.monotonic() + EXIT_S
         for maker in [thread for thread in threading.enumerate() if isinstance(thread, cls)]:
             maker.join(max(0.0, until - time.monotonic()))
@@ -111,8 +113,8 @@ class _Maker(threading.Thread):
 atexit.register(_Maker.wait_for_all)
 
 
-class _Talk:
-    """What is said over the connection while the group forms."""
+class _EntryExchange:
+    """Exchanges the entries of both stores over the connection while the group forms."""
 
     def __init__(self, store: HashStore, authenticated: AuthenticatedConnection, backend: str, rank: int) -> None:
         self._connection = authenticated.connection
@@ -124,42 +126,46 @@ class _Talk:
         self._readable = select.poll()
         self._readable.register(self._connection, select.POLLIN)
         self._until = time.monotonic() + FORM_S
-        self._said: dict[str, None] = {}
-        self._heard: dict[str, None] = {}
+        self._sent: dict[str, None] = {}
+        self._received: dict[str, None] = {}
         self._is_made_there = False
 
     def until_made(self, maker: _Maker) -> None:
         is_made_here = False
         while True:
             if not is_made_here:
-                is_made_here = self._tell_of(maker)
+                is_made_here = self._send_entries(maker)
             if is_made_here and self._is_made_there:
                 return  # the next bytes belong to the page frames
             if self._readable.poll(_PAUSE_MS):
-                self._hear()
+                self._receive()
             elif self._until <= time.monotonic():
                 raise ConnectionError(f"the group did not form within {FORM_S:.0f} s")
 
-    def _tell_of(self, maker: _Maker) -> bool:
-        """Say what our backend has set, and when it has made the group. Returns whether it has."""
+    def _send_entries(self, maker: _Maker) -> bool:
+        """Send what our backend has set, and MADE when it has made the group; returns whether it has."""
         is_over = not maker.is_alive()
         for key in self._store.list_keys():
-            if key not in self._said and key not in self._heard:
-                self._said[key] = None
-                self._say(ENTRY_MAGIC, key.encode(), self._store.get(key))
+            if key not in self._sent and key not in self._received:
+                self._sent[key] = None
+                self._send(ENTRY_MAGIC, key.encode(), self._store.get(key))
         if is_over and maker.problem:
             raise ConnectionError(maker.problem)
         if is_over:
-            self._say(MADE_MAGIC)
+            self._send(MADE_MAGIC)
         return is_over
 
-    def _say(self, magic: bytes, key: bytes = b"", value: bytes = b"") -> None:
+    def _send(self, magic: bytes, key: bytes = b"", value: bytes = b"") -> None:
         header = HEADER.pack(magic, len(key), len(value))
         self._connection.settimeout(max(self._until - time.monotonic(), 1e-3))
         self._connection.sendall(header + self._our_seal.mac(header + key + value) + key + value)
 
-    def _hear(self) -> None:
-        """One frame. Raises OSError for anything but what may come now."""
+    def _receive(self) -> None:
+        """Receive one frame.
+
+        Raises:
+            OSError: it is not a frame that may come now.
+        """
         header = self._exactly(HEADER.size)
         magic, key_bytes, value_bytes = HEADER.unpack(header)
         is_entry = magic == ENTRY_MAGIC and 0 < key_bytes <= MAX_KEY_BYTES and value_bytes <= MAX_VALUE_BYTES
@@ -174,11 +180,11 @@ class _Talk:
             self._is_made_there = True
             return
         name = key.decode("ascii", "strict") if key.isascii() else ""
-        if not name or name in self._said or name in self._heard or len(self._heard) >= MAX_ENTRIES:
+        if not name or name in self._sent or name in self._received or len(self._received) >= MAX_ENTRIES:
             raise ConnectionError("it sent an entry that is settled already, or too many")
         if not is_sound(self._backend, value, self._host):
             raise ConnectionError("it gave an address that is not its own")
-        self._heard[name] = None
+        self._received[name] = None
         self._store.set(name, value)  # type: ignore[arg-type]  # bytes are what it keeps
 
     def _exactly(self, size: int) -> bytes:

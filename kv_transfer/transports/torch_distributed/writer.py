@@ -13,7 +13,7 @@ from common.wire.messages import Connect
 from kv_transfer.transports.base import AttachError, PageStore
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.tcp.send_thread import Job, SendThread
-from kv_transfer.transports.tcp.writer import Connection, Route, Stage, TcpWriter
+from kv_transfer.transports.tcp.writer import Connection, PeerState, Stage, TcpWriter
 from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
 from kv_transfer.transports.torch_distributed.reader import DEPTH, magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
@@ -57,7 +57,7 @@ class GroupWriter(TcpWriter):
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    def _mark_ready(self, route: Route, connection: Connection) -> None:
+    def _mark_ready(self, peer_state: PeerState, connection: Connection) -> None:
         """Wait for the group: until it has formed, only the thread reads from the connection."""
         connection.stage = Stage.OPENING
         self._epoll.unregister(connection.sock)
@@ -67,14 +67,14 @@ class GroupWriter(TcpWriter):
             os.eventfd_read(self._wake)
         while self._changed:
             thread = self._changed.popleft()
-            for route, connection in list(self._by_descriptor.values()):
-                if connection.thread is not thread or connection.stage is not Stage.OPENING or route.is_broken:
+            for peer_state, connection in list(self._by_descriptor.values()):
+                if connection.thread is not thread or connection.stage is not Stage.OPENING or peer_state.is_broken:
                     continue
                 if thread.is_formed:
                     self._epoll.register(connection.sock, select.EPOLLIN)
-                    super()._mark_ready(route, connection)
+                    super()._mark_ready(peer_state, connection)
                 else:
-                    self._break(route, thread.why)
+                    self._break(peer_state, thread.why)
         super()._process_events()
 
     def _stage(self, page: int) -> None:

@@ -1,45 +1,40 @@
-"""Several runs: one at each of some rates, or a search for the highest rate at which the service level holds.
+"""Searches for the highest rate that holds the service level.
 
-The search doubles (or halves) the rate until the limit is enclosed, then bisects on a logarithmic scale. Whether a rate
-holds is decided by Wilson's interval around the share of good requests, in which those that were good or bad together
-count for fewer: where the target lies inside the interval, the rate is tried again with another seed and the counts are
-added up, at most ``MAX_TRIES`` times. A run in which the client did not keep up counts neither way: it is made again,
-and a rate at which that happens twice bounds the search without having failed. Going down ends where it is of no use:
-where every request failed, or those that met no other were not good enough either.
+The search doubles (or halves) the rate until the limit is enclosed, then bisects on a logarithmic scale. Wilson's
+interval around the share of good requests decides whether a rate holds; correlated requests count for fewer. Where the
+target lies inside the interval, the rate is tried again with another seed and the counts add up, at most ``MAX_TRIES``
+times. An invalid run, in which the client fell behind, counts neither way; a rate with two invalid runs bounds the
+search from above. Halving ends where a lower rate cannot help: every request failed, or requests without any other in
+flight were not good enough either.
 """
 
 import math
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scripts.load_tester.analysis import stats
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.client.request_headers import common_headers
-from scripts.load_tester.client.server_info import fetch_server_info
-from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.main import FAILED, FINE, INVALID, at_rate, say, write_files
-from scripts.load_tester.reporting.progress import run_with_progress
-from scripts.load_tester.reporting.report import SCHEMA, Report, write_json
-from scripts.load_tester.reporting.text_report import milliseconds, percent
+
+if TYPE_CHECKING:
+    from scripts.load_tester.reporting.report import Report
 
 MAX_TRIES = 3
 MAX_DOUBLINGS = 12
-MIN_ANSWERS = 10
 MIN_ALONE = 5
-Run = Callable[[float, int], Report]
+Run = Callable[[float, int], "Report"]
 
 
 @dataclass
 class RatePoint:
-    """A rate, and what all runs at it came to.
+    """The combined result of all runs at one rate.
 
     Attributes:
+        num_free: equivalent number of independent requests.
+        alone_good, alone_count: good and all requests without any other in flight.
         holds: whether the share of good requests reaches the target.
-        num_free: as how many requests they count that do not depend on each other.
-        alone_good, alone_count: of those requests that met no other: what a lower rate could bring all to.
-        is_valid: whether the client kept up; if not, nobody knows what the server would have done.
-        is_sure: whether that is so with 95 % confidence, or only by the mean.
+        is_sure: whether ``holds`` is certain to 95 %, or only true of the mean.
+        is_valid: whether the client kept up; if not, the rate says nothing about the server.
     """
 
     rate: float
@@ -51,7 +46,7 @@ class RatePoint:
     holds: bool = False
     is_sure: bool = False
     is_valid: bool = True
-    reports: list[Report] = field(default_factory=list)
+    reports: "list[Report]" = field(default_factory=list)
 
     @property
     def attainment(self) -> float:
@@ -59,12 +54,12 @@ class RatePoint:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the share of good requests, with 95 %."""
+        """95 % interval of the share of good requests."""
         return stats.proportion_interval(self.attainment * self.num_free, self.num_free)
 
     @property
     def arrived(self) -> float | None:
-        """Requests per second that really were to come: drawn instants are not quite as many as their mean."""
+        """Mean rate of the drawn arrivals, which differs a little from ``rate``."""
         rates = [report.rate for report in self.reports if report.rate]
         return sum(rates) / len(rates) if rates else None
 
@@ -81,18 +76,18 @@ class RatePoint:
         }
 
     def why_no_lower_rate(self, target: float) -> str:
-        """Why a lower rate would not hold either; empty if it might."""
+        """Why a lower rate cannot hold either; empty if it might."""
         if self.reports and all(report.all_failed for report in self.reports):
             return "every request failed"
         is_enough = self.is_valid and self.alone_count >= MIN_ALONE
         if is_enough and stats.proportion_interval(self.alone_good, self.alone_count)[1] < target:
-            return f"of {self.alone_count} requests that met no other, {self.alone_good} were good"
+            return f"of {self.alone_count} requests without any other in flight, {self.alone_good} were good"
         return ""
 
 
 @dataclass
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
         best: the highest rate that held; 0 if none did.
@@ -106,18 +101,18 @@ class SearchResult:
 
     @property
     def point(self) -> RatePoint | None:
-        """That of the highest rate that held."""
+        """The point of ``best``."""
         return next((point for point in self.points if point.holds and point.rate == self.best), None)
 
 
 def find_goodput(run: Run, start: float, target: float, steps: int) -> SearchResult:
-    """The highest rate that holds.
+    """Find the highest rate that holds.
 
     Args:
-        run: makes a run at a rate, with the number of the try.
-        start: where to begin, requests per second.
+        run: makes a run from a rate and the number of the try.
+        start: first rate, requests per second.
         target: share of requests that must be good.
-        steps: bisections once a rate that holds and one that does not are known.
+        steps: bisections once the limit is enclosed.
     """
     points = [measure(run, start, target)]
     factor = 2.0 if points[0].holds else 0.5
@@ -132,9 +127,7 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> SearchRes
     holding = [point.rate for point in points if point.holds]
     failing = [point.rate for point in points if not point.holds]
     if not holding or not failing:
-        return SearchResult(
-            max(holding, default=0.0), points, f"{points[-1].rate:.4g}/s was the last rate that was tried"
-        )
+        return SearchResult(max(holding, default=0.0), points, f"{points[-1].rate:.4g}/s was the last rate tried")
     low, high = max(holding), min(failing)
     for _ in range(steps):
         middle = math.sqrt(low * high)
@@ -146,7 +139,7 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> SearchRes
 
 
 def measure(run: Run, rate: float, target: float) -> RatePoint:
-    """Run at a rate until it is clear whether it holds, or patience ends."""
+    """Run at a rate until it is certain whether it holds, or ``MAX_TRIES`` is reached."""
     point = RatePoint(rate)
     num_invalid = 0
     for number in range(MAX_TRIES):
@@ -169,115 +162,3 @@ def measure(run: Run, rate: float, target: float) -> RatePoint:
     point.is_valid = point.count > 0 and num_invalid < 2
     point.holds = point.is_valid and point.attainment >= target
     return point
-
-
-def search_command(config: LoadtestConfig) -> int:
-    """``--find-goodput`` and ``--sweep``: run, print a table, write the files."""
-    server = fetch_server_info(config.url, common_headers(config), verify_tls=config.verify_tls)
-    shown: list[Report] = []
-
-    def run(rate: float, number: int) -> Report:
-        report = run_with_progress(replace(at_rate(config, rate), seed=config.seed + number), server, salt=len(shown))
-        shown.append(report)
-        say(_row(rate, report))
-        if report.was_stopped:
-            raise KeyboardInterrupt
-        return report
-
-    say(f"{'rate':>9}{'achieved':>10}{'good':>9}{'TTFT p50':>10}{'TTFT p99':>10}{'ITL p50':>9}{'ITL p99':>9}  (ms)")
-    found: SearchResult | None = None
-    try:
-        if config.find_goodput:
-            found = find_goodput(run, float(config.rate or 1.0), config.slo_attainment, config.search_steps)
-        else:
-            for word in (config.sweep or "").split(","):
-                run(float(word), 0)
-    finally:  # stopped, too: what there is
-        is_written = not shown or write_files(_writers(config, shown, found))
-    status = _verdict(shown) if found is None else _verdict_of_search(config, found)
-    return status if is_written else FAILED
-
-
-def _verdict(shown: list[Report]) -> int:
-    """Of a sweep: every run must be valid, and one must have brought something."""
-    if not all(report.is_valid for report in shown):
-        return INVALID
-    if all(report.all_failed for report in shown):
-        print("loadtest: every request failed", file=sys.stderr)
-        return FAILED
-    return FINE
-
-
-def _verdict_of_search(config: LoadtestConfig, found: SearchResult) -> int:
-    """Say what was found; the exit status."""
-    say("", describe_result(config, found))
-    unsure = [point.rate for point in found.points if not point.is_sure and point.is_valid]
-    if unsure:
-        say(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
-    if found.point and (words := _too_short(found.point)):
-        say(words)
-    failed = [point.rate for point in found.points if not point.is_valid]
-    if failed:
-        print(f"at {min(failed):.4g}/s the client could not keep up: the limit may be higher", file=sys.stderr)
-        return INVALID
-    return FINE if found.best else FAILED
-
-
-def describe_result(config: LoadtestConfig, found: SearchResult) -> str:
-    """The result in a sentence."""
-    limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
-    good = f"{percent(config.slo_attainment)} of requests within {limits}"
-    if not found.best:
-        return f"no rate was found with {good}: {found.why}"
-    arrived = found.point.arrived if found.point else None
-    drawn = f"; as drawn, its requests came at {arrived:.4g}/s" if arrived else ""
-    if found.why:
-        return f"at least {found.best:.4g}/s with {good}: it held, and {found.why}{drawn}"
-    return f"highest rate with {good}: {found.best:.4g}/s{drawn}"
-
-
-def _too_short(point: RatePoint) -> str:
-    """A queue that grows must have the time to: what holds for a few answers' time need not last."""
-    report = point.reports[-1]
-    answer_s = report.latency["e2e"].get("p50")
-    span_s = report.num_measured / point.rate
-    if not answer_s or span_s >= MIN_ANSWERS * answer_s:
-        return ""
-    return (
-        f"a run at that rate sends for {span_s:.3g} s, and an answer takes {answer_s:.3g} s: it may hold only because "
-        "it is so short (--duration)"
-    )
-
-
-def _row(rate: float, report: Report) -> str:
-    cells = [
-        f"{rate:9.4g}",
-        f"{report.throughput['requests_per_s']:10.4g}",
-        f"{percent(report.service['attainment']):>9}",
-        *(f"{milliseconds(report.latency['ttft'].get(name)):>10}" for name in ("p50", "p99")),
-        *(f"{milliseconds(report.latency['itl'].get(name)):>9}" for name in ("p50", "p99")),
-    ]
-    return "".join(cells) + ("" if report.is_valid else "  INVALID: " + report.reasons[0])
-
-
-def _writers(
-    config: LoadtestConfig, reports: list[Report], found: SearchResult | None
-) -> list[tuple[str, Callable[[str], object]]]:
-    from scripts.load_tester.reporting.charts import rate_charts, rate_figures, write_svgs
-    from scripts.load_tester.reporting.html_report import write_html
-
-    words = describe_result(config, found) if found else ""
-    writers: tuple[tuple[str | None, Callable[[str], object]], ...] = (
-        (config.json, lambda path: write_json(_to_dict(reports, found), path)),
-        (config.html, lambda path: write_html(reports, path, found=words)),
-        (config.svg, lambda path: write_svgs(rate_charts({"": rate_figures(reports)}), path)),
-    )
-    return [(path, write) for path, write in writers if path]
-
-
-def _to_dict(reports: list[Report], found: SearchResult | None) -> Figures:
-    search = None
-    if found:
-        points = [point.to_dict() for point in found.points]
-        search = {"best_rate": found.best, "is_enclosed": not found.why, "points": points}
-    return {"schema": SCHEMA, "search": search, "runs": [report.to_dict() for report in reports]}

@@ -1,8 +1,8 @@
-"""From records to figures: latencies, rates, goodput, errors, fairness, caching, tokens.
+"""Computes figures from records: latencies, rates, goodput, errors, fairness, caching, tokens.
 
-Headline latencies count from the *intended* instant, so that a stalled server, or a stalled client, cannot hide by
-delaying what comes after (Tene's "coordinated omission"); those from the actual send stand beside them. Failures have
-no latency; they count as misses wherever something is judged.
+Headline latencies count from the *intended* instant, so that a stall of server or client does not hide the delay of
+later requests (Tene's "coordinated omission"); latencies from the send stand beside them. A failed request has no
+latency and counts as a miss.
 """
 
 import math
@@ -21,7 +21,7 @@ Figures = dict[str, Any]
 
 
 def latencies(records: Sequence[RequestRecord], rng: np.random.Generator) -> Figures:
-    """Summaries in seconds, over requests that succeeded.
+    """Summaries in seconds over successful requests.
 
     ``ttft``, ``e2e``: from the intended instant; ``ttft_sent``, ``e2e_sent``: from the send. ``itl``: gaps between
     successive events with output. ``tpot``: per request, time after the first event over tokens after it.
@@ -45,10 +45,10 @@ def latencies(records: Sequence[RequestRecord], rng: np.random.Generator) -> Fig
 
 
 def throughput(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> Figures:
-    """Rates inside a window, its ends included: what was received in it, whoever asked when.
+    """Rates inside a window, ends included: everything received in it counts.
 
     Args:
-        records: all of the run, measured or not.
+        records: all requests of the run, measured or not.
     """
     length = max(end_s - begin_s, 1e-9)
     out = 0.0
@@ -74,7 +74,7 @@ def throughput(records: Sequence[RequestRecord], begin_s: float, end_s: float) -
 
 
 def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
-    """Which limits a request breaks; ``failed`` if it has no answer to judge, ``deadline`` if it missed its own."""
+    """Limits that a request breaks; ``failed`` without output, ``deadline`` if it missed its own."""
     if not record.is_ok or not record.stamps_s:
         return ["failed"]
     broken = []
@@ -82,7 +82,7 @@ def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
     for name, limit in limits.items():
         value: float | None
         if name == "itl":
-            # The least that 99 % of the gaps are within; between two gaps lies no limit.
+            # The smallest gap that at least 99 % of the gaps do not exceed, without interpolation.
             value = sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1] if gaps else None
         else:
             value = {"ttft": record.ttft_s, "e2e": record.e2e_s, "tpot": record.tpot_s}[name]
@@ -93,23 +93,24 @@ def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
     return broken
 
 
-def slo_limits(kind: RequestClass | None, slos: dict[str, float]) -> dict[str, float]:
-    """A class's limits: its own over the run's."""
-    return slos | dict(kind.slos if kind else ())
+def slo_limits(request_class: RequestClass | None, slos: dict[str, float]) -> dict[str, float]:
+    """Limits of a class: its own override the run's."""
+    return slos | dict(request_class.slos if request_class else ())
 
 
 def service(
-    records: Sequence[RequestRecord], slos: dict[str, float], kinds: dict[str, RequestClass], seconds: float
+    records: Sequence[RequestRecord], slos: dict[str, float], classes: dict[str, RequestClass], seconds: float
 ) -> Figures:
-    """Attainment and goodput. Without any limit every answered request is good. ``num_free``: as how many requests they
-    count that do not depend on each other. ``alone_good`` and ``alone_count`` are of those that met no other request:
-    what a lower rate could bring all to.
+    """Attainment and goodput; without any limit every successful request is good.
+
+    ``num_free`` is the equivalent number of independent requests. ``alone_good`` and ``alone_count`` are of requests
+    without any other in flight: the share that a lower rate could reach.
 
     Args:
-        records: the measured ones.
-        seconds: over which they were intended.
+        records: measured requests.
+        seconds: length of the window in which they were intended.
     """
-    broken = [misses(record, slo_limits(kinds.get(record.class_name), slos)) for record in records]
+    broken = [misses(record, slo_limits(classes.get(record.class_name), slos)) for record in records]
     good = sum(not names for names in broken)
     alone = _alone(records)
     in_time = sorted(range(len(records)), key=lambda place: records[place].intended_s)
@@ -130,7 +131,7 @@ def service(
 
 
 def _alone(records: Sequence[RequestRecord]) -> list[bool]:
-    """Whether each was under way with no other."""
+    """Whether each request was in flight without any other."""
     order = sorted(range(len(records)), key=lambda place: records[place].intended_s)
     alone = [True] * len(records)
     latest, latest_s = -1, -math.inf
@@ -145,10 +146,10 @@ def _alone(records: Sequence[RequestRecord]) -> list[bool]:
 # ---- other questions ------------------------------------------------------------------------------------------------
 
 
-#: Words for failures about which no server says any.
-WORDS = {
+#: Explanations of failures that come without words from the server.
+EXPLANATIONS = {
     "connect": "no connection could be opened",
-    "dropped": "the connection was closed before the answer's end",
+    "dropped": "the connection was closed before the end of the response",
     "timeout": "no end within --timeout",
     "halted": "the run was stopped",
     "bad_http": "not HTTP",
@@ -156,11 +157,11 @@ WORDS = {
 
 
 def errors(records: Sequence[RequestRecord]) -> Figures:
-    """Failures by kind, with an example of what the server said, or what it is."""
+    """Failures by kind, each with an example of the server's words, or an explanation."""
     failed = [record for record in records if not record.is_ok]
     kinds = Counter(record.error for record in failed)
     said = {record.error: record.message for record in reversed(failed) if record.message}
-    examples = {record.error: WORDS[record.error] for record in failed if record.error in WORDS} | said
+    examples = {record.error: EXPLANATIONS[record.error] for record in failed if record.error in EXPLANATIONS} | said
     return {
         "count": len(failed),
         "share": len(failed) / len(records) if records else 0.0,
@@ -173,10 +174,10 @@ def groups(
     records: Sequence[RequestRecord],
     field: str,
     slos: dict[str, float],
-    kinds: dict[str, RequestClass],
+    classes: dict[str, RequestClass],
     rng: np.random.Generator,
 ) -> Figures:
-    """The main figures for each class or tenant, if there are several."""
+    """Main figures of each class or tenant, if there are several."""
     names = list(dict.fromkeys(getattr(record, field) for record in records))
     if len(names) < 2:
         return {}
@@ -188,7 +189,7 @@ def groups(
             "count": len(own),
             "failed": len(own) - len(good),
             "output_tokens": sum(record.num_output for record in good),
-            "attainment": service(own, slos, kinds, 1.0)["attainment"],
+            "attainment": service(own, slos, classes, 1.0)["attainment"],
             "ttft": stats.summary([record.ttft_s for record in good], rng),
             "e2e": stats.summary([record.e2e_s for record in good], rng),
         }
@@ -200,17 +201,17 @@ def fairness(
 ) -> Figures:
     """How evenly tenants are served.
 
-    ``service_jain``: Jain's index over the share of its asked output that each tenant got; ``ttft_ratio``: worst over
-    best median time to first token, a failure taking for ever; None if that is the worst, and ``unserved`` names the
-    tenants more than half of whose requests failed. Whoever asks for little gets little, and that is fair; so tokens
-    are compared only where tenants compete (as Sheng et al. do for VTC, OSDI'24): ``backlogged_s`` are the seconds in
-    which at least two tenants had a request waiting all through, ``tokens_per_s`` what each of them got in those
-    (prompts, counted at the first token, and output), ``backlogged_jain`` Jain's index over that.
+    ``service_jain``: Jain's index over the share of its requested output that each tenant got. ``ttft_ratio``: worst
+    over best median time to first token, where a failure takes forever; None if the worst median is infinite.
+    ``unserved``: tenants with more than half of their requests failed. A tenant that asks for little fairly gets
+    little, so tokens are compared only where tenants compete (Sheng et al., VTC, OSDI'24): ``backlogged_s`` counts the
+    seconds in which at least two tenants had a request waiting throughout, ``tokens_per_s`` is what each of them got in
+    these (prompts, at the first token, and output), ``backlogged_jain`` is Jain's index over that.
 
     Args:
-        records: the measured ones.
-        every: all of the run: what was asked for in the warm-up may be served after it.
-        begin_s, end_s: the measured part; seconds outside of it are not compared.
+        records: measured requests.
+        every: all requests of the run, since those of the warm-up may be served after it.
+        begin_s, end_s: the measured part; seconds outside of it do not count.
     """
     if not tenants:
         return {}
@@ -244,7 +245,7 @@ def _medians_with_failures(records: Sequence[RequestRecord]) -> dict[str, float]
 def _served_while_backlogged(
     records: Sequence[RequestRecord], begin_s: float, end_s: float
 ) -> tuple[int, dict[str, float]]:
-    """Seconds in which several tenants waited all through, and the tokens per second that each of these got."""
+    """Seconds in which several tenants waited throughout, and the tokens/s that each of them got."""
     waiting: dict[int, set[str]] = {}
     served: Counter[tuple[int, str]] = Counter()
     for record in records:
@@ -265,11 +266,10 @@ def _served_while_backlogged(
 
 
 def caching(records: Sequence[RequestRecord]) -> Figures:
-    """Prompt tokens that the server found cached, against the most that any cache could have from this run alone; both
-    of those requests of which the server says it.
+    """Prompt tokens found cached, against the most that a cache could hold from this run alone.
 
-    ``known_before_share``: of prompt tokens, those found cached beyond that: the server had them before the run, so
-    its latencies are not those of new prompts.
+    Counts requests with the server's usage, if there are any. ``known_before_share`` is the share of prompt tokens that
+    were cached beyond that: the server had them before the run, so its latencies are not those of new prompts.
     """
     said = [record for record in records if record.usage_cached is not None and record.usage_prompt]
     compared = said or records
@@ -294,14 +294,14 @@ def caching(records: Sequence[RequestRecord]) -> Figures:
 
 
 def tokens(records: Sequence[RequestRecord]) -> Figures:
-    """Whether the server's usage agrees with what was sent and what was counted."""
+    """Compare the server's usage with what was sent and counted."""
     good = [record for record in records if record.is_ok]
     said = [record for record in good if record.usage_output is not None]
     exact = [record for record in said if record.has_counts]
     of_prompts = [record for record in good if record.usage_prompt is not None]
     known = [record for record in good if record.has_counts or record.usage_output is not None]
     return {
-        # Of those whose prompts the server counted, so that the two can be compared.
+        # Both of requests whose prompts the server counted.
         "input_asked": sum(record.num_input for record in of_prompts),
         "input_said": sum(record.usage_prompt or 0 for record in of_prompts),
         "output_asked": sum(record.num_output_asked for record in good),
@@ -309,7 +309,7 @@ def tokens(records: Sequence[RequestRecord]) -> Figures:
         "output_counted": sum(record.num_counted for record in good),
         "without_usage": len(good) - len(said),
         "counted_exactly": len(exact),
-        # Fewer tokens than events cannot be; where tokens were counted, any difference is an error.
+        # Usage below the number of events is an error; where tokens were counted, any difference is.
         "usage_mismatches": sum(record.usage_output != record.num_counted for record in exact)
         + sum((record.usage_output or 0) < record.num_counted for record in said if not record.has_counts),
         "other_length_than_asked": sum(record.num_output != record.num_output_asked for record in known),
@@ -317,7 +317,7 @@ def tokens(records: Sequence[RequestRecord]) -> Figures:
 
 
 def stages(records: Sequence[RequestRecord], rng: np.random.Generator) -> Figures:
-    """Summaries of the stages that the server times itself, by name, in seconds."""
+    """Summaries of the stages timed by the server, by name, in seconds."""
     found: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.timings.items():

@@ -1,8 +1,7 @@
-"""A load test as a correctness test: outputs are written by one run and compared, token for token, by another.
+"""Compares outputs, token for token, with those that another run wrote.
 
-A line of the file is ``{"prompt": digest, "max_tokens": n, "ids": [...], "text": "..."}``: the digest stands for the
-request's pieces with the seed and the range of ids that its tokens follow from, or for all that the user's own file
-says of it. A check has passed if every output of the file was compared, and all of them are equal.
+A line of the file is ``{"prompt": digest, "max_tokens": n, "ids": [...], "text": "..."}``; for the digest see
+``PlannedRequest.digest``. The check passes if every output of the file was compared and all are equal.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 
 MAX_SHOWN = 5
-Key = tuple[str, int]  # digest of the prompt, and how many tokens are asked for
+Key = tuple[str, int]  # digest of the prompt, and tokens asked for
 
 
 class ExpectedOutput(msgspec.Struct):
@@ -27,7 +26,7 @@ class ExpectedOutput(msgspec.Struct):
 
 
 def save_outputs(records: list[RequestRecord], path: str) -> None:
-    """Write the outputs of all requests that succeeded."""
+    """Write the outputs of all successful requests."""
     lines = [
         ExpectedOutput(record.prompt_digest, record.num_output_asked, record.text, record.ids)
         for record in records
@@ -37,10 +36,10 @@ def save_outputs(records: list[RequestRecord], path: str) -> None:
 
 
 def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
-    """The lines of --expect-file; none without it.
+    """Read ``--expect-file``; empty without it.
 
     Raises:
-        ConfigError: the file cannot be read, holds nothing, or expects two things of one request.
+        ConfigError: the file cannot be read, is empty, or has two different outputs for one request.
     """
     path = config.expect_file
     if not path:
@@ -54,19 +53,19 @@ def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
     for line in lines:
         other = found.setdefault((line.prompt, line.max_tokens), line)
         if not _is_equal(other, line):
-            raise ConfigError(f"--expect-file {path} holds two outputs of one prompt ({line.prompt}) that differ")
+            raise ConfigError(f"--expect-file {path} has two different outputs for one prompt ({line.prompt})")
     if not found:
-        raise ConfigError(f"--expect-file {path} holds no output")
+        raise ConfigError(f"--expect-file {path} has no output")
     return found
 
 
 def compare_outputs(expected: Mapping[Key, ExpectedOutput], records: list[RequestRecord]) -> Figures:
-    """Mark each record that an expected output is known for, and count.
+    """Set ``is_expected`` of each record with an expected output, and count.
 
     Returns:
-        ``expected`` (different requests in the file), ``not_sent`` (of those), ``not_expected`` (requests of which the
-        file says nothing); of the others ``unanswered`` (failed, or cut off) and ``compared``, of which ``by_text`` and
-        ``differ``; ``is_passed``; ``examples`` of those that differ.
+        ``expected``: different requests in the file; ``not_sent``: of these, never sent; ``not_expected``: requests not
+        in the file; ``unanswered``: requests in the file that failed; ``compared``: of these ``by_text`` and
+        ``differ``; ``is_passed``; ``examples`` of differing outputs.
     """
     sent: set[Key] = set()
     not_expected = unanswered = compared = differ = by_text = 0
@@ -103,12 +102,12 @@ def compare_outputs(expected: Mapping[Key, ExpectedOutput], records: list[Reques
 
 
 def _is_equal(one: RequestRecord | ExpectedOutput, other: ExpectedOutput) -> bool:
-    """By tokens where both have them."""
+    """Compare tokens where both have them, else text."""
     return one.ids == other.ids if one.ids and other.ids else one.text == other.text
 
 
 def _first_difference(record: RequestRecord, line: ExpectedOutput) -> int:
-    """Position of the first token (or character) that differs."""
+    """Position of the first differing token (or character)."""
     by_ids = bool(record.ids and line.ids)
     pair = zip(record.ids, line.ids, strict=False) if by_ids else zip(record.text, line.text, strict=False)
     for position, (one, other) in enumerate(pair):

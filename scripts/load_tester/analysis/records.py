@@ -1,4 +1,4 @@
-"""What is kept of each request: one line of the JSONL file, one row of the Parquet file."""
+"""The record of a request: one line of the JSONL file, one row of the Parquet file."""
 
 import itertools
 
@@ -10,26 +10,27 @@ from scripts.load_tester.workload.planned_request import PlannedRequest
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """One request. Instants are seconds since the start of the run; -1 if it never came to that.
+    """One request. Instants are seconds since the start of the run; -1 for an event that never happened.
 
     Attributes:
         index: in the schedule.
         class_name, tenant, session, turn, group, priority, priority_class, deadline_ms: as planned.
         num_input, num_output_asked: tokens asked for.
         ideal_cached: prompt tokens that a perfect prefix cache would have held.
-        prompt_digest: names the prompt, the same in every run.
-        intended_s: when it should have gone out: what the headline latencies count from.
-        released_s: when the client turned to it; ``sent_s``: when it was written to an open connection.
-        stamps_s, counts: instant of each event that brought output, and how many tokens it brought.
-        ended_s: the last byte, or the failure.
-        status: of HTTP; 0 if there was no answer.
-        error, message: why it failed, by kind and in words; empty if it succeeded.
-        num_output: tokens of output, as the server says, else as counted.
-        num_counted: tokens counted; events if the server does not say how many tokens each brought (has_counts).
-        usage_prompt, usage_output, usage_cached: what the server says; None if it does not.
-        num_pieces: events of the stream, those without output included.
-        timings: stages that the server reports, by name, in seconds.
-        is_measured: outside of warm-up and cool-down, and not cut off by Ctrl-C.
+        prompt_digest: identifies the prompt, the same in every run.
+        intended_s: when the request should have gone out; headline latencies count from here.
+        released_s: when the client turned to it.
+        sent_s: when it was written to an open connection.
+        stamps_s, counts: instant and number of tokens of each event with output.
+        ended_s: when the last byte arrived or the failure happened.
+        status: HTTP status; 0 without a response.
+        error, message: kind of failure and the server's words about it; empty if it succeeded.
+        num_output: output tokens by the server's usage, else as counted.
+        num_counted: tokens counted; events where the server does not say how many tokens each has (``has_counts``).
+        usage_prompt, usage_output, usage_cached: the server's usage; None without it.
+        num_events: events of the stream, including those without output.
+        timings: stages timed by the server, by name, in seconds.
+        is_measured: whether it is outside of warm-up and cool-down and was not cut off by Ctrl-C.
         is_expected: whether the output equals the expected one; None if none is expected.
     """
 
@@ -87,25 +88,25 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first event's; None where there is only one."""
+        """Mean time per token after the first event; None with a single event."""
         rest = self.num_output - self.counts[0] if self.counts else 0
         return (self.stamps_s[-1] - self.stamps_s[0]) / rest if rest > 0 and len(self.stamps_s) > 1 else None
 
     @property
     def tokens_per_count(self) -> float:
-        """What a count of ``counts`` stands for: more than a token where only usage says how many came."""
+        """Tokens per unit of ``counts``: more than 1 where only the usage tells the number of tokens."""
         return self.num_output / self.num_counted if self.num_counted else 1.0
 
     @property
     def gaps_s(self) -> list[float]:
-        """Time between each two successive events that brought output."""
+        """Times between successive events with output."""
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]
 
 
 def make_record(
     done: RequestDone, planned: PlannedRequest, start_at: float, ideal_cached: int, drawn: str
 ) -> RequestRecord:
-    """What a request came to; ``drawn`` is what its tokens follow from, see ``PlannedRequest.digest``."""
+    """Parse a finished request; for ``drawn`` see ``PlannedRequest.digest``."""
     answer = parse_response(done)
     num_counted = sum(answer.counts)
     usage = answer.usage_output

@@ -1,12 +1,13 @@
-"""The statistics that a report stands on: percentiles, bootstrap intervals, Kolmogorov-Smirnov.
+"""Statistics of a report: percentiles, bootstrap intervals, Kolmogorov-Smirnov.
 
-Written out so that nothing large has to be imported. Sources: Efron and Tibshirani, *An Introduction to the Bootstrap*
-(1993), chapters 6, 8 and 13; Sokal's window for correlation times (*Monte Carlo Methods in Statistical Mechanics*,
-1997); Kolmogorov's limit with the correction of Stephens (JASA 69, 1974); the incomplete gamma function by its series
-and continued fraction (Abramowitz and Stegun 6.5.29 and 6.5.31); Holm's correction (Scand. J. Stat. 6, 1979).
+Written with NumPy alone, so that nothing large has to be imported. Sources: Efron and Tibshirani, *An Introduction to
+the Bootstrap* (1993), chapters 6, 8 and 13; Sokal's window for correlation times (*Monte Carlo Methods in Statistical
+Mechanics*, 1997); Kolmogorov's limit with the correction of Stephens (JASA 69, 1974); the incomplete gamma function by
+its series and continued fraction (Abramowitz and Stegun 6.5.29 and 6.5.31); Holm's correction (Scand. J. Stat. 6,
+1979).
 
-Requests that queue wait together, so neighbours are not independent: intervals and tests count them for as many as
-their correlation time leaves.
+Requests in one queue wait together, so neighbours are correlated: intervals and tests count the equivalent number of
+independent values, the count over the correlation time.
 """
 
 import math
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 QUANTILES: dict[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 RESAMPLES = 1000
-MIN_FREE = 6  # of fewer independent values, all lie on one side of their median once in 32 times or more
+MIN_FREE = 6  # fewer independent values all lie on one side of their median in 1 of 32 samples or more
 MIN_BLOCKS = 8
-UNBOUNDED = 0.025  # with more than this probability all values lie on one side of a quantile: no bound of it
+UNBOUNDED = 0.025  # if all values lie on one side of a quantile with more than this probability, it has no bound
 MAX_ALONE = 1.5  # correlation times up to this are chance
-FAR = 2.0  # times as large: what counts where only one of two runs tells how far chance moves it
+FAR = 2.0  # ratio beyond which a change counts if the spread of only one run is known
 Interval = list[float | None]
 Intervals = dict[str, Interval]
 Summary = dict[str, float | int | Interval]
@@ -35,10 +36,10 @@ def summary(values: Sequence[float] | Floats, rng: np.random.Generator) -> Summa
     Percentiles interpolate linearly between order statistics. Empty for an empty sample.
 
     Args:
-        values: in order of time; neighbours may depend on each other.
+        values: in order of time; neighbours may be correlated.
 
     Returns:
-        An end of an interval is None where so few values do not bound it.
+        An end of an interval is None where the sample is too small to bound it.
     """
     series = np.asarray(values, dtype=np.float64)
     if not len(series):
@@ -60,10 +61,7 @@ def summary(values: Sequence[float] | Floats, rng: np.random.Generator) -> Summa
 
 
 def correlation_time(series: Floats) -> float:
-    """How many successive values tell as much as one that stands alone: 1 if they are independent.
-
-    The integrated autocorrelation time, summed up to the first lag that is five times the sum so far.
-    """
+    """Integrated autocorrelation time, summed to the first lag that is five times the sum so far; 1 if independent."""
     count = len(series)
     away = series - series.mean() if count else series
     if count < 4 or not away.any():
@@ -76,10 +74,10 @@ def correlation_time(series: Floats) -> float:
 
 
 def mean_interval(sample: Floats, rng: np.random.Generator, num_free: float | None = None) -> Interval:
-    """95 % percentile bootstrap of the mean; by its normal limit where the sample is large.
+    """95 % percentile bootstrap of the mean; its normal limit for a large sample.
 
     Args:
-        num_free: as how many independent values the sample counts; all of them if not given.
+        num_free: equivalent number of independent values; all of them if not given.
     """
     count, mean = len(sample), float(sample.mean())
     wider = math.sqrt(count / num_free) if num_free else 1.0
@@ -98,9 +96,9 @@ def quantile_interval(
     """95 % percentile bootstrap of a quantile, without resampling.
 
     The k-th smallest of n draws from the sample is its element ``floor(n U)``, U being the k-th smallest of n uniform
-    draws, which is Beta(k, n - k + 1): that is the bootstrap's distribution itself. Values that depend on each other
-    are drawn as often as there are free ones. The largest of n values is no upper bound of what fewer than one in n
-    exceed: where all n lie below the quantile with more than 2.5 %, there is none.
+    draws, which is Beta(k, n - k + 1): this is the exact distribution of the bootstrap. Of correlated values as many
+    are drawn as there are independent ones. The largest of n values does not bound a quantile that fewer than one in n
+    exceed: where all n lie below the quantile with more than 2.5 %, the interval has no upper end.
     """
     count = len(ordered)
     free = num_free or count
@@ -111,8 +109,9 @@ def quantile_interval(
 
 
 def clustered_intervals(clusters: Sequence[Floats], rng: np.random.Generator, resamples: int = 200) -> Intervals:
-    """As ``summary``'s where values of a cluster (gaps of one request) belong together: clusters are drawn, stretches
-    of them where neighbours depend on each other. An end that falls on an extreme value is none.
+    """Intervals as in ``summary`` for clusters of values (the gaps of one request), which are redrawn as blocks.
+
+    An end that falls on an extreme value is None.
     """
     drawn = Blocks(clusters)
     if drawn.num_free < MIN_FREE or not drawn.size:
@@ -139,10 +138,10 @@ def _unless(value: float, extreme: float) -> float | None:
 
 
 class Blocks:
-    """Values in clusters, cut into blocks of as many neighbouring clusters as depend on each other, to be redrawn.
+    """Clusters of values in blocks of correlated neighbours, for a block bootstrap.
 
     Args:
-        clusters: in order of time; values of a cluster always stay together. Empty ones are left out.
+        clusters: in order of time; empty ones are left out.
     """
 
     def __init__(self, clusters: Sequence[Floats]) -> None:
@@ -159,11 +158,11 @@ class Blocks:
         self._starts = np.cumsum(self._sizes) - self._sizes
 
     def picks(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Blocks drawn with replacement, as many as there are."""
+        """Draw blocks with replacement, as many as there are."""
         return rng.integers(0, self.count, self.count)
 
     def redrawn(self, rng: np.random.Generator) -> Floats:
-        """The values of drawn blocks."""
+        """Values of a bootstrap sample."""
         picks = self.picks(rng)
         sizes = self._sizes[picks]
         skipped = np.repeat(self._starts[picks] - (np.cumsum(sizes) - sizes), sizes)
@@ -176,10 +175,10 @@ class Blocks:
 def ks_test(
     sample: Sequence[float] | Floats, cdf: Callable[[Floats], Floats], resolution: float = 0.0
 ) -> tuple[float, float]:
-    """Kolmogorov-Smirnov: the largest distance between a sample and a distribution, and its p-value.
+    """Kolmogorov-Smirnov test: the largest distance between a sample and a distribution, and its p-value.
 
     Args:
-        resolution: values are only known to so much; only what no value inside of that explains counts as distance.
+        resolution: uncertainty of each value; a distance that it explains does not count.
     """
     ordered = np.sort(np.asarray(sample, dtype=np.float64))
     count = len(ordered)
@@ -198,12 +197,12 @@ def kolmogorov_p(scaled: float) -> float:
 
 
 def exponential_cdf(gaps: Floats) -> Floats:
-    """Of gaps with mean 1."""
+    """Exponential distribution with mean 1."""
     return np.asarray(-np.expm1(-np.maximum(gaps, 0.0)))
 
 
 def gamma_cdf(gaps: Floats, shape: float) -> Floats:
-    """Of gamma gaps with mean 1: the regularised lower incomplete gamma function P(shape, shape * gap)."""
+    """Gamma distribution with mean 1: the regularised lower incomplete gamma function P(shape, shape * gap)."""
     return np.array([_incomplete_gamma(shape, shape * max(0.0, float(gap))) for gap in gaps])
 
 
@@ -239,7 +238,7 @@ def _incomplete_gamma(a: float, x: float) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A statistic after over before, its 95 % interval, and the probability of one as far from 1 by chance."""
+    """Ratio of a statistic, after over before, with its 95 % interval and p-value."""
 
     value: float
     low: float
@@ -248,10 +247,9 @@ class Ratio:
 
 
 def ratio(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], rng: np.random.Generator) -> Ratio:
-    """Ratio ``after / before`` of a positive statistic, by the bootstrap's deviation of its logarithm.
+    """Ratio ``after / before`` of a positive statistic, by the bootstrap variance of its logarithm.
 
-    Nothing having changed, both runs would deviate alike, and the one that seems to by less was lucky: the larger
-    deviation counts for both.
+    If nothing changed, both runs have the same variance, so the larger estimate counts for both.
     """
     base, now = statistic(before.values), statistic(after.values)
     if base <= 0 or now <= 0:
@@ -273,14 +271,14 @@ def ratio(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], r
 def far_p(
     steady: Blocks, statistic: Callable[[Floats], float], size: int, ratio: float, rng: np.random.Generator
 ) -> float:
-    """Probability by chance that another run's statistic is more than ``FAR`` times this one's, and by so much.
+    """Probability by chance that another run's statistic exceeds ``FAR`` times this one's by this much, or the reverse.
 
-    Of a run whose requests all waited together nobody can tell how far chance moves it. Were it no other than the
-    steady one, that one's deviation would be its own; it counts twice, since the steady one may have been lucky.
+    The spread of a run whose requests are all correlated is unknown, so that of the steady run stands in for it. It
+    counts twice, since the steady run may understate it.
 
     Args:
         size: requests of the other run.
-        ratio: of its statistic to this one's, or the other way round.
+        ratio: of the two statistics.
     """
     beyond = abs(math.log(ratio)) - math.log(FAR)
     variance = 4 * _variance(steady, statistic, rng) * (1 + steady.num_clusters / size)
@@ -288,9 +286,7 @@ def far_p(
 
 
 def _variance(side: Blocks, statistic: Callable[[Floats], float], rng: np.random.Generator) -> float:
-    """Of the statistic's logarithm, by bootstrap. That of few blocks is too small; it is widened as Student's t is
-    wider than the normal distribution.
-    """
+    """Bootstrap variance of the statistic's logarithm, widened for few blocks as Student's t is."""
     drawn = [statistic(side.redrawn(rng)) for _ in range(RESAMPLES // 2)]
     spread = float(np.var(np.log([value for value in drawn if value > 0] or [1.0])))
     return spread * (side.count - 1) / max(side.count - 3, 1)
@@ -309,7 +305,7 @@ def difference(
 
 
 def difference_p(good_a: float, count_a: float, good_b: float, count_b: float) -> float:
-    """Probability of such a difference by chance: of the widest interval that leaves 0 out."""
+    """p-value of a difference of proportions, from the widest interval that excludes 0."""
     least, most = 0.0, 40.0
     for _ in range(50):
         z = (least + most) / 2
@@ -319,7 +315,7 @@ def difference_p(good_a: float, count_a: float, good_b: float, count_b: float) -
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p-value as it counts beside the others, so that all together err in at most so many cases."""
+    """P-values after Holm's correction for multiple comparisons."""
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     found, most = [1.0] * len(p_values), 0.0
     for rank, place in enumerate(order):
@@ -335,7 +331,7 @@ def jain_index(shares: Sequence[float]) -> float:
 
 
 def proportion_interval(good: float, count: float, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a proportion (JASA 22, 1927), the 95 % one unless told otherwise."""
+    """Wilson's interval of a proportion (JASA 22, 1927); 95 % by default."""
     if not count:
         return 0.0, 1.0
     p = good / count

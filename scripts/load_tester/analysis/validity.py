@@ -1,6 +1,6 @@
-"""Whether a run can be believed: did the load arrive as it was meant to, and did the client keep up?
+"""Checks whether a run is valid: the load went out as intended, and the client kept up.
 
-A run that fails here is marked invalid and the command exits non-zero, whatever its latencies look like.
+An invalid run makes the command exit with a non-zero status, whatever its latencies.
 """
 
 import math
@@ -19,26 +19,26 @@ MIN_FOR_TEST = 20
 P_VALUE = 1e-4
 RATE_TOLERANCE = 0.02
 MAX_CPU = 0.9
-MIN_WALL_S = 1.0  # of a process that had next to nothing to do, the start is all of it
+MIN_WALL_S = 1.0  # shorter runs consist mostly of the start of the process
 MAX_LAG_S = 0.05
-MAX_RESOLUTION_S = 0.001  # gaps shorter than a send takes cannot keep their distribution
+MAX_RESOLUTION_S = 0.001  # gaps shorter than a send cannot keep their distribution
 
 
 def arrival_check(
     records: Sequence[RequestRecord], config: LoadtestConfig, is_checked: bool, is_open: bool = True
 ) -> dict[str, Any]:
-    """How requests really went out, against how they should have.
+    """Compare the instants at which requests went out with the intended ones.
 
     Args:
-        records: all of the run; of an open loop the gaps and rates are those of first turns, whose instants are drawn,
-            and the lateness is everybody's.
-        is_checked: whether instants follow ``--arrival``; a trace's are only compared with the trace.
+        records: all requests of the run. In an open loop gaps and rates are those of first turns, whose instants are
+            drawn; the lateness is of all requests.
+        is_checked: whether instants follow ``--arrival``; those of a trace do not.
 
     Returns:
         ``achieved_rate`` and ``intended_rate`` (per second), ``cv`` of the gaps and ``cv_expected`` (in operational
-        time, where the rate is 1), ``ks_p`` (None where the distribution has no spread to test; gaps count as known to
-        the median lateness), ``astray_s`` (only of constant and burst arrivals), ``distinct_gaps`` (share of gaps that
-        differ from each other), ``lateness`` (released minus intended, seconds).
+        time, where the rate is 1), ``ks_p`` (Poisson and gamma arrivals; the median lateness is the resolution of the
+        gaps), ``astray_s`` (constant and burst arrivals), ``distinct_gaps`` (share of distinct gaps), ``lateness``
+        (released minus intended, seconds).
     """
     firsts = [record for record in records if record.turn == 0 or not is_open]
     released = np.sort(np.array([record.released_s for record in firsts if record.released_s >= 0]))
@@ -65,7 +65,7 @@ def arrival_check(
     gaps = np.diff(config.profile.to_operational(released) if is_checked else released)
     found["cv"] = float(gaps.std() / gaps.mean()) if gaps.mean() > 0 else None
     if is_checked:
-        # In a burst all gaps but one are 0, and that one is as long as the burst is large.
+        # In a burst all gaps are 0 but one, which is as long as the burst is large.
         bursty = math.sqrt(config.burst_size - 1)
         found["cv_expected"] = {"poisson": 1.0, "gamma": config.cv, "constant": 0.0, "burst": bursty}[config.arrival]
         resolution = (
@@ -82,15 +82,16 @@ def arrival_check(
 
 
 def _astray_s(released: stats.Floats, config: LoadtestConfig) -> float:
-    """How far from the instants of constant or burst arrivals requests went out, 1 % of them farther: seconds. Those
-    follow from the options alone, so that what was planned is checked with what was done.
+    """Seconds between requests and the exact instants of constant or burst arrivals, 99th percentile.
+
+    These instants follow from the options alone, so this also checks the plan.
     """
     unit = unit_arrivals(config.arrival, len(released), np.random.default_rng(0), burst_size=config.burst_size)
     return float(np.quantile(np.abs(released - config.profile.to_seconds(unit)), 0.99))
 
 
 def _is_missed(arrivals: dict[str, Any], config: LoadtestConfig) -> bool:
-    """Whether the rate was: by more than 2 %, and by more than one late request at an end of a short run explains."""
+    """Whether the rate is off by more than 2 %, and by more than one late request at an end of a short run explains."""
     intended, achieved = arrivals["intended_rate"], arrivals["achieved_rate"]
     moved_s = (arrivals["count"] - 1) * abs(1 / achieved - 1 / intended)
     return abs(achieved / intended - 1) > RATE_TOLERANCE and bool(moved_s > min(config.lateness_s, MAX_LAG_S))
@@ -102,7 +103,7 @@ def _rate(instants: stats.Floats) -> float | None:
 
 
 def client_load(result: LoadResult, parse_cpu_s: float, num_events: int) -> dict[str, Any]:
-    """What the client itself cost: CPU seconds, loop lag in seconds, CPU milliseconds per event with output."""
+    """Cost of the client: CPU seconds, loop lag in seconds, CPU milliseconds per event with output."""
     lags = [lag for finished in result.finished for lag in finished.lags]
     cpu_s = [finished.cpu_s for finished in result.finished]
     total_s = sum(cpu_s) + result.feed_cpu_s + parse_cpu_s
@@ -124,7 +125,7 @@ def verdict(
     config: LoadtestConfig,
     missing: int,
 ) -> list[str]:
-    """Why the run cannot be believed, as sentences; empty if it can."""
+    """Why the run is invalid, as sentences; empty if it is valid."""
     reasons = []
     if not records:
         return ["no request was measured"]
@@ -147,8 +148,8 @@ def verdict(
             f"requests went out up to {astray * 1e3:.1f} ms away from {config.arrival} arrivals at that rate"
         )
     if client["busiest"] > MAX_CPU:
-        reasons.append(f"a client process used {client['busiest']:.0%} of a core: give it --clients")
+        reasons.append(f"a client process used {client['busiest']:.0%} of a core: raise --clients")
     if client["lag_p99_s"] > MAX_LAG_S:
         lag = client["lag_p99_s"] * 1e3
-        reasons.append(f"the client's loop was up to {lag:.0f} ms late (p99): stamps are uncertain")
+        reasons.append(f"the client's event loop was up to {lag:.0f} ms late (p99): time stamps are uncertain")
     return reasons

@@ -208,7 +208,7 @@ class Connection(asyncio.Protocol):
             self._end(exchange, len(data) - data.find(b"\r\n\r\n", at) - 4)
 
     def _end(self, exchange: Exchange, num_beyond: int = 0) -> None:
-        """The response is complete; ``num_beyond`` bytes after it answer no request."""
+        """The response is complete; ``num_beyond`` bytes after it belong to no request."""
         if num_beyond:
             exchange.drop_last(num_beyond)
             self.close()

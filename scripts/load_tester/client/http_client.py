@@ -257,10 +257,10 @@ class HttpClient:
         first_s, self.first_s = self.first_s, []
         at = time.monotonic() - self._start_at
         waiting = len(self._scheduled) + len(self._waiting)
-        segments = self.num_pieces + sum(len(exchange.sizes) for exchange in self._in_flight)
+        pieces = self.num_pieces + sum(len(exchange.sizes) for exchange in self._in_flight)
         gaps_s = [one.stamps[-1] - one.stamps[-2] for one in self._in_flight if len(one.stamps) > 2]
         return Progress(
-            at, len(self._in_flight), self.num_done, self.num_failed, segments, waiting, first_s, gaps_s[:MAX_GAPS]
+            at, len(self._in_flight), self.num_done, self.num_failed, pieces, waiting, first_s, gaps_s[:MAX_GAPS]
         )
 
     def stop(self) -> None:

@@ -115,11 +115,11 @@ class MetricsScraper:
             if self._is_over:  # the run ended while this connected
                 raise OSError
             connection.request("GET", self._path, headers=self._headers)
-            answer = connection.getresponse()
-            page = answer.read(MAX_PAGE)
-            if answer.read(1):
+            response = connection.getresponse()
+            page = response.read(MAX_PAGE)
+            if response.read(1):
                 raise http.client.HTTPException("the page is too large")
-            return answer.status, parse_metrics(page.decode(errors="replace")) if answer.status == 200 else {}
+            return response.status, parse_metrics(page.decode(errors="replace")) if response.status == 200 else {}
         except (OSError, http.client.HTTPException, ValueError, AttributeError):  # the last two: closed in the meantime
             if connection:
                 connection.close()

@@ -131,8 +131,8 @@ def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, me
     connection = connect(parts, verify_tls)
     try:
         connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, headers=dict(headers))
-        answer = connection.getresponse()
-        return answer.status, _bounded(answer, parts)
+        response = connection.getresponse()
+        return response.status, _bounded(response, parts)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             f"--url {parts.geturl()}: its certificate is not trusted ({error.verify_message}): use --no-verify-tls, or "
@@ -144,10 +144,10 @@ def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, me
         connection.close()
 
 
-def _bounded(answer: http.client.HTTPResponse, parts: SplitResult) -> bytes:
+def _bounded(response: http.client.HTTPResponse, parts: SplitResult) -> bytes:
     """The body, limited in size and time; the socket's timeout limits each read alone."""
     body, deadline_at = b"", time.monotonic() + TIMEOUT_S
-    while part := answer.read1(1 << 16):
+    while part := response.read1(1 << 16):
         body += part
         if len(body) > MAX_BODY or time.monotonic() > deadline_at:
             raise ConfigError(f"--url {parts.geturl()}: its response does not end")

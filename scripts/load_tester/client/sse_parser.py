@@ -110,23 +110,23 @@ class ParsedResponse:
 
 def parse_response(done: RequestDone) -> ParsedResponse:
     """Parse the response of a finished request."""
-    answer = ParsedResponse()
-    answer.error = done.error
+    response = ParsedResponse()
+    response.error = done.error
     head_end = done.raw.find(b"\r\n\r\n")
     if head_end < 0:
-        answer.error = answer.error or "bad_http"
-        return answer
-    answer.status, headers = read_head(done.raw[:head_end])
+        response.error = response.error or "bad_http"
+        return response
+    response.status, headers = read_head(done.raw[:head_end])
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
-    if answer.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
-        _read_events(answer, done, split_events(done.raw, head_end + 4, is_chunked))
-        return answer
+    if response.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
+        _read_events(response, done, split_events(done.raw, head_end + 4, is_chunked))
+        return response
     body = b"".join(body for _, body in _parts(done.raw, head_end + 4, is_chunked))
-    if answer.status == 200:
-        _read_whole(answer, body, done.ended_at)
+    if response.status == 200:
+        _read_whole(response, body, done.ended_at)
     else:
-        _read_error_body(answer, body)
-    return answer
+        _read_error_body(response, body)
+    return response
 
 
 def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
@@ -169,7 +169,7 @@ def split_events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, b
         rest = whole[at:]
 
 
-def _read_events(answer: ParsedResponse, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
+def _read_events(response: ParsedResponse, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
     stamps = array("d", done.stamps)
     piece_ends = list(accumulate(array("I", done.sizes)))
     piece, last = 0, len(stamps) - 1
@@ -183,16 +183,16 @@ def _read_events(answer: ParsedResponse, done: RequestDone, found: Iterator[tupl
         try:
             parsed = _decode(data)
         except NOT_JSON as error:
-            answer.error, answer.message = answer.error or "bad_json", str(error)
+            response.error, response.message = response.error or "bad_json", str(error)
             return
-        answer.num_events += 1
+        response.num_events += 1
         while piece < last and piece_ends[piece] < end:
             piece += 1
-        _take(answer, parsed, stamps[piece])
-    if not answer.error and not is_done and not answer.finish:
-        answer.error, answer.message = "truncated", "the stream ended without [DONE] and without a finish reason"
-    if not answer.error and not answer.stamps:
-        answer.error, answer.message = "empty", "the stream has no output"
+        _take(response, parsed, stamps[piece])
+    if not response.error and not is_done and not response.finish:
+        response.error, response.message = "truncated", "the stream ended without [DONE] and without a finish reason"
+    if not response.error and not response.stamps:
+        response.error, response.message = "empty", "the stream has no output"
 
 
 def _data_of(event: bytes) -> bytes:
@@ -200,69 +200,69 @@ def _data_of(event: bytes) -> bytes:
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
 
 
-def _take(answer: ParsedResponse, event: _Event, at: float) -> None:
+def _take(response: ParsedResponse, event: _Event, at: float) -> None:
     if event.error is not None:
-        answer.error = answer.error or "stream_" + _error_kind(event.error)
-        answer.message = _error_message(event.error)
+        response.error = response.error or "stream_" + _error_kind(event.error)
+        response.message = _error_message(event.error)
         return
-    if event.id and not answer.request_id:
-        answer.request_id = event.id
+    if event.id and not response.request_id:
+        response.request_id = event.id
     if event.usage is not None:
-        _take_usage(answer, event.usage)
+        _take_usage(response, event.usage)
     if event.meta_info is not None:
-        _take_native(answer, event, event.meta_info, at)
+        _take_native(response, event, event.meta_info, at)
     for choice in event.choices:
         delta = choice.delta or choice.message
         text = choice.text or ""
         if delta is not None:
             text = delta.content or delta.reasoning_content or delta.reasoning or ""
         if text or choice.token_ids:
-            answer.stamps.append(at)
-            answer.counts.append(len(choice.token_ids) if choice.token_ids else 1)
-            answer.texts.append(text)
+            response.stamps.append(at)
+            response.counts.append(len(choice.token_ids) if choice.token_ids else 1)
+            response.texts.append(text)
             if choice.token_ids:
-                answer.has_counts = True
-                answer.ids += choice.token_ids
+                response.has_counts = True
+                response.ids += choice.token_ids
         if choice.finish_reason:
-            answer.finish = str(choice.finish_reason)
+            response.finish = str(choice.finish_reason)
     if event.timings:
-        answer.timings.update(_stages(event.timings))
+        response.timings.update(_stages(event.timings))
 
 
-def _take_usage(answer: ParsedResponse, usage: _Usage) -> None:
-    answer.usage_prompt, answer.usage_output = usage.prompt_tokens, usage.completion_tokens
+def _take_usage(response: ParsedResponse, usage: _Usage) -> None:
+    response.usage_prompt, response.usage_output = usage.prompt_tokens, usage.completion_tokens
     if usage.prompt_tokens_details is not None:
-        answer.usage_cached = usage.prompt_tokens_details.cached_tokens
+        response.usage_cached = usage.prompt_tokens_details.cached_tokens
 
 
-def _take_native(answer: ParsedResponse, event: _Event, meta: _Meta, at: float) -> None:
+def _take_native(response: ParsedResponse, event: _Event, meta: _Meta, at: float) -> None:
     """Take an event of ``/generate``, cumulative or not; ``completion_tokens`` always counts from the beginning."""
-    before = answer.usage_output or 0
+    before = response.usage_output or 0
     num_new = (meta.completion_tokens or 0) - before
-    answer.request_id = meta.id
-    answer.usage_prompt, answer.usage_cached = meta.prompt_tokens, meta.cached_tokens
-    answer.usage_output = meta.completion_tokens
+    response.request_id = meta.id
+    response.usage_prompt, response.usage_cached = meta.prompt_tokens, meta.cached_tokens
+    response.usage_output = meta.completion_tokens
     if num_new > 0:
-        answer.has_counts = True
-        answer.stamps.append(at)
-        answer.counts.append(num_new)
+        response.has_counts = True
+        response.stamps.append(at)
+        response.counts.append(num_new)
     text, ids = event.text or "", event.output_ids or []
-    so_far = answer.text
+    so_far = response.text
     # An increment can begin with the same text as the output so far; token ids are unambiguous.
     is_whole = len(ids) == meta.completion_tokens if ids else text.startswith(so_far)
-    answer.texts = [text] if is_whole else [so_far, text]
-    answer.ids = ids if is_whole else answer.ids + ids
+    response.texts = [text] if is_whole else [so_far, text]
+    response.ids = ids if is_whole else response.ids + ids
     if meta.finish_reason:
         reason = meta.finish_reason if isinstance(meta.finish_reason, dict) else {"type": meta.finish_reason}
-        answer.finish = str(reason.get("type", ""))
-        if answer.finish == "abort":
-            answer.error = f"stream_{reason.get('status_code') or 'abort'}"
-            answer.message = str(reason.get("message") or reason)
-    answer.timings.update(_stages(meta.timings or {}))
+        response.finish = str(reason.get("type", ""))
+        if response.finish == "abort":
+            response.error = f"stream_{reason.get('status_code') or 'abort'}"
+            response.message = str(reason.get("message") or reason)
+    response.timings.update(_stages(meta.timings or {}))
     if meta.queue_time is not None:
-        answer.timings.update(_stages({"queue_time": meta.queue_time}))
+        response.timings.update(_stages({"queue_time": meta.queue_time}))
     if meta.forward_entry_time and meta.prefill_finished_time:  # SGLang with --enable-metrics: instants of one clock
-        answer.timings["prefill_s"] = max(0.0, meta.prefill_finished_time - meta.forward_entry_time)
+        response.timings["prefill_s"] = max(0.0, meta.prefill_finished_time - meta.forward_entry_time)
 
 
 def _stages(timings: dict[str, Any]) -> dict[str, float]:
@@ -275,26 +275,26 @@ def _stages(timings: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _read_whole(answer: ParsedResponse, body: bytes, ended_at: float) -> None:
+def _read_whole(response: ParsedResponse, body: bytes, ended_at: float) -> None:
     """Read a response without streaming: all of its output arrived at its end."""
     try:
         event = _decode(body)
     except NOT_JSON as error:
-        answer.error, answer.message = answer.error or "bad_json", str(error)
+        response.error, response.message = response.error or "bad_json", str(error)
         return
-    _take(answer, event, ended_at)
-    answer.num_events = 1
-    if not answer.error and not answer.stamps:
-        answer.error, answer.message = "empty", "the response has no output"
+    _take(response, event, ended_at)
+    response.num_events = 1
+    if not response.error and not response.stamps:
+        response.error, response.message = "empty", "the response has no output"
 
 
-def _read_error_body(answer: ParsedResponse, body: bytes) -> None:
-    answer.error = answer.error or f"http_{answer.status}"
+def _read_error_body(response: ParsedResponse, body: bytes) -> None:
+    response.error = response.error or f"http_{response.status}"
     try:
         content = msgspec.json.decode(body)
-        answer.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
+        response.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
     except NOT_JSON:
-        answer.message = body[:300].decode(errors="replace")
+        response.message = body[:300].decode(errors="replace")
 
 
 def _error_kind(error: Any) -> str:

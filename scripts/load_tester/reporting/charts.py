@@ -1,4 +1,4 @@
-"""Which pictures a report shows, and of what."""
+"""The charts of a report."""
 
 import itertools
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.load_tester.analysis import stage_timeline as stages
+from scripts.load_tester.analysis import stage_timeline
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.reporting.node_usage import node_charts
@@ -20,17 +20,17 @@ MAX_BARS = 240
 NUM_CLOSE = 40
 WIDE = 1300
 MAX_ROLLING = 1000
-LEAST_MS = 0.1  # tokens that came together have no gap, and a logarithmic axis no 0
+LEAST_MS = 0.1  # tokens received together have no gap, and a logarithmic axis has no 0
 
 
 def run_sections(report: Report) -> list[tuple[str, str, bool, list[TitledChart]]]:
-    """Sections of a run: title, what is seen, whether its pictures take the whole width, pictures."""
+    """Sections of a run: title, explanation, whether charts take the whole width, charts."""
     records = report.records
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     return [
         ("Over time", "Each dot is a request, at its intended instant, warm-up and cool-down included; of too "
-         "many requests to draw, the fastest and the slowest of each stretch. Failed requests lie on the axis. Less than 0.1 ms "
-         "is drawn as 0.1 ms.", False, timeline_charts(records)),
+         "many requests to draw, the fastest and the slowest of each stretch. Failed requests lie on the axis. Less "
+         "than 0.1 ms is drawn as 0.1 ms.", False, timeline_charts(records)),
         ("Distributions", "Share of requests (or gaps) that took at most this long; less than 0.1 ms drawn as 0.1 ms.",
          False, distribution_charts(good)),
         ("Requests", "Each bar is a request, from its intended instant to its last token.", True,
@@ -42,10 +42,10 @@ def run_sections(report: Report) -> list[tuple[str, str, bool, list[TitledChart]
 
 
 def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
-    """Latency and service over the rate, one point per run; of several sweeps, one colour each.
+    """Latency and service over the rate, one point per run and one colour per sweep.
 
     Args:
-        sweeps: reports as they are in the JSON, by the name of their sweep; the name is shown if there are several.
+        sweeps: reports as in the JSON, by the name of their sweep, which is shown if there are several.
     """
     charts: list[TitledChart] = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
@@ -66,25 +66,25 @@ def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
         valid = [run for run in _by_rate(runs) if run["is_valid"]]
         chart.line([(run["rate"], run["service"]["goodput_per_s"]) for run in valid], number + 2, "good" + end)
         done = [(run["rate"], run["throughput"]["requests_per_s"]) for run in valid]
-        chart.line(done, number, "answered" + end, is_dashed=True)  # over it, so that both are seen where they agree
+        chart.line(done, number, "answered" + end, is_dashed=True)  # last, so that both stay visible
     charts.append(("Throughput and goodput by rate", chart))
     return charts
 
 
 def _by_rate(runs: Sequence[Figures]) -> list[Figures]:
-    """Those that have a rate, in its order: a search goes up and down."""
+    """Runs with a rate, in ascending order: a search goes up and down."""
     return sorted((run for run in runs if run["rate"]), key=lambda run: float(run["rate"]))
 
 
 def _invalid(chart: Chart, points: Points) -> None:
-    """Grey, and in no line: of such runs nobody knows what the server would have done."""
+    """Draw invalid runs as grey dots without a line: they say nothing about the server."""
     if points:
         chart.keys["invalid"] = INVALID
         chart.dots(points, INVALID)
 
 
 def rate_figures(reports: Sequence[Report]) -> list[Figures]:
-    """What ``rate_charts`` needs of reports."""
+    """The part of reports that ``rate_charts`` needs."""
     names = ("rate", "is_valid", "latency", "throughput", "service")
     return [{name: getattr(report, name) for name in names} for report in reports]
 
@@ -94,26 +94,29 @@ def timeline_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     good = [record for record in records if record.is_ok and record.stamps_s]
     if not good:
         return []
-    x = (0.0, 1.02 * max(record.ended_s for record in records))  # of all, so that they can be read side by side
+    x = (
+        0.0,
+        1.02 * max(record.ended_s for record in records),
+    )  # the same for all charts
     first, whole, decode = (Chart("s", "ms", x=x, is_log_y=True) for _ in range(3))
     first.dots([(record.intended_s, _ms(record.ttft_s)) for record in good], 0, "time to first token")
     first.line(_rolling([(record.intended_s, _ms(record.ttft_s)) for record in good]), 1, "median of the last 20")
     whole.dots([(record.intended_s, _ms(record.e2e_s)) for record in good], 0, "end to end")
     whole.line(_rolling([(record.intended_s, _ms(record.e2e_s)) for record in good]), 1, "median of the last 20")
     lost = [(record.intended_s, 0.0) for record in records if record.error and record.error != "halted"]
-    for chart in (first, whole) if lost else ():  # on the axis itself, since they have no latency
+    for chart in (first, whole) if lost else ():  # on the axis, since failures have no latency
         chart.dots(lost, FAILED, "failed")
     gaps = [(at, _ms(at - before)) for r in good for before, at in itertools.pairwise(r.stamps_s)]
     decode.dots(sorted(gaps), 0, "gap between tokens")
     under_way, tokens = Chart("s", "requests", x=x), Chart("s", "tokens/s", x=x)
-    under_way.line(_level([(r.intended_s, r.ended_s) for r in records]), 0, "under way")
+    under_way.line(_level([(r.intended_s, r.ended_s) for r in records]), 0, "in flight")
     under_way.line(_level([(r.intended_s, r.stamps_s[0] if r.stamps_s else r.ended_s) for r in records]), 1, "waiting")
     tokens.line(_per_second(good, x[1]), 2)
     return [
         ("Time to first token", first),
         ("Gap between tokens", decode),
         ("End to end", whole),
-        ("Requests under way, and without a first token yet", under_way),
+        ("Requests in flight, and those without a first token yet", under_way),
         ("Tokens per second", tokens),
     ]
 
@@ -149,11 +152,18 @@ def distribution_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
     return charts
 
 
-#: Colour of each stage in the Gantt chart, with its name in the legend; others share the first.
+#: Colour of each stage in the Gantt chart.
 STAGE_COLOURS = {
-    stages.LATE: 3, stages.GATEWAY: 6, stages.UNTIMED: 6, "queue": 4, "prefill queue": 4, "prefill": 1,
-    stages.WAITING: 1, stages.FIRST_GAP: 2, stages.STEADY: 0,
-}  # fmt: skip
+    stage_timeline.LATE: 3,
+    stage_timeline.GATEWAY: 6,
+    stage_timeline.UNTIMED: 6,
+    "queue": 4,
+    "prefill queue": 4,
+    "prefill": 1,
+    stage_timeline.WAITING: 1,
+    stage_timeline.FIRST_GAP: 2,
+    stage_timeline.STEADY: 0,
+}
 FAILED, INVALID = 5, 6
 
 
@@ -172,7 +182,7 @@ def comparison_charts(runs: Mapping[str, Figures]) -> list[TitledChart]:
 
 
 def gantt_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
-    """One bar per request, in its stages: of many an even selection, and those beside the fullest instant closely."""
+    """One bar per request in its stages: an even selection, and a close view around the highest concurrency."""
     ordered = sorted(records, key=lambda record: record.intended_s)
     if not ordered:
         return []
@@ -180,12 +190,12 @@ def gantt_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     charts = [("Requests by stage", _bars(ordered[::step], f"requests{f', every {step}th' if step > 1 else ''}"))]
     if len(ordered) > 2 * NUM_CLOSE:
         close = _busiest(ordered, NUM_CLOSE)
-        charts.append((f"{NUM_CLOSE} requests where most were under way", _bars(close, "requests")))
+        charts.append((f"{NUM_CLOSE} requests around the highest concurrency", _bars(close, "requests")))
     return charts
 
 
 def _busiest(ordered: Sequence[RequestRecord], count: int) -> Sequence[RequestRecord]:
-    """So many that follow each other, with the request in their middle that met most others."""
+    """Successive requests around the instant with most requests in flight."""
     points = _level([(record.intended_s, record.ended_s) for record in ordered])
     fullest_at, _ = max(points, key=lambda point: point[1])
     middle = sum(record.intended_s < fullest_at for record in ordered)
@@ -197,10 +207,10 @@ def _bars(records: Sequence[RequestRecord], label: str) -> Chart:
     chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
     for row, record in enumerate(records):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
-        for span in stages.spans_of(record) if record.stamps_s else _lost(record):
+        for span in stage_timeline.spans_of(record) if record.stamps_s else _lost(record):
             if span.name in STAGE_COLOURS and span.length_s > 0:
                 chart.keys[span.name] = colour = STAGE_COLOURS[span.name]
-                end_s = record.stamps_s[-1] if span.name == stages.STEADY else record.intended_s + span.end_s
+                end_s = record.stamps_s[-1] if span.name == stage_timeline.STEADY else record.intended_s + span.end_s
                 begin_s = record.intended_s + span.begin_s
                 chart.bar(float(-row), begin_s, end_s, colour, f"{span.name}: {title}")
         if record.error:
@@ -209,16 +219,16 @@ def _bars(records: Sequence[RequestRecord], label: str) -> Chart:
     return chart
 
 
-def _lost(record: RequestRecord) -> list[stages.Span]:
-    """Of a request that never brought a token: it waited until it failed."""
-    return [stages.Span(stages.WAITING, 0.0, record.ended_s - record.intended_s)]
+def _lost(record: RequestRecord) -> list[stage_timeline.Span]:
+    """The only stage of a request without output: it waited until it failed."""
+    return [stage_timeline.Span(stage_timeline.WAITING, 0.0, record.ended_s - record.intended_s)]
 
 
 def waterfall_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
-    """The stages on the way to steady decoding, one below the other, each at its median begin and length."""
+    """The stages up to steady decoding, one below the other, each at its median begin and length."""
     if not any(record.timings for record in good):
         return []
-    spans = stages.median_spans(good)
+    spans = stage_timeline.median_spans(good)
     rows = {float(-row): f"{span.name}  {milliseconds(span.length_s)} ms" for row, span in enumerate(spans)}
     chart = Chart(
         "ms since the intended instant", "stages", height=60 + 24 * len(spans), width=WIDE, left=250, rows=rows
@@ -230,7 +240,7 @@ def waterfall_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
 
 
 def _rolling(points: Points, count: int = 20) -> Points:
-    """The median of so many points up to each, in order of x; of many points only so often as can be seen."""
+    """Rolling median over ``count`` points, in order of x, thinned to ``MAX_ROLLING`` points."""
     ordered = sorted(points)
     values = np.array([value for _, value in ordered])
     step = -(-len(ordered) // MAX_ROLLING)
@@ -240,7 +250,7 @@ def _rolling(points: Points, count: int = 20) -> Points:
 
 
 def _level(spans: Sequence[tuple[float, float]]) -> Points:
-    """How many spans cover each instant, as steps."""
+    """Number of spans that cover each instant, as steps."""
     edges = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     points: list[tuple[float, float]] = [(0.0, 0.0)]
     for at, change in edges:
@@ -266,7 +276,7 @@ def _shares(count: int) -> list[float]:
 
 
 def write_svgs(charts: Sequence[TitledChart], folder: str) -> list[str]:
-    """Each as a file of its own, named by its title; the paths."""
+    """Write each chart to a file named by its title; return the paths."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     paths = [place / ("-".join(re.findall(r"[a-z0-9]+", title.lower())) + ".svg") for title, _ in charts]

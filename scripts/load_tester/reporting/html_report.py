@@ -8,8 +8,8 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.reporting import charts as pictures
 from scripts.load_tester.reporting import svg
+from scripts.load_tester.reporting.charts import TitledChart, rate_charts, rate_figures, run_sections
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.sanitize import printable_lines
 from scripts.load_tester.reporting.text_report import (
@@ -39,12 +39,12 @@ def page(reports: Sequence[Report], *, found: str = "") -> str:
         config=last.config,
         started_at=last.started_at,
         found=found,
-        charts=pictures.rate_charts({"": pictures.rate_figures(reports)}) if len(reports) > 1 else [],
+        charts=rate_charts({"": rate_figures(reports)}) if len(reports) > 1 else [],
         runs=[_run(report) for report in reports],
     )
 
 
-def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence[pictures.TitledChart]) -> str:
+def comparison_page(names: Sequence[str], lines: Sequence[str], charts: Sequence[TitledChart]) -> str:
     """The page of two runs, or two sweeps, side by side; ``lines`` is the text of the comparison."""
     return _render(title=" and ".join(names), charts=charts, comparison="\n".join(lines).strip("\n"))
 
@@ -62,7 +62,7 @@ def _render(**values: Any) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """What a server said may hold control characters, which escaping leaves as they are."""
+    """Replace control characters in text from a server, which escaping does not."""
     return value if isinstance(value, Markup) else printable_lines(str(value))
 
 
@@ -76,7 +76,7 @@ def _run(report: Report) -> dict[str, Any]:
         "outputs_verdict": outputs_verdict(report.outputs),
         "latency": _latency_rows(report.latency),
         "facts": _facts(report),
-        "sections": pictures.run_sections(report),
+        "sections": run_sections(report),
         "summary": "\n".join(summary_lines(report)),
     }
 

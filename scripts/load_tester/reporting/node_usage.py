@@ -1,7 +1,7 @@
-"""How much of each node was used, out of the metrics that were scraped alongside.
+"""Charts of each node's utilisation, from the server's metrics.
 
 Counters of busy seconds become shares, counters of tokens become rates, page counts become the share of the pool in
-use. What a server does not export is left out; everything else that looks like load is shown as it is.
+use. Other gauges whose names suggest load are shown as they are.
 """
 
 import re
@@ -17,7 +17,7 @@ STALE_S = 4.0
 
 
 def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
-    """Title and chart of each: busy, pages, tokens computed, and the server's own gauges of load."""
+    """Title and chart of busy time, pages, tokens computed, and other gauges of load."""
     found = [
         ("Busy with steps, share of the time", _rates(scrape, "busy_seconds_total"), (0.0, 1.0)),
         ("KV pages in use, share of the pool", _pages(scrape), (0.0, 1.0)),
@@ -39,7 +39,7 @@ def _of(title: str, lines: Lines) -> str:
 
 
 def _title(family: str) -> str:
-    """A metric's name in words, without the server's own in front: ``sglang:num_running_reqs``, Num running reqs."""
+    """A metric's name in words without the server's prefix: ``sglang:num_running_reqs`` is Num running reqs."""
     words = re.split(r"[:_]+", family)
     return " ".join(words[1:] or words).capitalize()
 
@@ -48,13 +48,13 @@ def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Char
     chart = Chart("s", label, y=bounds)
     for colour, (name, points) in enumerate(lines[:MAX_LINES]):
         chart.line(points, colour, name)
-        if len(points) == 1:  # which no line shows
+        if len(points) == 1:  # a line does not show a single point
             chart.dots(points, colour)
     return chart
 
 
 def _node(name: str) -> str:
-    """What tells a series from the others of its family: the node's name, else its labels."""
+    """Distinguish a series of a family: by the node's name, else by its labels."""
     node = re.search(r'\bnode="([^"]*)"', name)
     return node.group(1) if node else name.partition("{")[2].rstrip("}").replace('"', "") or name
 
@@ -64,15 +64,17 @@ def _family(scrape: Series, ending: str) -> dict[str, list[list[float]]]:
 
 
 def _rates(scrape: Series, ending: str) -> Lines:
-    """Of counters, by how much each rose per second. Servers refresh theirs less often than they may be read, so a rate
-    holds from one change to the next; a counter that has not moved for longer than ``STALE_S`` stands still.
+    """Rates of counters per second.
+
+    A server may refresh a counter less often than it is read, so a rate holds from one change to the next. A counter
+    without a change for longer than ``STALE_S`` has a rate of 0.
     """
     lines: Lines = []
     for node, series in _family(scrape, ending).items():
         points: list[tuple[float, float]] = []
         moved_at, value = series[0]
         for at, now in series[1:]:
-            if now < value:  # the node was replaced, and counts anew
+            if now < value:  # the node was replaced and counts from 0 again
                 moved_at, value = at, now
             elif now > value or at - moved_at > STALE_S:
                 rate = (now - value) / (at - moved_at)
@@ -83,7 +85,7 @@ def _rates(scrape: Series, ending: str) -> Lines:
 
 
 def _pages(scrape: Series) -> Lines:
-    """Pages that requests hold: neither free nor merely cached."""
+    """Share of pages that requests hold: neither free nor only cached."""
     every, free, cached = (_family(scrape, ending) for ending in ("node_pages", "node_free_pages", "node_cached_pages"))
     lines: Lines = []
     for node, series in every.items():

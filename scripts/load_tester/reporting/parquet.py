@@ -1,4 +1,4 @@
-"""One row per request as Parquet, with the meaning of each column in the file itself.
+"""Writes one Parquet row per request, with the meaning of each column in the file.
 
 Column descriptions are kept in the schema's field metadata under ``description``; ``schema_version`` is in the table's.
 """
@@ -14,7 +14,7 @@ SCHEMA_VERSION = "1"
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("index", "int64", "number in the schedule"),
     ("class_name", "string", "class of --mix"),
-    ("tenant", "string", "whose request"),
+    ("tenant", "string", "tenant of the request"),
     ("session", "int64", "session; -1 for none"),
     ("turn", "int32", "turn of the session"),
     ("group", "int32", "group with a shared prefix; -1 for none"),
@@ -25,7 +25,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("num_output_asked", "int32", "output tokens asked for"),
     ("num_output", "int32", "output tokens, as the server says, else as counted"),
     ("num_counted", "int32", "output tokens counted; events, if has_counts is false"),
-    ("has_counts", "bool", "whether the server says how many tokens an event brings"),
+    ("has_counts", "bool", "whether the server says how many tokens an event has"),
     ("usage_prompt", "int32", "prompt tokens by the server's usage; null if it gives none"),
     ("usage_output", "int32", "output tokens by the server's usage"),
     ("usage_cached", "int32", "cached prompt tokens by the server's usage"),
@@ -33,19 +33,19 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("intended_s", "double", "when it should have gone out"),
     ("released_s", "double", "when the client turned to it"),
     ("sent_s", "double", "when it was written to an open connection; -1 if never"),
-    ("ended_s", "double", "when the last byte or the failure came"),
+    ("ended_s", "double", "when the last byte arrived or the failure happened"),
     ("ttft_s", "double", "intended to first token; null without one"),
     ("e2e_s", "double", "intended to last token; null without one"),
     ("tpot_s", "double", "mean time per token after the first event; null if there is only one"),
     ("stamps_s", "list<double>", "instant of each event with output"),
     ("counts", "list<int32>", "tokens of each event with output"),
-    ("status", "int32", "HTTP status; 0 if there was no answer"),
+    ("status", "int32", "HTTP status; 0 without a response"),
     ("error", "string", "kind of failure; empty if it succeeded"),
     ("message", "string", "the server's words about it"),
     ("finish", "string", "finish reason"),
     ("request_id", "string", "the server's id"),
-    ("prompt_digest", "string", "names the prompt, the same in every run with one seed and vocabulary"),
-    ("timings", "map<double>", "stages that the server timed itself, seconds"),
+    ("prompt_digest", "string", "identifies the prompt, the same in every run with one seed and vocabulary"),
+    ("timings", "map<double>", "stages timed by the server, seconds"),
     ("is_measured", "bool", "outside of warm-up and cool-down, and not cut off by Ctrl-C"),
     ("is_expected", "bool", "output equals the expected one; null if none is known"),
     ("is_retry", "bool", "sent again because a kept-alive connection had been closed"),
@@ -53,7 +53,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 
 def require_pyarrow() -> Any:
-    """The module.
+    """Import pyarrow.
 
     Raises:
         ConfigError: it is not installed.
@@ -66,7 +66,7 @@ def require_pyarrow() -> Any:
 
 
 def write_parquet(records: list[RequestRecord], path: str) -> None:
-    """Write all requests of a run, one row group."""
+    """Write all requests of a run as one row group."""
     arrow = require_pyarrow()
     from pyarrow import parquet
 

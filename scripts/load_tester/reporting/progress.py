@@ -85,12 +85,12 @@ class ProgressView:
             )
         )
 
-    def _note(self, at: float, segments: int, first_s: Sequence[float], gaps_s: Sequence[float]) -> None:
+    def _note(self, at: float, pieces: int, first_s: Sequence[float], gaps_s: Sequence[float]) -> None:
         before_at, before = self._before
         if at > before_at:
-            self._pieces_per_s = max(0, segments - before) / (at - before_at)
+            self._pieces_per_s = max(0, pieces - before) / (at - before_at)
             self._levels["rate"].append(self._pieces_per_s)
-            self._before = (at, segments)
+            self._before = (at, pieces)
         for name, values in (("first", first_s), ("gap", gaps_s)):
             if values:
                 self._levels[name].append(float(np.median(values)))

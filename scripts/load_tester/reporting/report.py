@@ -1,7 +1,7 @@
 """The report of a run, and its JSON.
 
-``Report.to_json`` is what ``--json`` writes and ``--compare`` reads: every figure, and the samples that comparisons
-need. All times are seconds; ``schema`` rises when a field changes its meaning.
+``--json`` writes ``Report.to_dict`` and ``--compare`` reads it: every figure, and the samples that comparisons need.
+All times are seconds; ``schema`` rises when a field changes its meaning.
 """
 
 import sys
@@ -24,7 +24,7 @@ TO_STDOUT = "-"
 
 @dataclass
 class Report:
-    """Everything about one run.
+    """The figures of one run.
 
     Attributes:
         reasons: why the run is invalid; empty if it is valid.
@@ -32,7 +32,7 @@ class Report:
         latency, throughput, service, errors, classes, tenants, fairness, caching, tokens, stages: see ``metrics``.
         outputs: with --expect-file, see ``outputs.compare_outputs``.
         scrape: the server's own series, ``{name: [[seconds, value], ...]}``.
-        was_stopped: by Ctrl-C or SIGTERM, before its end.
+        was_stopped: whether Ctrl-C or SIGTERM ended it early.
         start_up_s: from the command's start to the first request; None if none was sent.
         records: one for each request; not in the JSON.
     """
@@ -77,11 +77,11 @@ class Report:
         return [record for record in self.records if record.is_measured]
 
     def to_dict(self) -> Figures:
-        """As JSON, without the records, with samples of the measured requests."""
+        """The JSON of the report: no records, but samples of the measured requests."""
         found = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "records"}
         good = [record for record in self.measured if record.is_ok and record.stamps_s]
-        good = good[:: len(good) // MAX_SAMPLES + 1]  # of the whole run, not of its beginning
-        step = sum(len(record.counts) for record in good) // MAX_SAMPLES + 1  # of requests, so that gaps stay together
+        good = good[:: len(good) // MAX_SAMPLES + 1]  # spread over the whole run
+        step = sum(len(record.counts) for record in good) // MAX_SAMPLES + 1  # the gaps of a request stay together
         samples = {
             "ttft": [round(record.ttft_s, 6) for record in good],
             "e2e": [round(record.e2e_s, 6) for record in good],
@@ -92,7 +92,7 @@ class Report:
 
 
 def config_figures(config: LoadtestConfig) -> Figures:
-    """The configuration without what nobody must see."""
+    """The configuration without secrets."""
     secrets = {name for name, found in options_of(LoadtestConfig).items() if found.is_secret}
     shown = {name: value for name, value in asdict(config).items() if name not in secrets}
     if shown.get("header"):
@@ -112,24 +112,24 @@ def write_json(content: Any, path: str) -> None:
 
 
 def read_json(path: str) -> Figures:
-    """A report written earlier.
+    """Read a report.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: the file cannot be read, or is no report of this version.
     """
     try:
         content: Figures = msgspec.json.decode(Path(path).read_bytes())
         if not isinstance(content, dict) or "schema" not in content:
-            raise ConfigError(f"{path} is no report of a load test: it has no schema")
+            raise ConfigError(f"{path} is not a report of a load test: it has no schema")
         if content["schema"] != SCHEMA:
             raise ConfigError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}")
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no report of a load test: {error}") from None
+        raise ConfigError(f"{path} is not a report of a load test: {error}") from None
     return content
 
 
 def write_jsonl(records: list[RequestRecord], path: str) -> None:
-    """One line per request, fields as in ``records.Record``."""
+    """Write one line per request, with the fields of ``RequestRecord``."""
     encode = msgspec.json.Encoder().encode
     with Path(path).open("wb") as file:
         for record in records:

@@ -1,7 +1,7 @@
-"""Charts as SVG text: axes, lines, dots and bars, as a report needs them.
+"""Charts as SVG: axes, lines, dots and bars.
 
-Colours are CSS classes (``c0`` ... ``c6``), defined here for light and dark; a mark may carry a title, which browsers
-show as a tooltip. ``svg`` is for a page that has the style, ``file`` stands alone.
+Colours are CSS classes (``c0`` ... ``c6``), defined here for light and dark. A mark may carry a title, which browsers
+show as a tooltip. ``Chart.svg`` is for a page that has ``STYLE``; ``Chart.file`` stands alone.
 """
 
 import math
@@ -15,13 +15,13 @@ from scripts.load_tester.reporting.sanitize import escape
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 MAX_POINTS = 3000
-MIN_TICKS = 4  # of a logarithmic axis: fewer leave one guessing
-LETTER = 6.2  # mean width of one, for what no browser has laid out yet
+MIN_TICKS = 4  # of a logarithmic axis
+LETTER = 6.2  # mean width in pixels, for a legend without a browser's layout
 COLOURS = {
     "light": "#2563b8 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
     "dark": "#6ea8fe #f2995f #53c495 #b794e6 #e0b84c #f27a9b #667085".split(),
 }
-VARIABLES = {  # ink and lines, then the colours
+VARIABLES = {  # colours of text and lines, then of the data
     name: f"--ink: {ink}; --soft: {soft}; --line: {line}; "
     + " ".join(f"--c{n}: {colour};" for n, colour in enumerate(COLOURS[name]))
     for name, ink, soft, line in (("light", "#1c2430", "#667085", "#e3e7ed"), ("dark", "#e6e9ef", "#98a2b3", "#2b323d"))
@@ -49,7 +49,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, ... between two positive bounds; more of them where the bounds are near, only tens where far."""
+    """1, 2, 5, 10, ... between two positive bounds; more in a narrow range, only powers of ten in a wide one."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     choices: list[tuple[float, ...]] = [(1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)]
     for multiples in [(1,), *choices] if high / low >= 1e4 else choices:
@@ -60,7 +60,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """As short as it can be said."""
+    """A number as short as possible."""
     if value and abs(value) < 0.001:
         return f"{value:.0e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
@@ -68,15 +68,15 @@ def number(value: float) -> str:
 
 @dataclass
 class Chart:
-    """One pair of axes. Points outside of the bounds are left to the clip path.
+    """One pair of axes with its marks.
 
     Args:
         x_label, y_label: what the axes show, with unit.
         x, y: bounds; None to fit what is drawn.
         is_log_x, is_log_y: logarithmic axes; values below the lower bound are drawn on it.
-        height, width, left: pixels; ``left`` is for what stands in front of the axis.
-        rows: names of heights, instead of numbers.
-        keys: names for the legend that no line has, with their colours.
+        height, width, left: pixels; ``left`` is the margin for labels of the y axis.
+        rows: labels of heights, instead of numbers.
+        keys: further names of the legend, with their colours.
     """
 
     x_label: str
@@ -94,21 +94,21 @@ class Chart:
     _bars: list[tuple[float, float, float, str, str]] = field(default_factory=list)
 
     def line(self, points: Points, colour: int, name: str = "", *, is_dashed: bool = False) -> None:
-        """A line through points in order of x; ``name`` goes into the legend, and says there if it is dashed."""
+        """Add a line through points in order of x; ``name`` goes into the legend."""
         name += ", dashed" if name and is_dashed else ""
         self._marks.append(("dashed" if is_dashed else "line", _thinned(points), f"c{colour}", name))
 
     def dots(self, points: Points, colour: int, name: str = "") -> None:
-        """A dot for each point."""
+        """Add a dot for each point."""
         self._marks.append(("dots", _thinned(points), f"c{colour}", name))
 
     def bar(self, y: float, begin: float, end: float, colour: int, title: str = "") -> None:
-        """A horizontal bar at height ``y`` (Gantt)."""
+        """Add a horizontal bar at height ``y`` (Gantt)."""
         self._bars.append((y, begin, end, f"c{colour}", title))
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """Legend: colour class and name."""
+        """Colour class and name of each entry of the legend."""
         keys = [(f"c{colour}", name) for name, colour in self.keys.items()]
         return [(colour, name) for _, _, colour, name in self._marks if name] + keys
 
@@ -119,7 +119,7 @@ class Chart:
         return Markup(head + self._drawing() + "</svg>")
 
     def file(self, title: str) -> str:
-        """The chart as a file of its own, with title and legend, in the reader's light or dark."""
+        """The chart as a self-contained file with title and legend."""
         keys, x, y = "", float(self.left), 25
         for colour, name in self.names:
             length = 30 + LETTER * len(name)
@@ -138,8 +138,8 @@ class Chart:
 
     def _drawing(self) -> str:
         x, y = self._bounds()
-        to_x = _scale(x, (self.left, self.width - RIGHT), self.is_log_x)
-        to_y = _scale(y, (self.height - BOTTOM, TOP), self.is_log_y)
+        to_x = _Scale(x, (self.left, self.width - RIGHT), self.is_log_x)
+        to_y = _Scale(y, (self.height - BOTTOM, TOP), self.is_log_y)
         parts = self._grid(x, y, to_x, to_y)
         parts += [self._mark(mark, to_x, to_y) for mark in self._marks]
         size = max(1.0, min(10.0, (self.height - TOP - BOTTOM) / max(1, len({bar[0] for bar in self._bars})) - 0.6))
@@ -158,7 +158,7 @@ class Chart:
         ys = [py for _, py in points] + [bar[0] + half for bar in self._bars for half in (-0.5, 0.5)]
         return self.x or _fit(xs, self.is_log_x), self.y or _fit(ys, self.is_log_y)
 
-    def _grid(self, x: tuple[float, float], y: tuple[float, float], to_x: "_scale", to_y: "_scale") -> list[str]:
+    def _grid(self, x: tuple[float, float], y: tuple[float, float], to_x: "_Scale", to_y: "_Scale") -> list[str]:
         bottom = self.height - BOTTOM
         parts = []
         right = self.width - RIGHT
@@ -178,7 +178,7 @@ class Chart:
             parts.append(f'<text class="m" x="12" y="{self.height / 2}" transform="{turned}">{label}</text>')
         return parts
 
-    def _mark(self, mark: tuple[str, Points, str, str], to_x: "_scale", to_y: "_scale") -> str:
+    def _mark(self, mark: tuple[str, Points, str, str], to_x: "_Scale", to_y: "_Scale") -> str:
         kind, points, colour, _ = mark
         if kind == "dots":
             dots = "".join(f'<circle cx="{to_x(px):.1f}" cy="{to_y(py):.1f}" r="1.8"/>' for px, py in points)
@@ -188,8 +188,8 @@ class Chart:
         return f'<path class="l {colour}" d="{path}"{dashes}/>'
 
 
-class _scale:
-    """From values to pixels."""
+class _Scale:
+    """Maps values to pixels."""
 
     def __init__(self, values: tuple[float, float], pixels: tuple[float, float], is_log: bool) -> None:
         self._is_log = is_log
@@ -216,7 +216,7 @@ def _fit(values: Sequence[float], is_log: bool) -> tuple[float, float]:
 
 
 def _thinned(points: Points) -> Points:
-    """Of more points than can be told apart the first, lowest and highest of each stretch: no spike is lost."""
+    """Thin many points to the first, lowest and highest of each stretch, so that no spike is lost."""
     width = -(-3 * len(points) // MAX_POINTS)
     if width <= 3:
         return points

@@ -1,4 +1,4 @@
-"""The summary on the terminal: plain text, the most important first."""
+"""The summary on the terminal, most important figures first."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from scripts.load_tester.reporting.sanitize import printable
 
 WIDTH = 160
 MAX_KINDS = 20
-MAX_KNOWN_BEFORE = 0.05  # a chat template is in every prompt, and is not the harness's own
+MAX_KNOWN_BEFORE = 0.05  # every prompt of a chat begins with the server's own template
 ROWS = (
     ("time to first token", "ttft"),
     ("  from the send", "ttft_sent"),
@@ -23,7 +23,7 @@ ROWS = (
 
 
 def milliseconds(value: Any) -> str:
-    """A duration in seconds, as milliseconds with three or four digits that count."""
+    """A duration in seconds as milliseconds with three or four significant digits."""
     if not isinstance(value, int | float):
         return "-"
     scaled = value * 1e3
@@ -31,20 +31,20 @@ def milliseconds(value: Any) -> str:
 
 
 def percent(value: Any) -> str:
-    """A share; none but all is 100.0 %, and none but nothing 0.0 %."""
+    """A share as a percentage; only all is 100.0 %, and only nothing 0.0 %."""
     if not isinstance(value, int | float):
         return "-"
-    words = f"{value:.1%}"
-    return ">99.9%" if words == "100.0%" and value < 1 else "<0.1%" if words == "0.0%" and value > 0 else words
+    text = f"{value:.1%}"
+    return ">99.9%" if text == "100.0%" and value < 1 else "<0.1%" if text == "0.0%" and value > 0 else text
 
 
 def per_second(value: float) -> str:
-    """A rate with three or four digits that count, and no powers of ten where they can be said."""
+    """A rate with three or four significant digits, without powers of ten."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def summary_lines(report: Report) -> list[str]:
-    """The whole summary, fit for a terminal whatever a server said."""
+    """The whole summary, without control characters."""
     notes = [*report.notes, ""] if report.notes else []
     lines = [*notes, *_load_lines(report), "", *_latency_lines(report.latency), "", *_rate_lines(report)]
     lines += _service_lines(report) + _group_lines("class", report.classes) + _group_lines("tenant", report.tenants)
@@ -54,7 +54,7 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def fact_lines(report: Report) -> list[str]:
-    """All but latencies, groups and the verdict: lines that begin with a word for what they tell."""
+    """All lines but latencies, groups and the verdict; each begins with a keyword."""
     return [*_load_lines(report), *_rate_lines(report), *_service_lines(report), *_other_lines(report)]
 
 
@@ -98,7 +98,7 @@ def _latency_lines(latency: Figures) -> list[str]:
     beyond = [name for name, share in QUANTILES.items() if share**count > UNBOUNDED]
     if count and beyond:
         lines.append(
-            f"Of {count:,} requests {', '.join(beyond)} hang on the slowest few: another run's may be far off."
+            f"With {count:,} requests {', '.join(beyond)} depend on the slowest few: another run may differ widely."
         )
     return lines
 
@@ -166,17 +166,17 @@ def _other_lines(report: Report) -> list[str]:
     if is_warm(report):
         share = percent(caching["known_before_share"])
         lines.append(
-            f"WARM       {share} of prompt tokens were in the server's cache before the run: --flush-cache, or another "
-            "--seed"
+            f"WARM       {share} of prompt tokens were in the server's cache before the run: use --flush-cache or "
+            "another --seed"
         )
     if tokens["usage_mismatches"]:
-        lines.append(f"usage      of {tokens['usage_mismatches']:,} answers disagrees with the tokens that came")
+        lines.append(f"usage      of {tokens['usage_mismatches']:,} responses differs from the tokens received")
     if tokens["input_said"] and tokens["input_asked"] and tokens["input_said"] != tokens["input_asked"]:
         lines.append(f"prompts    {tokens['input_asked']:,} tokens, {tokens['input_said']:,} by the server's count")
     if tokens["other_length_than_asked"]:
-        lines.append(f"lengths    {tokens['other_length_than_asked']:,} answers are not of the length asked for")
+        lines.append(f"lengths    {tokens['other_length_than_asked']:,} responses do not have the length asked for")
     if outputs:
-        lines.append("outputs    " + outputs_words(outputs))
+        lines.append("outputs    " + describe_outputs(outputs))
     for name, figures in report.stages.items():
         title = NAMES.get(name, name.removesuffix("_s"))
         lines.append(
@@ -186,30 +186,30 @@ def _other_lines(report: Report) -> list[str]:
 
 
 def is_warm(report: Report) -> bool:
-    """Whether the server knew more of the prompts than this run can have told it."""
+    """Whether the server had more of the prompts in its cache than this run can have put there."""
     return (report.caching["known_before_share"] or 0.0) > MAX_KNOWN_BEFORE
 
 
-def outputs_words(outputs: Figures) -> str:
-    """What became of the expected outputs."""
-    as_text = f" ({outputs['by_text']:,} as text, for want of token ids)" if outputs["by_text"] else ""
-    words = [f"{outputs['compared']:,} compared{as_text}, {outputs['differ']:,} differ"]
+def describe_outputs(outputs: Figures) -> str:
+    """Counts of the output check as text."""
+    as_text = f" ({outputs['by_text']:,} as text, without token ids)" if outputs["by_text"] else ""
+    parts = [f"{outputs['compared']:,} compared{as_text}, {outputs['differ']:,} differ"]
     if outputs["unanswered"]:
-        words.append(f"{outputs['unanswered']:,} requests failed or were cut off")
+        parts.append(f"{outputs['unanswered']:,} requests failed or were cut off")
     if outputs["not_sent"]:
-        words.append(f"{outputs['not_sent']:,} of {outputs['expected']:,} in the file are of prompts never sent")
+        parts.append(f"{outputs['not_sent']:,} of {outputs['expected']:,} prompts in the file were never sent")
     if outputs["not_expected"]:
-        words.append(f"of {outputs['not_expected']:,} requests the file says nothing")
-    return "; ".join(words)
+        parts.append(f"{outputs['not_expected']:,} requests are not in the file")
+    return "; ".join(parts)
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """Whether the run can be believed, and why not; whether the outputs are the expected ones."""
+    """Whether the run is valid, and why not; whether the outputs are the expected ones."""
     return [*_run_lines(report), *filter(None, [outputs_verdict(report.outputs)])]
 
 
 def outputs_verdict(outputs: Figures) -> str:
-    """In a sentence; empty if no outputs were expected."""
+    """The result of the output check in a sentence; empty without expected outputs."""
     if not outputs:
         return ""
     if outputs["is_passed"]:
@@ -218,11 +218,11 @@ def outputs_verdict(outputs: Figures) -> str:
         return "OUTPUTS DIFFER FROM THE EXPECTED ONES."
     if not outputs["compared"]:
         others = (
-            ": the file is of other prompts (they follow from --seed, from lengths and kinds, from the range of token "
-            "ids; or from your own file)"
+            ": the file has other prompts (they depend on --seed, lengths, classes and the range of token ids, or on "
+            "your own file)"
         )
         return f"NO OUTPUT WAS COMPARED{others if outputs['not_sent'] == outputs['expected'] else ''}."
-    return "NOT ALL EXPECTED OUTPUTS WERE COMPARED: those that were are equal."
+    return "NOT ALL EXPECTED OUTPUTS WERE COMPARED: the compared ones are equal."
 
 
 def _run_lines(report: Report) -> list[str]:
@@ -230,5 +230,5 @@ def _run_lines(report: Report) -> list[str]:
         return ["Every request failed."]
     if report.is_valid:
         failed = f" {report.errors['count']:,} of {report.num_measured:,} failed." if report.errors["count"] else ""
-        return ["The run is valid: requests went out as they were meant to, and the client kept up." + failed]
+        return ["The run is valid: requests went out as intended, and the client kept up." + failed]
     return ["THE RUN IS INVALID:", *(f"  - {reason}" for reason in report.reasons)]

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: a fixed number of tokens, a distribution, or a file of numbers."""
+"""Lengths of prompts and outputs: a fixed number of tokens, a distribution, or a file of numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 from common.errors import ConfigError
 
 Ints = NDArray[np.int32]
-MAX_LENGTH = 10_000_000  # tokens; whoever asks for more has made a mistake, and memory would not hold them
+MAX_LENGTH = 10_000_000  # tokens; more is a mistake and would not fit into memory
 MAX_TURNS = 1_000
-MAX_EXPONENT = 100.0  # beyond any length
+MAX_EXPONENT = 100.0  # larger than the logarithm of any length
 FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA or file:PATH"
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """A distribution of token counts, always at least 1.
+    """A distribution of token counts, all at least 1.
 
     Attributes:
-        text: as the user wrote it.
-        draw: ``(rng, count)`` to that many lengths.
+        text: the option's value.
+        draw: draws lengths from ``(rng, count)``.
     """
 
     text: str
@@ -30,15 +30,15 @@ class LengthDistribution:
 
     @property
     def mean(self) -> float:
-        """Estimated from a fixed sample; for choosing the number of client processes."""
+        """Estimate from a fixed sample, to choose the number of client processes."""
         return float(self.draw(np.random.default_rng(0), 1000).mean())
 
 
 def parse_lengths(text: str, flag: str, most: int = MAX_LENGTH) -> LengthDistribution:
-    """``128``, ``uniform:100:500``, ``normal:200:50``, ``lognormal:200:0.8`` (median, sigma), ``file:PATH``.
+    """Parse ``128``, ``uniform:100:500``, ``normal:200:50``, ``lognormal:200:0.8`` (median, sigma) or ``file:PATH``.
 
-    A trailing ``:max=N`` bounds what is drawn; ``most`` does anyway. A file holds one number per line; they are drawn
-    with replacement.
+    A trailing ``:max=N`` limits lengths, as ``most`` always does. A file has one number per line; lengths are drawn
+    from it with replacement.
 
     Raises:
         ConfigError: names the flag.
@@ -72,18 +72,18 @@ def parse_lengths(text: str, flag: str, most: int = MAX_LENGTH) -> LengthDistrib
         return _bounded(text, top, draws[kind])
     except (ValueError, KeyError, OSError) as error:
         because = f" ({error})" if isinstance(error, OSError) else ""
-        form = f"{FORMS}, perhaps with :max=N after it, and at most {most:,}"
+        form = f"{FORMS}, perhaps followed by :max=N, and at most {most:,}"
         raise ConfigError(f"{flag} must be {form}, not {text!r}{because}") from None
 
 
 def _numbers(path: Path) -> NDArray[np.float64]:
-    """Raises OSError, saying what is wrong with the file."""
+    """Read a file of lengths; OSError says what is wrong with it."""
     try:
         numbers = np.array(path.read_text(encoding="utf-8").split(), dtype=np.float64)
-    except ValueError:  # no numbers, or no text
-        raise OSError("it holds something else than numbers") from None
+    except ValueError:  # not numbers, or not text
+        raise OSError("it has something else than numbers") from None
     if not len(numbers) or not (np.isfinite(numbers) & (numbers >= 1)).all():
-        raise OSError("it holds no lengths, or some below 1")
+        raise OSError("it has no lengths, or lengths below 1")
     return numbers
 
 

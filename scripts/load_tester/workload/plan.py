@@ -1,7 +1,6 @@
-"""Which requests a run consists of, and when: all of a plan, made before the clock starts, whatever its length.
+"""Makes the plan of a run before the clock starts: all requests with their instants.
 
-Requests come in *chains*: a session's turns in order, or a single request. They are drawn
-(``scripts/load_tester/workload/session_sampling.py``) or those of a trace (``scripts/load_tester/workload/traces.py``).
+Requests come in sessions of one or more turns, either drawn (``session_sampling``) or from a trace (``traces``).
 """
 
 import math
@@ -27,18 +26,18 @@ from scripts.load_tester.workload.traces import ReplayOptions, read_trace, repla
 
 @dataclass
 class Plan:
-    """All of a run.
+    """All requests of a run.
 
     Attributes:
-        chains: with ``at`` of first turns set, in order, as often as they are asked for; a closed loop over a time has
-            no end.
-        num_chains: None if endless.
-        is_open: whether the first turns have instants.
-        seconds: length of the schedule: no first turn comes later; None if nobody knows.
-        notes: what to tell the user about it.
-        kinds: the classes, by name.
-        is_checked: whether arrivals follow ``--arrival`` (not those of a trace).
-        num_requests: all turns of all chains; None if endless.
+        sessions: in order, with ``at`` of first turns set; every iteration yields the same. Endless for a closed loop
+            with only a duration.
+        num_sessions: None if endless.
+        is_open: whether first turns have instants.
+        seconds: length of the schedule, after which no session begins; None if unknown.
+        notes: sentences for the user.
+        classes: request classes by name.
+        is_checked: whether arrivals follow ``--arrival``; those of a trace do not.
+        num_requests: turns of all sessions; None if endless.
     """
 
     sessions: Iterable[Session]
@@ -46,30 +45,30 @@ class Plan:
     is_open: bool
     seconds: float | None
     notes: list[str]
-    kinds: dict[str, RequestClass]
+    classes: dict[str, RequestClass]
     is_checked: bool = True
     num_requests: int | None = None
 
 
 def make_plan(config: LoadOptions) -> Plan:
-    """Everything that the configuration asks for.
+    """Make the plan of a configuration.
 
     Raises:
-        ConfigError: a trace or a mix cannot be.
+        ConfigError: the trace or the mix is invalid.
     """
-    kinds = request_classes_of(config)
+    classes = request_classes_of(config)
     if config.trace:
-        return _trace_plan(config, kinds)
+        return _trace_plan(config, classes)
     at, num_sessions, length = _instants(config, None)
-    sessions = SampledSessions(config.seed, kinds, config.tenants, count=num_sessions, at=at)
-    return Plan(sessions, num_sessions, at is not None, length, [], kinds, num_requests=sessions.num_requests)
+    sessions = SampledSessions(config.seed, classes, config.tenants, count=num_sessions, at=at)
+    return Plan(sessions, num_sessions, at is not None, length, [], classes, num_requests=sessions.num_requests)
 
 
 def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None, int | None, float | None]:
-    """When chains begin (None in a closed loop), how many there are (None for no end), and the schedule's length.
+    """Instants of sessions (None in a closed loop), their number (None if endless), and the length of the schedule.
 
     Args:
-        available: so many can be had; None if any number can be.
+        available: number of sessions in the trace; None without a trace.
     """
     num_requests, duration_s = config.num_requests, config.duration_s
     if num_requests is None and duration_s is None and available is None:
@@ -77,7 +76,7 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
         num_requests, duration_s = (None, profile_s) if profile_s else (60, None)
     most = min((limit for limit in (num_requests, available) if limit is not None), default=None)
     if most is not None and most > MAX_REQUESTS:
-        raise ConfigError(f"--num-requests: {MAX_REQUESTS:,} are the most that can be planned")
+        raise ConfigError(f"--num-requests must be at most {MAX_REQUESTS:,}")
     if config.concurrency:
         return None, most, duration_s
     at = arrivals(
@@ -90,12 +89,12 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
         burst_size=config.burst_size,
     )
     if not len(at):
-        raise ConfigError("no request arrives: raise --rate or --duration")
+        raise ConfigError("no request arrives within --duration: raise --rate or --duration")
     length = duration_s if duration_s is not None and most is None else float(at[-1])
     return at, len(at), length
 
 
-def _trace_plan(config: LoadOptions, kinds: dict[str, RequestClass]) -> Plan:
+def _trace_plan(config: LoadOptions, classes: dict[str, RequestClass]) -> Plan:
     assert config.trace is not None
     trace = read_trace(config.trace, config.trace_unit)
     replay = ReplayOptions(
@@ -117,18 +116,20 @@ def _trace_plan(config: LoadOptions, kinds: dict[str, RequestClass]) -> Plan:
     if not trace.has_times and (config.trace_window or config.trace_jitter or config.time_scale != 1):
         raise ConfigError("--trace-window, --trace-jitter and --time-scale need a trace with timestamps")
     if trace.has_times and config.arrival != "poisson":
-        raise ConfigError("--arrival would do nothing: this trace brings its own instants")
+        raise ConfigError("--arrival has no effect: this trace has its own instants; leave it out")
     if config.concurrency or not trace.has_times:
-        return _retimed(config, plan, trace.notes, kinds)
+        return _retimed(config, plan, trace.notes, classes)
     if not plan:
         raise ConfigError("no request of the trace comes within --duration")
-    return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, kinds, False, len(plan))
+    return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, classes, False, len(plan))
 
 
-def _retimed(config: LoadOptions, plan: list[PlannedRequest], notes: list[str], kinds: dict[str, RequestClass]) -> Plan:
-    """Requests without a clock of their own, or whose clock does not count."""
+def _retimed(
+    config: LoadOptions, plan: list[PlannedRequest], notes: list[str], classes: dict[str, RequestClass]
+) -> Plan:
+    """Give requests drawn instants, where the trace has none or the loop is closed."""
     at, num_sessions, length = _instants(config, len(plan))
     sessions = [[one] for one in plan[:num_sessions]]
     for (one,), instant in zip(sessions, at.tolist() if at is not None else (), strict=False):
         one.at = instant
-    return Plan(sessions, len(sessions), at is not None, length, notes, kinds, num_requests=len(sessions))
+    return Plan(sessions, len(sessions), at is not None, length, notes, classes, num_requests=len(sessions))

@@ -1,8 +1,8 @@
-"""The plan of a run: every request, with its instant, lengths and whose prefix it shares, before the clock starts.
+"""One request of a plan: its instant, its lengths, and the prompt as segments.
 
-A prompt is a row of *pieces* ``(key, tokens)``: equal keys stand for equal tokens, so shared prefixes, sessions and the
-``hash_ids`` of traces are all the same thing, and what a perfect cache could have kept follows from the keys alone. The
-tokens themselves are made from the seed and the key when they are needed (``scripts/load_tester/workload/prompts.py``).
+A segment is ``(key, number of tokens)``; equal keys stand for equal tokens. Shared prefixes, turns of a session and the
+``hash_ids`` of traces are all expressed this way, and the best possible cache hits follow from the keys alone. Tokens
+are made from the seed and the key when a body is needed (``prompts``).
 """
 
 import hashlib
@@ -12,27 +12,29 @@ from typing import Any
 
 Segment = tuple[int, int]
 
-#: Kinds of pieces: the upper bits of a key.
+#: What a segment stands for: the upper bits of its key.
 UNIQUE, GROUP, TURN, ANSWER, HASH = range(1, 6)
 MASK = (1 << 56) - 1
-MAX_PRIORITY = 2**31 - 1  # and no less than its negative: files hold 32 bits
-MAX_GROUPS = 1 << 24  # of a class: a group's number is its class's times this, plus its own
+MAX_PRIORITY = 2**31 - 1  # and no less than its negative: files have 32 bits for it
+MAX_GROUPS = 1 << 24  # of a class; a group's number is the class's number times this, plus its own
 
 
-def segment_key(kind: int, number: int) -> int:
-    """A piece's key: of ``number`` the lower 56 bits."""
-    return kind << 56 | number & MASK
+def segment_key(source: int, number: int) -> int:
+    """Key of a segment: its source, and the lower 56 bits of ``number``."""
+    return source << 56 | number & MASK
 
 
 @dataclass(slots=True)
 class PlannedRequest:
-    """One request to come.
+    """One request of a plan.
 
     Attributes:
-        at: seconds after the start; of later turns and in a closed loop it says nothing.
-        think_s: of later turns, the pause after the turn before; -1 of first turns.
+        at: seconds after the start; no meaning for later turns and in a closed loop.
+        session: number of a session of several turns; -1 for a single request.
         turns_left: turns of the session after this one.
-        extra: fields of the body that a user's own file gives, the prompt among them; they win over everything.
+        think_s: pause after the previous turn; -1 for a first turn.
+        group: number of the group with a shared prefix; -1 for none.
+        extra: fields of the body from the user's own trace, perhaps the prompt; they override all others.
     """
 
     index: int
@@ -52,10 +54,10 @@ class PlannedRequest:
     extra: dict[str, Any] | None = None
 
     def digest(self, drawn: str) -> str:
-        """Names the prompt and what a user's own file says beside it, the same in every run.
+        """Identify the prompt and the other fields of ``extra``, the same in every run.
 
         Args:
-            drawn: what tokens follow from beside the pieces; of a prompt that was given it is no part.
+            drawn: what the tokens depend on beside the segments; ignored if ``extra`` has the prompt.
         """
         given = self.extra or {}
         is_given = "prompt" in given or "messages" in given
@@ -68,22 +70,22 @@ class PlannedRequest:
 
 
 def ideal_cached_tokens(plan: Iterable[PlannedRequest]) -> list[int]:
-    """Prompt tokens of each request that a perfect, endless prefix cache would have held, by order of the plan.
+    """Prompt tokens of each request that a perfect, unlimited prefix cache would hold, in the order of the plan.
 
-    A request leaves its prompt behind; at least one token of the next is always computed. Whole pieces count, and of a
-    piece that was longer or shorter before, what both have.
+    Every request leaves its prompt in the cache; at least one token is always computed. If a segment came with another
+    length before, the common part counts.
     """
     seen: dict[tuple[int, int], tuple[int, int]] = {}  # (node, key) -> (node below, most tokens seen)
     found = []
     for planned in plan:
         node, num_cached, is_cached = 0, 0, True
-        for piece, length in planned.segments:
-            below, longest = seen.get((node, piece), (0, 0))
+        for key, length in planned.segments:
+            below, longest = seen.get((node, key), (0, 0))
             if is_cached:
                 num_cached += min(longest, length)
                 is_cached = longest == length
             below = below or len(seen) + 1
-            seen[node, piece] = (below, max(longest, length))
+            seen[node, key] = (below, max(longest, length))
             node = below
         found.append(max(0, min(num_cached, planned.num_input - 1)))
     return found

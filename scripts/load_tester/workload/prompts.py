@@ -1,7 +1,7 @@
-"""Bodies of requests: tokens or words out of seed and key, and the JSON around them.
+"""Makes the bodies of requests: tokens or words from the seed and segment keys, and the JSON around them.
 
-Token ids are drawn by a counter-based generator keyed with (seed, piece), so that a piece has the same tokens whoever
-makes it; a shorter piece of the same key is a prefix of a longer one. Encoded pieces that come again are kept.
+A counter-based generator keyed with (seed, segment key) draws the tokens, so a segment has the same tokens in every
+process, and a shorter segment of the same key is a prefix of a longer one. Encoded segments are cached.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
-from scripts.load_tester.workload.planned_request import PlannedRequest, Segment
+from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment
 
 Endpoint = Literal["completions", "chat", "generate"]
 PATHS: dict[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer: text to ids, and back."""
+    """The part of a tokenizer that is used here."""
 
     def encode(self, text: str) -> Any: ...
     def decode(self, ids: list[int]) -> str: ...
@@ -40,12 +40,13 @@ class RequestBodies:
     Args:
         seed: of the run.
         vocab: token ids are drawn from ``low <= id < high``.
-        endpoint: whose dialect.
+        endpoint: decides the format of the body.
         model: name of the model; None to leave it out.
-        is_text: send words instead of token ids (chat always does).
-        tokenizer: with it, words are trimmed to the exact number of tokens; without, one word stands for one token.
-        common: fields that every body gets.
-        tenant_in_header: or in the key; so not in the body.
+        is_text: send words instead of token ids; always so for chat.
+        tokenizer: trims words to the exact number of tokens; without it, one word stands for one token.
+        with_ids: ask for token ids in the response.
+        common: fields of every body.
+        tenant_in_header: the tenant is named by header or key, and left out of the body.
     """
 
     seed: int
@@ -68,27 +69,27 @@ class RequestBodies:
         self._bits, self._unused = bits, bits.state
         self._integers = np.random.Generator(bits).integers
 
-    def tokens(self, piece: Segment) -> list[int]:
-        """The token ids of a piece."""
-        return self._drawn(piece, *self.vocab)
+    def tokens(self, segment: Segment) -> list[int]:
+        """Token ids of a segment."""
+        return self._drawn(segment, *self.vocab)
 
-    def _drawn(self, piece: Segment, low: int, high: int) -> list[int]:
-        """As many numbers, low <= n < high, as the piece has tokens, from the beginning of a stream of its own."""
-        self._unused["state"]["key"][1] = piece[0]
-        self._bits.state = self._unused  # a new generator would first ask the system for a seed, to no purpose
-        numbers: list[int] = self._integers(low, high, piece[1], dtype=np.int64).tolist()
+    def _drawn(self, segment: Segment, low: int, high: int) -> list[int]:
+        """One number, low <= n < high, for each token of the segment, from the segment's own random stream."""
+        self._unused["state"]["key"][1] = segment[0]
+        self._bits.state = self._unused  # a new generator would ask the system for a seed first
+        numbers: list[int] = self._integers(low, high, segment[1], dtype=np.int64).tolist()
         return numbers
 
-    def text(self, piece: Segment) -> str:
-        """The words of a piece, each with a space after it, so that pieces can be put together."""
-        words = [WORDS[number] for number in self._drawn(piece, 0, len(WORDS))]
+    def text(self, segment: Segment) -> str:
+        """Words of a segment, each followed by a space, so that segments can be joined."""
+        words = [WORDS[number] for number in self._drawn(segment, 0, len(WORDS))]
         if self.tokenizer is None:
             return " ".join(words) + " "
-        ids = self.tokenizer.encode(" ".join(words)).ids[: piece[1]]
+        ids = self.tokenizer.encode(" ".join(words)).ids[: segment[1]]
         return self.tokenizer.decode(ids) + " "
 
     def body(self, planned: PlannedRequest) -> bytes:
-        """The JSON body of a request."""
+        """JSON body of a request."""
         fields = self._fields(planned)
         if planned.extra:
             fields.update(planned.extra)
@@ -138,30 +139,28 @@ class RequestBodies:
         return fields
 
     def _messages(self, planned: PlannedRequest) -> list[dict[str, str]]:
-        """Pieces as turns of a conversation; answers, by their kind, as the assistant's."""
-        from scripts.load_tester.workload.planned_request import ANSWER
-
+        """Segments as messages of a conversation; earlier responses are the assistant's."""
         messages: list[dict[str, str]] = []
-        for piece in planned.segments:
-            role = "assistant" if piece[0] >> 56 == ANSWER else "user"
+        for segment in planned.segments:
+            role = "assistant" if segment[0] >> 56 == ANSWER else "user"
             if messages and messages[-1]["role"] == role:
-                messages[-1]["content"] += self.text(piece)
+                messages[-1]["content"] += self.text(segment)
             else:
-                messages.append({"role": role, "content": self.text(piece)})
-        for message in messages:  # a space at the end would be a token more
+                messages.append({"role": role, "content": self.text(segment)})
+        for message in messages:  # a trailing space would be one more token
             message["content"] = message["content"].removesuffix(" ")
         return messages
 
-    def _encoded(self, piece: Segment) -> bytes:
-        """A piece's ids as JSON without brackets."""
+    def _encoded(self, segment: Segment) -> bytes:
+        """Token ids of a segment as JSON without brackets."""
         if self.is_text:
             return b""
-        kept = self._kept.get(piece)
+        kept = self._kept.get(segment)
         if kept is not None:
-            self._kept.move_to_end(piece)
+            self._kept.move_to_end(segment)
             return kept
-        made = _encode(self.tokens(piece))[1:-1]
-        self._kept[piece] = made
+        made = _encode(self.tokens(segment))[1:-1]
+        self._kept[segment] = made
         self._num_kept += len(made)
         while self._num_kept > MAX_KEPT_BYTES:
             _, dropped = self._kept.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Classes of requests: what ``--mix`` names, or the one that the other options make."""
+"""Classes of requests: those of ``--mix``, or the single one of the other options."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from scripts.load_tester.workload.planned_request import MAX_GROUPS, MAX_PRIORIT
 
 @dataclass(frozen=True)
 class RequestClass:
-    """A class of requests. ``share`` is its weight among the classes; ``slos`` override the run's, in seconds."""
+    """A class of requests; ``share`` is its weight, and ``slos``, in seconds, override those of the run."""
 
     name: str
     input_len: LengthDistribution
@@ -29,15 +29,17 @@ class RequestClass:
     slos: tuple[tuple[str, float], ...] = ()
 
 
-def mean_load(kinds: dict[str, RequestClass]) -> tuple[float, float]:
-    """Requests of a session, and output tokens of all of them, on average over sessions."""
-    total = sum(kind.share for kind in kinds.values())
-    turns = {name: kind.share / total * kind.turns.mean for name, kind in kinds.items()}
-    return sum(turns.values()), sum(turns[name] * kind.output_len.mean for name, kind in kinds.items())
+def mean_load(classes: dict[str, RequestClass]) -> tuple[float, float]:
+    """Mean number of requests, and of output tokens, of a session."""
+    total = sum(request_class.share for request_class in classes.values())
+    turns = {name: request_class.share / total * request_class.turns.mean for name, request_class in classes.items()}
+    return sum(turns.values()), sum(
+        turns[name] * request_class.output_len.mean for name, request_class in classes.items()
+    )
 
 
 def request_classes_of(config: LoadOptions) -> dict[str, RequestClass]:
-    """The classes of ``--mix``, or the one that the other options make.
+    """The classes of ``--mix``, or the single one of the other options, by name.
 
     Raises:
         ConfigError: names class and key.
@@ -53,22 +55,22 @@ def request_classes_of(config: LoadOptions) -> dict[str, RequestClass]:
     )
     if not config.mix:
         return {"": plain}
-    kinds: dict[str, RequestClass] = {}
+    classes: dict[str, RequestClass] = {}
     for words in filter(None, (part.strip() for part in config.mix.split(";"))):
         name, _, rest = words.partition(":")
         name = name.strip()
-        if not name or name in kinds:
-            raise ConfigError(f"--mix: every class needs a name of its own, {words!r} has none")
-        kind = replace(plain, name=name)
+        if not name or name in classes:
+            raise ConfigError(f"--mix: every class needs its own name: {words!r} has none")
+        request_class = replace(plain, name=name)
         for pair in filter(None, rest.split(",")):
-            kind = _with(kind, pair)
-        kinds[name] = kind
-    if not kinds:
-        raise ConfigError("--mix names no class")
-    return kinds
+            request_class = _with(request_class, pair)
+        classes[name] = request_class
+    if not classes:
+        raise ConfigError("--mix must name at least one class")
+    return classes
 
 
-#: Keys with whole numbers: field, least and most.
+#: Keys with integer values: field, minimum and maximum.
 _WHOLE = {
     "prefix": ("prefix_len", 0, MAX_LENGTH),
     "groups": ("prefix_groups", 1, MAX_GROUPS),
@@ -76,33 +78,37 @@ _WHOLE = {
 }
 
 
-def _with(kind: RequestClass, pair: str) -> RequestClass:
+def _with(request_class: RequestClass, pair: str) -> RequestClass:
     name, _, value = pair.strip().partition("=")
-    flag = f"--mix, class {kind.name}, {name}"
+    flag = f"--mix, class {request_class.name}, {name}"
     try:
         if name in ("slo-ttft", "slo-itl", "slo-tpot", "slo-e2e") and (limit := parse_seconds(value, flag)):
-            return replace(kind, slos=(*kind.slos, (name[4:], limit)))
+            return replace(request_class, slos=(*request_class.slos, (name[4:], limit)))
         if name in ("input", "output"):
             lengths: dict[str, Any] = {f"{name}_len": parse_lengths(value, flag)}
-            return replace(kind, **lengths)
+            return replace(request_class, **lengths)
         if name == "turns":
-            return replace(kind, turns=parse_lengths(value, flag, MAX_TURNS))
+            return replace(request_class, turns=parse_lengths(value, flag, MAX_TURNS))
         if name == "share" and 0 < float(value) < math.inf:
-            return replace(kind, share=float(value))
+            return replace(request_class, share=float(value))
         if name == "think":
-            return replace(kind, think_s=parse_seconds(value, flag) or 0.0)
+            return replace(request_class, think_s=parse_seconds(value, flag) or 0.0)
         if name == "deadline" and (deadline_s := parse_seconds(value, flag)):
-            return replace(kind, deadline_ms=deadline_s * 1e3)
+            return replace(request_class, deadline_ms=deadline_s * 1e3)
         if name in ("prefix", "groups", "priority"):
             field, least, most = _WHOLE[name]
             number: dict[str, Any] = {field: int(value)}
             if least <= int(value) <= most:
-                return replace(kind, **number)
+                return replace(request_class, **number)
         if name in ("tenant", "class") and value:
-            return replace(kind, tenant=value) if name == "tenant" else replace(kind, priority_class=value)
+            return (
+                replace(request_class, tenant=value)
+                if name == "tenant"
+                else replace(request_class, priority_class=value)
+            )
     except ValueError:
         pass
     raise ConfigError(
-        f"{flag}={value}: cannot be. Known are share, input, output, turns, think, prefix, groups, priority, class, "
+        f"{flag}={value} is not valid. Known are share, input, output, turns, think, prefix, groups, priority, class, "
         "deadline, tenant, slo-ttft, slo-itl, slo-tpot and slo-e2e"
     )

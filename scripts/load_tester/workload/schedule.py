@@ -1,9 +1,9 @@
-"""When requests arrive: all instants of a run, drawn from one seed before its clock starts.
+"""Arrival instants of a run, all drawn from one seed before its clock starts.
 
-Arrivals are made in *operational time*, in which exactly one request arrives per unit on average: evenly spaced,
-Poisson (exponential gaps), gamma (a chosen coefficient of variation) or in bursts. A ``RateProfile`` then maps
-operational time onto seconds: constant rate, steps, or a linear ramp. Going back through the same map is how a report
-checks that what was sent still has the distribution that was asked for (Cinlar's time change of a Poisson process).
+Arrivals are drawn in *operational time*, with one request per unit on average: evenly spaced, Poisson (exponential
+gaps), gamma (a chosen coefficient of variation) or in bursts. A ``RateProfile`` maps operational time onto seconds:
+constant rate, steps, or a linear ramp. The inverse map lets a report check that the requests sent have the intended
+distribution (Cinlar's time change of a Poisson process).
 """
 
 import math
@@ -18,17 +18,17 @@ from common.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Arrival = Literal["constant", "poisson", "gamma", "burst"]
-MAX_REQUESTS = 10_000_000  # of a plan: all of it is made before the clock starts, in a second or two
+MAX_REQUESTS = 10_000_000  # of a plan, which is made before the clock starts, in a second or two
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # per second
 MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class RatePhase:
-    """A stretch of time in which the rate goes linearly from one value to another.
+    """A phase in which the rate changes linearly.
 
     Attributes:
-        seconds: its length; infinite for the last leg of a profile.
+        seconds: length; infinite for the last phase of a profile.
         first, last: requests per second at its ends.
     """
 
@@ -38,7 +38,7 @@ class RatePhase:
 
     @property
     def arrivals(self) -> float:
-        """How many arrive in it on average."""
+        """Mean number of arrivals."""
         return self.seconds * (self.first + self.last) / 2
 
     def arrivals_by(self, seconds: Floats) -> Floats:
@@ -54,16 +54,16 @@ class RatePhase:
 
 @dataclass(frozen=True, slots=True)
 class RateProfile:
-    """Requests per second over time, as legs; after the last finite one its final rate goes on."""
+    """Requests per second over time; after the last finite phase its final rate continues."""
 
     phases: tuple[RatePhase, ...]
 
     @classmethod
     def parse(cls, text: str, duration_s: float | None = None) -> "RateProfile":
-        """``4`` (constant), ``1..10`` (a ramp over ``duration_s``), ``1x30,2x30,8x10`` (rate x seconds, in steps).
+        """Parse ``4`` (constant), ``1..10`` (ramp over ``duration_s``) or ``1x30,2x30,8x10`` (steps, rate x seconds).
 
         Raises:
-            ConfigError: none of these, or a ramp without a duration.
+            ConfigError: the text is none of these, or a ramp without a duration.
         """
         ramp = re.fullmatch(r"([\d.]+)\.\.([\d.]+)", text)
         try:
@@ -83,16 +83,19 @@ class RateProfile:
     @classmethod
     def _ramp(cls, first: float, last: float, duration_s: float | None) -> "RateProfile":
         if duration_s is None:
-            raise ConfigError("--rate with a ramp needs --duration, the time that the ramp takes")
+            raise ConfigError("--rate with a ramp needs --duration, the length of the ramp")
         return cls._of([RatePhase(duration_s, first, last)])
 
     @classmethod
     def _of(cls, phases: list[RatePhase]) -> "RateProfile":
-        if any(not (leg.seconds > 0 and leg.first >= 0 and leg.last >= 0) for leg in phases) or phases[-1].last <= 0:
-            raise ConfigError("--rate: rates must be positive (only before the end may they be 0), and so must lengths")
-        if not all(MIN_RATE <= rate <= MAX_RATE for leg in phases for rate in (leg.first, leg.last) if rate):
+        if (
+            any(not (phase.seconds > 0 and phase.first >= 0 and phase.last >= 0) for phase in phases)
+            or phases[-1].last <= 0
+        ):
+            raise ConfigError("--rate: rates and lengths must be positive; a rate may be 0 except at the end")
+        if not all(MIN_RATE <= rate <= MAX_RATE for phase in phases for rate in (phase.first, phase.last) if rate):
             raise ConfigError(f"--rate: rates must be between {MIN_RATE:g} and {MAX_RATE:g} per second")
-        if any(MAX_SECONDS < leg.seconds < math.inf for leg in phases):
+        if any(MAX_SECONDS < phase.seconds < math.inf for phase in phases):
             raise ConfigError(f"--rate: steps must be at most {MAX_SECONDS:g} s long")
         if math.isfinite(phases[-1].seconds):
             phases = [*phases, RatePhase(math.inf, phases[-1].last, phases[-1].last)]
@@ -100,38 +103,38 @@ class RateProfile:
 
     @property
     def seconds(self) -> float:
-        """Length of the finite legs: how long the steps or the ramp take; 0 for a constant rate."""
-        return sum(leg.seconds for leg in self.phases[:-1])
+        """Length of the steps or the ramp; 0 for a constant rate."""
+        return sum(phase.seconds for phase in self.phases[:-1])
 
     def to_seconds(self, operational: Floats) -> Floats:
-        """Instants in seconds of instants in operational time, both from the start."""
+        """Map operational time to seconds, both from the start."""
         out = np.empty_like(operational)
         at, count = 0.0, 0.0
-        for leg in self.phases:
-            here = (operational >= count) & (operational < count + leg.arrivals)
-            out[here] = at + leg.seconds_until(operational[here] - count)
-            at, count = at + leg.seconds, count + leg.arrivals
+        for phase in self.phases:
+            here = (operational >= count) & (operational < count + phase.arrivals)
+            out[here] = at + phase.seconds_until(operational[here] - count)
+            at, count = at + phase.seconds, count + phase.arrivals
         return out
 
     def to_operational(self, seconds: Floats) -> Floats:
-        """The inverse of ``to_seconds``."""
+        """Inverse of ``to_seconds``."""
         out = np.zeros_like(seconds)
         at, count = 0.0, 0.0
-        for leg in self.phases:
-            here = (seconds >= at) & (seconds < at + leg.seconds)
-            out[here] = count + leg.arrivals_by(seconds[here] - at)
-            at, count = at + leg.seconds, count + leg.arrivals
+        for phase in self.phases:
+            here = (seconds >= at) & (seconds < at + phase.seconds)
+            out[here] = count + phase.arrivals_by(seconds[here] - at)
+            at, count = at + phase.seconds, count + phase.arrivals
         return out
 
 
 def unit_arrivals(
     arrival: Arrival, count: int, rng: np.random.Generator, *, cv: float = 1.0, burst_size: int = 1
 ) -> Floats:
-    """``count`` arrivals in operational time, rising.
+    """Draw ``count`` arrivals in operational time, in ascending order.
 
     Args:
-        cv: of ``gamma``: standard deviation of the gaps over their mean; 1 is Poisson, more is burstier.
-        burst_size: of ``burst``: requests that arrive at one instant; the bursts are evenly spaced.
+        cv: for ``gamma``: standard deviation of the gaps over their mean; 1 is Poisson, more is burstier.
+        burst_size: for ``burst``: requests that arrive at one instant; bursts are evenly spaced.
     """
     if arrival == "constant":
         return np.arange(count, dtype=np.float64)
@@ -148,9 +151,9 @@ def _gaps(arrival: Arrival, count: int, rng: np.random.Generator, cv: float) -> 
 
 
 def _until(end: float, arrival: Arrival, rng: np.random.Generator, cv: float, burst_size: int) -> Floats:
-    """All arrivals before an instant of operational time, and some after it; or more than can be planned.
+    """All arrivals before an instant of operational time, and some after it; or more than ``MAX_REQUESTS``.
 
-    Where gaps vary much, nearly all are tiny, and far more may arrive than the mean says.
+    Where gaps vary much, nearly all are tiny, and many more requests than the mean may arrive.
     """
     if arrival in ("constant", "burst"):
         return unit_arrivals(arrival, int(end) + burst_size + 2, rng, burst_size=burst_size)
@@ -170,10 +173,10 @@ def arrivals(
     cv: float = 1.0,
     burst_size: int = 1,
 ) -> Floats:
-    """All instants of a run in seconds from its start: ``num_requests`` of them, or those before ``duration_s``.
+    """Arrival instants in seconds from the start: ``num_requests`` of them, or those before ``duration_s``.
 
     Raises:
-        ConfigError: they are more than can be planned.
+        ConfigError: there are more than ``MAX_REQUESTS``.
     """
     if num_requests is not None:
         unit = unit_arrivals(arrival, num_requests, rng, cv=cv, burst_size=burst_size)
@@ -182,6 +185,6 @@ def arrivals(
         end = float(profile.to_operational(np.array([duration_s]))[0])
         unit = _until(min(end, MAX_REQUESTS + 1.0), arrival, rng, cv, burst_size)
         if np.count_nonzero(unit < end) > MAX_REQUESTS:
-            raise ConfigError(f"--rate and --duration make more than {MAX_REQUESTS:,} requests, the most of a plan")
+            raise ConfigError(f"--rate and --duration make more than {MAX_REQUESTS:,} requests: lower them")
     at = profile.to_seconds(unit)
     return at if duration_s is None else at[at < duration_s]

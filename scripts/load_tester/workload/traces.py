@@ -1,9 +1,9 @@
-"""Request traces: who came when, with how many tokens, sharing what.
+"""Reads request traces and makes plans of them.
 
-Known by their fields: Mooncake (FAST'25; JSON lines with ``hash_ids`` of 512 tokens, milliseconds), Qwen-Bailian (JSON
-lines with ``chat_id`` and ``hash_ids`` of 16 tokens, seconds), Azure's LLM inference traces (CSV with a date,
-Splitwise, ISCA'24), BurstGPT (CSV, seconds), and one's own requests as JSON lines (``prompt``, ``messages`` or
-``input_length``). What was understood is said in ``Trace.notes``, the unit of time first of all.
+Formats are recognised by their fields: Mooncake (FAST'25; JSON lines with ``hash_ids`` of 512 tokens, milliseconds),
+Qwen-Bailian (JSON lines with ``chat_id`` and ``hash_ids`` of 16 tokens, seconds), Azure's LLM inference traces (CSV
+with a date, Splitwise, ISCA'24), BurstGPT (CSV, seconds), and the user's own requests as JSON lines (``prompt``,
+``messages`` or ``input_length``). ``Trace.notes`` says what was recognised, the unit of time first.
 """
 
 import csv
@@ -34,8 +34,8 @@ from scripts.load_tester.workload.schedule import MAX_SECONDS
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MOONCAKE_TOKENS, QWEN_TOKENS = 512, 16
-MAX_PER_MS = 0.2  # requests: of whole numbers that come closer together, milliseconds are less likely than seconds
-NEARLY_ALL, UNEVEN = 0.9, 0.05  # of gaps between instants: this share must be multiples of a tick, give or take so much
+MAX_PER_MS = 0.2  # requests; whole numbers that come closer together are rather seconds than milliseconds
+NEARLY_ALL, UNEVEN = 0.9, 0.05  # share of gaps that must be multiples of a tick, and the tolerance
 
 
 @dataclass(slots=True)
@@ -52,14 +52,14 @@ class TraceRow:
 
 @dataclass
 class Trace:
-    """A trace, read.
+    """A trace.
 
     Attributes:
         format: its name.
         unit: of its timestamps: s, ms, us; empty without timestamps.
-        piece_tokens: prompt tokens that one of its hash ids stands for.
+        segment_tokens: prompt tokens that one of its hash ids stands for.
         rows: in order of time; ``at`` in seconds from the first.
-        notes: what was understood and left out, as sentences.
+        notes: what was recognised and left out, as sentences.
     """
 
     format: str
@@ -77,7 +77,7 @@ def read_trace(path: str, unit: str = "auto") -> Trace:
     """Read a file of any known format.
 
     Raises:
-        ConfigError: it cannot be read, or is in none of the formats; names line and field.
+        ConfigError: the file cannot be read, or has no known format; names line and field.
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -100,15 +100,15 @@ def read_trace(path: str, unit: str = "auto") -> Trace:
 
 
 def _with_times(rows: list[TraceRow], name: str, unit: str, notes: list[str], path: str) -> str:
-    """Turn instants into seconds from the first; the unit they were in."""
+    """Convert instants to seconds from the first one; return their unit."""
     instants = [row.at for row in rows if row.at is not None]
     if not all(map(math.isfinite, instants)):
-        raise ConfigError(f"--trace {path}: a timestamp is no finite number")
+        raise ConfigError(f"--trace {path}: a timestamp is not a finite number")
     if not instants:
         notes.append(f"{len(rows):,} requests, format {name}, without timestamps")
         return ""
     if len(instants) < len(rows):
-        raise ConfigError(f"--trace {path}: some lines have a timestamp and some have none")
+        raise ConfigError(f"--trace {path}: some lines have a timestamp and some do not")
     found = _unit(name, instants) if unit == "auto" else unit
     scale = UNIT_S[found]
     start = min(instants)
@@ -118,7 +118,7 @@ def _with_times(rows: list[TraceRow], name: str, unit: str, notes: list[str], pa
     rows.sort(key=lambda row: row.at or 0.0)
     span = rows[-1].at or 0.0
     if not span <= MAX_SECONDS:
-        raise ConfigError(f"--trace {path}: its timestamps lie {span:.3g} s apart: is --trace-unit right?")
+        raise ConfigError(f"--trace {path}: its timestamps span {span:.3g} s: check --trace-unit")
     rate = f", {len(rows) / span:.3g} requests/s" if span else ""
     how = "detected" if unit == "auto" else "given"
     notes.insert(0, f"{len(rows):,} requests over {span:,.1f} s{rate}; format {name}, timestamps in {found} ({how})")
@@ -126,10 +126,10 @@ def _with_times(rows: list[TraceRow], name: str, unit: str, notes: list[str], pa
 
 
 def _unit(name: str, instants: list[float]) -> str:
-    """What the timestamps of a format are in, unless they themselves say otherwise.
+    """Unit of a format's timestamps.
 
-    Mooncake counts whole milliseconds; files "in its format" made by others count seconds, which shows in fractions, or
-    in a pace that as milliseconds would be 200 requests per second and more.
+    Mooncake counts whole milliseconds. Files of others in its format count seconds, which shows in fractions, or in a
+    rate that would be 200 requests/s and more in milliseconds.
     """
     if name != "Mooncake":
         return "s"
@@ -167,21 +167,21 @@ def _json_format(content: dict[str, Any]) -> tuple[str, int]:
 
 
 def _hash_row(content: dict[str, Any], name: str) -> TraceRow:
-    kind = _text(content.get("type")) if name == "Qwen-Bailian" else ""
+    class_name = _text(content.get("type")) if name == "Qwen-Bailian" else ""
     ids = tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
     counts = _length(content["input_length"]), _length(content["output_length"])
-    return TraceRow(float(content["timestamp"]), *counts, ids, kind)
+    return TraceRow(float(content["timestamp"]), *counts, ids, class_name)
 
 
 def _length(value: Any) -> int:
-    """Tokens; 0 or less for none.
+    """Parse a number of tokens; 0 or less for none.
 
     Raises:
-        ValueError, OverflowError: no number, or more than any prompt has.
+        ValueError, OverflowError: the value is not a number, or too large.
     """
     length = int(float(value))
     if length > MAX_LENGTH:
-        raise ValueError(f"{length:,} tokens are too many ({MAX_LENGTH:,} are the most)")
+        raise ValueError(f"{length:,} tokens are more than {MAX_LENGTH:,}")
     return length
 
 
@@ -203,8 +203,8 @@ def _own_row(content: dict[str, Any]) -> TraceRow:
         raise ValueError("a length below 0")
     if not num_input and "prompt" not in extra and "messages" not in extra:
         raise ValueError("neither prompt nor messages nor input_length")
-    kind = _text(content.get("class"))
-    return TraceRow(None if at is None else float(at), num_input, num_output or 32, (), kind, extra)
+    class_name = _text(content.get("class"))
+    return TraceRow(None if at is None else float(at), num_input, num_output or 32, (), class_name, extra)
 
 
 def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
@@ -217,7 +217,7 @@ def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
         name, columns = "BurstGPT", ("Timestamp", "Request tokens", "Response tokens", "Model")
     else:
         raise ConfigError(
-            f"--trace {path} is in no known format: neither JSON lines, nor Azure's or BurstGPT's CSV "
+            f"--trace {path} has no known format: neither JSON lines, nor the CSV of Azure or BurstGPT "
             f"(its columns are {', '.join(sorted(names)) or 'none'})"
         )
     rows = []
@@ -232,7 +232,7 @@ def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
 
 
 def _date(text: str) -> float:
-    """Seconds of a UTC date with up to nine digits of fraction, such as 2023-11-16 18:17:03.9799600."""
+    """Seconds of a UTC date with a fraction of up to nine digits, such as 2023-11-16 18:17:03.9799600."""
     date, _, fraction = text.strip().partition(".")
     digits = "".join(itertools.takewhile(str.isdigit, fraction))
     whole = datetime.datetime.fromisoformat(date[:19]).replace(tzinfo=datetime.UTC)
@@ -244,13 +244,14 @@ def _date(text: str) -> float:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How a trace is played.
+    """How a trace is replayed.
 
     Attributes:
-        duration_s: nothing is planned from this instant of the replay on.
-        window: seconds of the trace from and to; ``max_requests``: of it only so many.
+        window: first and last second of the trace to replay.
         time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
-        has_jitter: spread requests of one tick over it.
+        has_jitter: whether to spread requests of one tick over the tick.
+        max_requests: limit on the requests taken from the window.
+        duration_s: length of the replay, after which no request is planned.
     """
 
     window: tuple[float, float] = (0.0, float("inf"))
@@ -265,16 +266,16 @@ class ReplayOptions:
 
 
 def replay_trace(trace: Trace, replay: ReplayOptions, rng: np.random.Generator) -> list[PlannedRequest]:
-    """The trace as a plan; adds to ``trace.notes`` what became of it.
+    """Make a plan of the trace, and describe the replay in ``trace.notes``.
 
     Raises:
-        ConfigError: nothing is in the window, or the trace has no times to be scaled.
+        ConfigError: the window has no request, or the replay is too long.
     """
     low, high = replay.window
     rows = [row for row in trace.rows if not trace.has_times or low <= (row.at or 0.0) < high]
     rows = rows[: replay.max_requests]
     if not rows:
-        raise ConfigError(f"--trace-window {low:g}:{high:g} holds no request of the trace")
+        raise ConfigError(f"--trace-window {low:g}:{high:g} contains no request of the trace")
     at = np.array([row.at or 0.0 for row in rows]) - (low if trace.has_times else 0.0)
     if replay.has_jitter and trace.has_times:
         at = _jittered(at, rng, trace.notes)
@@ -291,7 +292,7 @@ def replay_trace(trace: Trace, replay: ReplayOptions, rng: np.random.Generator) 
 
 
 def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
-    """Requests at one instant are spread evenly at random up to the next tick."""
+    """Spread requests at one instant evenly at random up to the next tick."""
     gaps = np.diff(np.unique(at))
     if not len(gaps):
         return at
@@ -303,10 +304,10 @@ def _jittered(at: Any, rng: np.random.Generator, notes: list[str]) -> Any:
 
 
 def _tick(gaps: Any) -> float:
-    """The step of a clock in seconds, from the gaps between its instants; 0 for less than a millisecond.
+    """Tick of a clock in seconds, from the gaps between its instants; 0 below a millisecond.
 
-    The most common gap is one step where instants come at nearly every one, even if steps are a little uneven; where
-    most steps pass without a request it is some multiple, and the step is what divides all gaps.
+    The most common gap is the tick if nearly all gaps are multiples of it, even with a little jitter. Otherwise, where
+    most ticks pass without a request, the tick is the greatest common divisor of the gaps.
     """
     spans = np.rint(gaps * 1000).astype(np.int64)
     ((common, _),) = Counter(spans.tolist()).most_common(1)
@@ -335,13 +336,15 @@ def _planned(number: int, row: TraceRow, at: float, trace: Trace, replay: Replay
     num_output = _scaled(row.num_output, replay.length_scale, replay.max_output)
     size = max(1, round(trace.segment_tokens * replay.length_scale))
     extra = row.extra or None
-    segments = _pieces(number, num_input, row.hash_ids, size)
+    segments = _segments(number, num_input, row.hash_ids, size)
     tenant = _text(row.extra.get("user"))
-    return PlannedRequest(number, at, segments, num_output, row.class_name, tenant, extra=extra, **_claims(row.extra))
+    return PlannedRequest(
+        number, at, segments, num_output, row.class_name, tenant, extra=extra, **_priority_fields(row.extra)
+    )
 
 
-def _claims(extra: dict[str, Any]) -> dict[str, Any]:
-    """What a request of one's own claims; of a claim of the wrong kind only the server is told."""
+def _priority_fields(extra: dict[str, Any]) -> dict[str, Any]:
+    """Priority and deadline of a user's own request; values of a wrong type only go to the server."""
     priority, deadline_ms = extra.get("priority"), extra.get("deadline_ms")
     if type(priority) is not int or abs(priority) > MAX_PRIORITY:
         priority = None
@@ -353,12 +356,12 @@ def _claims(extra: dict[str, Any]) -> dict[str, Any]:
 def _scaled(length: int, scale: float, most: int | None) -> int:
     scaled = max(1.0, length * scale)
     if scaled > MAX_LENGTH and most is None:
-        raise ConfigError(f"--length-scale makes {scaled:.3g} tokens of one length ({MAX_LENGTH:,} are the most)")
+        raise ConfigError(f"--length-scale makes a length of {scaled:.3g} tokens, more than {MAX_LENGTH:,}: lower it")
     return round(scaled if most is None else min(scaled, most))
 
 
-def _pieces(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Segment, ...]:
-    """Each hash id is ``size`` tokens; the last one what remains, less or (where lengths were rounded) more."""
+def _segments(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Segment, ...]:
+    """Segments of a prompt: ``size`` tokens for each hash id, and the rest of ``num_input``."""
     segments: list[Segment] = []
     left = num_input
     base = segment_key(HASH, 0)

@@ -18,7 +18,7 @@ from kv_transfer.transports.shm import protocol as shm_hello
 from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
-#: Of the version in use; see the test below.
+#: The protocol version, and the digest of its messages.
 PINNED = (8, "a5d35a922ad1aaf2")
 
 ON_THE_CONTROL_PLANE = (

@@ -19,8 +19,8 @@ class FakeTransport(asyncio.Transport):
         self.is_aborted = True
 
 
-class Line:
-    """One connection with a request sent; ``ended`` and ``lost`` are what it told its owner."""
+class FedConnection:
+    """One connection with a request sent; ``ended`` and ``lost`` are the calls to its owner."""
 
     def __init__(self) -> None:
         self.ended: list[Exchange] = []

@@ -1,0 +1,187 @@
+"""``loadtest --compare BEFORE.json AFTER.json``: prints, draws and writes a comparison."""
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from common.errors import ConfigError
+from scripts.load_tester.analysis.compare import MIN_FREE, MIN_FREE_FOR_P99, Change, add_verdicts, changes_of
+from scripts.load_tester.analysis.metrics import Figures
+from scripts.load_tester.output_files import FINE, INVALID, REGRESSED, check_file, check_folder
+from scripts.load_tester.reporting.report import read_json, write_json
+
+if TYPE_CHECKING:
+    from scripts.load_tester.reporting.charts import TitledChart
+
+#: Options that do not change the load.
+NOT_LOAD = {
+    "json", "jsonl", "html", "parquet", "url", "save_outputs", "svg", "expect_file", "live", "scrape",
+    "scrape_interval", "clients",
+}  # fmt: skip
+
+
+def compare_command(words: Sequence[str]) -> int:
+    """Parse the options and run the comparison; return the exit status."""
+
+    @click.command(context_settings={"max_content_width": 110})
+    @click.option("--compare", nargs=2, required=True, metavar="BEFORE.json AFTER.json")
+    @click.option(
+        "--threshold",
+        default=0.05,
+        show_default=True,
+        type=click.FloatRange(0.0),
+        help="Smaller changes do not count: of latencies as a share, of good requests as a difference.",
+    )
+    @click.option("--json", "path", help="Write the comparison.", metavar="FILE")
+    @click.option("--html", "page", help="Write it as one self-contained page, side by side.", metavar="FILE")
+    @click.option("--svg", "folder", help="Write each picture as an SVG file into this folder.", metavar="FOLDER")
+    def command(compare: tuple[str, str], threshold: float, **out: str | None) -> int:
+        """Compare two reports, or two sweeps rate by rate. Exit status 3 if a run was invalid, else 4 if anything got
+        significantly worse."""
+        return _run(*compare, threshold=threshold, out=out)
+
+    try:
+        status = command.main(list(words), prog_name="loadtest", standalone_mode=False)
+        return int(status or 0)
+    except click.ClickException as error:
+        raise ConfigError(error.format_message()) from None
+
+
+def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None]) -> int:
+    if math.isnan(threshold):
+        raise ConfigError("--threshold must be a number")
+    for flag, path in (("--json", out["path"]), ("--html", out["page"])):
+        check_file(path, flag)
+        if path and Path(path).resolve() in (Path(first).resolve(), Path(second).resolve()):
+            raise ConfigError(f"--compare and {flag} name the same file, {path}")
+    check_folder(out["folder"], "--svg")
+    sides = [(Path(name).stem, read_json(name)) for name in (first, second)]
+    try:  # everything that reads the two files
+        pairs = _paired(sides[0][1], sides[1][1])
+        found = add_verdicts([changes_of(before, after) for _, before, after in pairs], threshold)
+        lines = [line for pair, own in zip(pairs, found, strict=True) for line in _titled(pair, own)]
+        reasons = _reasons([name for name, _ in sides], pairs)
+        names, charts = _charts(sides) if out["page"] or out["folder"] else ([], [])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"--compare: {first} and {second} must be reports of this version: {error!r}") from None
+    print("\n".join(lines))
+    if out["path"]:
+        fields = Change.__dataclass_fields__
+        flat = [
+            {"rate": title} | {name: getattr(one, name) for name in fields}
+            for (title, *_), own in zip(pairs, found, strict=True)
+            for one in own
+        ]
+        write_json({"changes": flat}, out["path"])
+    _draw(names, charts, lines, out)
+    print("\n".join(reasons), file=sys.stderr, end="\n" if reasons else "")
+    if reasons:
+        return INVALID
+    return REGRESSED if any(change.verdict == "worse" for own in found for change in own) else FINE
+
+
+def _titled(pair: tuple[str, Figures, Figures], changes: list[Change]) -> list[str]:
+    title, before, after = pair
+    return ([f"\n{title}"] if title else []) + lines_of(changes, before, after)
+
+
+def _reasons(names: Sequence[str], pairs: Sequence[tuple[str, Figures, Figures]]) -> list[str]:
+    """Why runs are invalid, a line for each."""
+    return [
+        f"{name}{f', {title}' if title else ''} is not a valid run: {side['reasons'][0]}"
+        for title, *both in pairs
+        for name, side in zip(names, both, strict=True)
+        if not side["is_valid"]
+    ]
+
+
+def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures]]:
+    """Pair the two runs, or the runs of two sweeps by rate.
+
+    Raises:
+        ConfigError: a run and a sweep, or sweeps without a common rate.
+    """
+    if ("runs" in before) != ("runs" in after):
+        raise ConfigError("--compare: one file is a sweep or a search and the other a single run: name two of a kind")
+    if "runs" not in before:
+        return [("", before, after)]
+    first, second = (_by_rate(side["runs"]) for side in (before, after))
+    pairs = [(title, run, second[title]) for title, run in first.items() if title in second]
+    if not pairs:
+        raise ConfigError("--compare: the two have no rate in common")
+    return pairs
+
+
+def _by_rate(runs: Sequence[Figures]) -> dict[str, Figures]:
+    """Runs by rate; a search makes several runs at one rate."""
+    found: dict[str, Figures] = {}
+    for run in runs:
+        title = f"{run['config']['rate']}/s"
+        tries = sum(other == title or other.startswith(title + ",") for other in found)
+        found[title + (f", try {tries + 1}" if tries else "")] = run
+    return found
+
+
+def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["TitledChart"]]:
+    """Distinct names for the two reports, and their charts."""
+    from scripts.load_tester.reporting.charts import comparison_charts, rate_charts
+
+    names = [name for name, _ in sides]
+    if names[0] == names[1]:
+        names = [f"{names[0]} before", f"{names[1]} after"]
+    reports = dict(zip(names, (side for _, side in sides), strict=True))
+    if "runs" in sides[0][1]:
+        return names, rate_charts({name: report["runs"] for name, report in reports.items()})
+    return names, comparison_charts(reports)
+
+
+def _draw(names: Sequence[str], charts: Sequence["TitledChart"], lines: list[str], out: dict[str, str | None]) -> None:
+    """Write the page and the charts that are asked for."""
+    from scripts.load_tester.reporting.charts import write_svgs
+    from scripts.load_tester.reporting.html_report import comparison_page
+
+    if out["page"]:
+        Path(out["page"]).write_text(comparison_page(names, lines, charts), encoding="utf-8")
+    if out["folder"]:
+        write_svgs(charts, out["folder"])
+
+
+def lines_of(changes: list[Change], before: Figures, after: Figures) -> list[str]:
+    """The comparison as text, side by side."""
+    lines = [f"{'':28}{'before':>12}{'after':>12}{'change':>12}   95 % interval"]
+    for one in changes:
+        if one.unit == "s":
+            cells = f"{one.before * 1e3:10.2f}ms{one.after * 1e3:10.2f}ms{one.ratio - 1:>+12.1%}"
+            interval = f"{one.low - 1:+.1%} to {one.high - 1:+.1%}" if one.low is not None and one.high else ""
+        else:
+            cells = f"{one.before:12.2%}{one.after:12.2%}{one.ratio * 100:>+8.1f} pts"
+            interval = f"{(one.low or 0) * 100:+.1f} to {(one.high or 0) * 100:+.1f} points"
+        mark = {"worse": "  REGRESSED", "better": "  better", "same": "", "unknown": "  not judged"}[one.verdict]
+        lines.append(f"{one.name:28}{cells}   {interval}{mark}")
+    for title, name in (("requests/s", "requests_per_s"), ("tokens/s out", "output_tokens_per_s")):
+        a, b = before["throughput"][name], after["throughput"][name]
+        lines.append(f"{title:28}{a:12.4g}{b:12.4g}{(b / a - 1) if a else 0.0:>+12.1%}   not judged")
+    return lines + _differences(before, after) + _too_few(changes)
+
+
+def _too_few(changes: Sequence[Change]) -> list[str]:
+    if not any(change.p is None and change.unit == "s" for change in changes):
+        return []
+    return [
+        "",
+        f"not judged: successive requests were slow together and count for fewer than {MIN_FREE} independent ones "
+        f"({MIN_FREE_FOR_P99} for p99). Make the runs longer.",
+    ]
+
+
+def _differences(before: Figures, after: Figures) -> list[str]:
+    """Options and server facts that differ between the runs."""
+    names = dict.fromkeys([*before["config"], *after["config"]])
+    pairs = [(name, before["config"].get(name), after["config"].get(name)) for name in names if name not in NOT_LOAD]
+    pairs += [(f"server's {name}", before["server"].get(name), after["server"].get(name)) for name in ("model", "kind")]
+    differing = [f"{name}: {one!r} before, {other!r} after" for name, one, other in pairs if one != other]
+    return ["", "the two runs had different options or servers:", *differing] if differing else []
