@@ -419,7 +419,7 @@ class DecodeScheduler:
         else:
             total += 1  # alone, a request may fill the pool to the last token
         ratio, clip = self._queue.expectation()
-        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.cut)
+        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.alignment)
         return PrefillAdder(
             self._cache,
             self._allocator,

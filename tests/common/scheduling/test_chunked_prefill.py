@@ -135,8 +135,8 @@ GEOMETRY = PageLayout(1, 1, 8, 4, "float32")
 def test_the_options_reach_the_node() -> None:
     config = NodeConfig(truncation_align_size=32, enable_dynamic_chunking=True, chunked_prefill_size=64)
     capacity = plan_capacity(config, GEOMETRY, device="cpu", context_length=100, crossover_tokens=7.0)
-    assert capacity.cut == ChunkAlignment(32, 7.0)
-    assert plan_capacity(NodeConfig(), GEOMETRY, device="cpu", context_length=100).cut == ChunkAlignment()
+    assert capacity.alignment == ChunkAlignment(32, 7.0)
+    assert plan_capacity(NodeConfig(), GEOMETRY, device="cpu", context_length=100).alignment == ChunkAlignment()
 
 
 def test_an_alignment_larger_than_a_chunk_is_refused() -> None:
