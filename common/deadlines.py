@@ -26,7 +26,7 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if self._is_of(entry)]
             heapq.heapify(self._heap)
 
-    def passed(self, now: float) -> list[Request]:
+    def expired(self, now: float) -> list[Request]:
         """Return the requests whose deadlines have passed, earliest first, each only once."""
         found: dict[RequestKey, Request] = {}  # a request that was added again has two entries
         while self._heap and self._heap[0][0] <= now:

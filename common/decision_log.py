@@ -29,7 +29,7 @@ class Decided(NamedTuple):
     reason: str
 
 
-class Decisions:
+class DecisionLog:
     """A ring of the last ``maxlen`` decisions.
 
     Attributes:

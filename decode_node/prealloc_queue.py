@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from common.decision_log import Decisions
+from common.decision_log import DecisionLog
 from common.request import Request, RequestKey
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
@@ -91,7 +91,7 @@ class PreallocQueue:
         ratio: NewTokenRatio,
         is_connected: Callable[[str], bool],
     ) -> None:
-        self.decisions = Decisions()
+        self.decisions = DecisionLog()
         self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0)
         self.short: dict[RequestKey, Request] = {}
         self._reservations = reservations

@@ -188,7 +188,7 @@ class DecodeScheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed; each is returned once."""
-        return self._deadlines.passed(now)
+        return self._deadlines.expired(now)
 
     def reprioritize(self, key: RequestKey, priority: int, now: float, *, priority_class: str | None = None) -> None:
         """Change the priority of a request, and its class unless that is None. Unknown keys are ignored."""

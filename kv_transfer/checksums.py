@@ -22,7 +22,7 @@ class Checksums:
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
-        self._size = store.geometry.page_bytes
+        self._size = store.layout.page_bytes
         self._scratch = bytearray()
 
     def of_source(self, page: int, slices: SlicePair | None) -> int:

@@ -38,10 +38,10 @@ class Units:
         return range(index * self.per_target, (index + 1) * self.per_target)
 
 
-def parts_of(geometry: PageLayout, num_units: int) -> tuple[PageSlice, ...]:
+def parts_of(layout: PageLayout, num_units: int) -> tuple[PageSlice, ...]:
     """The slices of a page that is cut into so many units, in order."""
-    everything, tokens = whole(geometry), geometry.page_size // num_units
-    assert tokens * num_units == geometry.page_size
+    everything, tokens = whole(layout), layout.page_size // num_units
+    assert tokens * num_units == layout.page_size
     return tuple(everything._replace(token=number * tokens, num_tokens=tokens) for number in range(num_units))
 
 

@@ -29,14 +29,14 @@ class PageSlice(NamedTuple):
     def counts(self) -> tuple[int, int, int]:
         return (self.num_layers, self.num_heads, self.num_tokens)
 
-    def is_within(self, geometry: PageLayout) -> bool:
+    def is_within(self, layout: PageLayout) -> bool:
         """Whether the slice is not empty and lies inside a page."""
         return (
             min(self.layer, self.head, self.token) >= 0
             and min(self.counts) > 0
-            and self.layer + self.num_layers <= geometry.num_layers
-            and self.head + self.num_heads <= geometry.num_kv_heads
-            and self.token + self.num_tokens <= geometry.page_size
+            and self.layer + self.num_layers <= layout.num_layers
+            and self.head + self.num_heads <= layout.num_kv_heads
+            and self.token + self.num_tokens <= layout.page_size
         )
 
     def overlaps(self, other: "PageSlice") -> bool:
@@ -49,20 +49,20 @@ class PageSlice(NamedTuple):
             and other.token < self.token + self.num_tokens
         )
 
-    def num_bytes(self, geometry: PageLayout) -> int:
-        token_bytes = geometry.head_dim * ITEM_BYTES[geometry.dtype]
+    def num_bytes(self, layout: PageLayout) -> int:
+        token_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
         return 2 * self.num_layers * self.num_heads * self.num_tokens * token_bytes
 
-    def runs(self, geometry: PageLayout) -> list[tuple[int, int]]:
+    def runs(self, layout: PageLayout) -> list[tuple[int, int]]:
         """(offset in the page, bytes) of its contiguous parts, in order, each as long as possible."""
-        assert self.is_within(geometry)
-        token_bytes = geometry.head_dim * ITEM_BYTES[geometry.dtype]
+        assert self.is_within(layout)
+        token_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
         length = self.num_tokens * token_bytes
         runs: list[tuple[int, int]] = []
         layers = range(self.layer, self.layer + self.num_layers)
         heads = range(self.head, self.head + self.num_heads)
         for layer, is_value, head in product(layers, (False, True), heads):
-            at = geometry.offset(0, layer=layer, value=is_value, head=head) + self.token * token_bytes
+            at = layout.offset(0, layer=layer, value=is_value, head=head) + self.token * token_bytes
             if runs and sum(runs[-1]) == at:
                 runs[-1] = (runs[-1][0], runs[-1][1] + length)
             else:
@@ -70,9 +70,9 @@ class PageSlice(NamedTuple):
         return runs
 
 
-def whole(geometry: PageLayout) -> PageSlice:
+def whole(layout: PageLayout) -> PageSlice:
     """The slice that is all of a page."""
-    return PageSlice(0, geometry.num_layers, 0, geometry.num_kv_heads, 0, geometry.page_size)
+    return PageSlice(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.page_size)
 
 
 @dataclass(frozen=True)

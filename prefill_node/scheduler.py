@@ -17,7 +17,7 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache, TreeNode
 from common.cache.request_kv import cache_computed, packed_tokens, release
 from common.deadlines import Deadlines
-from common.decision_log import Decisions
+from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
@@ -129,7 +129,7 @@ class PrefillScheduler:
         self._states: dict[RequestKey, State] = {}
         self._waiting = WaitingQueue(ordering, cache)
         self._extending: dict[RequestKey, Request] = {}  # requests with a slot
-        self.decisions = Decisions()
+        self.decisions = DecisionLog()
         self._totals: Counter[str] = Counter(
             retractions=0, preemptions=0, skipped_ahead=0, budget_tokens=0, budget_tokens_used=0
         )
@@ -225,7 +225,7 @@ class PrefillScheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed and that have not ended; each is returned once."""
-        return [request for request in self._deadlines.passed(now) if self._states[request.key] is not State.CLOSING]
+        return [request for request in self._deadlines.expired(now) if self._states[request.key] is not State.CLOSING]
 
     def _leave_batch(self, key: RequestKey) -> None:
         self._waiting.pop(key, None)

@@ -62,8 +62,8 @@ class TorchExecutor:
         self.pool = pool
         self.num_slots = num_slots
         self._attention = attention
-        self._page_size = pool.geometry.page_size
-        width = pool.geometry.num_pages(config.context_length)
+        self._page_size = pool.layout.page_size
+        width = pool.layout.num_pages(config.context_length)
         # The operating system zeroes memory at first use, so that unused rows and columns cost nothing.
         self._page_table: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
         self._slots: list[Slot | None] = [None] * num_slots
@@ -92,7 +92,7 @@ class TorchExecutor:
         num_tokens = min(num_tokens, self.pool.num_pages * self._page_size - 1, self.model.config.context_length - 1)
         if num_tokens < 1:
             return
-        pages = tuple(range(self.pool.geometry.num_pages(num_tokens + 1)))
+        pages = tuple(range(self.pool.layout.num_pages(num_tokens + 1)))
         for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=20, top_p=0.95)):
             admit = Admit(0, params, num_tokens, None)
             self.run(StepPlan(0, (admit,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
@@ -135,7 +135,7 @@ class TorchExecutor:
         slots = np.array([row.slot for row in rows])
         starts = np.array([row.start for row in rows], np.int64)
         num_new = np.array([row.num_tokens for row in rows], np.int64)
-        width = self.pool.geometry.num_pages(int((starts + num_new).max()))  # the table is as wide as the context
+        width = self.pool.layout.num_pages(int((starts + num_new).max()))  # the table is as wide as the context
         arrays = RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size)
         batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
@@ -240,7 +240,7 @@ def load_executor(
     try:
         weights = load_weights(config, dtype, place)
         weights.pack()
-        pool = KVPool(config.geometry(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
+        pool = KVPool(config.layout(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "

@@ -28,24 +28,24 @@ class KVPool:
     """``num_pages`` pages of one layout on one device.
 
     Attributes:
-        fd: memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
+        fd: memfd of exactly ``layout.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
         memory: mapping of that memfd.
         tensor: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]`` on the device.
     """
 
-    def __init__(self, geometry: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
         assert num_pages > 0
-        self.geometry = geometry
+        self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
-        num_bytes = geometry.pool_bytes(num_pages)
+        num_bytes = layout.pool_bytes(num_pages)
         self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # a hint: taken where the kernel allows it for shared memory
-        shape = (num_pages, *geometry.shape)
-        dtype = TORCH_DTYPES[geometry.dtype]
+        shape = (num_pages, *layout.shape)
+        dtype = TORCH_DTYPES[layout.dtype]
         self._landing: torch.Tensor | None = torch.frombuffer(self.memory, dtype=dtype).view(shape)
         on_cpu = self.device.type == "cpu"
         self.tensor = self._landing if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
@@ -67,7 +67,7 @@ class KVPool:
         """The device's pool as uint8 ``[num_pages, page_bytes]``; None if ``memory`` is the pool."""
         if self.is_mapped:
             return None
-        return self.tensor.view(torch.uint8).view(self.num_pages, self.geometry.page_bytes)
+        return self.tensor.view(torch.uint8).view(self.num_pages, self.layout.page_bytes)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
@@ -98,13 +98,13 @@ class KVPool:
         return start
 
     def export_page(self, page: int, into: memoryview) -> None:
-        """Copy one page into ``into``, which is writable and has ``geometry.page_bytes`` bytes.
+        """Copy one page into ``into``, which is writable and has ``layout.page_bytes`` bytes.
 
         The step that computed the page must be over: ``TorchExecutor.run`` has returned.
         """
         assert 0 <= page < self.num_pages
-        assert into.nbytes == self.geometry.page_bytes
-        target = torch.frombuffer(into, dtype=self.tensor.dtype).view(self.geometry.shape)
+        assert into.nbytes == self.layout.page_bytes
+        target = torch.frombuffer(into, dtype=self.tensor.dtype).view(self.layout.shape)
         with torch.cuda.stream(self._moves):
             target.copy_(self.tensor[page])
 

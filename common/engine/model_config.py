@@ -162,7 +162,7 @@ class ModelConfig:
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
 
-    def geometry(self, page_size: int, dtype: str) -> PageLayout:
+    def layout(self, page_size: int, dtype: str) -> PageLayout:
         """Return the layout of KV pages of ``page_size`` tokens; ``dtype`` as for ``resolve_dtype``."""
         return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
 

@@ -43,7 +43,7 @@ class Capacity:
 
 def plan_capacity(
     config: NodeConfig,
-    geometry: PageLayout,
+    layout: PageLayout,
     *,
     device: str,
     context_length: int,
@@ -60,7 +60,7 @@ def plan_capacity(
     num_slots = config.max_running_requests or MAX_SLOTS
     tokens = config.max_total_tokens
     if tokens is None:
-        room = int(free_bytes(device) * config.memory_fraction) // geometry.page_bytes * config.page_size
+        room = int(free_bytes(device) * config.memory_fraction) // layout.page_bytes * config.page_size
         tokens = min(room, num_slots * context_length)
         if device == "cpu":
             tokens = min(tokens, max(CPU_POOL_TOKENS, context_length))
@@ -84,7 +84,7 @@ def plan_capacity(
     return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, alignment, context_length)
 
 
-def num_pages_that_fit(config: NodeConfig, geometry: PageLayout, num_pages: int, free_bytes: int) -> int:
+def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, free_bytes: int) -> int:
     """Pages for the pool, once the weights are in memory: ``num_pages``, or fewer if none are configured.
 
     Args:
@@ -94,12 +94,12 @@ def num_pages_that_fit(config: NodeConfig, geometry: PageLayout, num_pages: int,
     Raises:
         ConfigError: there is no room for the configured pool.
     """
-    room = free_bytes // geometry.page_bytes
+    room = free_bytes // layout.page_bytes
     if num_pages <= room:
         return num_pages
     if config.max_total_tokens is not None:
         raise ConfigError(
-            f"--max-total-tokens {config.max_total_tokens} needs {geometry.pool_bytes(num_pages) / 1e9:.2f} GB for KV "
+            f"--max-total-tokens {config.max_total_tokens} needs {layout.pool_bytes(num_pages) / 1e9:.2f} GB for KV "
             f"pages, and {max(free_bytes, 0) / 1e9:.2f} GB of memory are free: lower it, or free some memory"
         )
     room = int(room * MEMORY_SHARE)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
-from common.decision_log import Decisions as Ring
+from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
 from common.node.outbox import Outbox
@@ -121,7 +121,7 @@ def report_missed_deadline(policy: Policy, request: Request | None, now: float) 
         policy.missed(request)
 
 
-def decisions_message(decisions: Ring, message: GetDecisions, now: float) -> Decisions:
+def decisions_message(decisions: DecisionLog, message: GetDecisions, now: float) -> Decisions:
     """The answer to ``GetDecisions``."""
     return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)), message.number)
 

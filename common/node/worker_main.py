@@ -32,7 +32,7 @@ from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
 from common.wire.address import in_url
 from common.wire.mailbox import Mailbox
-from common.wire.messages import Geometry, Register
+from common.wire.messages import LayoutMessage, Register
 from common.wire.process_id import new_incarnation
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def start_recording(worker: WorkerContext, transport: Any) -> Recorder:
             config=plain_config(config),
             environ=read_environ(worker.environ),
             capacity=worker.capacity,
-            geometry=Geometry.of(worker.pool.geometry),
+            layout=LayoutMessage.of(worker.pool.layout),
             digest=worker.digest,
             incarnation=worker.incarnation,
             vocab_size=worker.vocab_size,
@@ -208,16 +208,16 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     model = ModelConfig.load(config.model, revision=config.revision)
     model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
     device = pick_device(config.device)
-    geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
+    layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
     capacity = plan_capacity(
         config,
-        geometry,
+        layout,
         device=device,
         context_length=model.context_length,
         crossover_tokens=model.crossover_tokens,
     )
 
-    num_pages = pages_of(config, geometry, capacity.num_pages, device)
+    num_pages = pages_of(config, layout, capacity.num_pages, device)
     num_pages()  # refuse a pool that can never fit before the weights are read
     executor = load_executor(
         model,
@@ -236,16 +236,16 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     return model, executor, capacity
 
 
-def pages_of(config: NodeConfig, geometry: PageLayout, planned: int, device: str) -> Callable[[], int]:
+def pages_of(config: NodeConfig, layout: PageLayout, planned: int, device: str) -> Callable[[], int]:
     """A function that tells, once the weights are in memory, how many pages the pool can have."""
-    return lambda: num_pages_that_fit(config, geometry, planned, free_bytes(device))
+    return lambda: num_pages_that_fit(config, layout, planned, free_bytes(device))
 
 
 def _populate(pool: "KVPool") -> None:
     begun_at = time.monotonic()
     try:
         if taken := pool.populate(POPULATE_S):
-            whole, seconds = pool.geometry.pool_bytes(pool.num_pages), time.monotonic() - begun_at
+            whole, seconds = pool.layout.pool_bytes(pool.num_pages), time.monotonic() - begun_at
             log.info("touched %.2f of %.2f GB of KV pages in %.2f s", taken / 1e9, whole / 1e9, seconds)
     except MemoryError as error:
         raise ConfigError(f"--max-total-tokens or --memory-fraction is too large: {error}") from error
@@ -272,7 +272,7 @@ def pick_device(name: str) -> str:
 def _register(
     config: NodeConfig, model: "ModelConfig", capacity: Capacity, role: Role, *, listen: Mailbox | None
 ) -> Register:
-    geometry = model.geometry(config.page_size, model.resolve_dtype(config.dtype))
+    layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
     return Register(
         role=config.role,
         name=config.node_name,
@@ -283,7 +283,7 @@ def _register(
         context_length=min(model.context_length, config.context_length or model.context_length),
         eos_token_ids=model.eos_token_ids,
         generation=model.generation,
-        geometry=Geometry.of(geometry),
+        layout=LayoutMessage.of(layout),
         num_pages=capacity.num_pages,
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,

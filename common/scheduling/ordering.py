@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.config.scheduling import PriorityRules
-from common.decision_log import Decisions
+from common.decision_log import DecisionLog
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling.policies.base import Policy
 from common.scheduling.policies.fair import TokenCounters, request_cost, weighted_tokens
@@ -78,7 +78,7 @@ class RequestOrdering:
                 for name, count in Counter(map(self._class_of, requests)).items():
                     self._classes.charge(name, weighted_tokens(0, count))
 
-    def note_policy_change(self, decisions: Decisions, now: float) -> None:
+    def note_policy_change(self, decisions: DecisionLog, now: float) -> None:
         """Log a decision if an adaptive policy has switched since the last call."""
         before, self._choice = self._choice, self.policy.choice
         if self._choice != before:

@@ -153,7 +153,7 @@ class PrefillAdder:
     def __init__(
         self,
         cache: RadixCache,
-        books: PageAllocator,
+        allocator: PageAllocator,
         budgets: Budgets,
         *,
         max_requests: int | None = None,
@@ -170,7 +170,7 @@ class PrefillAdder:
         self._crossover = None if self.chunk_left is None else budgets.alignment.crossover_tokens
         self._work_left = prefill_work(self._crossover or 0.0, 0, self.chunk_left or 0)
         self._cache = cache
-        self._books = books
+        self._allocator = allocator
         self._page_size = cache.page_size
         self._max_requests = max_requests
         self._clip = clip
@@ -268,12 +268,12 @@ class PrefillAdder:
         if not self._may_spend(request, match, num_tokens):
             return None
         count = num_tokens // self._page_size
-        missing = count - self._books.num_free
+        missing = count - self._allocator.num_free
         if missing > self._cache.num_evictable_pages:
             return None
         if missing > 0:
-            self._cache.evict(missing - self._books.num_lingering)  # lingering pages come back by themselves
-        return self._books.alloc(count, Owner.REQUEST)
+            self._cache.evict(missing - self._allocator.num_lingering)  # lingering pages come back by themselves
+        return self._allocator.alloc(count, Owner.REQUEST)
 
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
         """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
@@ -281,7 +281,9 @@ class PrefillAdder:
             return self._never_runs_out(request, match, num_tokens // self._page_size)
         # A request may ask for more output than the pool holds. It is admitted once it has the pool for itself, because
         # waiting longer gains nothing.
-        num_usable = self._tokens(self._books.num_pages - self._books.count(Owner.QUARANTINE)) - match.num_tokens
+        num_usable = (
+            self._tokens(self._allocator.num_pages - self._allocator.count(Owner.QUARANTINE)) - match.num_tokens
+        )
         need = min(num_tokens + self._reserve(request), max(num_usable - 1, num_tokens))
         return need < self.total_left
 
@@ -302,7 +304,7 @@ class PrefillAdder:
         num_held = len(match.pages) + count
         # Chunking may make it end later than its token count says, so it counts as late.
         mine = Growth(request.num_tokens, num_held, self._expected(request), num_private, is_late=True)
-        num_available = self._books.num_free + self._cache.num_evictable_pages - count
+        num_available = self._allocator.num_free + self._cache.num_evictable_pages - count
         return fits([*others, mine], num_available, self._page_size)
 
     def _expected(self, request: Request) -> int:

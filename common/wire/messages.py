@@ -47,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 # ---- a node joins -------------------------------------------------------------------------------------------------
 
 
-class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layout of a KV page, a ``common.cache.page_layout.PageLayout``."""
 
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
@@ -57,14 +57,14 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["float32", "bfloat16", "float16"]
 
     @classmethod
-    def of(cls, geometry: PageLayout) -> "Geometry":
+    def of(cls, layout: PageLayout) -> "LayoutMessage":
         """Convert from a ``PageLayout``."""
         return cls(
-            num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            page_size=geometry.page_size,
-            dtype=geometry.dtype,  # type: ignore[arg-type]  # PageLayout allows only these three names
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            page_size=layout.page_size,
+            dtype=layout.dtype,  # type: ignore[arg-type]  # PageLayout allows only these three names
         )
 
     def layout(self) -> PageLayout:
@@ -84,7 +84,7 @@ class Register(Message, frozen=True, tag="register"):
     context_length: Annotated[int, Meta(ge=1)]
     eos_token_ids: tuple[int, ...]
     generation: dict[str, float]  # sampling defaults of the model, by names in SamplingParams
-    geometry: Geometry
+    layout: LayoutMessage
     num_pages: Annotated[int, Meta(ge=1)]
     max_running: Annotated[int, Meta(ge=1)]
     max_queued: Count
@@ -261,7 +261,7 @@ class Connect(Message, frozen=True, tag="connect"):
     name: Id
     digest: Id  # digest and weight version of the model
     epoch: Count
-    geometry: Geometry
+    layout: LayoutMessage
     num_pages: Annotated[int, Meta(ge=1)]
     transport: Id
     endpoint: Annotated[str, Meta(max_length=65536)]  # of the transport, which alone can parse it

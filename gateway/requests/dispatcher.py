@@ -12,7 +12,7 @@ from itertools import count, islice
 from typing import Protocol
 
 from common.clock import Clock
-from common.decision_log import Decisions
+from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Tokens
@@ -105,7 +105,7 @@ class Dispatcher:
         self._timers = timers
         self._clock = clock
         self._on_end = on_end
-        self.decisions = Decisions()
+        self.decisions = DecisionLog()
         self._in_flight: dict[str, InFlightRequest] = {}
         self._is_shut = False
         self._is_pump_due = False

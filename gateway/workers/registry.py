@@ -56,7 +56,7 @@ class Worker:
     max_running: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.capacity_tokens = self.register.num_pages * self.register.geometry.page_size
+        self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
         self.max_running = self.register.max_running
         self.name = self.register.name
 
@@ -250,12 +250,12 @@ def _conflict(new: Register, other: Register) -> str:
             return (
                 f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
             )
-    theirs = other.geometry
+    theirs = other.layout
     if new.role == other.role:  # no page is sent between them, so their page sizes may differ
-        theirs = msgspec.structs.replace(theirs, page_size=new.geometry.page_size)
-    problem = layout_conflict(new.geometry, theirs)
+        theirs = msgspec.structs.replace(theirs, page_size=new.layout.page_size)
+    problem = layout_conflict(new.layout, theirs)
     if problem:
-        return f"page geometry of node {new.name} does not go with that of node {other.name}: {problem}"
+        return f"page layout of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):
         return (
             f"nodes {new.name} and {other.name} have no transport in common:"

@@ -183,7 +183,7 @@ class Connections:
             name=self._name,
             digest=self._digest,
             epoch=self.epoch,
-            geometry=to_message(store.geometry),
+            layout=to_message(store.layout),
             num_pages=store.num_pages,
             transport=self._transport.name,
             endpoint=self._transport.offer(peer, self.epoch),

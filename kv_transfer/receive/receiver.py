@@ -70,7 +70,7 @@ class Receiver:
         self._transport = transport
         self._table = ReceiveTable(allocator, transport.forbid)
         self._name = name
-        self._delivery = PageDelivery(transport.store.geometry.page_size, num_ranks)
+        self._delivery = PageDelivery(transport.store.layout.page_size, num_ranks)
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
         self._connections = Connections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
@@ -197,9 +197,9 @@ class Receiver:
             return False
         if not self._transport.chosen(peer, message.epoch, message.transport):
             return False
-        geometry = self._transport.store.geometry
-        if geometry.page_size % message.num_units:
-            why = f"a page of {geometry.page_size} tokens cannot come in {message.num_units} parts"
+        layout = self._transport.store.layout
+        if layout.page_size % message.num_units:
+            why = f"a page of {layout.page_size} tokens cannot come in {message.num_units} parts"
             self._refuse(peer, connection, why)
             return True
         self._totals[f"pairs_by_{message.transport}"] += 1
@@ -209,7 +209,7 @@ class Receiver:
             message.transport,
             message.why and f": {message.why}",
         )
-        connection.attached(parts_of(geometry, message.num_units), message.transport, message.why)
+        connection.attached(parts_of(layout, message.num_units), message.transport, message.why)
         self._fence(peer, connection.epoch - 1, "the prefill node has dropped the earlier connection")
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
@@ -277,7 +277,7 @@ class Receiver:
     def _damaged(self, session: ReceiveSession, message: PagesWritten) -> list[int]:
         """Indices of pages whose bytes here do not have the checksums that came with them."""
         part = self._connections.by_peer[session.peer].parts[message.part % session.num_units]
-        runs = part.runs(self._transport.store.geometry)
+        runs = part.runs(self._transport.store.layout)
         told = dict(zip(message.indices, message.checksums, strict=False))
         found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
         damaged = [index for index in message.indices if told.get(index) != found[index]]
@@ -328,7 +328,7 @@ class Receiver:
                 self._complete(session)
 
     def _complete(self, session: ReceiveSession) -> None:
-        self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.geometry.page_bytes
+        self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.layout.page_bytes
         self._messages.append((session.peer, TransferAck(*session.key)))
         self._table.complete(session)
 

@@ -100,14 +100,14 @@ class Connections:
             self._transport.attach(peer, connect)
         except AttachError as error:
             return self._attach_failed(connect.name, connect.epoch, str(error))
-        mapping = PageMapping(self._transport.store.geometry, from_message(connect.geometry))
+        mapping = PageMapping(self._transport.store.layout, from_message(connect.layout))
         has_checksums = self._wants_checksums or connect.wants_checksums
         self.by_peer[peer] = Connection(connect.name, connect.epoch, connect.num_pages, mapping, has_checksums)
         return None
 
     def _mismatch(self, connect: Connect) -> str:
         """Why this decode node does not fit, as a sentence; empty if it does."""
-        ours, theirs = self._transport.store.geometry, from_message(connect.geometry)
+        ours, theirs = self._transport.store.layout, from_message(connect.layout)
         names = (connect.transport, self._transport.name)
         if "auto" not in names and names[0] != names[1]:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"

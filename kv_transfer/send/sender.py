@@ -174,7 +174,7 @@ class Sender:
         session = self._table.active(key)
         if session is None:
             return
-        num_pages = self._transport.store.geometry.num_pages(prefill_done.num_tokens)
+        num_pages = self._transport.store.layout.num_pages(prefill_done.num_tokens)
         assert len(pages) == num_pages, (
             f"{prefill_done.num_tokens} tokens are on {num_pages} pages, not on {len(pages)}"
         )

@@ -106,7 +106,7 @@ class WriteQueue:
 
     def _count(self, session: SendSession, num_units: int) -> None:
         self._totals["pages_sent"] += num_units
-        page_bytes = self._transport.store.geometry.page_bytes
+        page_bytes = self._transport.store.layout.page_bytes
         self._totals["bytes_sent"] += num_units * page_bytes // session.units.per_source
         self._totals["pages_overlapped"] += num_units if session.state is SendState.OPEN else 0
         self.begun[session.key] = None

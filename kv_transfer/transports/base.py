@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from common.cache.page_layout import PageLayout
 from common.errors import BatonError
-from common.wire.messages import Connect, Geometry
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, SlicePair
 
 
@@ -28,7 +28,7 @@ class AttachError(BatonError):
 class PageStore(Protocol):
     """A pool of KV pages as transfers see it.
 
-    ``fd`` is a memfd of exactly ``geometry.pool_bytes(num_pages)`` bytes into which a writer on the same host puts
+    ``fd`` is a memfd of exactly ``layout.pool_bytes(num_pages)`` bytes into which a writer on the same host puts
     pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise the pool is
     on a device, and the memory is a staging area beside it. ``is_in_place``: pages arrive in the pool itself.
 
@@ -43,7 +43,7 @@ class PageStore(Protocol):
     def is_in_place(self) -> bool: ...
 
     @property
-    def geometry(self) -> PageLayout: ...
+    def layout(self) -> PageLayout: ...
 
     @property
     def num_pages(self) -> int: ...
@@ -225,21 +225,21 @@ class ReaderTransport(Transport, Protocol):
         ...
 
 
-def to_message(geometry: PageLayout) -> Geometry:
+def to_message(layout: PageLayout) -> LayoutMessage:
     """A page layout as it travels."""
-    return Geometry.of(geometry)
+    return LayoutMessage.of(layout)
 
 
-def from_message(geometry: Geometry) -> PageLayout:
+def from_message(layout: LayoutMessage) -> PageLayout:
     """A page layout that has arrived."""
-    return geometry.layout()
+    return layout.layout()
 
 
 def stage(store: PageStore, pages: Iterable[int]) -> None:
     """Make sure that the bytes of these pages stand in ``store.memory``, wherever the pool is."""
     if store.is_mapped:
         return
-    size = store.geometry.page_bytes
+    size = store.layout.page_bytes
     with memoryview(store.memory) as memory:
         for page in pages:
             with memory[page * size : (page + 1) * size] as into:

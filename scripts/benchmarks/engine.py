@@ -126,7 +126,7 @@ def build(config: ModelConfig, options: Options) -> tuple[TorchExecutor, Any]:
     most_tokens = max(
         [*options.prefill, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batch)]
     )
-    pool = KVPool(config.geometry(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
+    pool = KVPool(config.layout(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
     pool.tensor.normal_()
     weights.pack()
     backend = make_attention(options.attention, pool, config.num_heads)
@@ -177,7 +177,7 @@ def measure_prefill(
     """Measure one cold prompt in one step, up to its first token."""
     config = ours.model.config
     prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
-    pages = tuple(range(ours.pool.geometry.num_pages(num_tokens)))
+    pages = tuple(range(ours.pool.layout.num_pages(num_tokens)))
     plan = StepPlan(
         0, (Admit(0, GREEDY, num_tokens, None),), (PageDelta(0, 0, pages),), (Row(0, 0, tuple(prompt), True),)
     )
@@ -198,7 +198,7 @@ def measure_decode(
 ) -> Measurement:
     """Measure ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
     config, steps = ours.model.config, options.new_tokens
-    per_row = ours.pool.geometry.num_pages(CONTEXT + steps)
+    per_row = ours.pool.layout.num_pages(CONTEXT + steps)
     admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
     deltas = tuple(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))) for slot in range(batch))
 
@@ -213,7 +213,7 @@ def measure_decode(
 
     ours_s, theirs_s = take_turns(run_ours, run_theirs if theirs else None, options)
     parameters = linear_parameters(config, with_head=True)
-    kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.geometry.page_bytes / PAGE_SIZE
+    kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
     memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
     limit_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s) * steps
     return measurement(f"decode batch {batch}", batch * steps, ours_s, theirs_s, limit_s)

@@ -26,7 +26,7 @@ import zmq
 
 from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
 from common.wire.mailbox import Mailbox
-from common.wire.messages import FromGateway, Generate, Geometry, Heartbeat, Register, Registered, Role, Tokens
+from common.wire.messages import FromGateway, Generate, Heartbeat, LayoutMessage, Register, Registered, Role, Tokens
 from common.wire.process_id import new_incarnation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ class ScriptedNode:
         self._mailbox.send(
             Register(
                 role=role, name=role, model=SMALL_MODEL_NAME, digest="bench", weight_version="bench", vocab_size=4096,
-                context_length=1 << 20, eos_token_ids=(), generation={}, geometry=Geometry(1, 1, 8, 16, "float32"),
+                context_length=1 << 20, eos_token_ids=(), generation={}, layout=LayoutMessage(1, 1, 8, 16, "float32"),
                 num_pages=1 << 20, max_running=4096, max_queued=4096, transports=("shm",),
                 address="127.0.0.1:9", pid=0, device="none",
             )

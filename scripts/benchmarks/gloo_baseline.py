@@ -46,7 +46,7 @@ def _receive(pool: KVPool, port: int) -> None:
     try:
         while True:
             group.recv([count], 0, 0).wait()
-            group.recv([memory[: int(count) * pool.geometry.page_bytes]], 0, 0).wait()
+            group.recv([memory[: int(count) * pool.layout.page_bytes]], 0, 0).wait()
             group.send([memory[:1]], 0, 0).wait()
     except RuntimeError:  # the other end has closed
         return
@@ -59,7 +59,7 @@ def sender(pool: KVPool, store: Any) -> Callable[[int], float]:
     def run(count: int) -> float:
         begun_at = time.perf_counter()
         head = group.send([torch.tensor([count])], 1, 0)
-        body = group.send([memory[: count * pool.geometry.page_bytes]], 1, 0)
+        body = group.send([memory[: count * pool.layout.page_bytes]], 1, 0)
         head.wait(), body.wait(), group.recv([answer], 1, 0).wait()
         return time.perf_counter() - begun_at
 

@@ -64,7 +64,7 @@ class BusyNode:
         options = replace(options, lpm_degrade_threshold=10**9) if options.schedule_policy == "lpm" else options
         self.scheduler = PrefillScheduler(
             tree.cache,
-            tree.books,
+            tree.allocator,
             limits=PrefillLimits(max_running=256, chunk_tokens=CHUNK_TOKENS),
             ordering=make_ordering(options, tree.cache),
             eos_token_ids=(),
@@ -125,7 +125,7 @@ class BusyNode:
             self.scheduler.release(key)
         self.scheduler.check()
         self._tree.cache.check()
-        self._tree.books.check()
+        self._tree.allocator.check()
 
 
 def bench_plan(name: str, options: SchedulingOptions, num_waiting: int, num_steps: int) -> PlanFigure:

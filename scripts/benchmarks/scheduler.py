@@ -94,14 +94,16 @@ def bench_step(num_steps: int, name: str = "fcfs", *, num_waiting: int = 0) -> F
     Each row starts a new page every 16 steps, at different times. Waiting requests find no free pages.
     """
     max_new = num_steps + 8
-    books = PageAllocator(NUM_ROWS * ((1_016 + max_new) // PAGE_SIZE + 1))  # 256 rows fit to their ends, and no more
+    allocator = PageAllocator(
+        NUM_ROWS * ((1_016 + max_new) // PAGE_SIZE + 1)
+    )  # 256 rows fit to their ends, and no more
     ratio = NewTokenRatio(RatioConstants())
     limits = DecodeLimits(max_running=NUM_ROWS)
-    cache = RadixCache(books, PAGE_SIZE)
+    cache = RadixCache(allocator, PAGE_SIZE)
     sampling = SamplingParams(max_new_tokens=max_new, ignore_eos=True)
     scheduler = DecodeScheduler(
         cache,
-        books,
+        allocator,
         limits=limits,
         ordering=make_ordering(ROWS[name], cache),
         ratio=ratio,
@@ -159,7 +161,7 @@ def measure(num_repeats: int) -> list[Figure]:
     tree.unlock_all()
     figures.append(bench_evict(tree, num_repeats))
     tree.cache.check()
-    tree.books.check()
+    tree.allocator.check()
     figures += [bench_step(max(20, num_repeats), name) for name in ("fcfs", "fair")]
     for name in ("fcfs", "fcfs+priorities", "fcfs+classes"):
         figures.append(bench_step(max(20, num_repeats // 4), name, num_waiting=MAX_QUEUED))

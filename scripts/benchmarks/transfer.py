@@ -37,11 +37,11 @@ from kv_transfer.transports.tcp.protocol import tune
 from scripts.benchmarks import gloo_baseline
 from scripts.benchmarks.options import comma_separated
 
-GEOMETRIES = {
+LAYOUTS = {
     "qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"),
     "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16"),
 }
-SHORTEST = ("--geometries=qwen3-0.6b", "--pages=4", "--round-trips=100")
+SHORTEST = ("--layouts=qwen3-0.6b", "--pages=4", "--round-trips=100")
 WRITER, READER = "p" * 32, "d" * 32  # incarnations
 BATCH = 64  # pages per write, as ``Sender.pump`` asks for
 
@@ -52,8 +52,8 @@ BATCH = 64  # pages per write, as ``Sender.pump`` asks for
 class Reader:
     """Executes commands, one JSON line each, and polls the transport in between."""
 
-    def __init__(self, geometry: PageLayout, num_pages: int, transport: str, key: str) -> None:
-        self.pool = KVPool(geometry, num_pages)
+    def __init__(self, layout: PageLayout, num_pages: int, transport: str, key: str) -> None:
+        self.pool = KVPool(layout, num_pages)
         _touch(self.pool)
         self.transport = open_reader(self.pool, TransportSettings(transport, READER, cluster_key=key.encode()))
         self.num_pages = num_pages
@@ -62,7 +62,7 @@ class Reader:
     def do_offer(self) -> str:
         store, transport = self.pool, self.transport
         endpoint = transport.offer(WRITER, 1)
-        connect = Connect("reader", "-", 1, to_message(store.geometry), self.num_pages, transport.name, endpoint)
+        connect = Connect("reader", "-", 1, to_message(store.layout), self.num_pages, transport.name, endpoint)
         return msgspec.json.encode(connect).decode()
 
     def do_chosen(self, name: str) -> bool:
@@ -86,7 +86,7 @@ class Reader:
     def _swallow(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         tune(connection)
-        size = self.pool.geometry.page_bytes
+        size = self.pool.layout.page_bytes
         with memoryview(self.pool.memory) as memory:
             while head := connection.recv(8, socket.MSG_WAITALL):
                 for page in range(int.from_bytes(head, "little")):
@@ -133,8 +133,8 @@ def _touch(pool: KVPool) -> None:
 
 
 class ReaderProcess:
-    def __init__(self, arguments: argparse.Namespace, geometry: str, transport: str, num_pages: int) -> None:
-        argv = [sys.executable, "-m", "scripts.benchmarks.transfer", geometry, str(num_pages), transport]
+    def __init__(self, arguments: argparse.Namespace, layout: str, transport: str, num_pages: int) -> None:
+        argv = [sys.executable, "-m", "scripts.benchmarks.transfer", layout, str(num_pages), transport]
         self.process = subprocess.Popen(
             [*argv, arguments.cluster_key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -186,7 +186,7 @@ class AttachedTransport:
 
 
 def memcpy(pool: KVPool, target: KVPool) -> Callable[[int], float]:
-    size = pool.geometry.page_bytes
+    size = pool.layout.page_bytes
 
     def run(count: int) -> float:
         with memoryview(pool.memory) as source, memoryview(target.memory) as into:
@@ -199,7 +199,7 @@ def memcpy(pool: KVPool, target: KVPool) -> Callable[[int], float]:
 
 
 def bare_socket(pool: KVPool, port: int) -> Callable[[int], float]:
-    size = pool.geometry.page_bytes
+    size = pool.layout.page_bytes
     connection = socket.create_connection(("127.0.0.1", port))
     tune(connection)
 
@@ -226,7 +226,7 @@ def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
     thread = ThreadPoolExecutor(1)
 
     def run(count: int) -> float:
-        is_here = count * subject.pool.geometry.page_bytes * peer.s_per_byte <= HOLD_S
+        is_here = count * subject.pool.layout.page_bytes * peer.s_per_byte <= HOLD_S
         return write(count) if is_here else thread.submit(write, count).result()
 
     def write(count: int) -> float:
@@ -250,12 +250,12 @@ def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts: Sequence[int]) -> dict[str, float]:
+def measure(arguments: argparse.Namespace, layout: str, transport: str, counts: Sequence[int]) -> dict[str, float]:
     """Print a line for each transfer size; returns their figures."""
-    pool, target = KVPool(GEOMETRIES[geometry], counts[-1]), KVPool(GEOMETRIES[geometry], counts[-1])
+    pool, target = KVPool(LAYOUTS[layout], counts[-1]), KVPool(LAYOUTS[layout], counts[-1])
     _touch(pool)
     _touch(target)
-    child = ReaderProcess(arguments, geometry, transport, counts[-1])
+    child = ReaderProcess(arguments, layout, transport, counts[-1])
     figures: dict[str, float] = {}
     try:
         subject = AttachedTransport(child, pool, transport, arguments.cluster_key)
@@ -269,7 +269,7 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
             child.ask("receive_bare", port=store.port)
             bare, bare_name = gloo_baseline.sender(pool, store), "bare gloo"
         for count in counts:
-            figures |= _compare(geometry, transport, count, subject, copy, bare, bare_name)
+            figures |= _compare(layout, transport, count, subject, copy, bare, bare_name)
         subject.writer.close()
     finally:
         child.close()
@@ -279,7 +279,7 @@ def measure(arguments: argparse.Namespace, geometry: str, transport: str, counts
 
 
 def _compare(
-    geometry: str,
+    layout: str,
     transport: str,
     count: int,
     subject: AttachedTransport,
@@ -288,7 +288,7 @@ def _compare(
     bare_name: str,
 ) -> dict[str, float]:
     repeats = max(6, min(30, 1024 // count))
-    payload = count * GEOMETRIES[geometry].page_bytes / 1e9
+    payload = count * LAYOUTS[layout].page_bytes / 1e9
     rows = []
     for i in range(repeats + 1):
         copied = copy(count)
@@ -297,7 +297,7 @@ def _compare(
         rows.append((seconds, cpu, copied, copied if bare is None else barely or bare(count)))
     seconds, cpu, copied, barely = (statistics.median(column) for column in zip(*rows[1:], strict=True))
     of_copy = statistics.median(row[2] / row[0] for row in rows[1:])
-    text = f"{geometry:13} {transport:5} {count:5} pages {seconds * 1e3:9.2f} ms {payload / seconds:6.2f} GB/s"
+    text = f"{layout:13} {transport:5} {count:5} pages {seconds * 1e3:9.2f} ms {payload / seconds:6.2f} GB/s"
     text += f" {cpu / payload:6.3f} CPU s/GB | memcpy {payload / copied:6.2f} GB/s, ratio {of_copy:4.2f}"
     if bare is not None:
         of_bare = statistics.median(row[3] / row[0] for row in rows[1:])
@@ -306,7 +306,7 @@ def _compare(
     else:
         text += f" | {(seconds - copied) * 1e6:+.0f} us over memcpy"
     print(text, flush=True)
-    name = f"{geometry}, {transport}, {count} pages"
+    name = f"{layout}, {transport}, {count} pages"
     return {f"{name}, GB/s": payload / seconds, f"{name}, CPU s/GB": cpu / payload, f"{name}, of memcpy": of_copy}
 
 
@@ -335,7 +335,7 @@ def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transports", type=comma_separated(str), default="shm,tcp,nixl,gloo", help="(%(default)s)")
     parser.add_argument(
-        "--geometries", type=comma_separated(str, among=GEOMETRIES), default=",".join(GEOMETRIES), help="of %(default)s"
+        "--layouts", type=comma_separated(str, among=LAYOUTS), default=",".join(LAYOUTS), help="of %(default)s"
     )
     parser.add_argument(
         "--pages", type=comma_separated(int), default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)"
@@ -348,15 +348,15 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     print(f"load {os.getloadavg()[0]:.1f}; {os.cpu_count()} cores; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}")
     figures = round_trip(options)
     counts = sorted(options.pages)
-    for geometry in options.geometries:
+    for layout in options.layouts:
         for transport in options.transports:
             try:
-                figures |= measure(options, geometry, transport, counts)
+                figures |= measure(options, layout, transport, counts)
             except ConfigError as error:
-                print(f"{geometry:13} {transport:5} not measured: {error}")
+                print(f"{layout:13} {transport:5} not measured: {error}")
     return figures
 
 
 if __name__ == "__main__":
     name, pages, transport_name, cluster_key = sys.argv[1:]
-    Reader(GEOMETRIES[name], int(pages), transport_name, cluster_key).run()
+    Reader(LAYOUTS[name], int(pages), transport_name, cluster_key).run()

@@ -47,8 +47,8 @@ class Tree:
 
     def __init__(self) -> None:
         num_pages = (NUM_PREFIXES * PREFIX_TOKENS + NUM_LEAVES * LEAF_TOKENS + 2 * PROBE_TOKENS) // PAGE_SIZE
-        self.books = PageAllocator(num_pages)
-        self.cache = RadixCache(self.books, PAGE_SIZE)
+        self.allocator = PageAllocator(num_pages)
+        self.cache = RadixCache(self.allocator, PAGE_SIZE)
         self._random = np.random.default_rng(0)
         self.prefixes = [self.fresh(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
         self._num_leaves = 0
@@ -67,13 +67,13 @@ class Tree:
         return self._random.integers(0, 151_936, num_tokens).astype("<i4").tobytes()
 
     def pages_for(self, key: TokenKey) -> list[int]:
-        pages = self.books.alloc(len(key) // (TOKEN_BYTES * PAGE_SIZE), Owner.REQUEST)
+        pages = self.allocator.alloc(len(key) // (TOKEN_BYTES * PAGE_SIZE), Owner.REQUEST)
         assert pages is not None
         return pages
 
     def add(self, key: TokenKey) -> None:
         pages = self.pages_for(key)
-        self.books.free(pages[: self.cache.insert(key, pages).first_adopted], Owner.REQUEST)
+        self.allocator.free(pages[: self.cache.insert(key, pages).first_adopted], Owner.REQUEST)
 
     def add_chain(self, key: TokenKey, num_nodes: int) -> list[int]:
         """Insert the first ``num_nodes`` sixteenths of ``key`` one by one, as chunks are; returns their pages."""

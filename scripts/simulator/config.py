@@ -15,7 +15,7 @@ from common.node.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
 from scripts.simulator.costs import Costs
-from scripts.simulator.engine import simulated_geometry
+from scripts.simulator.engine import simulated_layout
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
@@ -96,8 +96,8 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
         return Costs(step, prompt_token, row, context_token, message, wire, self.wire_bandwidth)
 
     @property
-    def geometry(self) -> PageLayout:
-        return simulated_geometry(self.kv_bytes_per_token, self.page_size)
+    def layout(self) -> PageLayout:
+        return simulated_layout(self.kv_bytes_per_token, self.page_size)
 
     @property
     def node(self) -> NodeConfig:
@@ -109,7 +109,7 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
 
     @property
     def capacity(self) -> Capacity:
-        return plan_capacity(self.node, self.geometry, device="cuda", context_length=CONTEXT_LENGTH)
+        return plan_capacity(self.node, self.layout, device="cuda", context_length=CONTEXT_LENGTH)
 
     def fleet(self, model: str) -> WorkerPool:
         """Registry, router and admission of the gateway."""

@@ -21,8 +21,8 @@ class EmptyPageStore:
     is_mapped = is_in_place = True
     device_pages = None
 
-    def __init__(self, geometry: PageLayout, num_pages: int) -> None:
-        self.geometry = geometry
+    def __init__(self, layout: PageLayout, num_pages: int) -> None:
+        self.layout = layout
         self.num_pages = num_pages
         self.memory = bytearray(0)
 
@@ -33,8 +33,8 @@ class EmptyPageStore:
         pass
 
 
-def simulated_geometry(kv_bytes_per_token: int, page_size: int) -> PageLayout:
-    """A page geometry with this many bytes per token, a multiple of 256."""
+def simulated_layout(kv_bytes_per_token: int, page_size: int) -> PageLayout:
+    """A page layout with this many bytes per token, a multiple of 256."""
     return PageLayout(
         num_layers=1, num_kv_heads=kv_bytes_per_token // 256, head_dim=64, page_size=page_size, dtype="bfloat16"
     )

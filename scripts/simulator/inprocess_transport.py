@@ -219,12 +219,12 @@ class InProcessWriter:
     def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         """Copy one page or a slice of it now; returns the bytes copied."""
         reader = self._readers[peer]
-        num_bytes = reader.store.geometry.page_bytes
+        num_bytes = reader.store.layout.page_bytes
         with memoryview(reader.store.memory) as memory, memory[target * num_bytes : (target + 1) * num_bytes] as into:
             if slices is None:
                 self.store.export_page(source, into)
                 return num_bytes
-            page = bytearray(self.store.geometry.page_bytes)
+            page = bytearray(self.store.layout.page_bytes)
             self.store.export_page(source, memoryview(page))
             copy(slices, memoryview(page), into)
             return slices.num_bytes
@@ -234,7 +234,7 @@ class InProcessWriter:
         store = self._readers[peer].store
         at = 0 if slices is None else slices.runs[0][1]
         with memoryview(store.memory) as memory:
-            memory[target * store.geometry.page_bytes + at] ^= 0xFF
+            memory[target * store.layout.page_bytes + at] ^= 0xFF
 
     def arrived(self, ticket: int) -> None:
         self._remaining[ticket] -= 1

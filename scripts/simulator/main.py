@@ -51,11 +51,11 @@ class Simulation:
     def __init__(self, config: SimulateConfig, plan: Plan) -> None:
         self._config = config
         script = PlannedTokens(config.seed, VOCAB_SIZE)
-        geometry, capacity = config.geometry, config.capacity
+        layout, capacity = config.layout, config.capacity
         settings = NodeSettings(
             config.node,
             {"prefill": capacity, "decode": capacity},
-            lambda given: ScriptedEngine(EmptyPageStore(geometry, given.num_pages), script.answer, given.num_slots),
+            lambda given: ScriptedEngine(EmptyPageStore(layout, given.num_pages), script.answer, given.num_slots),
             config.costs,
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length or CONTEXT_LENGTH,

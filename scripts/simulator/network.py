@@ -23,7 +23,7 @@ class Network(Wire):
     def carry(self, writer: "NetworkWriter", peer: str, ticket: int, num_pages: int, land: Callable[[], None]) -> None:
         """Call ``land`` when these pages have arrived, unless ``drop`` comes first."""
         links = (("out", writer.incarnation), ("in", peer))
-        takes_s = num_pages * writer.store.geometry.page_bytes / self._costs.wire_bytes_per_s
+        takes_s = num_pages * writer.store.layout.page_bytes / self._costs.wire_bytes_per_s
         over_at = max(self._events.now(), *(self._free_at.get(link, 0.0) for link in links)) + takes_s
         self._free_at.update(dict.fromkeys(links, over_at))
         self.busy_s += takes_s

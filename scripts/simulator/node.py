@@ -16,7 +16,7 @@ from common.node.event_loop import LONGEST_WAIT_S
 from common.node.memory_plan import Capacity
 from common.node.worker_context import WorkerContext, make_cache
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Geometry, Message, Peer, Register
+from common.wire.messages import LayoutMessage, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import to_message
 from prefill_node.__main__ import build as build_prefill
@@ -98,8 +98,8 @@ class Node:
         self._bus = bus
         self._has_timer = False
         self._used = (0, 0.0)  # pages in use, since when
-        self.books = PageAllocator(self.capacity.num_pages)
-        self.cache = make_cache(settings.config, self.books)
+        self.allocator = PageAllocator(self.capacity.num_pages)
+        self.cache = make_cache(settings.config, self.allocator)
         self.transport: InProcessReader | NetworkWriter
         parts = self._parts(replace(settings.config, role=role, name=incarnation))
         if role == "prefill":
@@ -114,7 +114,7 @@ class Node:
             config=config,
             capacity=self.capacity,
             pool=self.engine.pool,
-            allocator=self.books,
+            allocator=self.allocator,
             cache=self.cache,
             clock=self._events,
             digest=DIGEST,
@@ -125,7 +125,7 @@ class Node:
 
     def register(self) -> Register:
         """The registration that the node sends to the gateway."""
-        geometry: Geometry = to_message(self.engine.pool.geometry)
+        layout: LayoutMessage = to_message(self.engine.pool.layout)
         return Register(
             role=self.kind,
             name=self.incarnation,
@@ -136,7 +136,7 @@ class Node:
             context_length=self._settings.context_length,
             eos_token_ids=self._settings.eos_token_ids,
             generation={},
-            geometry=geometry,
+            layout=layout,
             num_pages=self.capacity.num_pages,
             max_running=self.capacity.num_slots,
             max_queued=self.capacity.max_queued,
@@ -225,7 +225,7 @@ class Node:
         now = self._events.now()
         used, since = self._used
         self.used_page_s += used * (now - since)
-        self._used = (self.capacity.num_pages - self.books.num_free - self.cache.num_evictable_pages, now)
+        self._used = (self.capacity.num_pages - self.allocator.num_free - self.cache.num_evictable_pages, now)
 
     def _send_messages(self) -> None:
         outbox = self.role.outbox

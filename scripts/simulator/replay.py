@@ -40,7 +40,7 @@ class ReplayedTransport:
     """Returns what the recorded transport returned, call by call."""
 
     def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult]) -> None:
-        self.store = EmptyPageStore(from_message(opening.geometry), opening.capacity.num_pages)
+        self.store = EmptyPageStore(from_message(opening.layout), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
         self._num_calls: Counter[str] = Counter()
@@ -121,13 +121,13 @@ def _build(opening: frames.RecordingHeader, transport: ReplayedTransport) -> Any
         config = config_from(opening.config)
     except TypeError as error:
         raise RecordingError(f"its configuration is of another version: {error}") from error
-    books = PageAllocator(opening.capacity.num_pages)
+    allocator = PageAllocator(opening.capacity.num_pages)
     parts = WorkerContext(
         config=config,
         capacity=opening.capacity,
         pool=transport.store,
-        allocator=books,
-        cache=make_cache(config, books),
+        allocator=allocator,
+        cache=make_cache(config, allocator),
         clock=ManualClock(),
         digest=opening.digest,
         incarnation=opening.incarnation,

@@ -24,7 +24,7 @@ class Known:
         self.deadlines.add(one)
 
     def passed(self, now: float) -> list[str]:
-        return [one.rid for one in self.deadlines.passed(now)]
+        return [one.rid for one in self.deadlines.expired(now)]
 
 
 def test_each_expired_request_is_returned_once_earliest_first() -> None:

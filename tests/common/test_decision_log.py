@@ -3,12 +3,12 @@
 import pytest
 from support.lone_nodes import DecodeNode, PrefillNode
 
-from common.decision_log import Decided, Decisions
+from common.decision_log import Decided, DecisionLog
 from common.wire.messages import Decision
 
 
 def test_the_latest_decisions_are_returned_newest_last_with_their_age():
-    decisions = Decisions()
+    decisions = DecisionLog()
     decisions.note(1.0, "a", "admit", "{} of {} pages are free", 3, 8)
     decisions.note(2.5, "b", "retract", "shortest output")
     assert decisions.last(10, 4.0) == (
@@ -19,7 +19,7 @@ def test_the_latest_decisions_are_returned_newest_last_with_their_age():
 
 
 def test_the_oldest_decisions_are_dropped_and_still_counted():
-    decisions = Decisions(maxlen=2)
+    decisions = DecisionLog(maxlen=2)
     for i in range(5):
         decisions.note(float(i), str(i), "admit", "in order")
     assert [decided.rid for decided in decisions.last(10, 5.0)] == ["3", "4"]
@@ -27,7 +27,7 @@ def test_the_oldest_decisions_are_dropped_and_still_counted():
 
 
 def test_a_reason_for_waiting_is_noted_once_until_another_decision():
-    decisions = Decisions()
+    decisions = DecisionLog()
     for _ in range(3):
         decisions.note_wait(0.0, "a", "for {} pages", 3)
         decisions.note_wait(0.0, "b", "for {} pages", 3)
@@ -43,7 +43,7 @@ def test_a_reason_for_waiting_is_noted_once_until_another_decision():
 
 def test_the_number_of_remembered_reasons_for_waiting_is_bounded(monkeypatch):
     monkeypatch.setattr("common.decision_log.MAX_WAITS", 2)
-    decisions = Decisions()
+    decisions = DecisionLog()
     for rid in "abcca":
         decisions.note_wait(0.0, rid, "for pages")
     assert [decided.rid for decided in decisions.last(9, 0.0)] == ["a", "b", "c", "a"]
@@ -110,11 +110,11 @@ def test_reasons_are_formatted_on_reading():
         def __format__(self, spec):
             raise AssertionError("too early")
 
-    Decisions().note(0.0, "a", "admit", "{}", Shown())
+    DecisionLog().note(0.0, "a", "admit", "{}", Shown())
 
 
 def test_a_long_reason_is_cut_to_fit_into_a_message():
-    decisions = Decisions()
+    decisions = DecisionLog()
     decisions.note(1.0, "", "adapt", "{}", "x" * 10_000)
     decision = Decision(*decisions.last(1, 0.5)[0])
     assert decision.ago_s == 0.0  # the question has an earlier time

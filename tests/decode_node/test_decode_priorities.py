@@ -287,12 +287,12 @@ def test_a_request_that_joins_without_a_free_page_is_admitted_by_the_first_plan_
     node = Node(num_pages=7)
     request = node.submit("a", 24)
     node.grant()
-    elsewhere = node.books.alloc(1, Owner.GRANT)
+    elsewhere = node.allocator.alloc(1, Owner.GRANT)
     assert elsewhere is not None
     node.receive("a")
     assert node.step() == []
     assert node.state("a") is State.RUNNING
-    node.books.free(elsewhere, Owner.GRANT)
+    node.allocator.free(elsewhere, Owner.GRANT)
     plan = node.scheduler.plan(node.now)
     assert plan is not None
     assert [admit.slot for admit in plan.admits] == [request.slot]

@@ -18,11 +18,11 @@ class Node:
     """A decode scheduler that computes prompts by itself, eight tokens to a step."""
 
     def __init__(self, *, is_mixed: bool, alignment: ChunkAlignment | None = None) -> None:
-        books = PageAllocator(100)
-        cache = RadixCache(books, 4)
+        allocator = PageAllocator(100)
+        cache = RadixCache(allocator, 4)
         self.scheduler = DecodeScheduler(
             cache,
-            books,
+            allocator,
             limits=DecodeLimits(8, chunk_tokens=8, is_mixed=is_mixed, alignment=alignment or ChunkAlignment()),
             ordering=make_ordering(SchedulingOptions(), cache),
             ratio=NewTokenRatio(RatioConstants()),

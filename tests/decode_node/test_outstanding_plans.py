@@ -71,7 +71,7 @@ def test_a_row_behind_the_token_that_ended_its_request_is_ignored() -> None:
     first, second = plan_of(node), plan_of(node)
     assert commit(node, first, token=2) == [("a", 2)]
     assert commit(node, second) == []
-    assert node.books.num_free + node.cache.num_pages == node.books.num_pages
+    assert node.allocator.num_free + node.cache.num_pages == node.allocator.num_pages
 
 
 def test_a_late_result_never_reaches_another_request_in_the_slot_of_an_aborted_one() -> None:

@@ -13,8 +13,8 @@ def node_with(num_pages: int, max_skip_ahead: int) -> DecodeNode:
 def test_pending_pages_are_counted_beyond_the_cached_ones() -> None:
     node = node_with(40, max_skip_ahead=0)
     cached = tuple(range(2 * PAGE))
-    node.cache.insert(cached, node.books.alloc(2, Owner.REQUEST) or [])
-    node.cache.insert_pending((*cached, *range(50, 50 + 4 * PAGE)), node.books.alloc(4, Owner.GRANT) or [])
+    node.cache.insert(cached, node.allocator.alloc(2, Owner.REQUEST) or [])
+    node.cache.insert_pending((*cached, *range(50, 50 + 4 * PAGE)), node.allocator.alloc(4, Owner.GRANT) or [])
     assert node.cache.num_pending(cached) == 0
     assert node.cache.num_pending((*cached, *range(50, 50 + 2 * PAGE), 7, 7, 7, 7)) == 2
     assert node.cache.num_pending((*cached, *range(50, 50 + 9 * PAGE))) == 4, "in two nodes since the last question"

@@ -65,7 +65,7 @@ def test_a_part_that_the_prefill_node_does_not_compute_is_computed_here() -> Non
     node.grant()
     reserved = node.scheduler._reservations.by_key[request.key].pages
     node.scheduler.not_received(("a", 0), node.now)
-    node.books.free(reserved, Owner.GRANT)  # as the receiver does after the fence
+    node.allocator.free(reserved, Owner.GRANT)  # as the receiver does after the fence
     node.check()
     assert node.grant() == []
     assert node.run() == ["a"]

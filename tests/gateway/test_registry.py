@@ -3,7 +3,7 @@
 import pytest
 from support.fake_nodes import make_register
 
-from common.wire.messages import Geometry, Heartbeat, PairState, Refused, Registered
+from common.wire.messages import Heartbeat, LayoutMessage, PairState, Refused, Registered
 from gateway.workers.registry import Registry
 
 A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
@@ -50,9 +50,12 @@ def test_limits_are_those_of_the_largest_pools():
         ({"context_length": 100}, "context length"),
         ({"eos_token_ids": (1,)}, "end tokens"),
         ({"generation": {"top_p": 0.5}}, "generation defaults"),
-        ({"geometry": Geometry(2, 2, 16, 24, "float32")}, "page sizes 24 and 16 one must be a multiple of the other"),
-        ({"geometry": Geometry(2, 2, 16, 16, "bfloat16")}, "page geometry"),
-        ({"geometry": Geometry(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
+        (
+            {"layout": LayoutMessage(2, 2, 16, 24, "float32")},
+            "page sizes 24 and 16 one must be a multiple of the other",
+        ),
+        ({"layout": LayoutMessage(2, 2, 16, 16, "bfloat16")}, "page layout"),
+        ({"layout": LayoutMessage(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
         ({"transports": ("tcp",)}, "no transport in common"),
         ({"model": "other"}, "serves 'tiny'"),
         ({"vocab_size": 300}, "tokenizer has 320"),
@@ -69,15 +72,15 @@ def test_a_node_that_differs_is_refused_with_a_sentence(changes, words):
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64])
 def test_page_sizes_of_the_two_roles_may_be_multiples(page_size):
     nodes = pair()
-    geometry = Geometry(2, 2, 16, page_size, "float32")
-    assert isinstance(nodes.register(C, make_register("decode", "d2", geometry=geometry), 0.0), Registered)
+    layout = LayoutMessage(2, 2, 16, page_size, "float32")
+    assert isinstance(nodes.register(C, make_register("decode", "d2", layout=layout), 0.0), Registered)
 
 
 def test_within_one_role_only_page_sizes_may_differ():
     nodes = registry()
-    nodes.register(A, make_register("decode", "d1", geometry=Geometry(2, 2, 16, 24, "float32")), 0.0)
-    others = Geometry(2, 2, 16, 32, "float32"), Geometry(2, 2, 16, 32, "float16")
-    answers = [nodes.register(B, make_register("decode", "d2", geometry=other), 0.0) for other in others]
+    nodes.register(A, make_register("decode", "d1", layout=LayoutMessage(2, 2, 16, 24, "float32")), 0.0)
+    others = LayoutMessage(2, 2, 16, 32, "float32"), LayoutMessage(2, 2, 16, 32, "float16")
+    answers = [nodes.register(B, make_register("decode", "d2", layout=other), 0.0) for other in others]
     assert [type(answer) for answer in answers] == [Registered, Refused]
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, Couple, MemfdStore, content
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, Couple, MemfdStore, content
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
@@ -36,17 +36,17 @@ class DeviceStore(MemfdStore):
 
     is_mapped = is_in_place = False
 
-    def __init__(self, num_pages: int, geometry: PageLayout = GEOMETRY) -> None:
-        super().__init__(num_pages, geometry)
-        self.device = bytearray(geometry.pool_bytes(num_pages))
+    def __init__(self, num_pages: int, layout: PageLayout = LAYOUT) -> None:
+        super().__init__(num_pages, layout)
+        self.device = bytearray(layout.pool_bytes(num_pages))
 
     def export_page(self, page: int, into: memoryview) -> None:
-        size = self.geometry.page_bytes
+        size = self.layout.page_bytes
         into[:] = self.device[page * size : (page + 1) * size]
 
     def landed(self, pages: Sequence[int]) -> None:
         super().landed(pages)
-        size = self.geometry.page_bytes
+        size = self.layout.page_bytes
         for page in pages:
             self.device[page * size : (page + 1) * size] = self.read(page)
 
@@ -57,7 +57,7 @@ class DeviceStore(MemfdStore):
 def test_a_page_has_the_crc_32_of_its_bytes() -> None:
     store = MemfdStore(3)
     store.memory[64:128] = bytes(range(64))
-    whole = parts_of(GEOMETRY, 1)[0].runs(GEOMETRY)
+    whole = parts_of(LAYOUT, 1)[0].runs(LAYOUT)
     assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == zlib.crc32(bytes(range(64)))
 
 
@@ -66,7 +66,7 @@ def test_a_page_of_a_device_is_summed_where_it_is() -> None:
     store.device[64:128] = b"\5" * 64
     store.memory[64:128] = b"\6" * 64
     sums = Checksums(store)
-    whole = parts_of(GEOMETRY, 1)[0].runs(GEOMETRY)
+    whole = parts_of(LAYOUT, 1)[0].runs(LAYOUT)
     assert sums.of_source(1, None) == zlib.crc32(b"\5" * 64)
     assert sums.of_target(1, whole) == zlib.crc32(b"\6" * 64)
     store.is_in_place = True  # a transport that writes on the device
@@ -75,7 +75,7 @@ def test_a_page_of_a_device_is_summed_where_it_is() -> None:
 
 @pytest.mark.parametrize(("source_size", "target_size"), [(2, 4), (4, 2), (4, 4)])
 def test_both_ends_sum_a_slice_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
-    ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
+    ours, theirs = replace(LAYOUT, page_size=source_size), replace(LAYOUT, page_size=target_size)
     mapping = PageMapping(ours, theirs)
     source, target = MemfdStore(1, ours), MemfdStore(1, theirs)
     source.memory[:] = bytes(range(len(source.memory)))
@@ -241,7 +241,7 @@ def test_damage_to_any_parts_of_pages_of_any_sizes_is_mended(
     nodes = Nodes(*sizes, wants_checksums=True, faults={number: Fault("corrupt") for number in damaged})
     for num_tokens in prompts:
         key = nodes.open(num_tokens)
-        nodes.begin(key, 0, nodes.target.geometry.num_pages(num_tokens))
+        nodes.begin(key, 0, nodes.target.layout.num_pages(num_tokens))
         nodes.finish(key)
     nodes.run()
     if nodes.failed:
@@ -262,11 +262,11 @@ class Ends:
 
     def __init__(self, transport: str, source: MemfdStore, target: MemfdStore) -> None:
         self.source, self.target = source, target
-        self.books = PageAllocator(target.num_pages)
+        self.allocator = PageAllocator(target.num_pages)
         self.reader = open_reader(target, TransportSettings(transport, DECODE))
         self.writer = open_writer(source, TransportSettings(transport, PREFILL))
         self.sender = Sender(self.writer, digest="model")
-        self.receiver = Receiver(self.reader, self.books, name="decode-0", digest="model", wants_checksums=True)
+        self.receiver = Receiver(self.reader, self.allocator, name="decode-0", digest="model", wants_checksums=True)
         self.events: list[Any] = []
         self.released: list[Any] = []
         self.damage: Callable[[PagesWritten], None] = lambda delivered: None
@@ -288,7 +288,7 @@ class Ends:
             self.sender.on_message(DECODE, message, 0.0)
         self.sender.check()
         self.receiver.check()
-        self.books.check()
+        self.allocator.check()
 
     def until(self, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + 20
@@ -309,27 +309,27 @@ def test_pages_damaged_over_any_transport_are_shipped_again(
     transport: str, sizes: tuple[int, int], is_device: bool
 ) -> None:
     make = DeviceStore if is_device else MemfdStore
-    source = make(16, replace(GEOMETRY, page_size=sizes[0]))
-    target = make(16, replace(GEOMETRY, page_size=sizes[1]))
+    source = make(16, replace(LAYOUT, page_size=sizes[0]))
+    target = make(16, replace(LAYOUT, page_size=sizes[1]))
     pool: Any = source.device if isinstance(source, DeviceStore) else source.memory
     pool[:] = bytes(index % 251 + 1 for index in range(len(pool)))
     ends = Ends(transport, source, target)
     num_tokens, hits = 15, [0]
-    pages = ends.books.alloc(target.geometry.num_pages(num_tokens), Owner.GRANT)
+    pages = ends.allocator.alloc(target.layout.num_pages(num_tokens), Owner.GRANT)
     assert pages is not None
 
     def damage(delivered: PagesWritten) -> None:
         hits[0] += 1
         if hits[0] <= 2:
-            runs = parts_of(target.geometry, max(1, sizes[1] // sizes[0]))[delivered.part].runs(target.geometry)
+            runs = parts_of(target.layout, max(1, sizes[1] // sizes[0]))[delivered.part].runs(target.layout)
             page = pages[delivered.indices[0]]
-            target.memory[page * target.geometry.page_bytes + sum(runs[-1]) - 1] ^= 1
+            target.memory[page * target.layout.page_bytes + sum(runs[-1]) - 1] ^= 1
 
     ends.damage = damage
     try:
         ends.receiver.begin(KEY, PREFILL, first=0, pages=pages, num_tokens=num_tokens)
         ends.sender.open(KEY, DECODE)
-        num_source = source.geometry.num_pages(num_tokens)
+        num_source = source.layout.num_pages(num_tokens)
         ends.sender.computed(KEY, list(range(num_source - 1)))
         ends.sender.finish(KEY, PrefillDone(*KEY, num_tokens, 9), list(range(num_source)))
         ends.until(lambda: bool(ends.events and ends.released))
@@ -344,7 +344,7 @@ def test_pages_damaged_over_any_transport_are_shipped_again(
 def tokens_of(store: MemfdStore, pages: Sequence[int], num_tokens: int) -> bytes:
     """Keys, then values, of a prompt: of one layer and head, 8 bytes a token."""
     pool = store.device if isinstance(store, DeviceStore) else store.memory
-    size, half = store.geometry.page_bytes, store.geometry.page_bytes // 2
+    size, half = store.layout.page_bytes, store.layout.page_bytes // 2
     sides = [b"".join(bytes(pool[p * size + at : p * size + at + half]) for p in pages) for at in (0, half)]
     return b"".join(side[: num_tokens * 8] for side in sides)
 

@@ -6,7 +6,7 @@ from support.kv_fakes import DECODE, PREFILL, Couple
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
-from common.wire.messages import AttachFailed, Connected, Geometry, PagesWritten, Refused
+from common.wire.messages import AttachFailed, Connected, LayoutMessage, PagesWritten, Refused
 from kv_transfer.events import Completed, TransferFailed
 
 __all__ = ["couple"]
@@ -20,11 +20,13 @@ def test_a_pair_that_cannot_work_is_refused_with_a_sentence() -> None:
     wrong: dict[str, dict[str, object]] = {
         "serves a model with digest other": {"digest": "other"},
         "transfers by 'nixl', this prefill node by 'inprocess'": {"transport": "nixl"},
-        "of the page sizes 6 and 4 one must be a multiple of the other": {"geometry": Geometry(1, 1, 2, 6, "float32")},
-        "kv heads 2 and 1 must be equal": {"geometry": Geometry(1, 2, 2, 4, "float32")},
-        "layers 3 and 1 must be equal": {"geometry": Geometry(3, 1, 2, 4, "float32")},
-        "head dim 4 and 2 must be equal": {"geometry": Geometry(1, 1, 4, 4, "float32")},
-        "dtype float16 and float32 must be equal": {"geometry": Geometry(1, 1, 2, 8, "float16")},
+        "of the page sizes 6 and 4 one must be a multiple of the other": {
+            "layout": LayoutMessage(1, 1, 2, 6, "float32")
+        },
+        "kv heads 2 and 1 must be equal": {"layout": LayoutMessage(1, 2, 2, 4, "float32")},
+        "layers 3 and 1 must be equal": {"layout": LayoutMessage(3, 1, 2, 4, "float32")},
+        "head dim 4 and 2 must be equal": {"layout": LayoutMessage(1, 1, 4, 4, "float32")},
+        "dtype float16 and float32 must be equal": {"layout": LayoutMessage(1, 1, 2, 8, "float16")},
         "there is no offer 'nowhere'": {"endpoint": "nowhere"},
     }
     for sentence, change in wrong.items():
@@ -64,7 +66,7 @@ def test_a_lost_connection_alone_frees_nothing() -> None:
     couple.writer.die()
     couple.poll()
     assert couple.receiver.num_quarantined == 0
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
 
 
 def test_a_dead_writer_fails_its_transfers_and_frees_their_pages() -> None:
@@ -77,7 +79,7 @@ def test_a_dead_writer_fails_its_transfers_and_frees_their_pages() -> None:
     couple.poll()
     assert failure(couple).code is ErrorCode.NODE_LOST
     assert couple.pairs_lost == 1
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
     assert list(couple.receiver.peers()) == []
 
 
@@ -186,7 +188,7 @@ def test_close_releases_everything(couple: Couple) -> None:
     couple.settle()
     assert not couple.released[KEY].ok
     couple.poll()
-    assert couple.books.count(Owner.GRANT) == 2  # it may come back
+    assert couple.allocator.count(Owner.GRANT) == 2  # it may come back
     couple.receiver.close()
     couple.settle()
     assert failure(couple).code is ErrorCode.NODE_LOST

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gloo_intruder import Intruder, attach, offer, reader, store, threads, writer
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
 
 from common.errors import ConfigError
@@ -74,7 +74,7 @@ def test_slices_of_a_page_are_gathered_and_scattered(
     assert isinstance(writer.store, MemfdStore)
     writer.store.memory[SIZE : 2 * SIZE] = bytes(range(SIZE))
     front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
-    ticket = writer.write(DECODE, [(1, 5)], SlicePair(GEOMETRY, front, GEOMETRY, back))
+    ticket = writer.write(DECODE, [(1, 5)], SlicePair(LAYOUT, front, LAYOUT, back))
     assert until(writer.done) == [ticket]
     assert store.read(5) == bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
     assert writer.counters()["bytes_by_gloo"] == SIZE // 2
@@ -86,7 +86,7 @@ def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter,
     other = "q" * 32
     attach(writer, reader)
     endpoint = reader.offer(other, 2)
-    second.attach(DECODE, Connect("decode-0", "model", 2, to_message(GEOMETRY), NUM_PAGES, "gloo", endpoint))
+    second.attach(DECODE, Connect("decode-0", "model", 2, to_message(LAYOUT), NUM_PAGES, "gloo", endpoint))
     assert until(lambda: reader.poll(0.0) or second.poll()) == [Attached(DECODE, 2)]
     reader.allow(PREFILL, 1, [1])
     reader.allow(other, 2, [2])
@@ -363,9 +363,9 @@ def test_torch_is_not_imported_for_other_transports() -> None:
 def test_pages_go_from_device_to_device() -> None:
     from common.engine.kv_pool import KVPool
 
-    source, target = (KVPool(GEOMETRY, NUM_PAGES, f"cuda:{i}") for i in range(2))
+    source, target = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{i}") for i in range(2))
     writer, reader = GroupWriter(source, "nccl"), GroupReader(target, "nccl")
-    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
+    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
     assert until(lambda: reader.poll(0.0) or writer.poll(), 60.0) == [Attached(DECODE, 1)]
     source.tensor.copy_(torch.randn(source.tensor.shape))

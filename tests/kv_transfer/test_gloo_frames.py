@@ -103,7 +103,7 @@ class Relay:
 
 
 def terms(connect: Connect, token: bytes, nonces: tuple[bytes, bytes]) -> Terms:
-    size = from_message(connect.geometry).page_bytes
+    size = from_message(connect.layout).page_bytes
     return Terms(magic_of("gloo"), token, 0, 1, connect.epoch, size, connect.num_pages, *nonces)
 
 

@@ -60,10 +60,10 @@ def test_a_lost_decode_node_holds_no_source_pages_though_writes_to_it_cannot_be_
     couple.sender.peer_lost(DECODE)
     couple.settle()
     assert not couple.released[KEY].ok
-    assert couple.source_books.num_free == couple.num_pages
+    assert couple.source_allocator.num_free == couple.num_pages
     couple.receiver.peer_lost(PREFILL)
     couple.settle()
-    assert couple.books.count(Owner.QUARANTINE) == 2
+    assert couple.allocator.count(Owner.QUARANTINE) == 2
     for _ in range(4):
         couple.tick()
     assert couple.writer.num_in_quarantine == 1
@@ -94,7 +94,7 @@ def chosen() -> Couple:
     """As ``in_flight``, through the choice of transports, which waits where letting go must."""
     couple = Couple(Wire(latency=3, can_recall=False))
     couple.sender = Sender(NegotiatingWriter([couple.writer]), digest="model")
-    couple.receiver = Receiver(NegotiatingReader([couple.reader]), couple.books, digest="model")
+    couple.receiver = Receiver(NegotiatingReader([couple.reader]), couple.allocator, digest="model")
     couple.connect()
     shipped(couple, 2)
     return couple

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.choice_fakes import FakeReader, FakeWriter
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.wire.messages import Closed, Connect, Connected, PagesWritten, PrefillDone, Refused
@@ -26,7 +26,7 @@ def store() -> Iterator[MemfdStore]:
 
 def connect(reader: NegotiatingReader, epoch: int = 1) -> Connect:
     endpoint = reader.offer(PREFILL, epoch)
-    return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, reader.name, endpoint)
+    return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, reader.name, endpoint)
 
 
 def both(
@@ -144,7 +144,7 @@ def test_a_new_offer_may_void_writes_under_way(store: MemfdStore) -> None:
 
 def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore) -> None:
     sender = Sender(FakeWriter("slow", store), digest="model")
-    sender.on_message(DECODE, Connect("d", "model", 1, to_message(GEOMETRY), NUM_PAGES, "fast", "e"), 0.0)
+    sender.on_message(DECODE, Connect("d", "model", 1, to_message(LAYOUT), NUM_PAGES, "fast", "e"), 0.0)
     why = "the decode node transfers by 'fast', this prefill node by 'slow'"
     assert sender.take()[0] == [(DECODE, Refused(why, 1))]
 
@@ -208,13 +208,13 @@ def test_a_receiver_grants_nothing_by_a_transport_that_it_did_not_offer(store: M
 def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_release(
     store: MemfdStore,
 ) -> None:
-    reader, books = FakeReader("a", store), PageAllocator(NUM_PAGES)
-    receiver = Receiver(reader, books)
+    reader, allocator = FakeReader("a", store), PageAllocator(NUM_PAGES)
+    receiver = Receiver(reader, allocator)
     receiver.connect(PREFILL)
     receiver.on_message(PREFILL, Connected(1, "a"))
     for rid, end in (("r", None), ("s", Closed("s", 0, "aborted")), ("t", PrefillDone("t", 0, 7, 9))):
         reader.calls.clear()
-        pages = books.alloc(2, Owner.GRANT)
+        pages = allocator.alloc(2, Owner.GRANT)
         assert pages is not None
         receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
         assert reader.calls == [("allow", *pages)]

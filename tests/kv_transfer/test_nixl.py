@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import AttachError, to_message
@@ -35,7 +35,7 @@ def name() -> str:
 
 @pytest.fixture
 def peer_state(name: str) -> Iterator[PeerState]:
-    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 8, "nixl", "")
+    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), 8, "nixl", "")
     peer_state = PeerState("d" * 32, connect, Endpoint("", 0, 0, f"{name}:{TOKEN}", "elsewhere"), 10.0)
     yield peer_state
     if peer_state.watch_socket is not None:
@@ -108,7 +108,7 @@ def writer() -> Iterator[NixlWriter]:
     for page in range(4):
         stores[0].fill(page, page + 1)
     writer, reader = NixlWriter(stores[0]), NixlReader(stores[1])
-    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 4, "nixl", reader.offer(PREFILL, 1))
+    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), 4, "nixl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
     end = time.monotonic() + 20
     while not (news := writer.poll()):
@@ -145,7 +145,7 @@ def test_the_loop_begins_writes_until_its_budget_is_spent(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waking a thread takes longer than a page; but the loop never waits long before it asks what is done."""
-    page_s = GEOMETRY.page_bytes * writer._peers[DECODE].s_per_byte
+    page_s = LAYOUT.page_bytes * writer._peers[DECODE].s_per_byte
     monkeypatch.setattr(nixl_writer, "HOLD_S", 2.5 * page_s)
     assert writer.done() == []  # a new turn
     here = threading.current_thread().name
@@ -155,13 +155,13 @@ def test_the_loop_begins_writes_until_its_budget_is_spent(
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2), (2, 1)])])
     assert beginners[3:] == [here, "nixl-send"]
     wait_for(lambda: writer.poll() == [] and not writer._spent)  # no handle is kept
-    assert writer.counters()["bytes_by_nixl"] == 8 * GEOMETRY.page_bytes
+    assert writer.counters()["bytes_by_nixl"] == 8 * LAYOUT.page_bytes
 
 
 def test_the_cost_of_a_write_is_learnt_from_the_last_large_one(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_writer, "MIN_MEASURED_BYTES", 2 * GEOMETRY.page_bytes)
+    monkeypatch.setattr(nixl_writer, "MIN_MEASURED_BYTES", 2 * LAYOUT.page_bytes)
     peer_state = writer._peers[DECODE]
     peer_state.s_per_byte = guessed = 1e-9
     until(writer, [writer.write(DECODE, [(0, 3)])])
@@ -249,7 +249,7 @@ def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, chan
 def test_an_offer_under_another_key_attaches_and_voids_nothing(peer_state: PeerState) -> None:
     stores = MemfdStore(2), MemfdStore(2)
     writer, reader = NixlWriter(stores[0], key=b"ours"), NixlReader(stores[1], key=b"theirs")
-    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), 2, "nixl", reader.offer(PREFILL, 1))
+    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), 2, "nixl", reader.offer(PREFILL, 1))
     with pytest.raises(AttachError, match=r"the endpoint offered by decode-0 .* sealed with another --cluster-key"):
         writer.attach(DECODE, connect)
     writer._leaving[DECODE] = peer_state

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.config.node import NodeConfig
 from common.engine.kv_pool import KVPool
@@ -24,7 +24,7 @@ from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
 
 NUM_PAGES = 4
-SIZE = GEOMETRY.page_bytes
+SIZE = LAYOUT.page_bytes
 
 
 class DeviceStore(MemfdStore):
@@ -60,7 +60,7 @@ def pair(is_like_host_memory: None) -> Iterator[Callable[..., tuple[NixlWriter, 
     def make(ours: PageStore, theirs: PageStore, *, directs: tuple[bool, bool]) -> tuple[NixlWriter, NixlReader]:
         writer, reader = NixlWriter(ours, is_direct=directs[0]), NixlReader(theirs, is_direct=directs[1])
         opened.extend((writer, reader))
-        attach(writer, reader, GEOMETRY)
+        attach(writer, reader, LAYOUT)
         return writer, reader
 
     yield make
@@ -68,9 +68,9 @@ def pair(is_like_host_memory: None) -> Iterator[Callable[..., tuple[NixlWriter, 
         transport.close()
 
 
-def attach(writer: NixlWriter, reader: NixlReader, geometry: Any) -> None:
+def attach(writer: NixlWriter, reader: NixlReader, layout: Any) -> None:
     offer = reader.offer(PREFILL, 1)
-    writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(geometry), NUM_PAGES, "nixl", offer))
+    writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(layout), NUM_PAGES, "nixl", offer))
     end = time.monotonic() + 60
     while not (news := writer.poll()):
         reader.poll(time.monotonic())
@@ -113,7 +113,7 @@ def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, N
     ours.device_pages[2] = torch.arange(SIZE)
     writer, reader = pair(ours, theirs, directs=(True, True))
     front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
-    write(writer, reader, [(2, 1)], SlicePair(GEOMETRY, front, GEOMETRY, back))
+    write(writer, reader, [(2, 1)], SlicePair(LAYOUT, front, LAYOUT, back))
     half = SIZE // 4  # keys and values, two tokens of four
     page = theirs.device_pages[1].view(2, 2, half)
     assert torch.equal(page[:, 1], torch.arange(SIZE).view(2, 2, half)[:, 0])
@@ -144,11 +144,11 @@ def test_the_flag_is_refused_where_it_would_do_nothing(words: dict[str, str]) ->
 @pytest.mark.cuda
 def test_pages_go_from_gpu_to_gpu() -> None:
     last = torch.cuda.device_count() - 1  # the same, if there is but one
-    ours, theirs = (KVPool(GEOMETRY, NUM_PAGES, f"cuda:{device}") for device in (0, last))
+    ours, theirs = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{device}") for device in (0, last))
     ours.tensor.copy_(torch.randn(ours.tensor.shape))
     torch.cuda.synchronize()
     writer, reader = NixlWriter(ours, is_direct=True), NixlReader(theirs, is_direct=True)
-    attach(writer, reader, GEOMETRY)
+    attach(writer, reader, LAYOUT)
     write(writer, reader, [(1, 3), (2, 0)])
     expected = torch.zeros(theirs.tensor.shape)
     expected[3], expected[0] = ours.tensor[1].cpu(), ours.tensor[2].cpu()

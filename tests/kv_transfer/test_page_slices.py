@@ -13,35 +13,35 @@ from kv_transfer.page_mapping import PageMapping, units_of
 from kv_transfer.page_slices import PageSlice, SlicePair, copy, whole
 from kv_transfer.transports.tcp.receive_thread import Destination
 
-GEOMETRY = PageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=4, dtype="float32")  # 8 bytes a token
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=4, dtype="float32")  # 8 bytes a token
 SIZES = (1, 2, 3, 4, 6, 8, 12)
 PAIRS = [(s, t) for s in SIZES for t in SIZES if s % t == 0 or t % s == 0]
 
 
-def numbered(geometry: PageLayout, num_pages: int, first: int = 1) -> np.ndarray:
+def numbered(layout: PageLayout, num_pages: int, first: int = 1) -> np.ndarray:
     """Pages of which every number is another one, from ``first`` on."""
-    count = num_pages * geometry.page_bytes // 4
-    return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *geometry.shape)
+    count = num_pages * layout.page_bytes // 4
+    return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *layout.shape)
 
 
 def test_a_whole_page_is_one_run() -> None:
-    assert whole(GEOMETRY).runs(GEOMETRY) == [(0, GEOMETRY.page_bytes)]
-    assert whole(GEOMETRY).num_bytes(GEOMETRY) == GEOMETRY.page_bytes == 2 * 2 * 3 * 4 * 8
+    assert whole(LAYOUT).runs(LAYOUT) == [(0, LAYOUT.page_bytes)]
+    assert whole(LAYOUT).num_bytes(LAYOUT) == LAYOUT.page_bytes == 2 * 2 * 3 * 4 * 8
 
 
 def test_some_tokens_are_one_run_for_each_layer_side_and_head() -> None:
     page_slice = PageSlice(1, 1, 0, 3, 2, 2)  # tokens 2 and 3 of layer 1
-    assert page_slice.runs(GEOMETRY) == [(192 + 16 + 32 * plane, 16) for plane in range(6)]
-    assert page_slice.num_bytes(GEOMETRY) == 96
+    assert page_slice.runs(LAYOUT) == [(192 + 16 + 32 * plane, 16) for plane in range(6)]
+    assert page_slice.num_bytes(LAYOUT) == 96
 
 
 def test_some_heads_are_one_run_for_each_layer_and_side() -> None:
     page_slice = PageSlice(0, 2, 1, 2, 0, 4)  # heads 1 and 2
-    assert page_slice.runs(GEOMETRY) == [(32 + 96 * plane, 64) for plane in range(4)]
+    assert page_slice.runs(LAYOUT) == [(32 + 96 * plane, 64) for plane in range(4)]
 
 
 def test_some_layers_are_one_run() -> None:
-    assert PageSlice(1, 1, 0, 3, 0, 4).runs(GEOMETRY) == [(192, 192)]
+    assert PageSlice(1, 1, 0, 3, 0, 4).runs(LAYOUT) == [(192, 192)]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_some_layers_are_one_run() -> None:
     ],
 )
 def test_a_slice_that_is_empty_or_reaches_beyond_the_page_is_not_within_it(page_slice: PageSlice) -> None:
-    assert not page_slice.is_within(GEOMETRY)
+    assert not page_slice.is_within(LAYOUT)
 
 
 boxes = st.builds(PageSlice, *(st.integers(0, 2), st.integers(1, 3)) * 3)
@@ -73,7 +73,7 @@ def test_two_slices_overlap_if_they_have_a_number_in_common(one: PageSlice, othe
 @pytest.mark.parametrize(("source_size", "target_size"), PAIRS)
 def test_prompts_shipped_in_units_arrive_as_a_plain_gather_would_have_it(source_size: int, target_size: int) -> None:
     """Every length of prompt up to two large pages, one unit at a time."""
-    ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
+    ours, theirs = replace(LAYOUT, page_size=source_size), replace(LAYOUT, page_size=target_size)
     mapping = PageMapping(ours, theirs)
     for num_tokens in range(1, 2 * max(source_size, target_size) + 1):
         source, target = (
@@ -102,7 +102,7 @@ def test_prompts_shipped_in_units_arrive_as_a_plain_gather_would_have_it(source_
 
 
 def test_equal_pages_are_shipped_whole() -> None:
-    mapping = PageMapping(GEOMETRY, GEOMETRY)
+    mapping = PageMapping(LAYOUT, LAYOUT)
     assert mapping.slice_pairs == (None,)
     assert (mapping.units.tokens, mapping.units.per_source, mapping.units.per_target) == (4, 1, 1)
 
@@ -122,8 +122,8 @@ def test_any_slice_is_copied_into_any_other_of_its_shape(data: st.DataObject) ->
     counts = [min(a, b) for a, b in zip(whole(ours).counts, whole(theirs).counts, strict=True)]
     counts = [data.draw(st.integers(1, count)) for count in counts]
 
-    def page_slice(geometry: PageLayout) -> PageSlice:
-        sizes = whole(geometry).counts
+    def page_slice(layout: PageLayout) -> PageSlice:
+        sizes = whole(layout).counts
         firsts = [data.draw(st.integers(0, size - count)) for size, count in zip(sizes, counts, strict=True)]
         return PageSlice(*(number for pair in zip(firsts, counts, strict=True) for number in pair))
 

@@ -88,7 +88,7 @@ def test_only_pages_that_have_not_arrived_are_granted_again(couple: Couple) -> N
     couple.hear_prefill()
     assert couple.receiver.counters()["pages_received"] == 1
     snap(couple)
-    assert couple.books.count(Owner.GRANT) == 4
+    assert couple.allocator.count(Owner.GRANT) == 4
     assert KEY not in couple.released
     couple.writer.written.clear()
     couple.finish(KEY)

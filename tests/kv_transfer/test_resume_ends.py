@@ -23,7 +23,7 @@ def test_a_cancel_amid_a_break_frees_the_pages_at_once(couple: Couple) -> None:
     halfway(couple)
     snap(couple)
     couple.cancel(KEY)
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
     couple.run()
     assert not couple.released[KEY].ok
     couple.assert_nothing_is_held()
@@ -62,7 +62,7 @@ def test_a_connection_that_always_breaks_ends_in_an_error_that_names_pair_and_tr
     assert couple.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)
     assert couple.pairs_lost == 1
     assert couple.receiver.counters()["reconnects"] == MAX_TRIES
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
     couple.sender.peer_lost(DECODE)  # the role hangs up
     couple.settle()
     couple.assert_nothing_is_held()
@@ -86,7 +86,7 @@ def test_a_try_that_is_refused_or_not_answered_counts_as_one(couple: Couple, is_
     event = couple.events[KEY]
     assert isinstance(event, TransferFailed)
     assert event.message.endswith("it did not answer" if is_silent else "no way there")
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
 
 
 def test_a_prefill_node_gives_up_when_no_new_connection_comes(couple: Couple) -> None:
@@ -107,7 +107,7 @@ def test_the_death_of_a_writer_is_not_retried(couple: Couple) -> None:
     assert couple.pairs_lost == 1
     event = couple.events[KEY]
     assert isinstance(event, TransferFailed) and event.code is ErrorCode.NODE_LOST
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
 
 
 def test_a_fence_of_an_offer_that_was_never_taken_up_is_a_break(couple: Couple) -> None:
@@ -172,8 +172,8 @@ def test_a_break_without_a_fence_ends_the_transfers_and_keeps_the_pages_in_quara
     turns(couple)
     assert couple.pairs_lost == 1
     assert [couple.events[key].code for key in (KEY, other, later)] == [ErrorCode.NODE_LOST] * 3
-    assert couple.books.count(Owner.QUARANTINE) == 2, "something may still write these"
-    assert owner_of(couple.books, couple.grants[other][0], Owner.QUARANTINE) is Owner.QUARANTINE
+    assert couple.allocator.count(Owner.QUARANTINE) == 2, "something may still write these"
+    assert owner_of(couple.allocator, couple.grants[other][0], Owner.QUARANTINE) is Owner.QUARANTINE
 
 
 def test_a_break_that_is_proven_to_be_over_in_time_is_mended() -> None:
@@ -198,4 +198,4 @@ def test_a_break_that_is_proven_to_be_over_in_time_is_mended() -> None:
     couple.now += BACKOFF_S
     couple.run()
     assert isinstance(couple.events[later], Completed)
-    assert couple.books.count(Owner.QUARANTINE) == 0
+    assert couple.allocator.count(Owner.QUARANTINE) == 0

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore, content
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, content
 from support.shm_pair import (
     KEY,
     NUM_PAGES,
@@ -51,10 +51,10 @@ def test_pages_of_another_process_arrive_unchanged(child: Child, reader: ShmRead
 
 
 def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdStore, writer: ShmWriter) -> None:
-    books = PageAllocator(NUM_PAGES)
-    sender, receiver = Sender(writer, digest="model"), Receiver(reader, books, name="decode-0", digest="model")
+    allocator = PageAllocator(NUM_PAGES)
+    sender, receiver = Sender(writer, digest="model"), Receiver(reader, allocator, name="decode-0", digest="model")
     sender.on_message(DECODE, receiver.connect(PREFILL), 0.0)
-    pages = books.alloc(3, Owner.GRANT)
+    pages = allocator.alloc(3, Owner.GRANT)
     assert pages is not None
     receiver.begin(KEY, PREFILL, first=1, pages=pages, num_tokens=15)
     sender.open(KEY, DECODE)
@@ -79,7 +79,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
     assert events == [Completed(KEY, PrefillDone("r", 0, 15, 9), tuple(pages))]
     assert [release.ok for release in released] == [True]
     assert [set(store.read(page)) for page in pages] == [{content(KEY, index)} for index in (1, 2, 3)]
-    books.free(pages, Owner.GRANT)
+    allocator.free(pages, Owner.GRANT)
     sender.close()
     receiver.poll(0.0)
     assert not receiver.is_connected(PREFILL)
@@ -134,13 +134,13 @@ def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None
 def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     child: Child, reader: ShmReader, store: MemfdStore
 ) -> None:
-    books = PageAllocator(NUM_PAGES)
-    receiver = Receiver(reader, books, name="decode-0", digest="model")
+    allocator = PageAllocator(NUM_PAGES)
+    receiver = Receiver(reader, allocator, name="decode-0", digest="model")
     connect = receiver.connect(PREFILL)
     assert child.attach(reader, connect) == ""
     receiver.on_message(PREFILL, Connected(connect.epoch, "shm"))
     for rid in "ab":
-        pages = books.alloc(2, Owner.GRANT)
+        pages = allocator.alloc(2, Owner.GRANT)
         assert pages is not None
         receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
     receiver.cancel(("a", 0))
@@ -151,16 +151,16 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     ]
     for now in (0.0, 100.0, 1e6):
         receiver.poll(now)
-        assert books.count(Owner.QUARANTINE) == 4
+        assert allocator.count(Owner.QUARANTINE) == 4
     os.kill(child.process.pid, signal.SIGCONT)  # it wakes, and does write
     assert child.ask(do="write", peer=DECODE, page=0, value=9) == 1
     receiver.poll(1e6)
-    assert books.count(Owner.QUARANTINE) == 4
+    assert allocator.count(Owner.QUARANTINE) == 4
     child.kill()
     select.select(reader.files(), [], [], 20.0)
     receiver.poll(1e6)
     receiver.check()
-    assert books.num_free == NUM_PAGES
+    assert allocator.num_free == NUM_PAGES
 
 
 def test_a_connection_that_closes_without_a_word_proves_nothing(
@@ -263,7 +263,7 @@ def test_the_loop_goes_on_while_pages_are_copied_and_is_woken_when_they_are_in_p
     assert select.select(writer.files(), [], [], 20)[0] == list(writer.files())
     assert writer.done() == [1]
     assert [set(store.read(page)) for page in range(4)] == [{7}, {7}, {7}, {0}]
-    assert writer.counters() == {"bytes_by_shm": 3 * GEOMETRY.page_bytes}
+    assert writer.counters() == {"bytes_by_shm": 3 * LAYOUT.page_bytes}
     assert select.select(writer.files(), [], [], 0)[0] == []
 
 

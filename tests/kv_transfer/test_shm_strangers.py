@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.shm_pair import NUM_PAGES, Child, attach, child, offer, open_descriptors, reader, store, writer
 
 from common.errors import ConfigError
@@ -176,8 +176,8 @@ def test_a_writer_refuses_an_invalid_hello(writer: ShmWriter) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{name}")
     listener.listen(8)
-    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
-    hello = shm_hello.HELLO.pack(shm_hello.MAGIC, 1, GEOMETRY.pool_bytes(NUM_PAGES), DECODE.encode())
+    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+    hello = shm_hello.HELLO.pack(shm_hello.MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
     num_before = open_descriptors()
     directory = os.open("/", os.O_RDONLY)
     for frame, files, sentence in [

@@ -6,7 +6,7 @@ import socket
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.tcp_stranger import (
     KEY,
     NUM_PAGES,
@@ -119,7 +119,7 @@ def test_a_writer_names_the_reader_that_it_cannot_reach(writer: TcpWriter) -> No
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()
-    connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", f"127.0.0.1:{port}:{'0' * 64}:2")
+    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", f"127.0.0.1:{port}:{'0' * 64}:2")
     writer.attach(DECODE, connect)
     [attached] = until(writer.poll)
     assert attached.problem == (
@@ -132,7 +132,7 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
     monkeypatch.setattr(tcp_writer, "ATTACH_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:2"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
         [attached] = until(writer.poll)
     assert "did not answer within" in attached.problem
 
@@ -141,7 +141,7 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
 def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
         connection, _ = listener.accept()
         with connection:
             connection.sendall(noise)
@@ -156,7 +156,7 @@ def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: byt
 def test_a_writer_accepts_only_the_next_acknowledgement(writer: TcpWriter, answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
         connection, _ = listener.accept()
     with connection:
         writer.poll()

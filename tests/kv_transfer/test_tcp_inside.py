@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.tcp_stranger import (
     KEY,
     NUM_PAGES,
@@ -223,7 +223,7 @@ def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stra
 
 
 def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: MemfdStore) -> None:
-    ours = replace(GEOMETRY, page_size=2 * GEOMETRY.page_size)
+    ours = replace(LAYOUT, page_size=2 * LAYOUT.page_size)
     source = MemfdStore(NUM_PAGES, ours)
     writer = TcpWriter(source, key=KEY)
     try:
@@ -231,7 +231,7 @@ def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: M
         reader.allow(PREFILL, 1, [3, 4])
         half = SIZE // 2
         source.memory[: 2 * SIZE] = b"a" * half + b"b" * half + b"c" * half + b"d" * half  # keys, then values
-        for target, slices in zip((3, 4), PageMapping(ours, GEOMETRY).slice_pairs, strict=True):
+        for target, slices in zip((3, 4), PageMapping(ours, LAYOUT).slice_pairs, strict=True):
             writer.write(DECODE, [(0, target)], slices)
         done: list[int] = []
         until(lambda: done.extend(writer.done()) or len(done) == 2)
@@ -246,7 +246,7 @@ def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -
     first, second = PageSlice(0, 1, 0, 1, 0, 1), PageSlice(0, 1, 0, 1, 1, 1)
     stranger.part(2, 7, first)
     assert stranger.answer() == (1, 2)
-    size = second.num_bytes(GEOMETRY)
+    size = second.num_bytes(LAYOUT)
     frame, other = (stranger.frame(2, value, size=size, page_slice=second) for value in (8, 9))
     stranger.connection.sendall(frame[:-MAC_BYTES] + other[-MAC_BYTES:])
     assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason

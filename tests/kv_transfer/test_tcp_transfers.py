@@ -24,9 +24,9 @@ class Node:
     """Both roles' endpoints, joined by queues that deliver at once."""
 
     def __init__(self, reader: TcpReader, writer: TcpWriter) -> None:
-        self.books = PageAllocator(NUM_PAGES)
+        self.allocator = PageAllocator(NUM_PAGES)
         self.sender = Sender(writer, digest="model")
-        self.receiver = Receiver(reader, self.books, name="decode-0", digest="model")
+        self.receiver = Receiver(reader, self.allocator, name="decode-0", digest="model")
         self.events: list[Any] = []
         self.released: list[Any] = []
 
@@ -47,13 +47,13 @@ class Node:
             self.sender.on_message(DECODE, message, time.monotonic())
         self.sender.check()
         self.receiver.check()
-        self.books.check()
+        self.allocator.check()
 
 
 def test_a_whole_transfer_over_tcp(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
     node, key = Node(reader, writer), ("r", 0)
     node.connect()
-    pages = node.books.alloc(3, Owner.GRANT)
+    pages = node.allocator.alloc(3, Owner.GRANT)
     assert pages is not None and isinstance(writer.store, MemfdStore)
     node.receiver.begin(key, PREFILL, first=1, pages=pages, num_tokens=15)
     node.sender.open(key, DECODE)
@@ -64,21 +64,21 @@ def test_a_whole_transfer_over_tcp(reader: TcpReader, writer: TcpWriter, store: 
     assert node.events == [Completed(key, PrefillDone("r", 0, 15, 9), tuple(pages))]
     assert [release.ok for release in node.released] == [True]
     assert [set(store.read(page)) for page in pages] == [{content(key, index)} for index in (1, 2, 3)]
-    node.books.free(pages, Owner.GRANT)
+    node.allocator.free(pages, Owner.GRANT)
     node.sender.close()
 
 
 def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
     node, key = Node(reader, writer), ("r", 0)
     node.connect()
-    pages = node.books.alloc(2, Owner.GRANT)
+    pages = node.allocator.alloc(2, Owner.GRANT)
     assert pages is not None
     node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=7)
     node.turn()
     node.receiver.peer_lost(PREFILL)
-    assert node.books.count(Owner.QUARANTINE) == 2
+    assert node.allocator.count(Owner.QUARANTINE) == 2
     node.receiver.poll(0.0)  # no word of the writer's
-    assert node.books.num_free == NUM_PAGES
+    assert node.allocator.num_free == NUM_PAGES
     assert isinstance(node.receiver.take()[1][0], TransferFailed)
     node.sender.close()
 
@@ -93,7 +93,7 @@ def test_a_cut_connection_is_mended_and_its_transfers_go_on(
 ) -> None:
     node, key = Node(reader, writer), ("r", 0)
     node.connect()
-    pages = node.books.alloc(3, Owner.GRANT)
+    pages = node.allocator.alloc(3, Owner.GRANT)
     assert pages is not None and isinstance(writer.store, MemfdStore)
     for index in range(3):
         writer.store.fill(index, content(key, index))
@@ -118,7 +118,7 @@ def test_a_connection_that_is_cut_again_and_again_ends_its_transfers_with_pair_a
     monkeypatch.setattr(links, "BACKOFF_S", 0.01)
     node, key = Node(reader, writer), ("r", 0)
     node.connect()
-    pages = node.books.alloc(2, Owner.GRANT)
+    pages = node.allocator.alloc(2, Owner.GRANT)
     assert pages is not None
     node.sender.open(key, DECODE)
     node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=7)
@@ -136,7 +136,7 @@ def test_a_connection_that_is_cut_again_and_again_ends_its_transfers_with_pair_a
     assert failed.message.startswith("tcp from prefill node pppppppp to decode node decode-0 broke and could not be")
     assert "in 4 tries" in failed.message
     assert node.receiver.counters()["reconnects"] == 4
-    assert node.books.num_free == NUM_PAGES
+    assert node.allocator.num_free == NUM_PAGES
     node.sender.peer_lost(DECODE)  # the role hangs up
     node.turn()
     assert [release.ok for release in node.released] == [False]

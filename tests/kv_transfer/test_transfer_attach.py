@@ -79,7 +79,7 @@ def test_transfers_fail_when_the_tries_for_which_they_wait_are_over(couple: Coup
             f"prefill node prefill-0 could not attach the pool of decode node decode-0 in 4 tries: {NO_WAY}"
         )
     assert couple.pairs_lost == 0
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
 
 
 def test_a_pair_that_failed_is_tried_on_and_recovers(couple: Couple) -> None:

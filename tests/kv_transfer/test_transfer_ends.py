@@ -150,7 +150,7 @@ def test_cancelled_pages_stay_in_quarantine_until_the_writer_says_closed() -> No
     couple.compute(KEY, 3)
     couple.pump()
     couple.cancel(KEY)
-    assert couple.books.count(Owner.QUARANTINE) == couple.receiver.num_quarantined == 4
+    assert couple.allocator.count(Owner.QUARANTINE) == couple.receiver.num_quarantined == 4
     couple.now = 1e6  # a timeout alone frees nothing
     couple.poll()
     assert couple.receiver.num_quarantined == 4
@@ -206,7 +206,7 @@ def test_a_cancel_drops_an_event_that_was_not_taken(couple: Couple) -> None:
     messages, events = couple.receiver.take()
     assert messages == [(PREFILL, TransferAck("r", 0))]
     assert events == []
-    assert couple.books.num_free == couple.num_pages
+    assert couple.allocator.num_free == couple.num_pages
 
 
 def test_a_cancel_before_the_request_is_known_keeps_it_from_ever_being_written(couple: Couple) -> None:

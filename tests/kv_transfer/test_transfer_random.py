@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, GEOMETRY, JUNK, PREFILL, Couple
+from support.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, Couple
 
 from common.cache.page_allocator import Owner
 from common.request import RequestKey
@@ -50,7 +50,7 @@ class Nodes:
         self.sizes["r", len(self.sizes)] = number % 4 + 1
 
     def open(self, number: int) -> None:
-        free = self.couple.source_books.num_free if self.is_alive else 0
+        free = self.couple.source_allocator.num_free if self.is_alive else 0
         for key in pick((k for k, n in self.sizes.items() if k not in self.couple.source_pages and n <= free), number):
             self.couple.open(key, self.sizes[key])
 
@@ -87,7 +87,7 @@ class Nodes:
                 self.settle()
 
     def begin(self, number: int) -> None:
-        free = self.couple.books.num_free
+        free = self.couple.allocator.num_free
         for key in pick((k for k, n in self.sizes.items() if k not in self.begun and n <= free), number):
             first = min(number // 7 % 2, self.sizes[key])
             self.begun[key] = None
@@ -252,13 +252,13 @@ class Nodes:
             self.settle()
             couple.run()
             assert couple.released.keys() == couple.source_pages.keys(), "source pages are held for ever"
-            assert couple.source_books.num_free == couple.num_pages
+            assert couple.source_allocator.num_free == couple.num_pages
         else:
             self.poll(0)
         while self.completed():
             self.give_back(0)
-        assert couple.books.count(Owner.GRANT) == couple.books.count(Owner.QUARANTINE) == 0
-        assert couple.books.num_free == couple.num_pages
+        assert couple.allocator.count(Owner.GRANT) == couple.allocator.count(Owner.QUARANTINE) == 0
+        assert couple.allocator.num_free == couple.num_pages
         couple.close()
 
 
@@ -280,7 +280,7 @@ ACTIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 histories = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 840)), min_size=40, max_size=150)
 kinds = st.sampled_from(("drop", "duplicate", "reorder", "delay", "corrupt", "partition"))
 all_faults = st.dictionaries(st.integers(0, 30), st.builds(Fault, kinds, st.integers(1, 4)), max_size=8)
-speeds = st.sampled_from([None, GEOMETRY.page_bytes, 3 * GEOMETRY.page_bytes])
+speeds = st.sampled_from([None, LAYOUT.page_bytes, 3 * LAYOUT.page_bytes])
 
 
 def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults) -> Nodes:
@@ -295,7 +295,7 @@ def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | Non
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
-def test_any_history_keeps_the_books(
+def test_any_history_keeps_the_allocator(
     history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
 ) -> None:
     walk(history, latency, bytes_per_tick, faults)
@@ -304,7 +304,7 @@ def test_any_history_keeps_the_books(
 @pytest.mark.slow
 @settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
-def test_very_many_histories_keep_the_books(
+def test_very_many_histories_keep_the_allocator(
     history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
 ) -> None:
     walk(history, latency, bytes_per_tick, faults)

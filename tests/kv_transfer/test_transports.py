@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.kv_fakes import DECODE, PREFILL
 from support.nursery import Nursery
-from support.transport_node import GEOMETRY, NUM_PAGES, page_content
+from support.transport_node import LAYOUT, NUM_PAGES, page_content
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 #: Transports whose reader places the bytes, and so needs no word of the writer.
@@ -118,7 +118,7 @@ def digests(*seeds: int) -> list[str]:
     return [hashlib.sha256(page_content(seed)).hexdigest() for seed in seeds]
 
 
-ZERO = hashlib.sha256(bytes(GEOMETRY.page_bytes)).hexdigest()
+ZERO = hashlib.sha256(bytes(LAYOUT.page_bytes)).hexdigest()
 
 
 def test_pages_arrive_unchanged_from_another_process(start: Callable[..., End], transport: str) -> None:
@@ -129,7 +129,7 @@ def test_pages_arrive_unchanged_from_another_process(start: Callable[..., End], 
     assert reader.ask("digest", pages=[0, NUM_PAGES - 1, 5]) == digests(7, 8, 9)
     untouched = [page for page in range(NUM_PAGES) if page not in (0, NUM_PAGES - 1, 5)]
     assert set(reader.ask("digest", pages=untouched)) == {ZERO}
-    assert writer.ask("counters")[f"bytes_by_{transport}"] == 3 * GEOMETRY.page_bytes
+    assert writer.ask("counters")[f"bytes_by_{transport}"] == 3 * LAYOUT.page_bytes
 
 
 def test_many_writes_at_once_all_end_and_all_arrive(start: Callable[..., End], transport: str) -> None:
@@ -326,7 +326,7 @@ def test_auto_chooses_shared_memory_on_one_host_and_says_why(start: Callable[...
     join(writer, reader, "shm")
     ship(writer, reader, [(1, 0, 1)])
     counters = writer.ask("counters")
-    assert counters["bytes_by_shm"] == GEOMETRY.page_bytes
+    assert counters["bytes_by_shm"] == LAYOUT.page_bytes
     assert counters["bytes_by_tcp"] == 0
 
 
@@ -349,7 +349,7 @@ def test_auto_falls_back_to_the_next_that_works(start: Callable[..., End], host:
     assert reader.ask("chosen", peer=PREFILL, epoch=1, transport=expected)
     ship(writer, reader, [(1, 0, 1)])
     assert reader.ask("digest", pages=[1]) == digests(1)
-    assert writer.ask("counters")[f"bytes_by_{expected}"] == GEOMETRY.page_bytes
+    assert writer.ask("counters")[f"bytes_by_{expected}"] == LAYOUT.page_bytes
     assert reader.ask("news") == []
     writer.kill()
     assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 1]

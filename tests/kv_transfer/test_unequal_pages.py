@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.kv_fakes import DECODE, PREFILL
-from support.transport_node import GEOMETRY, page_content
+from support.transport_node import LAYOUT, page_content
 
 from tests.kv_transfer.test_transports import End, join, nursery, start, transport, until
 
@@ -28,7 +28,7 @@ def test_slices_of_pages_arrive_unchanged_from_another_process(
     writer = start("writer", transport, TEST_PAGE_SIZE=str(source_size))
     reader = start("reader", transport, TEST_PAGE_SIZE=str(target_size))
     join(writer, reader, transport)
-    ours, theirs = replace(GEOMETRY, page_size=source_size), replace(GEOMETRY, page_size=target_size)
+    ours, theirs = replace(LAYOUT, page_size=source_size), replace(LAYOUT, page_size=target_size)
     num_units = len(sources) * source_size // min(source_size, target_size)
     per_source, per_target = num_units // len(sources), max(1, target_size // source_size)
     targets = [2 * index + 1 for index in range(num_units // per_target)]

@@ -23,7 +23,7 @@ from kv_transfer.send.sender import Sender
 from kv_transfer.send.session import SendSession
 from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
-GEOMETRY = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
 POOL_TOKENS = 144
 
 
@@ -45,14 +45,14 @@ class Nodes:
         wants_checksums: bool = False,
         faults: Mapping[int, Fault] | None = None,
     ) -> None:
-        self.source = MemfdStore(POOL_TOKENS // source_size, replace(GEOMETRY, page_size=source_size))
-        self.target = MemfdStore(POOL_TOKENS // target_size, replace(GEOMETRY, page_size=target_size))
-        self.books = PageAllocator(self.target.num_pages)
-        self.source_books = PageAllocator(self.source.num_pages)
+        self.source = MemfdStore(POOL_TOKENS // source_size, replace(LAYOUT, page_size=source_size))
+        self.target = MemfdStore(POOL_TOKENS // target_size, replace(LAYOUT, page_size=target_size))
+        self.allocator = PageAllocator(self.target.num_pages)
+        self.source_allocator = PageAllocator(self.source.num_pages)
         self.wire = Wire(latency=latency, faults=faults or {})
         self.sender = Sender(InProcessWriter(self.wire, self.source))
         reader = InProcessReader(self.wire, self.target)
-        self.receiver = Receiver(reader, self.books, wants_checksums=wants_checksums)
+        self.receiver = Receiver(reader, self.allocator, wants_checksums=wants_checksums)
         self.to_prefill: deque[Message] = deque([self.receiver.connect(PREFILL)])
         self.to_decode: deque[Message] = deque()
         self.sizes: dict[RequestKey, int] = {}
@@ -62,19 +62,19 @@ class Nodes:
         self.failed: list[TransferFailed] = []
 
     def pages(self, store: MemfdStore) -> np.ndarray:
-        return np.frombuffer(store.memory, np.float32).reshape(store.num_pages, *store.geometry.shape)
+        return np.frombuffer(store.memory, np.float32).reshape(store.num_pages, *store.layout.shape)
 
     def open(self, num_tokens: int) -> RequestKey:
         key = ("r", len(self.sizes))
         self.sizes[key] = num_tokens
-        pages = self.source_books.alloc(self.source.geometry.num_pages(num_tokens), Owner.REQUEST)
+        pages = self.source_allocator.alloc(self.source.layout.num_pages(num_tokens), Owner.REQUEST)
         assert pages is not None
         self.sources[key] = pages
         self.sender.open(key, DECODE)
         return key
 
     def compute(self, key: RequestKey, num_pages: int) -> None:
-        size = self.source.geometry.page_size
+        size = self.source.layout.page_size
         prompt, view = kv(key, self.sizes[key]), self.pages(self.source)
         for index, page in enumerate(self.sources[key][:num_pages]):
             tokens = prompt[..., index * size : (index + 1) * size, :]
@@ -91,7 +91,7 @@ class Nodes:
         self.settle()
 
     def begin(self, key: RequestKey, first: int, count: int) -> None:
-        pages = self.books.alloc(count, Owner.GRANT)
+        pages = self.allocator.alloc(count, Owner.GRANT)
         assert pages is not None
         self.grants[key] = (first, list(pages))
         self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=self.sizes[key])
@@ -126,10 +126,10 @@ class Nodes:
                 continue
             assert isinstance(event, Completed)
             self.completed[event.key] = event
-            self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
+            self.allocator.move(event.pages, Owner.GRANT, Owner.REQUEST)
         self.sender.check()
         self.receiver.check()
-        self.books.check()
+        self.allocator.check()
 
     def run(self) -> None:
         for _ in range(100):
@@ -139,7 +139,7 @@ class Nodes:
 
     def assert_all_arrived(self) -> None:
         assert not self.failed
-        size, view = self.target.geometry.page_size, self.pages(self.target)
+        size, view = self.target.layout.page_size, self.pages(self.target)
         for key, num_tokens in self.sizes.items():
             first, pages = self.grants[key]
             assert self.completed[key].pages == tuple(pages)
@@ -171,7 +171,7 @@ def test_every_token_of_every_prompt_arrives_whatever_the_order(
 ) -> None:
     nodes = Nodes(*sizes, latency)
     keys = [nodes.open(num_tokens) for num_tokens in prompts]
-    num_targets = [nodes.target.geometry.num_pages(num_tokens) for num_tokens in prompts]
+    num_targets = [nodes.target.layout.num_pages(num_tokens) for num_tokens in prompts]
     num_computed = [0] * len(keys)
     for action, number in history:
         key, which = keys[number % len(keys)], number % len(keys)
@@ -194,7 +194,7 @@ def test_every_token_of_every_prompt_arrives_whatever_the_order(
     nodes.assert_all_arrived()
     assert nodes.receiver.counters()["stale_messages"] == nodes.sender.counters()["stale_messages"] == 0
     pages = [page for _, pages in nodes.grants.values() for page in pages]
-    assert nodes.books.count(Owner.REQUEST) == len(pages)
+    assert nodes.allocator.count(Owner.REQUEST) == len(pages)
     nodes.close()
 
 
@@ -232,7 +232,7 @@ def test_a_longer_page_fills_several_but_none_behind_the_prompts_end() -> None:
     assert nodes.receiver.counters()["pages_received"] == 2
     nodes.finish(key)
     nodes.run()
-    assert nodes.sender.counters()["bytes_sent"] == 3 * nodes.target.geometry.page_bytes
+    assert nodes.sender.counters()["bytes_sent"] == 3 * nodes.target.layout.page_bytes
     nodes.assert_all_arrived()
 
 
@@ -247,7 +247,7 @@ def test_a_grant_beyond_what_the_prompt_can_fill_is_refused(sizes: tuple[int, in
     assert f"the prompt has at most {num_pages}" in closed.message  # type: ignore[attr-defined]
     other = nodes.open(9)
     nodes.finish(other)
-    end = nodes.target.geometry.num_pages(9)
+    end = nodes.target.layout.num_pages(9)
     nodes.sender.on_message(DECODE, Grant(*other, 1, end, (0,)), 0.0)
     ((_, closed),), _ = nodes.sender.take()
     assert f"the prompt has at most {end}" in closed.message  # type: ignore[attr-defined]
@@ -256,12 +256,12 @@ def test_a_grant_beyond_what_the_prompt_can_fill_is_refused(sizes: tuple[int, in
 def test_a_number_of_parts_that_does_not_divide_a_page_is_refused() -> None:
     nodes = Nodes(2, 6)
     key = nodes.open(9)
-    pages = nodes.books.alloc(2, Owner.GRANT)
+    pages = nodes.allocator.alloc(2, Owner.GRANT)
     nodes.receiver.begin(key, PREFILL, first=0, pages=pages or (), num_tokens=9)
     nodes.receiver.on_message(PREFILL, Connected(1, "inprocess", 4))
     why = "a page of 6 tokens cannot come in 4 parts"
     assert nodes.receiver.take()[1] == [TransferFailed(key, ErrorCode.TRANSFER_FAILED, why)]
-    assert nodes.books.num_free == nodes.books.num_pages
+    assert nodes.allocator.num_free == nodes.allocator.num_pages
 
 
 def test_units_behind_the_prompts_end_are_never_due() -> None:

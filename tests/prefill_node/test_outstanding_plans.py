@@ -19,7 +19,7 @@ def commit(node: PrefillNode, plan: StepPlan) -> list[tuple[str, int, bool]]:
     """Of each chunk taken in: its request, its tokens, and whether it was the last."""
     effects = node.scheduler.commit(result_of(plan))
     node.scheduler.check()
-    node.books.check()
+    node.allocator.check()
     node.cache.check()
     return [(e.request.rid, e.num_tokens, e.first is not None) for e in effects if isinstance(e, Computed)]
 

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.nursery import Nursery
 from support.shm_pair import attach as attach_shm
 from support.shm_pair import offer as offer_shm
@@ -153,7 +153,7 @@ def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: lis
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-            writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "tcp", endpoint))
+            writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
             connection, _ = listener.accept()
         with connection:
             until(lambda: writer.poll() or connection.recv(HELLO.size, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -218,8 +218,8 @@ def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) 
     try:
         listener.bind(f"\0{name}")
         listener.listen(1)
-        hello = SHM_HELLO.pack(SHM_MAGIC, 1, GEOMETRY.pool_bytes(NUM_PAGES), DECODE.encode())
-        connect = Connect("decode-0", "model", 1, to_message(GEOMETRY), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+        hello = SHM_HELLO.pack(SHM_MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
+        connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
         packets = [packet for packet in mangled([hello], changes) if packet] or [b"?"]
         writer.attach(DECODE, connect)
         pending, _ = listener.accept()

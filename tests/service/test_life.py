@@ -194,7 +194,7 @@ def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path
         service.wait_until_ready()
         service.start("decode-0")
         assert service.processes.pop("decode-0").wait(60) == 2
-        assert "page geometry of node decode-0" in service.log()
+        assert "page layout of node decode-0" in service.log()
     finally:
         service.close()
 

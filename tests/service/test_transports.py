@@ -63,7 +63,7 @@ async def test_pages_travel_by_the_transport_of_the_pair_and_by_nothing_else(
     def moved(node: str, name: str) -> float:
         return after[node].get(name, 0.0) - before[node].get(name, 0.0)
 
-    shape = workers["prefill-0"]["register"]["geometry"]
+    shape = workers["prefill-0"]["register"]["layout"]
     page_bytes = 2 * shape["num_layers"] * shape["num_kv_heads"] * shape["page_size"] * shape["head_dim"] * 4
     assert moved("prefill-0", f"bytes_by_{transport}") == 13 * page_bytes
     others = [name for name in after["prefill-0"] if name.startswith("bytes_by_") and name != f"bytes_by_{transport}"]

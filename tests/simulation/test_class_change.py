@@ -4,7 +4,7 @@ import pytest
 from support.lone_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
-from common.decision_log import Decisions
+from common.decision_log import DecisionLog
 from common.scheduling.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 from decode_node.request_state import Event
 
@@ -67,7 +67,7 @@ def test_retracted_and_extending_requests_continue_in_the_new_class() -> None:
 
 
 def test_a_change_is_logged_with_both_classes() -> None:
-    decisions = Decisions()
+    decisions = DecisionLog()
     decisions.note_change(0.0, "a", (1, "low"), (2, "high"))
     decisions.note_change(0.0, "a", (2, "high"), (3, None))
     assert [decided.reason for decided in decisions.last(2, 0.0)] == [

@@ -20,29 +20,29 @@ class Pool:
 
     def __init__(self, num_pages: int, page_size: int = PAGE, *, is_enabled: bool = True) -> None:
         self.page_size = page_size
-        self.books = PageAllocator(num_pages)
-        self.cache = RadixCache(self.books, page_size, is_enabled=is_enabled)
+        self.allocator = PageAllocator(num_pages)
+        self.cache = RadixCache(self.allocator, page_size, is_enabled=is_enabled)
 
     @property
     def num_tokens(self) -> int:
         """Free and evictable memory."""
-        return (self.books.num_free + self.cache.num_evictable_pages) * self.page_size
+        return (self.allocator.num_free + self.cache.num_evictable_pages) * self.page_size
 
     def adder(
         self, total: int | None = None, inputs: int = 10_000, chunk: int | None = None, **rest: Any
     ) -> PrefillAdder:
         budgets = Budgets(self.num_tokens if total is None else total, inputs, chunk)
         rest.setdefault("reserve_output", False)
-        return PrefillAdder(self.cache, self.books, budgets, **rest)
+        return PrefillAdder(self.cache, self.allocator, budgets, **rest)
 
     def cached(self, *tokens: int) -> None:
         """Put these tokens into the cache."""
-        pages = self.books.alloc(len(tokens) // self.page_size, Owner.REQUEST)
+        pages = self.allocator.alloc(len(tokens) // self.page_size, Owner.REQUEST)
         assert pages is not None
         self.cache.insert(tokens, pages)
 
     def check(self) -> None:
-        self.books.check()
+        self.allocator.check()
         self.cache.check()
 
 

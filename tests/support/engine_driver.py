@@ -14,7 +14,7 @@ class Driver:
 
     def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
-        self.page_size = executor.pool.geometry.page_size
+        self.page_size = executor.pool.layout.page_size
         # Even pages come after odd ones, so that neighbouring tokens are not on neighbouring pages.
         pages = range(executor.pool.num_pages)
         self.free = [*pages[::2], *pages[1::2]]

@@ -45,14 +45,14 @@ class FakePool:
     device_pages = None
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.geometry = PageLayout(1, 1, 1, page_size, "float32")
+        self.layout = PageLayout(1, 1, 1, page_size, "float32")
         self.num_pages = num_pages
-        self.bytes = bytearray(self.geometry.pool_bytes(num_pages))
+        self.bytes = bytearray(self.layout.pool_bytes(num_pages))
         self.memory = memoryview(self.bytes)
         self.keys = np.frombuffer(self.bytes, np.uint32).reshape(num_pages, 2, page_size)[:, 0]
 
     def export_page(self, page: int, into: memoryview) -> None:
-        size = self.geometry.page_bytes
+        size = self.layout.page_bytes
         into[:] = self.memory[page * size : (page + 1) * size]
 
     def landed(self, pages: Sequence[int]) -> None:

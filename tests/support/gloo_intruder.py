@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
 
 from common.wire.messages import Connect
@@ -40,7 +40,7 @@ def writer() -> Iterator[GroupWriter]:
 
 
 def offer(reader: GroupReader, epoch: int = 1) -> Connect:
-    return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, "gloo", reader.offer(PREFILL, epoch))
+    return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, "gloo", reader.offer(PREFILL, epoch))
 
 
 def attach(writer: GroupWriter, reader: GroupReader, epoch: int = 1) -> None:

@@ -18,7 +18,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, InProcessWrit
 
 PREFILL = "p" * 32
 DECODE = "d" * 32
-GEOMETRY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=4, dtype="float32")  # 64 bytes a page
+LAYOUT = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=4, dtype="float32")  # 64 bytes a page
 JUNK = 0xEE  # content of pages that must not be read
 
 
@@ -28,12 +28,12 @@ class MemfdStore:
     is_mapped = is_in_place = True
     device_pages = None
 
-    def __init__(self, num_pages: int, geometry: PageLayout = GEOMETRY) -> None:
-        self.geometry = geometry
+    def __init__(self, num_pages: int, layout: PageLayout = LAYOUT) -> None:
+        self.layout = layout
         self.num_pages = num_pages
         self.fd = os.memfd_create("baton-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, geometry.pool_bytes(num_pages))
-        self.memory = mmap.mmap(self.fd, geometry.pool_bytes(num_pages))
+        os.ftruncate(self.fd, layout.pool_bytes(num_pages))
+        self.memory = mmap.mmap(self.fd, layout.pool_bytes(num_pages))
         self.num_landed = 0
 
     def export_page(self, page: int, into: memoryview) -> None:
@@ -43,11 +43,11 @@ class MemfdStore:
         self.num_landed += len(pages)
 
     def read(self, page: int) -> bytes:
-        size = self.geometry.page_bytes
+        size = self.layout.page_bytes
         return self.memory[page * size : (page + 1) * size]
 
     def fill(self, page: int, value: int) -> None:
-        size = self.geometry.page_bytes
+        size = self.layout.page_bytes
         self.memory[page * size : (page + 1) * size] = bytes([value]) * size
 
     def close(self) -> None:
@@ -60,15 +60,15 @@ def content(key: RequestKey, index: int) -> int:
     return (sum(key[0].encode()) * 31 + key[1] * 7 + index) % 200 + 1
 
 
-def owner_of(books: PageAllocator, page: int, *candidates: Owner) -> Owner:
+def owner_of(allocator: PageAllocator, page: int, *candidates: Owner) -> Owner:
     """Which of these owns the page; it fails if none does."""
     for owner in candidates[:-1]:
         try:
-            books.move([page], owner, owner)
+            allocator.move([page], owner, owner)
         except AssertionError:
             continue
         return owner
-    books.move([page], candidates[-1], candidates[-1])
+    allocator.move([page], candidates[-1], candidates[-1])
     return candidates[-1]
 
 
@@ -78,17 +78,19 @@ class WatchedWriter(InProcessWriter):
     Writes to a peer that was dropped may read anything.
     """
 
-    def __init__(self, wire: Wire, store: MemfdStore, source_books: PageAllocator, target_books: PageAllocator) -> None:
+    def __init__(
+        self, wire: Wire, store: MemfdStore, source_allocator: PageAllocator, target_allocator: PageAllocator
+    ) -> None:
         super().__init__(wire, store)
         self.num_in_quarantine = 0
         self.written: list[int] = []
-        self._source_books = source_books
-        self._target_books = target_books
+        self._source_allocator = source_allocator
+        self._target_allocator = target_allocator
 
     def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         if peer not in self._leaving:
-            owner_of(self._source_books, source, Owner.REQUEST)
-        owner = owner_of(self._target_books, target, Owner.GRANT, Owner.QUARANTINE)
+            owner_of(self._source_allocator, source, Owner.REQUEST)
+        owner = owner_of(self._target_allocator, target, Owner.GRANT, Owner.QUARANTINE)
         self.num_in_quarantine += owner is Owner.QUARANTINE
         self.written.append(target)
         return super().put(peer, source, target, slices)
@@ -110,13 +112,13 @@ class Couple:
     def __post_init__(self) -> None:
         self.source = MemfdStore(self.num_pages)
         self.target = MemfdStore(self.num_pages)
-        self.source_books = PageAllocator(self.num_pages)
-        self.books = PageAllocator(self.num_pages)
-        self.writer = WatchedWriter(self.wire, self.source, self.source_books, self.books)
+        self.source_allocator = PageAllocator(self.num_pages)
+        self.allocator = PageAllocator(self.num_pages)
+        self.writer = WatchedWriter(self.wire, self.source, self.source_allocator, self.allocator)
         self.reader = InProcessReader(self.wire, self.target)
         self.sender = Sender(self.writer, digest="model", wants_checksums=self.wants_checksums[0])
         self.receiver = Receiver(
-            self.reader, self.books, name="decode-0", digest="model", wants_checksums=self.wants_checksums[1]
+            self.reader, self.allocator, name="decode-0", digest="model", wants_checksums=self.wants_checksums[1]
         )
         self.to_decode: deque[Message] = deque()
         self.to_prefill: deque[Message] = deque()
@@ -134,7 +136,7 @@ class Couple:
 
     def open(self, key: RequestKey, num_pages: int) -> None:
         """A request of that many pages, the last one partial, begins to be computed."""
-        pages = self.source_books.alloc(num_pages, Owner.REQUEST)
+        pages = self.source_allocator.alloc(num_pages, Owner.REQUEST)
         assert pages is not None
         self.source_pages[key] = pages
         self.sender.open(key, DECODE)
@@ -152,7 +154,7 @@ class Couple:
         pages = self.source_pages[key]
         for index, page in enumerate(pages):
             self.source.fill(page, content(key, index))
-        num_tokens = len(pages) * GEOMETRY.page_size - 1
+        num_tokens = len(pages) * LAYOUT.page_size - 1
         self.sender.finish(key, PrefillDone(*key, num_tokens, token), pages)
         self.settle()
 
@@ -165,12 +167,12 @@ class Couple:
 
     def begin(self, key: RequestKey, num_pages: int, first: int = 0) -> list[int]:
         """Expect a prompt of that many pages, of which the first ``first`` are here; returns the reserved pages."""
-        pages = self.books.alloc(num_pages - first, Owner.GRANT)
+        pages = self.allocator.alloc(num_pages - first, Owner.GRANT)
         assert pages is not None
         for page in pages:
             self.target.fill(page, JUNK)
         self.grants[key] = list(pages)
-        num_tokens = num_pages * GEOMETRY.page_size - 1
+        num_tokens = num_pages * LAYOUT.page_size - 1
         self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=num_tokens)
         self.settle()
         return pages
@@ -248,7 +250,7 @@ class Couple:
             self.released[release.key] = release
             for page in self.source_pages[release.key]:
                 self.source.fill(page, JUNK)
-            self.source_books.free(self.source_pages[release.key], Owner.REQUEST)
+            self.source_allocator.free(self.source_pages[release.key], Owner.REQUEST)
         replies, events = self.receiver.take()
         assert all(peer == PREFILL for peer, _ in replies)
         self.to_prefill.extend(message for _, message in replies)
@@ -264,8 +266,8 @@ class Couple:
         self.events[event.key] = event
         if isinstance(event, Completed):
             assert list(event.pages) == self.grants[event.key]
-            self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
-            first = GEOMETRY.num_pages(event.prefill_done.num_tokens) - len(event.pages)
+            self.allocator.move(event.pages, Owner.GRANT, Owner.REQUEST)
+            first = LAYOUT.num_pages(event.prefill_done.num_tokens) - len(event.pages)
             for index, page in enumerate(event.pages, first):
                 assert set(self.target.read(page)) == {content(event.key, index)}, f"page {index} has other bytes"
 
@@ -273,18 +275,18 @@ class Couple:
         """The decode node is done with a completed request, and frees its pages."""
         event = self.events[key]
         assert isinstance(event, Completed)
-        self.books.free(event.pages, Owner.REQUEST)
+        self.allocator.free(event.pages, Owner.REQUEST)
         self.check()
 
     def check(self) -> None:
         self.sender.check()
         self.receiver.check()
-        self.books.check()
-        self.source_books.check()
+        self.allocator.check()
+        self.source_allocator.check()
 
     def assert_nothing_is_held(self) -> None:
-        assert self.books.num_free == self.num_pages
-        assert self.source_books.num_free == self.num_pages
+        assert self.allocator.num_free == self.num_pages
+        assert self.source_allocator.num_free == self.num_pages
         assert self.wire.num_in_flight == 0
         assert self.released.keys() == self.source_pages.keys(), "source pages are still held"
 

@@ -160,15 +160,15 @@ class LocalCluster:
     def _prefill_node(self, name: str, num_pages: int) -> Member:
         page_size = self._page_sizes["prefill"]
         executor, eos = self._load(num_pages, page_size)
-        books = PageAllocator(num_pages)
-        cache = RadixCache(books, page_size, is_enabled=self._is_cached)
+        allocator = PageAllocator(num_pages)
+        cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
         sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
         scheduler = prefill.PrefillScheduler(
             cache,
-            books,
+            allocator,
             limits=self._with_limits(limits),
             ordering=self._order(cache),
             eos_token_ids=eos,
@@ -176,7 +176,7 @@ class LocalCluster:
         )
         return Member(
             name,
-            PrefillRole(scheduler, sender, cache=cache, allocator=books, vocab_size=VOCAB_SIZE),
+            PrefillRole(scheduler, sender, cache=cache, allocator=allocator, vocab_size=VOCAB_SIZE),
             executor,
             transport,
         )
@@ -184,14 +184,14 @@ class LocalCluster:
     def _decode_node(self, name: str, num_pages: int) -> Member:
         page_size = self._page_sizes["decode"]
         executor, eos = self._load(num_pages, page_size)
-        books = PageAllocator(num_pages)
-        cache = RadixCache(books, page_size, is_enabled=self._is_cached)
+        allocator = PageAllocator(num_pages)
+        cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingReader([transport])
-        receiver = Receiver(chosen, books, name=name, digest="model")
+        receiver = Receiver(chosen, allocator, name=name, digest="model")
         scheduler = decode.DecodeScheduler(
             cache,
-            books,
+            allocator,
             limits=self._with_limits(
                 decode.DecodeLimits(
                     self._max_running,
@@ -210,7 +210,7 @@ class LocalCluster:
             scheduler,
             receiver,
             cache=cache,
-            allocator=books,
+            allocator=allocator,
             vocab_size=VOCAB_SIZE,
             stream_interval=self._stream_interval,
         )

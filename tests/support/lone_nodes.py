@@ -25,15 +25,15 @@ class PrefillNode:
     def __init__(
         self, *, num_pages: int = 100, slots: int = 8, chunk: int | None = 8, rules: Any = None, skip_ahead: int = 2
     ) -> None:
-        self.books = PageAllocator(num_pages)
-        self.cache = RadixCache(self.books, PAGE)
+        self.allocator = PageAllocator(num_pages)
+        self.cache = RadixCache(self.allocator, PAGE)
         self.granted: set[tuple[str, int]] = set()
         self.now = 0.0
         self.done: list[str] = []
         self.computed: list[list[tuple[str, int]]] = []
         self.scheduler = PrefillScheduler(
             self.cache,
-            self.books,
+            self.allocator,
             limits=PrefillLimits(slots, chunk_tokens=chunk, max_skip_ahead=skip_ahead),
             ordering=RequestOrdering(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
             eos_token_ids=(),
@@ -60,7 +60,7 @@ class PrefillNode:
                 self.done.append(effect.request.rid)
                 if is_sent:
                     self.scheduler.release(effect.request.key)
-        self.books.check()
+        self.allocator.check()
         self.cache.check()
         return chunks
 
@@ -83,8 +83,8 @@ class DecodeNode:
         ratio: NewTokenRatio | None = None,
         **limits: Any,
     ) -> None:
-        self.books = PageAllocator(num_pages)
-        self.cache = RadixCache(self.books, PAGE)
+        self.allocator = PageAllocator(num_pages)
+        self.cache = RadixCache(self.allocator, PAGE)
         self.now = 0.0
         self.done: list[str] = []
         self.granted: list[str] = []
@@ -92,7 +92,7 @@ class DecodeNode:
         self.connected: set[str] = set()  # prefill nodes that would compute a request again
         self.scheduler = DecodeScheduler(
             self.cache,
-            self.books,
+            self.allocator,
             limits=DecodeLimits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
             ordering=RequestOrdering(make_policy(policy, self.cache), rules),
             ratio=ratio or NewTokenRatio(RatioConstants(initial=0.0)),
@@ -167,7 +167,7 @@ class DecodeNode:
 
     def check(self) -> None:
         self.scheduler.check()
-        self.books.check()
+        self.allocator.check()
         self.cache.check()
 
     def state(self, rid: str) -> State:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-from support.kv_fakes import DECODE, GEOMETRY, PREFILL, MemfdStore
+from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, whole
@@ -15,8 +15,8 @@ from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp.protocol import DONE, DONE_FRAME_BYTES, HELLO, MAGIC, PAGE, WELCOME, Terms
 
 NUM_PAGES = 8
-SIZE = GEOMETRY.page_bytes
-WHOLE = whole(GEOMETRY)
+SIZE = LAYOUT.page_bytes
+WHOLE = whole(LAYOUT)
 KEY = b"the cluster's key"
 
 
@@ -44,7 +44,7 @@ def writer() -> Iterator[TcpWriter]:
 
 
 def offer(reader: TcpReader, epoch: int = 1) -> Connect:
-    return Connect("decode-0", "model", epoch, to_message(GEOMETRY), NUM_PAGES, "tcp", reader.offer(PREFILL, epoch))
+    return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, "tcp", reader.offer(PREFILL, epoch))
 
 
 def until(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:
@@ -133,7 +133,7 @@ class Stranger:
         self.num_sent += 1
 
     def part(self, page: int, value: int, page_slice: PageSlice) -> None:
-        self.page(page, value, size=page_slice.num_bytes(GEOMETRY), page_slice=page_slice)
+        self.page(page, value, size=page_slice.num_bytes(LAYOUT), page_slice=page_slice)
 
     def answer(self) -> tuple[int, int] | None:
         """(was it placed, page) of the next acknowledgement; None if the reader hung up."""

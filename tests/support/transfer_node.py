@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from support.kv_fakes import JUNK, MemfdStore
-from support.transport_node import GEOMETRY, NUM_PAGES
+from support.transport_node import LAYOUT, NUM_PAGES
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey
@@ -24,11 +24,11 @@ from kv_transfer.transports.negotiation import TransportSettings, open_reader, o
 
 def num_tokens(num_pages: int) -> int:
     """Of a prompt of so many pages, the last one not quite full."""
-    return num_pages * GEOMETRY.page_size - 1
+    return num_pages * LAYOUT.page_size - 1
 
 
 def content(key: RequestKey, index: int) -> bytes:
-    return random.Random(f"{key} {index}").randbytes(GEOMETRY.page_bytes)
+    return random.Random(f"{key} {index}").randbytes(LAYOUT.page_bytes)
 
 
 def put(store: MemfdStore, page: int, data: bytes) -> None:
@@ -39,8 +39,8 @@ class TransferEnd:
     """What both ends have in common. ``outgoing``: messages that the test has not fetched, [peer, JSON]."""
 
     def __init__(self) -> None:
-        self.store = MemfdStore(NUM_PAGES, GEOMETRY)
-        self.books = PageAllocator(NUM_PAGES)
+        self.store = MemfdStore(NUM_PAGES, LAYOUT)
+        self.allocator = PageAllocator(NUM_PAGES)
         self.outgoing: list[list[str]] = []
 
     def say(self, messages: list[tuple[str, Any]]) -> None:
@@ -70,7 +70,7 @@ class SenderEnd(TransferEnd):
         for release in released:
             assert release.key[0] not in self.released, "released twice"
             self.released[release.key[0]] = release.ok
-            self.books.free(self.pages.pop(release.key), Owner.REQUEST)
+            self.allocator.free(self.pages.pop(release.key), Owner.REQUEST)
 
     def do_hear(self, peer: str, message: str) -> None:
         self.sender.on_message(peer, msgspec.json.decode(message, type=FromDecode), time.monotonic())
@@ -79,7 +79,7 @@ class SenderEnd(TransferEnd):
     def do_open(self, rid: str, peer: str, num_pages: int) -> None:
         """The request is known, and all of its prompt is computed at once."""
         key = (rid, 0)
-        pages = self.books.alloc(num_pages, Owner.REQUEST)
+        pages = self.allocator.alloc(num_pages, Owner.REQUEST)
         assert pages is not None
         self.pages[key] = pages
         for index, page in enumerate(pages):
@@ -105,15 +105,15 @@ class SenderEnd(TransferEnd):
 
     def do_books(self) -> dict[str, Any]:
         self.sender.check()
-        self.books.check()
-        return {"free": self.books.num_free, "aside": 0, "ends": self.released}
+        self.allocator.check()
+        return {"free": self.allocator.num_free, "aside": 0, "ends": self.released}
 
 
 class ReceiverEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
         super().__init__()
         self.transport = open_reader(self.store, settings)
-        self.receiver = Receiver(self.transport, self.books, name="decode-0", digest="model")
+        self.receiver = Receiver(self.transport, self.allocator, name="decode-0", digest="model")
         self.ends: dict[str, str] = {}
         self.kept: dict[str, tuple[int, ...]] = {}
         self.is_clean = [False] * NUM_PAGES
@@ -134,13 +134,13 @@ class ReceiverEnd(TransferEnd):
             assert rid not in self.ends, "ended twice"
             self.ends[rid] = type(event).__name__
             if isinstance(event, Completed):
-                self.books.move(event.pages, Owner.GRANT, Owner.REQUEST)
+                self.allocator.move(event.pages, Owner.GRANT, Owner.REQUEST)
                 self.kept[rid] = event.pages
                 self._look_at(rid)
         messages, events = self.receiver.take()
         assert not events
         self.say(messages)
-        for page in self.books._stack:
+        for page in self.allocator._stack:
             if not self.is_clean[page]:
                 self.store.fill(page, JUNK)
                 self.is_clean[page] = True
@@ -153,7 +153,7 @@ class ReceiverEnd(TransferEnd):
         self.say([(peer, self.receiver.connect(peer))])
 
     def do_begin(self, rid: str, peer: str, num_pages: int) -> None:
-        pages = self.books.alloc(num_pages, Owner.GRANT)
+        pages = self.allocator.alloc(num_pages, Owner.GRANT)
         assert pages is not None
         for page in pages:
             self.is_clean[page] = False
@@ -175,13 +175,13 @@ class ReceiverEnd(TransferEnd):
     def do_give_back(self, rid: str) -> None:
         """The answer is over, and its pages have not changed meanwhile."""
         self._look_at(rid)
-        self.books.free(self.kept.pop(rid), Owner.REQUEST)
+        self.allocator.free(self.kept.pop(rid), Owner.REQUEST)
         self._settle()
 
     def do_books(self) -> dict[str, Any]:
         self.receiver.check()
-        self.books.check()
-        junk = bytes([JUNK]) * GEOMETRY.page_bytes
-        for page in self.books._stack:
+        self.allocator.check()
+        junk = bytes([JUNK]) * LAYOUT.page_bytes
+        for page in self.allocator._stack:
             assert self.store.read(page) == junk, f"page {page} is free, and was written"
-        return {"free": self.books.num_free, "aside": self.receiver.num_quarantined, "ends": self.ends}
+        return {"free": self.allocator.num_free, "aside": self.receiver.num_quarantined, "ends": self.ends}

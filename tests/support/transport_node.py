@@ -30,25 +30,25 @@ from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
 from kv_transfer.transports.tcp import writer as tcp_writer
 
-GEOMETRY = PageLayout(num_layers=4, num_kv_heads=2, head_dim=256, page_size=16, dtype="float32")  # 256 KiB a page
+LAYOUT = PageLayout(num_layers=4, num_kv_heads=2, head_dim=256, page_size=16, dtype="float32")  # 256 KiB a page
 NUM_PAGES = 16
 GROUP_MODULES = {
     f"kv_transfer.transports.torch_distributed.{part}" for part in ("backend", "rendezvous", "reader", "writer")
 }
 
 
-def page_content(seed: int, geometry: PageLayout = GEOMETRY) -> bytes:
-    return random.Random(seed).randbytes(geometry.page_bytes)
+def page_content(seed: int, layout: PageLayout = LAYOUT) -> bytes:
+    return random.Random(seed).randbytes(layout.page_bytes)
 
 
-def geometry_here() -> PageLayout:
+def layout_here() -> PageLayout:
     """This process's pages: ``TEST_PAGE_SIZE`` tokens long, where it is set."""
-    return replace(GEOMETRY, page_size=int(os.environ.get("TEST_PAGE_SIZE", GEOMETRY.page_size)))
+    return replace(LAYOUT, page_size=int(os.environ.get("TEST_PAGE_SIZE", LAYOUT.page_size)))
 
 
 class WriterEnd:
     def __init__(self, settings: TransportSettings) -> None:
-        self.store = MemfdStore(NUM_PAGES, geometry_here())
+        self.store = MemfdStore(NUM_PAGES, layout_here())
         self.transport: WriterTransport = open_writer(self.store, settings)
         self.news: list[Any] = []
         self.finished: list[int] = []
@@ -60,7 +60,7 @@ class WriterEnd:
 
     def do_attach(self, peer: str, connect: str) -> str:
         offer = msgspec.json.decode(connect, type=Connect)
-        self.fits[peer] = PageMapping(self.store.geometry, from_message(offer.geometry))
+        self.fits[peer] = PageMapping(self.store.layout, from_message(offer.layout))
         try:
             self.transport.attach(peer, offer)
         except AttachError as error:
@@ -69,9 +69,9 @@ class WriterEnd:
 
     def do_write(self, peer: str, pages: list[tuple[int, int, int]], slices: int = 0) -> int:
         """(seed, our page, the peer's page); number of the slice pair of each, where page sizes differ"""
-        size = self.store.geometry.page_bytes
+        size = self.store.layout.page_bytes
         for seed, source, _ in pages:
-            self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.geometry)
+            self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.layout)
         moved = [(source, target) for _, source, target in pages]
         return self.transport.write(peer, moved, self.fits[peer].slice_pairs[slices])
 
@@ -85,7 +85,7 @@ class WriterEnd:
 
 class ReaderEnd:
     def __init__(self, settings: TransportSettings) -> None:
-        self.store = MemfdStore(NUM_PAGES, geometry_here())
+        self.store = MemfdStore(NUM_PAGES, layout_here())
         self.transport: ReaderTransport = open_reader(self.store, settings)
         self.news: list[Any] = []
 
@@ -95,7 +95,7 @@ class ReaderEnd:
     def do_offer(self, peer: str, epoch: int) -> str:
         endpoint = self.transport.offer(peer, epoch)
         name = self.transport.name
-        connect = Connect("decode-0", "model", epoch, to_message(self.store.geometry), NUM_PAGES, name, endpoint)
+        connect = Connect("decode-0", "model", epoch, to_message(self.store.layout), NUM_PAGES, name, endpoint)
         return msgspec.json.encode(connect).decode()
 
     def do_chosen(self, peer: str, epoch: int, transport: str) -> bool:
@@ -112,9 +112,9 @@ class ReaderEnd:
 
     def do_fill(self, pages: list[tuple[int, int]]) -> None:
         """(seed, page)"""
-        size = self.store.geometry.page_bytes
+        size = self.store.layout.page_bytes
         for seed, page in pages:
-            self.store.memory[page * size : (page + 1) * size] = page_content(seed, self.store.geometry)
+            self.store.memory[page * size : (page + 1) * size] = page_content(seed, self.store.layout)
 
     def do_digest(self, pages: list[int]) -> list[str]:
         return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]

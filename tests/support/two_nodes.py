@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from support.explore import Action
 from support.two_nodes_actions import actions_of
-from support.two_nodes_parts import FAULTS, GEOMETRY, JUNK, Decode, Link, Prefill, Scope, Store, WatchedWriter
+from support.two_nodes_parts import FAULTS, JUNK, LAYOUT, Decode, Link, Prefill, Scope, Store, WatchedWriter
 from support.two_nodes_state import Freezer, state_of
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -54,11 +54,16 @@ class TwoNodes:
 
     def _start_decode(self) -> Decode:
         self.num_starts += 1
-        name, store, books = f"d{self.num_starts}", Store(self.scope.num_pages), PageAllocator(self.scope.num_pages)
+        name, store, allocator = f"d{self.num_starts}", Store(self.scope.num_pages), PageAllocator(self.scope.num_pages)
         reader = InProcessReader(self.wire, store, name)
         transport: ReaderTransport = reader if self.scope.can_recall else NegotiatingReader([reader])
         return Decode(
-            name, store, books, reader, transport, Receiver(transport, books, wants_checksums=self.scope.has_checksums)
+            name,
+            store,
+            allocator,
+            reader,
+            transport,
+            Receiver(transport, allocator, wants_checksums=self.scope.has_checksums),
         )
 
     def content(self, key: RequestKey, index: int) -> int:
@@ -86,7 +91,7 @@ class TwoNodes:
 
     def _open(self, key: RequestKey) -> None:
         node = self.prefill
-        pages = node.books.alloc(self.sizes[key], Owner.REQUEST)
+        pages = node.allocator.alloc(self.sizes[key], Owner.REQUEST)
         assert pages is not None
         node.pages[key], node.num_computed[key] = pages, 0
         node.sender.open(key, self._route(key)[1])
@@ -101,7 +106,7 @@ class TwoNodes:
             node.sender.computed(key, node.pages[key][: index + 1])
         else:
             node.finished[key] = None
-            node.sender.finish(key, PrefillDone(*key, size * GEOMETRY.page_size, 7), node.pages[key])
+            node.sender.finish(key, PrefillDone(*key, size * LAYOUT.page_size, 7), node.pages[key])
 
     def _pump(self) -> None:
         self.prefill.sender.pump(self.now, 1)
@@ -150,7 +155,7 @@ class TwoNodes:
         node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
 
     def _reserve(self, count: int) -> list[int]:
-        pages = self.decode.books.alloc(count, Owner.GRANT)
+        pages = self.decode.allocator.alloc(count, Owner.GRANT)
         assert pages is not None
         for page in pages:
             self.decode.store.fill(page, JUNK)
@@ -194,7 +199,7 @@ class TwoNodes:
             assert len(event.pages) == self.sizes[event.key] - self.scope.first, "complete without all of its pages"
             for index, page in enumerate(event.pages, self.scope.first):
                 assert set(node.store.read(page)) == {self.content(event.key, index)}, f"page {index} has other bytes"
-            node.books.free(event.pages, Owner.GRANT)  # an answer of no length: others want the pages at once
+            node.allocator.free(event.pages, Owner.GRANT)  # an answer of no length: others want the pages at once
 
     # ---- the control connections --------------------------------------------------------------------------------
 
@@ -326,7 +331,7 @@ class TwoNodes:
             pages = prefill.pages.pop(release.key)
             for page in pages:
                 prefill.store.fill(page, JUNK)
-            prefill.books.free(pages, Owner.REQUEST)
+            prefill.allocator.free(pages, Owner.REQUEST)
         replies, events = decode.receiver.take()
         for peer, message in replies:
             self._send_from_decode(peer, message)
@@ -334,28 +339,28 @@ class TwoNodes:
             self._on_event(event)
             assert not decode.receiver.take()[1], "news of news"
         self.links = [link for link in self.links if link.is_open_at_prefill or link.is_open_at_decode]
-        for books in (prefill.books, decode.books):
-            books._stack.sort(reverse=True)
-        for page in decode.books._stack:
+        for allocator in (prefill.allocator, decode.allocator):
+            allocator._stack.sort(reverse=True)
+        for page in decode.allocator._stack:
             decode.store.fill(page, JUNK)
 
     def check(self) -> None:
         for node in (self.prefill, self.decode):
-            node.books.check()
+            node.allocator.check()
         self.prefill.sender.check()
         self.decode.receiver.check()
         held = sum(len(pages) for pages in self.prefill.pages.values())
-        assert self.prefill.books.count(Owner.REQUEST) == held, "source pages leak"
-        books = self.decode.books
+        assert self.prefill.allocator.count(Owner.REQUEST) == held, "source pages leak"
+        allocator = self.decode.allocator
         known = sum(len(session.pages) for session in self.decode.receiver._table.sessions.values())
-        assert books.count(Owner.GRANT) + books.count(Owner.QUARANTINE) == known, "granted pages leak"
+        assert allocator.count(Owner.GRANT) + allocator.count(Owner.QUARANTINE) == known, "granted pages leak"
 
     def check_end(self) -> None:
         assert not self.wire.num_in_flight, "a page is on its way for ever"
         assert not self.prefill.sender._table.all(), "a transfer never ends at prefill"
         assert not self.decode.receiver._table.sessions, "a transfer never ends at decode"
-        assert not self.prefill.pages and self.prefill.books.num_free == self.scope.num_pages, "source pages leak"
-        assert self.decode.books.num_free == self.scope.num_pages, "pages leak"
+        assert not self.prefill.pages and self.prefill.allocator.num_free == self.scope.num_pages, "source pages leak"
+        assert self.decode.allocator.num_free == self.scope.num_pages, "pages leak"
         assert not any(link.to_prefill or link.to_decode for link in self.links)
         assert all(key in self.decode.ended for key in self.decode.begun), "a request hangs at decode"
         if self.num_faults == self.num_breaks and self.scope.can_recall and not self.is_late:

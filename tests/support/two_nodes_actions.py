@@ -28,7 +28,7 @@ def _of_prefill(world: "TwoNodes") -> Iterator[Action]:
         if world.routes.get(key, (node.name, ""))[0] != node.name:
             continue
         if key not in node.pages and key not in node.released:
-            if world.sizes[key] <= node.books.num_free:
+            if world.sizes[key] <= node.allocator.num_free:
                 yield ("open", key)
         elif key in node.pages and key not in node.finished:
             yield ("compute", key)
@@ -48,7 +48,7 @@ def _of_decode(world: "TwoNodes") -> Iterator[Action]:
         if world.routes.get(key, ("", node.name))[1] != node.name or key in node.ended:
             continue
         num_lacking = world.sizes[key] - world.scope.first
-        if key not in node.begun and num_lacking <= node.books.num_free:
+        if key not in node.begun and num_lacking <= node.allocator.num_free:
             yield ("begin", key, num_lacking)
     if node.reader._news or getattr(node.transport, "_news", None):
         yield ("poll",)

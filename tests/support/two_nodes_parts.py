@@ -13,7 +13,7 @@ from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
 from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter
 
-GEOMETRY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float16")  # 4 bytes a page
+LAYOUT = PageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float16")  # 4 bytes a page
 JUNK = 0xEE
 
 MESSAGE_FAULTS = ("lose", "repeat", "overtake")
@@ -54,9 +54,9 @@ class Store:
     fd = -1
 
     def __init__(self, num_pages: int) -> None:
-        self.geometry = GEOMETRY
+        self.layout = LAYOUT
         self.num_pages = num_pages
-        self.memory = bytearray([JUNK] * GEOMETRY.pool_bytes(num_pages))
+        self.memory = bytearray([JUNK] * LAYOUT.pool_bytes(num_pages))
 
     def export_page(self, page: int, into: memoryview) -> None:
         into[:] = self.read(page)
@@ -65,11 +65,11 @@ class Store:
         pass
 
     def read(self, page: int) -> bytes:
-        size = GEOMETRY.page_bytes
+        size = LAYOUT.page_bytes
         return bytes(self.memory[page * size : (page + 1) * size])
 
     def fill(self, page: int, value: int) -> None:
-        size = GEOMETRY.page_bytes
+        size = LAYOUT.page_bytes
         self.memory[page * size : (page + 1) * size] = bytes([value]) * size
 
 
@@ -100,7 +100,7 @@ class Prefill:
 
     name: str
     store: Store
-    books: PageAllocator
+    allocator: PageAllocator
     writer: WatchedWriter
     transport: WriterTransport
     sender: Sender
@@ -116,7 +116,7 @@ class Decode:
 
     name: str
     store: Store
-    books: PageAllocator
+    allocator: PageAllocator
     reader: InProcessReader
     transport: ReaderTransport
     receiver: Receiver

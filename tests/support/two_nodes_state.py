@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from support.two_nodes_parts import GEOMETRY, Scope
+from support.two_nodes_parts import LAYOUT, Scope
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
@@ -22,8 +22,11 @@ class Freezer(pickle.Pickler):
 
     dispatch_table = {  # noqa: RUF012
         Counter: lambda counter: (_counter, ()),
-        PageLayout: lambda geometry: (_geometry, ()),
-        PageAllocator: lambda books: (_books, (books.num_pages, books._owner.tobytes(), bytes(books._stack))),
+        PageLayout: lambda layout: (_layout, ()),
+        PageAllocator: lambda allocator: (
+            _allocator,
+            (allocator.num_pages, allocator._owner.tobytes(), bytes(allocator._stack)),
+        ),
         Scope: lambda scope: (_scope, (_number_of(scope),)),
         Units: lambda units: (Units, (units.tokens, units.per_source, units.per_target)),
     }
@@ -42,22 +45,22 @@ def _scope(number: int) -> Scope:
     return _SCOPES[number]
 
 
-def _geometry() -> PageLayout:
-    return GEOMETRY
+def _layout() -> PageLayout:
+    return LAYOUT
 
 
 def _counter() -> Counter[str]:
     return Counter.__new__(Counter)
 
 
-def _books(num_pages: int, owners: bytes, free: bytes) -> PageAllocator:
+def _allocator(num_pages: int, owners: bytes, free: bytes) -> PageAllocator:
     """Books without steps: transfers know of none, so what keeps them is one for all copies."""
-    books = PageAllocator.__new__(PageAllocator)
-    vars(books).update(vars(_fresh_books(num_pages)))
-    books._owner = np.frombuffer(bytearray(owners), np.int8)
-    books._stack = list(free)
-    books._counts = [owners.count(owner) for owner in range(len(Owner))]
-    return books
+    allocator = PageAllocator.__new__(PageAllocator)
+    vars(allocator).update(vars(_fresh_books(num_pages)))
+    allocator._owner = np.frombuffer(bytearray(owners), np.int8)
+    allocator._stack = list(free)
+    allocator._counts = [owners.count(owner) for owner in range(len(Owner))]
+    return allocator
 
 
 @cache
@@ -70,8 +73,8 @@ _NOT_OF_WRITES = ("_transport", "_connections", "_checksums", "clock", "_due", "
 _NOT_OF_RECEIVER = ("_transport", "_table", "_connections", "_checksums", "_totals")
 
 
-def _of_books(books: PageAllocator) -> object:
-    return (books._owner.tobytes(), books._stack, books.num_lingering)
+def _of_allocator(allocator: PageAllocator) -> object:
+    return (allocator._owner.tobytes(), allocator._stack, allocator.num_lingering)
 
 
 def _of_choice(transport: object) -> object:
@@ -113,7 +116,7 @@ def state_of(world: "TwoNodes") -> object:
             {n: v for n, v in vars(writes).items() if n not in _NOT_OF_WRITES},
         ),
         (sorted(prefill.pages.items()), sorted(prefill.num_computed.items()), sorted(prefill.finished)),
-        (sorted(prefill.released.items()), prefill.store.memory, _of_books(prefill.books)),
+        (sorted(prefill.released.items()), prefill.store.memory, _of_allocator(prefill.allocator)),
         [(session.key, units) for session, units, _ in (writes._tickets[ticket] for ticket in tickets)],
         list(writes._due),
         ([rank.get(t, -1) for t in prefill.writer.finished], prefill.writer._news),
@@ -122,7 +125,7 @@ def state_of(world: "TwoNodes") -> object:
         _of_choice(prefill.transport),
         (receiver, incoming.sessions, incoming.prefill_dones, incoming.events, links.by_peer, links.epoch),
         (sorted(decode.begun), sorted(decode.ended.items()), list(decode.dialled)),
-        (decode.store.memory, _of_books(decode.books)),
+        (decode.store.memory, _of_allocator(decode.allocator)),
         [(w.incarnation, said) for w, said in decode.reader.writers.items()],
         (decode.reader._offers, decode.reader._news),
         _of_choice(decode.transport),

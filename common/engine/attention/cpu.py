@@ -29,10 +29,10 @@ class CpuAttention:
     def __init__(self, pool: KVPool, num_heads: int, kernels: Kernels) -> None:
         self.pool = pool
         self.kernels = kernels
-        self.group = num_heads // pool.geometry.num_kv_heads
-        geometry = pool.geometry
-        fits_tiles = geometry.page_size % 16 == 0 and geometry.head_dim % 32 == 0 and 32 % self.group == 0
-        self.uses_amx = kernels.has_amx and geometry.dtype == "bfloat16" and fits_tiles
+        self.group = num_heads // pool.layout.num_kv_heads
+        layout = pool.layout
+        fits_tiles = layout.page_size % 16 == 0 and layout.head_dim % 32 == 0 and 32 % self.group == 0
+        self.uses_amx = kernels.has_amx and layout.dtype == "bfloat16" and fits_tiles
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
         return CpuStep(self, batch)
@@ -98,7 +98,7 @@ def cut_into_pieces(batch: StepBatch, rows: np.ndarray[tuple[int], np.dtype[np.i
 
 def cpu_attention(pool: KVPool, num_heads: int) -> AttentionBackend:
     """Return ``CpuAttention``, or ``TorchAttention`` without a compiler or for head shapes that the kernels lack."""
-    geometry = pool.geometry
-    is_supported = geometry.head_dim % LANES == 0 and geometry.head_dim <= MAX_DIM
-    kernels = load_kernels() if is_supported and num_heads // geometry.num_kv_heads <= MAX_QUERIES else None
+    layout = pool.layout
+    is_supported = layout.head_dim % LANES == 0 and layout.head_dim <= MAX_DIM
+    kernels = load_kernels() if is_supported and num_heads // layout.num_kv_heads <= MAX_QUERIES else None
     return CpuAttention(pool, num_heads, kernels) if kernels else TorchAttention(pool)

@@ -16,7 +16,7 @@ import msgspec
 from common.errors import BatonError
 from common.node.memory_plan import Capacity
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import FromDecode, FromGateway, FromPrefill, Geometry
+from common.wire.messages import FromDecode, FromGateway, FromPrefill, LayoutMessage
 
 VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
@@ -39,7 +39,7 @@ class RecordingHeader(Frame, frozen=True, tag="opening"):
     config: dict[str, Any]
     environ: dict[str, str]  # BATON_* variables that are read beside the configuration
     capacity: Capacity
-    geometry: Geometry
+    layout: LayoutMessage
     digest: str
     incarnation: str
     vocab_size: int

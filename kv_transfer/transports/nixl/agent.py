@@ -136,7 +136,7 @@ class Agent:
         self.store = store
         self.probe = probe
         self.pool = _on_device(store.device_pages) if probe.is_direct else MemoryRegion(address_of(store.memory))
-        num_bytes = store.geometry.pool_bytes(store.num_pages)
+        num_bytes = store.layout.pool_bytes(store.num_pages)
         # NIXL's progress thread spins for ever; ours runs only while there is something to do.
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:

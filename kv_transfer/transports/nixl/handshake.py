@@ -96,7 +96,7 @@ class Handshake:
         known = self._known.pop(peer_state.key, None)
         if known is None:
             agent = self._agent.nixl.add_remote_agent(metadata)
-            size = from_message(peer_state.connect.geometry).page_bytes
+            size = from_message(peer_state.connect.layout).page_bytes
             known = (agent, self._agent.page_list(agent, peer_state.endpoint.pool, peer_state.connect.num_pages, size))
         self._known[peer_state.key] = known
         peer_state.agent, peer_state.pages = known

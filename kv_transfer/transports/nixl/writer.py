@@ -56,7 +56,7 @@ class NixlWriter:
     def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
         self.store = store
         self._key = key
-        self._page_bytes, self._is_staged = store.geometry.page_bytes, not (store.is_mapped or is_direct)
+        self._page_bytes, self._is_staged = store.layout.page_bytes, not (store.is_mapped or is_direct)
         probe = ProbeMemory(store, is_direct=is_direct)
         self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}", probe)
         self._sources = self._agent.page_list("NIXL_INIT_AGENT", self._agent.pool, store.num_pages, self._page_bytes)

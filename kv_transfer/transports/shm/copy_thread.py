@@ -106,7 +106,7 @@ class CopyThread:
                 self._store.export_page(source, into)
                 return pool.page_bytes
             stage(self._store, (source,))
-            size = self._store.geometry.page_bytes
+            size = self._store.layout.page_bytes
             with memoryview(self._store.memory) as ours, ours[source * size : (source + 1) * size] as page:
                 copy(slices, page, into)
             return slices.num_bytes

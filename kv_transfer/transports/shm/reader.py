@@ -88,7 +88,7 @@ class ShmReader:
         self.store = store
         self._is_shared = is_shared
         self._incarnation = incarnation.encode()
-        self._num_bytes = store.geometry.pool_bytes(store.num_pages)
+        self._num_bytes = store.layout.pool_bytes(store.num_pages)
         assert len(self._incarnation) <= 32
         self._check_host()
         self._name = f"baton-{secrets.token_hex(16)}"

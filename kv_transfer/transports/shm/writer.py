@@ -144,12 +144,12 @@ class ShmWriter:
                 os.close(descriptor)
         self._epoll.unregister(connection)
         del self._attaching[peer]
-        pool = MappedPool(memory, from_message(attaching.connect.geometry).page_bytes)
+        pool = MappedPool(memory, from_message(attaching.connect.layout).page_bytes)
         self._mappings[peer] = _Mapping(connection, attaching.connect.epoch, who, pool)
         return True
 
     def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
-        num_bytes = from_message(connect.geometry).pool_bytes(connect.num_pages)
+        num_bytes = from_message(connect.layout).pool_bytes(connect.num_pages)
         expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
         if hello not in expected:
             raise AttachError(f"the offer of {connect.name} and what it sent over its socket differ")

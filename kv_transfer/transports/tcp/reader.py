@@ -202,7 +202,7 @@ class TcpReader:
             index=index,
             count=count,
             epoch=offer.epoch,
-            page_bytes=self.store.geometry.page_bytes,
+            page_bytes=self.store.layout.page_bytes,
             num_pages=self.store.num_pages,
             writer_nonce=nonce,
             reader_nonce=secrets.token_bytes(NONCE_BYTES),

@@ -156,7 +156,7 @@ class ReceiveThread:
         self._owner = owner
         self._page_seal, self._done_seal = authenticated.seal(b"pages"), authenticated.seal(b"acknowledgements")
         self._store = store
-        self._page_bytes = store.geometry.page_bytes
+        self._page_bytes = store.layout.page_bytes
         self._permissions = permissions
         self._on_end = on_end
         self._layout: tuple[PageSlice, list[tuple[int, int]]] | None = None  # the last slice that came, and its runs
@@ -257,11 +257,11 @@ class ReceiveThread:
             raise ConnectionError("a frame came that is not a page of this writer")
         if given != number:
             raise ConnectionError(f"frame {given} came where frame {number} was expected")
-        page_slice, geometry = PageSlice(*numbers), self._store.geometry
+        page_slice, layout = PageSlice(*numbers), self._store.layout
         if (
             page >= self._store.num_pages
-            or not page_slice.is_within(geometry)
-            or num_bytes != page_slice.num_bytes(geometry)
+            or not page_slice.is_within(layout)
+            or num_bytes != page_slice.num_bytes(layout)
         ):
             raise ConnectionError(
                 f"a page came that this pool does not have: page {page}, {num_bytes} bytes, {page_slice}"
@@ -321,7 +321,7 @@ class ReceiveThread:
     def _runs_of(self, page_slice: PageSlice) -> list[tuple[int, int]]:
         """As ``PageSlice.runs``; cached, since the same slice comes many times in a row."""
         if self._layout is None or self._layout[0] != page_slice:
-            self._layout = (page_slice, page_slice.runs(self._store.geometry))
+            self._layout = (page_slice, page_slice.runs(self._store.layout))
         return self._layout[1]
 
     def _discard(self, num_bytes: int) -> memoryview:

@@ -27,8 +27,8 @@ class SendThread:
         self._connection = authenticated.connection
         self._seal = authenticated.seal(b"pages")
         self._memory: Any = store.memory
-        self._page_bytes = store.geometry.page_bytes
-        self._whole = whole(store.geometry)
+        self._page_bytes = store.layout.page_bytes
+        self._whole = whole(store.layout)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="send-pages", daemon=True)
 

@@ -226,7 +226,7 @@ class TcpWriter:
             index=connection.index,
             count=len(peer_state.connections),
             epoch=peer_state.connect.epoch,
-            page_bytes=from_message(peer_state.connect.geometry).page_bytes,
+            page_bytes=from_message(peer_state.connect.layout).page_bytes,
             num_pages=peer_state.connect.num_pages,
             writer_nonce=connection.nonce,
             reader_nonce=nonce,
@@ -272,7 +272,7 @@ class TcpWriter:
         self._num_tickets += 1
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
-        num_bytes = self.store.geometry.page_bytes if slices is None else slices.num_bytes
+        num_bytes = self.store.layout.page_bytes if slices is None else slices.num_bytes
         for source, target in pages:
             self._stage(source)
             connection = min(peer_state.connections, key=lambda connection: len(connection.pending))

@@ -61,7 +61,7 @@ class Pages:
             raise ConfigError("--transport nccl moves pages between CUDA devices, and this pool is in host memory")
         else:
             rows = store.device_pages
-        self.rows = rows.view(store.num_pages, store.geometry.page_bytes)
+        self.rows = rows.view(store.num_pages, store.layout.page_bytes)
 
     def staging(self) -> torch.Tensor:
         """Memory for one page of ours, where our pages are."""

@@ -114,7 +114,7 @@ class GroupReceiveThread(ReceiveThread):
                     if not self._fill(view):
                         return
                     page, page_slice = self._understood(bytes(header), number)
-                    room, num_bytes = spare.pop(), page_slice.num_bytes(self._store.geometry)
+                    room, num_bytes = spare.pop(), page_slice.num_bytes(self._store.layout)
                     work = group.receive(room[:num_bytes])
                     body = self._page_seal.body(bytes(header))
                     coming.append(_Coming(page, page_slice, number, room, work, body, self._mac_after(body)))
@@ -133,7 +133,7 @@ class GroupReceiveThread(ReceiveThread):
         Raises:
             ConnectionError: it is not what the writer sent.
         """
-        num_bytes = came.page_slice.num_bytes(self._store.geometry)
+        num_bytes = came.page_slice.num_bytes(self._store.layout)
         if came.body is not None:
             came.body.add(pages.read(came.room[:num_bytes]))
             if not hmac.compare_digest(came.body.mac(), came.mac):

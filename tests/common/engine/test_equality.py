@@ -164,7 +164,7 @@ def test_a_decode_node_goes_on_from_transferred_pages_and_a_first_token(models: 
     text = driver.start(0, prompt)
     driver.finish([text], 1)
     targets = list(range(5, 5 + len(text.pages)))
-    size = decode.pool.geometry.page_bytes
+    size = decode.pool.layout.page_bytes
     with memoryview(decode.pool.memory) as memory:
         for source, target in zip(text.pages, targets, strict=True):
             with memory[target * size : (target + 1) * size] as place:

@@ -45,8 +45,8 @@ def test_a_configuration_has_the_values_that_were_saved(folder: Path) -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
     assert (config.vocab_size, config.context_length, config.dtype) == (211, 1024, "float32")
     assert not config.has_qk_norm
-    assert config.geometry(16, "bfloat16").shape == (1, 2, 2, 16, 32)
-    assert config.geometry(16, "auto").dtype == "float32"
+    assert config.layout(16, "bfloat16").shape == (1, 2, 2, 16, 32)
+    assert config.layout(16, "auto").dtype == "float32"
 
 
 def test_rope_is_read_from_the_old_spelling_and_from_the_new(folder: Path) -> None:

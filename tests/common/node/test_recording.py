@@ -28,7 +28,7 @@ from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import prefix_limits_from_environ
 from common.scheduling.new_token_ratio import ratio_constants_from_environ
 from common.step_plan import PageDelta, Row, StepPlan
-from common.wire.messages import Abort, Generate, Geometry, Peer
+from common.wire.messages import Abort, Generate, LayoutMessage, Peer
 from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.negotiation import NegotiatingReader
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
@@ -41,7 +41,7 @@ HEADER = frames.RecordingHeader(
     config=plain_config(NodeConfig(role="decode")),
     environ={},
     capacity=Capacity(4, 16, 8, None),
-    geometry=Geometry(1, 1, 1, 16, "float32"),
+    layout=LayoutMessage(1, 1, 1, 16, "float32"),
     digest="d",
     incarnation="i" * 16,
     vocab_size=100,
@@ -200,13 +200,13 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
     config = NodeConfig(role="decode", page_size=4, record=str(tmp_path / "f"))
     capacity = Capacity(num_slots=4, num_pages=14, max_queued=99, chunk_tokens=8)
     executor = FakeExecutor(capacity.num_pages, config.page_size, capacity.num_slots)
-    books = PageAllocator(capacity.num_pages)
+    allocator = PageAllocator(capacity.num_pages)
     parts = WorkerContext(
         config=config,
         capacity=capacity,
         pool=executor.pool,
-        allocator=books,
-        cache=make_cache(config, books),
+        allocator=allocator,
+        cache=make_cache(config, allocator),
         clock=ManualClock(),
         digest="d",
         incarnation="i" * 16,

@@ -234,10 +234,11 @@ def test_an_output_ends_at_its_last_allowed_token_or_at_an_end_token(
 def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
     """The gateway and the errors of prefill nodes name it alike."""
     config, store = NodeConfig(role="decode"), MemfdStore(8)
-    books = PageAllocator(8)
+    allocator = PageAllocator(8)
     parts = WorkerContext(
-        config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=books, cache=make_cache(config, books),
-        clock=MonotonicClock(), digest="d", incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=allocator,
+        cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
+        incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, InProcessReader(Wire(), store))
     prefill, me = Peer("prefill-0", "p" * 32, "host:1"), Peer("?", "i" * 32, "")

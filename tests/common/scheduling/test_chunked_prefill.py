@@ -23,13 +23,13 @@ PAGE = 4
 class Pool:
     """The cache of a prefill node, on which requests are computed step by step."""
 
-    def __init__(self, chunk_tokens: int, cut: ChunkAlignment) -> None:
-        self.books = PageAllocator(4_000)
-        self.cache = RadixCache(self.books, PAGE)
+    def __init__(self, chunk_tokens: int, alignment: ChunkAlignment) -> None:
+        self.allocator = PageAllocator(4_000)
+        self.cache = RadixCache(self.allocator, PAGE)
         self.budgets = Budgets(16_001, 1 << 30, chunk_tokens, cut)
 
     def adder(self) -> PrefillAdder:
-        return PrefillAdder(self.cache, self.books, self.budgets, reserve_output=False)
+        return PrefillAdder(self.cache, self.allocator, self.budgets, reserve_output=False)
 
     def commit(self, adder: PrefillAdder) -> None:
         for chunk in adder.chunks:
@@ -129,20 +129,20 @@ def test_a_prompt_that_fits_whole_is_not_cut_at_the_alignment() -> None:
     assert Pool(20, ChunkAlignment(6)).chunks_of(19) == [(0, 19)]
 
 
-GEOMETRY = PageLayout(1, 1, 8, 4, "float32")
+LAYOUT = PageLayout(1, 1, 8, 4, "float32")
 
 
 def test_the_options_reach_the_node() -> None:
     config = NodeConfig(truncation_align_size=32, enable_dynamic_chunking=True, chunked_prefill_size=64)
-    capacity = plan_capacity(config, GEOMETRY, device="cpu", context_length=100, crossover_tokens=7.0)
+    capacity = plan_capacity(config, LAYOUT, device="cpu", context_length=100, crossover_tokens=7.0)
     assert capacity.alignment == ChunkAlignment(32, 7.0)
-    assert plan_capacity(NodeConfig(), GEOMETRY, device="cpu", context_length=100).alignment == ChunkAlignment()
+    assert plan_capacity(NodeConfig(), LAYOUT, device="cpu", context_length=100).alignment == ChunkAlignment()
 
 
 def test_an_alignment_larger_than_a_chunk_is_refused() -> None:
     config = NodeConfig(truncation_align_size=65, chunked_prefill_size=64)
     with pytest.raises(ConfigError, match="--truncation-align-size 65 exceeds --chunked-prefill-size 64"):
-        plan_capacity(config, GEOMETRY, device="cpu", context_length=100)
+        plan_capacity(config, LAYOUT, device="cpu", context_length=100)
 
 
 @pytest.mark.parametrize("name", ["enable_dynamic_chunking", "truncation_align_size"])

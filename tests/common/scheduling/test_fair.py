@@ -240,10 +240,10 @@ def test_service_of_backlogged_tenants_stays_within_the_papers_bound(
         ({"priority_classes": ("high:0",)}, "not 'high:0'"),
         ({"priority_classes": ("high:inf",)}, "not 'high:inf'"),
         ({"priority_classes": ("a:1", "a:2")}, "--priority-classes names a twice"),
-        ({"default_priority_class": "a"}, "--default-priority-class a is not in --priority-classes"),
+        ({"default_priority_class": "a"}, "--default-priority-class a is not .*--priority-classes"),
         (
             {"priority_classes": ("a:1",), "default_priority_class": "b"},
-            "b is not in .*; known classes: a",
+            "--default-priority-class b is not .* a",
         ),
         ({"tenant_shares": ("a:1",)}, "--tenant-shares has no effect without --schedule-policy fair"),
         ({"schedule_policy": "fair", "tenant_shares": ("a:x",)}, "--tenant-shares must be NAME:WEIGHT"),

@@ -64,7 +64,7 @@ def test_shared_pages_are_returned_with_neither_request() -> None:
     assert second.num_cached == 8
     assert Growth.of(first, 8, is_late=False).num_private == 0
     assert Growth.of(second, 9, is_late=False).num_private == 1
-    release(pool.cache, pool.books, first, keep=True)
+    release(pool.cache, pool.allocator, first, keep=True)
     assert Growth.of(second, 9, is_late=False).num_private == 3
 
 
@@ -123,7 +123,7 @@ def test_with_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled: 
                 chunk.request.output.append(0)
         for mine in [mine for mine in running if mine.num_left == 0]:
             running.remove(mine)
-            release(pool.cache, pool.books, mine, keep=data.draw(st.booleans()))
+            release(pool.cache, pool.allocator, mine, keep=data.draw(st.booleans()))
         pool.check()
 
 
@@ -131,9 +131,9 @@ def grow(pool: Pool, mine: Request) -> None:
     """Make room for the KV of the last token. Eviction must suffice, unless the request is alone."""
     if mine.num_tokens <= len(mine.pages) * pool.page_size:
         return
-    if not pool.books.num_free:
+    if not pool.allocator.num_free:
         pool.cache.evict(1)
-    pages = pool.books.alloc(1, Owner.REQUEST)
+    pages = pool.allocator.alloc(1, Owner.REQUEST)
     assert pages, "memory ran out"
     mine.pages += pages
     mine.own += pages

@@ -56,9 +56,9 @@ def test_the_holder_is_found_as_if_every_pair_were_compared(
     page_size: int, limits: InBatchPrefixLimits, num_cached: int, computing: list[list[int]], mine: list[int]
 ) -> None:
     """The reference compares token by token: whole shared pages minus the cached ones."""
-    books = PageAllocator(100)
-    cache = RadixCache(books, page_size)
-    if pages := books.alloc(min(num_cached, len(mine) // page_size), Owner.REQUEST):
+    allocator = PageAllocator(100)
+    cache = RadixCache(allocator, page_size)
+    if pages := allocator.alloc(min(num_cached, len(mine) // page_size), Owner.REQUEST):
         cache.insert(mine[: len(pages) * page_size], pages)
     others = [request(*tokens) for tokens in computing]
     asking = request(*mine, 7)

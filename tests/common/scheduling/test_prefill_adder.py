@@ -98,7 +98,7 @@ def test_a_failed_admission_leaves_everything_as_it_was(total: int, inputs: int,
     assert adder.add_one_req(mine) is (NO_TOKEN if total == 20 else OTHER)
     assert (state_of(mine), (adder.total_left, adder.input_left, adder.chunk_left, adder.chunks)) == before
     assert [node.locks for node in pool.cache.nodes()] == locks
-    assert (pool.books.num_free, pool.cache.num_evictable_pages) == (3, 3)
+    assert (pool.allocator.num_free, pool.cache.num_evictable_pages) == (3, 3)
     pool.check()
 
 
@@ -109,7 +109,7 @@ def state_of(request: Request) -> list[Any]:
 
 def test_a_large_total_budget_cannot_spend_missing_pages() -> None:
     pool = Pool(5)
-    pool.books.alloc(3, Owner.GRANT)
+    pool.allocator.alloc(3, Owner.GRANT)
     pool.cached(*range(4))
     assert pool.adder(total=1000).add_one_req(request(12)) is NO_TOKEN
     assert pool.cache.num_pages == 1  # nothing was evicted in vain
@@ -120,11 +120,11 @@ def test_a_large_total_budget_cannot_spend_missing_pages() -> None:
 def test_evicted_pages_that_linger_admit_the_request_one_step_later() -> None:
     pool = Pool(4)
     pool.cached(*range(16))
-    pool.books.begin_step(1)
+    pool.allocator.begin_step(1)
     mine = request(7)
     assert pool.adder(total=1000).add_one_req(mine) is NO_TOKEN
     pool.check()
-    pool.books.end_step(1)
+    pool.allocator.end_step(1)
     assert pool.adder(total=1000).add_one_req(mine) is CONTINUE
     pool.check()
 
@@ -196,7 +196,7 @@ def test_a_long_prompt_is_cut_at_pages_and_its_memory_is_allocated_at_once() -> 
         assert adder.total_left == pool.num_tokens
         compute(pool, adder)
     assert len(long.own) == 1
-    release(pool.cache, pool.books, long, keep=True)
+    release(pool.cache, pool.allocator, long, keep=True)
     assert pool.cache.num_evictable_pages == 6
     pool.check()
 
@@ -300,9 +300,9 @@ def test_budgets_hold_all_requests_end_and_all_pages_return(
         for part in adder.chunks:
             if part.is_last or data.draw(st.integers(0, 9)) == 0:
                 going.remove(part.request)
-                release(pool.cache, pool.books, part.request, keep=data.draw(st.booleans()))
+                release(pool.cache, pool.allocator, part.request, keep=data.draw(st.booleans()))
                 if not part.is_last:
                     waiting.insert(0, part.request)
                 pool.check()
     pool.cache.clear()
-    assert pool.books.num_free == pool.books.num_pages
+    assert pool.allocator.num_free == pool.allocator.num_pages
