@@ -26,7 +26,7 @@ class Pool:
     def __init__(self, chunk_tokens: int, alignment: ChunkAlignment) -> None:
         self.allocator = PageAllocator(4_000)
         self.cache = RadixCache(self.allocator, PAGE)
-        self.budgets = Budgets(16_001, 1 << 30, chunk_tokens, cut)
+        self.budgets = Budgets(16_001, 1 << 30, chunk_tokens, alignment)
 
     def adder(self) -> PrefillAdder:
         return PrefillAdder(self.cache, self.allocator, self.budgets, reserve_output=False)
