@@ -30,7 +30,7 @@ def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
         context_length=capacity.context_length,
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
-        cut=capacity.cut,
+        alignment=capacity.alignment,
         max_requests=config.prefill_max_requests,
         is_mixed=config.enable_mixed_chunk,
         sharing=context.sharing,

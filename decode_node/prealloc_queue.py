@@ -33,7 +33,7 @@ class DecodeLimits:
         context_length: tokens of prompt and output together.
         max_prefill_tokens: prompt tokens computed in one step.
         chunk_tokens: prompt tokens of one step, after which a prompt is cut; None computes prompts whole.
-        cut: where a prompt may be cut.
+        alignment: where a prompt may be cut.
         max_requests: prompts in one step.
         is_mixed: chunks ride in the same steps as decode rows; otherwise both take turns.
         sharing: when a local prompt waits for a prefix that another request is computing.
@@ -51,7 +51,7 @@ class DecodeLimits:
     context_length: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
-    cut: ChunkAlignment = field(default_factory=ChunkAlignment)
+    alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
     max_requests: int | None = None
     is_mixed: bool = False
     sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)

@@ -265,17 +265,19 @@ class DecodeScheduler:
         self._joining.clear()
         fresh = {request.key for request in joining}
         grown = [request for request in grown if request.slot >= 0 and request.key not in fresh]
+        admissions: list[int] = []
         plan_rows = [Row(r.slot, r.num_scheduled, None, True) for r in rows] + [chunk.to_row() for chunk in chunks]
         for request in rows:
             request.num_scheduled += 1
             request.num_sampling += 1
+            admissions.append(request.admission)
         self._totals["budget_rows"] += self._limits.max_running
         self._totals["budget_rows_used"] += len(rows)
         for chunk in chunks:
             name = "resumed_tokens_computed" if chunk.request.output else "prompt_tokens_computed"
             self._totals[name] += chunk.num_tokens
         return StepPlan(
-            step=self._steps.begin(Step(rows, [request.admission for request in rows], chunks)),
+            step=self._steps.begin(Step(rows, admissions, chunks)),
             admits=tuple([admit_row(r, last_token=r.output[-1]) for r in joining] + [admit_row(r) for r in begun]),
             pages=tuple(
                 [PageDelta(r.slot, 0, tuple(r.pages)) for r in [*joining, *begun]]
@@ -299,6 +301,8 @@ class DecodeScheduler:
 
     def _growing(self) -> list[Request]:
         """Running requests that may sample one token more, beyond those of outstanding steps."""
+        if not self._steps:
+            return list(self._table.running.values())  # the others have ended
         most = self._capacity
         return [r for r in self._table.running.values() if r.num_left > r.num_sampling and r.num_scheduled < most]
 
@@ -415,7 +419,7 @@ class DecodeScheduler:
         else:
             total += 1  # alone, a request may fill the pool to the last token
         ratio, clip = self._queue.expectation()
-        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.cut)
+        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.alignment)
         return PrefillAdder(
             self._cache,
             self._allocator,
@@ -458,12 +462,14 @@ class DecodeScheduler:
                 self._table.move(request, Event.SAMPLED)
                 sampled.append(self._sampled(request, *found.sampled))
         self._ordering.decoded([one.request for one in sampled])
+        capacity = self._capacity
         for one in sampled:
             self._effects.append(one)
+            request = one.request
             if one.finish:
-                self.abort(one.request.key)
-            elif one.request.num_tokens > self._capacity:
-                self._effects.append(Outgrown(one.request))
+                self.abort(request.key)
+            elif len(request.prompt) + len(request.output) > capacity:
+                self._effects.append(Outgrown(request))
         self._steps.end()
         return self.take_effects()
 

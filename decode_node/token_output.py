@@ -69,10 +69,10 @@ class TokenOutput:
         rid, attempt = request.key
         index = len(request.output) - len(unsent)
         tokens = (token,) if len(unsent) == 1 else tuple([sampled.token for sampled in unsent])
-        judged = () if logprobs is None else tuple([sampled.logprobs for sampled in unsent])
+        token_logprobs = () if logprobs is None else tuple([sampled.logprobs for sampled in unsent])
         timings = self._timings(request, now) if index == 1 and request.key in self._received_at else {}
         self._outbox.gateway.append(
-            Tokens(rid, attempt, index, tokens, logprobs=judged, finish=finish, timings=timings)
+            Tokens(rid, attempt, index, tokens, logprobs=token_logprobs, finish=finish, timings=timings)
         )
 
     def _timings(self, request: Request, now: float) -> dict[str, float]:

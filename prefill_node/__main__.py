@@ -29,7 +29,7 @@ def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
         context_length=capacity.context_length,
         max_prefill_tokens=config.max_prefill_tokens,
         chunk_tokens=capacity.chunk_tokens,
-        cut=capacity.cut,
+        alignment=capacity.alignment,
         max_requests=config.prefill_max_requests,
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,

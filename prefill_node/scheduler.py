@@ -53,7 +53,7 @@ class PrefillLimits:
         context_length: tokens of the model's context; a prompt must be shorter.
         max_prefill_tokens: input tokens of one step.
         chunk_tokens: tokens of one step, after which a prompt is cut; None computes prompts whole.
-        cut: where a prompt may be cut.
+        alignment: where a prompt may be cut.
         max_requests: prompts in one step.
         sharing: when a prompt waits for a prefix that another request is computing.
         max_skip_ahead: smaller prompts that may overtake a prompt that lacks pages.
@@ -64,7 +64,7 @@ class PrefillLimits:
     context_length: int | None = None
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
-    cut: ChunkAlignment = field(default_factory=ChunkAlignment)
+    alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
     max_requests: int | None = None
     sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
@@ -265,7 +265,7 @@ class PrefillScheduler:
             total_tokens=num_available * self._cache.page_size + 1,
             input_tokens=self._limits.max_prefill_tokens,
             chunk_tokens=self._limits.chunk_tokens,
-            alignment=self._limits.cut,
+            alignment=self._limits.alignment,
         )
         return PrefillAdder(
             self._cache, self._allocator, budgets, max_requests=self._limits.max_requests, reserve_output=False

@@ -29,7 +29,7 @@ class Capacity:
         num_pages: pages of the KV pool.
         max_queued: requests that may wait.
         chunk_tokens: prompt tokens of one step; None computes prompts whole.
-        cut: where a prompt may be cut.
+        alignment: where a prompt may be cut.
         context_length: tokens of prompt and output together; None for as many as the pool holds.
     """
 
@@ -37,7 +37,7 @@ class Capacity:
     num_pages: int
     max_queued: int
     chunk_tokens: int | None
-    cut: ChunkAlignment = field(default_factory=ChunkAlignment)
+    alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
     context_length: int | None = None
 
 
@@ -72,16 +72,16 @@ def plan_capacity(
         chunk = CPU_CHUNK_TOKENS if device == "cpu" else CUDA_CHUNK_TOKENS
         chunk = max(chunk, config.page_size)
     max_queued = MAX_QUEUED if config.max_queued_requests is None else config.max_queued_requests
-    cut = ChunkAlignment(
+    alignment = ChunkAlignment(
         config.truncation_align_size or 1, crossover_tokens if config.enable_dynamic_chunking else None
     )
-    if 0 <= chunk < cut.align_tokens:
+    if 0 <= chunk < alignment.align_tokens:
         raise ConfigError(
-            f"--truncation-align-size {cut.align_tokens} exceeds --chunked-prefill-size {chunk}: lower one or raise "
-            "the other"
+            f"--truncation-align-size {alignment.align_tokens} exceeds --chunked-prefill-size {chunk}: lower one or "
+            "raise the other"
         )
     chunk_tokens = None if chunk < 0 else chunk
-    return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, cut, context_length)
+    return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, alignment, context_length)
 
 
 def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, free_bytes: int) -> int:

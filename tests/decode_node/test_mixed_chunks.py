@@ -17,13 +17,13 @@ from decode_node.scheduler import DecodeLimits, DecodeScheduler, Sampled
 class Node:
     """A decode scheduler that computes prompts by itself, eight tokens to a step."""
 
-    def __init__(self, *, is_mixed: bool, cut: ChunkAlignment | None = None) -> None:
+    def __init__(self, *, is_mixed: bool, alignment: ChunkAlignment | None = None) -> None:
         allocator = PageAllocator(100)
         cache = RadixCache(allocator, 4)
         self.scheduler = DecodeScheduler(
             cache,
             allocator,
-            limits=DecodeLimits(8, chunk_tokens=8, is_mixed=is_mixed, cut=cut or ChunkAlignment()),
+            limits=DecodeLimits(8, chunk_tokens=8, is_mixed=is_mixed, alignment=alignment or ChunkAlignment()),
             ordering=make_ordering(SchedulingOptions(), cache),
             ratio=NewTokenRatio(RatioConstants()),
             eos_token_ids=(),
@@ -81,7 +81,7 @@ def test_every_request_ends_with_and_without_mixing(is_mixed: bool) -> None:
 
 
 def test_prompts_are_cut_on_a_decode_node_as_on_a_prefill_node() -> None:
-    node = Node(is_mixed=True, cut=ChunkAlignment(1, 8.0))
+    node = Node(is_mixed=True, alignment=ChunkAlignment(1, 8.0))
     node.submit("a", 20)
     # A step holds work(8, 0, 8) = 64 + 32: behind 8 there is room for sqrt(16^2 + 192) - 16 = 5.2, so one page.
     assert [node.step() for _ in range(3)] == [(8, 0), (4, 0), (4, 0)]

@@ -100,7 +100,7 @@ class History:
         random = self.random
         return {
             "max_prefill_tokens": random.choice([16_384, 16_384, 12]),
-            "cut": random.choice(
+            "alignment": random.choice(
                 [
                     ChunkAlignment(),
                     ChunkAlignment(),

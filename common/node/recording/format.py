@@ -18,7 +18,7 @@ from common.node.memory_plan import Capacity
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import FromDecode, FromGateway, FromPrefill, LayoutMessage
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 

@@ -35,7 +35,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
 from scripts.simulator.replay import replay
 
-OPENING = frames.RecordingHeader(
+HEADER = frames.RecordingHeader(
     version=frames.VERSION,
     role="decode",
     config=plain_config(NodeConfig(role="decode")),
@@ -78,17 +78,17 @@ def test_a_recording_holds_every_variable_that_a_role_reads() -> None:
 
 def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
     plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
-    told = [OPENING, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
+    told = [HEADER, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
     assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
 
 
 def test_a_truncated_frame_ends_the_reading(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    written(path, OPENING, frames.Ticked(1.0), frames.Ticked(2.0))
+    written(path, HEADER, frames.Ticked(1.0), frames.Ticked(2.0))
     whole = path.read_bytes()
     for size in range(len(whole) - 20, len(whole)):
         path.write_bytes(whole[:size])
-        assert list(frames.read_frames(str(path)))[:1] == [OPENING]
+        assert list(frames.read_frames(str(path)))[:1] == [HEADER]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: byte
 def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
     import msgspec
 
-    path = written(tmp_path / "f", msgspec.structs.replace(OPENING, version=frames.VERSION + 1))
+    path = written(tmp_path / "f", msgspec.structs.replace(HEADER, version=frames.VERSION + 1))
     with pytest.raises(frames.RecordingError, match="has version"):
         list(frames.read_frames(path))
 
@@ -130,12 +130,12 @@ def test_recording_with_page_checksums_is_refused() -> None:
 def test_a_recording_is_private_and_overwrites_no_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("mine")
     recorder = Recorder(str(tmp_path / "f"))
-    recorder.note(OPENING)
+    recorder.note(HEADER)
     recorder.close()
     assert recorder.path == str(tmp_path / "f.1")
     assert (tmp_path / "f").read_text() == "mine"
     assert stat.S_IMODE((tmp_path / "f.1").stat().st_mode) == 0o600
-    assert list(frames.read_frames(recorder.path)) == [OPENING]
+    assert list(frames.read_frames(recorder.path)) == [HEADER]
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(
@@ -144,10 +144,10 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     monkeypatch.setattr(frames, "open_new", lambda path: (open("/dev/full", "wb", buffering=0), path))  # noqa: SIM115
     recorder = Recorder(str(tmp_path / "f"))
     for _ in range(5):
-        recorder.note(OPENING)
+        recorder.note(HEADER)
     recorder.close()
     assert caplog.text.count("recording ends here") == 1
-    recorder.note(OPENING)
+    recorder.note(HEADER)
 
 
 def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_log_line(
@@ -158,7 +158,7 @@ def test_a_frame_that_cannot_be_written_ends_the_recording_with_a_log_line(
 
     monkeypatch.setattr(frames, "write_frame", fail)
     recorder = Recorder(str(tmp_path / "f"))
-    recorder.note(OPENING)
+    recorder.note(HEADER)
     recorder.close()
     assert caplog.text.count("recording ends here") == 1
     assert "unforeseen" in caplog.text
@@ -181,7 +181,7 @@ def test_only_unusual_results_of_a_transport_are_recorded(tmp_path: Path) -> Non
             return (3,)
 
     recorder = Recorder(str(tmp_path / "f"))
-    recorder.note(OPENING)
+    recorder.note(HEADER)
     transport = RecordedTransport(Transport(), recorder)
     assert [transport.done(), transport.done(), transport.done()] == [[], [], [7]]
     assert (transport.write("p", []), transport.files(), transport.name) == (41, (3,), "t")

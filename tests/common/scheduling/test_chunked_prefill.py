@@ -23,10 +23,10 @@ PAGE = 4
 class Pool:
     """The cache of a prefill node, on which requests are computed step by step."""
 
-    def __init__(self, chunk_tokens: int, cut: ChunkAlignment) -> None:
+    def __init__(self, chunk_tokens: int, alignment: ChunkAlignment) -> None:
         self.allocator = PageAllocator(4_000)
         self.cache = RadixCache(self.allocator, PAGE)
-        self.budgets = Budgets(16_001, 1 << 30, chunk_tokens, cut)
+        self.budgets = Budgets(16_001, 1 << 30, chunk_tokens, alignment)
 
     def adder(self) -> PrefillAdder:
         return PrefillAdder(self.cache, self.allocator, self.budgets, reserve_output=False)
@@ -135,8 +135,8 @@ LAYOUT = PageLayout(1, 1, 8, 4, "float32")
 def test_the_options_reach_the_node() -> None:
     config = NodeConfig(truncation_align_size=32, enable_dynamic_chunking=True, chunked_prefill_size=64)
     capacity = plan_capacity(config, LAYOUT, device="cpu", context_length=100, crossover_tokens=7.0)
-    assert capacity.cut == ChunkAlignment(32, 7.0)
-    assert plan_capacity(NodeConfig(), LAYOUT, device="cpu", context_length=100).cut == ChunkAlignment()
+    assert capacity.alignment == ChunkAlignment(32, 7.0)
+    assert plan_capacity(NodeConfig(), LAYOUT, device="cpu", context_length=100).alignment == ChunkAlignment()
 
 
 def test_an_alignment_larger_than_a_chunk_is_refused() -> None:
