@@ -132,7 +132,7 @@ def test_serve_does_with_ipv6_what_it_does_without(processes: Processes) -> None
 
 @pytest.mark.parametrize("name", ["host", "control_host"])
 def test_brackets_belong_to_addresses_with_a_port_only(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"has no brackets: ::1$"):
+    with pytest.raises(ConfigError, match=r"write it without brackets: ::1$"):
         GatewayConfig(**{name: "[::1]"})
     with pytest.raises(ConfigError, match="--advertise-host"):
         NodeConfig(advertise_host="[::1]")
