@@ -20,12 +20,7 @@ from common.errors import ConfigError
 
 Config = TypeVar("Config")
 
-CLASSES: dict[str, type] = {
-    "serve": ServeConfig,
-    "gateway": GatewayConfig,
-    "prefill": NodeConfig,
-    "decode": NodeConfig,
-}
+CLASSES: dict[str, type] = {"serve": ServeConfig, "gateway": GatewayConfig, "prefill": NodeConfig, "decode": NodeConfig}
 
 #: Commands with a configuration in their own package, and the prefix of their environment variables.
 OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_", "simulate": "BATON_SIMULATE_"}

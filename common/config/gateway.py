@@ -21,9 +21,7 @@ class Routing:
         " nodes).",
     )
     local_prefill_threshold: int = option(
-        64,
-        "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this.",
-        minimum=1,
+        64, "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this.", minimum=1
     )
     max_queued_requests: int | None = option(
         None, "Requests that may wait at a node, and at the gateway for each model; further ones get 429.", minimum=0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.kernels import LANES, Kernels, load_kernels
+from common.engine.kernels import LANES, Pair, load_kernels
 from common.engine.model_config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 
 
@@ -109,8 +109,6 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tu
 
 # ---- element-wise operations -----------------------------------------------------------------------------------------
 
-Pair = tuple[Tensor, Tensor]
-
 
 class Operations(Protocol):
     """The operations between matrix products: in torch on any device, in C on CPUs where the kernels compile.
@@ -177,5 +175,4 @@ def make_operations(config: ModelConfig, device: torch.device) -> Operations:
     widths = (config.hidden_size, config.intermediate_size, config.head_dim // 2)
     if device.type != "cpu" or any(width % LANES for width in widths):
         return TorchOperations()
-    kernels: Kernels | None = load_kernels()
-    return kernels or TorchOperations()
+    return load_kernels() or TorchOperations()
