@@ -60,23 +60,19 @@ class PriorityFunction:
 
     def __init__(self, function: Callable[[RequestFacts], Any], spec: str) -> None:
         self._function = function
-        self._failures = _FailureLog(f"--priority-function {spec}")
-
-    @property
-    def num_failures(self) -> int:
-        return self._failures.count
+        self.failures = _FailureLog(f"--priority-function {spec}")
 
     def __call__(self, facts: RequestFacts) -> int | None:
         """Return the priority, higher is more urgent; None: keep the priority of the request."""
         try:
             priority = self._function(facts)
         except Exception as error:
-            self._failures.add("failed, so requests keep their own priorities", error=error)
+            self.failures.add("failed, so requests keep their own priorities", error=error)
             return None
         if priority is None:
             return None
         if type(priority) is not int or not LOWEST_PRIORITY < priority <= -LOWEST_PRIORITY - 1:
-            self._failures.add(f"returned {priority!r}, which is not a 32-bit integer")
+            self.failures.add(f"returned {priority!r}, which is not a 32-bit integer")
             return None
         return priority
 
@@ -90,20 +86,16 @@ class UserPolicy(Policy):
         self._failures = _FailureLog(f"--schedule-policy {spec}")
 
     @property
-    def reason(self) -> str:  # type: ignore[override]  # the user's
+    def reason(self) -> str:  # type: ignore[override]  # a constant in the base class
         return str(getattr(self._policy, "reason", ""))
 
     @property
-    def overtakes(self) -> bool:  # type: ignore[override]  # the user's
+    def overtakes(self) -> bool:  # type: ignore[override]
         return bool(getattr(self._policy, "overtakes", False))
 
     @property
-    def choice(self) -> str:  # type: ignore[override]  # the user's
+    def choice(self) -> str:  # type: ignore[override]
         return str(getattr(self._policy, "choice", ""))
-
-    @property
-    def num_failures(self) -> int:
-        return self._failures.count
 
     def totals(self) -> dict[str, float]:
         return {"own_policy_failures": float(self._failures.count)}

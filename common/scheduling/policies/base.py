@@ -118,8 +118,7 @@ class ShortestFirst(Policy):
 
     name = "short-first"
 
-    def __init__(self, constants: RatioConstants | None = None) -> None:
-        constants = constants or RatioConstants()
+    def __init__(self, constants: RatioConstants) -> None:
         self._clip = constants.clip
         self._share = constants.initial
 
