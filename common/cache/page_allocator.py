@@ -56,9 +56,7 @@ class PageAllocator:
         self._owner: NDArray[np.int8] = np.zeros(num_pages, np.int8)
         self._counts = [0] * len(Owner)
         self._counts[Owner.FREE] = num_pages
-        self._lingering: deque[tuple[int, Sequence[int]]] = (
-            deque()
-        )  # last step that began before the free, and its pages
+        self._lingering: deque[tuple[int, Sequence[int]]] = deque()  # last step begun before the free, and its pages
         self._steps: deque[int] = deque()
         self._last_ended = -1
         self._mark: Indices = np.zeros(num_pages, np.intp)  # scratch, to find pages named twice
@@ -70,7 +68,7 @@ class PageAllocator:
         return len(self._stack)
 
     def count(self, owner: Owner) -> int:
-        """Return the number of pages of this owner; lingering pages count as FREE."""
+        """The number of pages of this owner; lingering pages count as FREE."""
         return self._counts[owner]
 
     def alloc(self, count: int, owner: Owner) -> list[int] | None:

@@ -76,7 +76,7 @@ class RadixCache:
         while node is not None and (child := node.children.get(key[offset : offset + self._page_bytes])):
             node = self._shared_part(child, key, offset)
             offset += len(node.key)
-            num_pending += len(node.pages) if node.is_pending else 0
+            num_pending += 0 if node.pending is None else len(node.pages)
         return num_pending
 
     def _walk(self, root: TreeNode, key: TokenKey) -> tuple[TreeNode, int, TreeNode | None]:
@@ -270,7 +270,7 @@ class RadixCache:
 
     def lock(self, node: TreeNode | None) -> None:
         """Protect a node and its ancestors from eviction; does nothing for a root or None."""
-        assert node is None or not node.is_pending, "a pending node cannot be used"
+        assert node is None or node.pending is None, "a pending node cannot be used"
         while node is not None and node.parent is not None:
             if not node.locks:
                 self.num_evictable_pages -= len(node.pages)
@@ -357,7 +357,7 @@ class RadixCache:
             self._check_node(node)
             invariant(seen.isdisjoint(node.pages), "a page is in the tree twice")
             seen.update(node.pages)
-            if node.is_pending:
+            if node.pending is not None:
                 num_pending += len(node.pages)
                 continue
             num_pages += len(node.pages)
