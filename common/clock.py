@@ -11,8 +11,6 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The monotonic clock of the machine."""
-
     def now(self) -> float:
         return time.monotonic()
 

@@ -46,8 +46,6 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine. The executor applies admits, then page deltas, then rows."""
-
     step: int
     admits: tuple[Admit, ...]
     pages: tuple[PageDelta, ...]

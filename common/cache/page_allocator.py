@@ -33,8 +33,6 @@ def _as_indices(pages: Sequence[int]) -> Indices:
 
 
 class Owner(IntEnum):
-    """Owner of a page."""
-
     FREE = 0  # on the free list, or lingering
     RADIX = 1  # a node of the radix cache
     REQUEST = 2  # a single request
@@ -87,7 +85,6 @@ class PageAllocator:
         return pages
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
-        """Move pages from one owner to another."""
         assert Owner.FREE not in (source, target)
         if not pages:
             return

@@ -35,7 +35,6 @@ class WatchIndex:
         self._store(watch, node, offset // TOKEN_BYTES)
 
     def remove(self, watch: PrefixWatch) -> None:
-        """Remove a watch."""
         node = watch.node
         assert node is not None
         page = self._next_page(watch)
@@ -53,7 +52,6 @@ class WatchIndex:
             self.place(watch, parent, watch.num_tokens * TOKEN_BYTES)
 
     def leaf_removed(self, leaf: TreeNode, parent: TreeNode) -> None:
-        """Move watches from a removed leaf to its former parent."""
         self._move_up(leaf, parent, len(leaf.key) // TOKEN_BYTES)
 
     def leaf_trimmed(self, leaf: TreeNode, num_bytes: int) -> None:

@@ -152,7 +152,6 @@ class RadixCache:
         return watch
 
     def unwatch(self, watch: PrefixWatch) -> None:
-        """Remove a watch."""
         node = watch.node
         if node is not None:
             self._watches.remove(watch)
@@ -278,7 +277,6 @@ class RadixCache:
             node = node.parent
 
     def unlock(self, node: TreeNode | None) -> None:
-        """Release one lock of a node and its ancestors."""
         lowest = node
         while node is not None and node.parent is not None:
             assert node.locks > 0, "a node without a lock is unlocked"
@@ -308,7 +306,6 @@ class RadixCache:
         return len(freed)
 
     def clear(self) -> int:
-        """Evict all evictable pages and return their number."""
         return self.evict(self.num_evictable_pages)
 
     def _trim(self, leaf: TreeNode, num_pages: int, freed: list[int]) -> None:

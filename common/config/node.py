@@ -53,7 +53,6 @@ class NodeConfig(Batching, EngineOptions, SchedulingOptions, ModelOptions):
 
     @property
     def node_name(self) -> str:
-        """``--name``, or role, host and process id."""
         return self.name or f"{self.role}-{platform.node()}-{os.getpid()}"
 
     @property

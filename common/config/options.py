@@ -44,8 +44,6 @@ def option(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a configuration class."""
-
     name: str
     default: Any
     help: str

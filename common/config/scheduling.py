@@ -38,8 +38,6 @@ class PriorityRules:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingOptions:
-    """Scheduling options of the gateway, nodes, ``serve`` and the simulator."""
-
     schedule_policy: str = option(
         "fcfs",
         "Order of waiting requests: fcfs (by arrival), lpm (longest cached prefix), dfs-weight (subtree of the cache "
@@ -99,7 +97,6 @@ class SchedulingOptions:
 
     @property
     def tenant_weights(self) -> dict[str, float]:
-        """Weights of --tenant-shares by tenant."""
         return parse_weights(self.tenant_shares, "--tenant-shares")
 
     @property
@@ -131,7 +128,6 @@ class SchedulingOptions:
 
     @property
     def is_retracted_by_priority(self) -> bool:
-        """Whether the least urgent request is retracted first."""
         return self.retraction_policy == "priority" or (
             self.retraction_policy == "auto" and self.enable_priority_scheduling
         )
@@ -169,7 +165,6 @@ def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
 
 
 def check_scheduling(config: Any) -> None:
-    """Raises ConfigError: scheduling options contradict each other; the message names the flag."""
     check_policy(config.schedule_policy)
     _check_policy_options(config)
     _check_classes(config)
@@ -238,7 +233,6 @@ def _check_classes(config: Any) -> None:
 
 
 def check_policy(name: str) -> None:
-    """Raises ConfigError: the policy is unknown."""
     if name not in POLICIES and not is_user_defined(name):
         raise ConfigError(
             f"--schedule-policy {name} is unknown; use one of {', '.join(POLICIES)}, or MODULE:NAME for your own"
@@ -246,5 +240,4 @@ def check_policy(name: str) -> None:
 
 
 def is_user_defined(name: str) -> bool:
-    """Whether ``name`` has the form MODULE:NAME of an object of the user's own."""
     return re.fullmatch(_USER_DEFINED, name) is not None

@@ -17,8 +17,6 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 class StoredTensor(NamedTuple):
-    """One tensor's entry in a safetensors header."""
-
     file: Path
     dtype: str  # as safetensors writes it: F32, BF16, F16, ...
     shape: tuple[int, ...]

@@ -144,8 +144,6 @@ class Operations(Protocol):
 
 
 class TorchOperations:
-    """``Operations`` in torch, on any device."""
-
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
             x += delta

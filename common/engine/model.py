@@ -96,8 +96,6 @@ def allocate_weights(
 
 
 class Decoder:
-    """Computes hidden states and logits from tokens, positions and paged KV."""
-
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         device = weights.embedding.device
         self.config = config

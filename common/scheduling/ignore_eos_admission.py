@@ -38,7 +38,6 @@ class Growth:
 
     @classmethod
     def of(cls, request: Request, num_left: int, *, is_late: bool) -> "Growth":
-        """The growth of an admitted request."""
         num_private = len(request.own) + num_private_pages(request.node)
         return cls(request.num_tokens, len(request.pages), num_left, num_private, is_late)
 

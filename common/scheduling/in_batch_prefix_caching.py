@@ -43,8 +43,6 @@ def prefix_limits_from_environ(environ: Mapping[str, str]) -> InBatchPrefixLimit
 
 
 class InBatchPrefixes:
-    """The prefixes of the prompts that are computed in the step being planned."""
-
     def __init__(self, page_size: int, limits: InBatchPrefixLimits, computing: Iterable[Request] = ()) -> None:
         self._page_size = page_size
         self._limits = limits
@@ -58,7 +56,6 @@ class InBatchPrefixes:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Add a request whose prompt is being computed."""
         self._add(packed_tokens(request, len(request.prompt)), request)
 
     def holder_of(self, request: Request, cache: RadixCache) -> Request | None:

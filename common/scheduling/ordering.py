@@ -43,13 +43,11 @@ class RequestOrdering:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """Note that a request joined the queue."""
         self.policy.arrived(request)
         if self._classes is not None:
             self._classes.arrived(self._class_of(request))
 
     def left(self, request: Request) -> None:
-        """Note that a request left the queue: it was admitted, was aborted or failed."""
         self.policy.left(request)
         if self._classes is not None:
             self._classes.left(self._class_of(request))
@@ -64,14 +62,12 @@ class RequestOrdering:
             self.served(request, num_input=num_input)
 
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
-        """Charge for computed prompt tokens and for output tokens of a request."""
         if self.is_charging:
             self.policy.served(request, num_input=num_input, num_output=num_output)
             if self._classes is not None:
                 self._classes.charge(self._class_of(request), weighted_tokens(num_input, num_output))
 
     def decoded(self, requests: Sequence[Request]) -> None:
-        """Charge for one output token of each request."""
         if self.is_charging:
             self.policy.decoded(requests)
             if self._classes is not None:

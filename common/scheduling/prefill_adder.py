@@ -29,8 +29,6 @@ from common.step_plan import Admit, Row, StepResult
 
 
 class AddResult(Enum):
-    """The outcome of adding one request."""
-
     CONTINUE = auto()  # it is in the batch; try the next
     NO_TOKEN = auto()  # it does not fit into memory now
     OTHER = auto()  # memory is not the reason: the batch is full
@@ -314,7 +312,6 @@ class PrefillAdder:
         return math.ceil(expected_left(request, self._ratio, self._clip))
 
     def _reserve(self, request: Request) -> int:
-        """Output tokens to reserve room for."""
         if not self._reserve_output:
             return 0
         return math.ceil(expected_left(request, 1.0, self._clip))
@@ -332,5 +329,4 @@ class PrefillAdder:
         return num_pages * self._page_size
 
     def _rounded(self, num_tokens: int) -> int:
-        """``num_tokens`` rounded up to whole pages."""
         return -(-num_tokens // self._page_size) * self._page_size

@@ -32,7 +32,6 @@ class SkipAhead:
         return self._is_closed or (not is_awaited and self.is_closed)
 
     def close(self) -> None:
-        """Let no further request pass, whatever the limit."""
         self._is_closed = True
 
     @property
@@ -41,7 +40,6 @@ class SkipAhead:
         return [request for request in self._deferred if request.num_passed >= self._limit]
 
     def refuse(self, request: Request) -> None:
-        """Note that a request does not fit."""
         self._refused.append(request)
 
     def defer(self, request: Request) -> None:

@@ -26,7 +26,6 @@ class SlotPool:
         self._num_admissions = 0
 
     def __len__(self) -> int:
-        """The number of free slots."""
         return len(self._free)
 
     def take(self, request: Request) -> None:

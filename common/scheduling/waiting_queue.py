@@ -28,7 +28,6 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._num_by_priority: Counter[int] = Counter()
 
     def sorted(self, now: float) -> Sequence[Request]:
-        """The requests in the order in which they are served."""
         return self._order.sort(list(self._requests.values()), now)
 
     @property

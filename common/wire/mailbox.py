@@ -37,8 +37,6 @@ _PING = msgspec.msgpack.encode(Ping())
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A decoded message, and the incarnation of its sender."""
-
     sender: str
     message: Any
 
@@ -109,12 +107,10 @@ class Mailbox:
 
     @property
     def address(self) -> str:
-        """The bound endpoint, ``tcp://host:port``."""
         return str(self._socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0"))
 
     @property
     def port(self) -> int:
-        """The bound port."""
         return int(self.address.rpartition(":")[2])
 
     @property

@@ -38,5 +38,4 @@ def resolve_attention(name: str, device: torch.device) -> str:
 
 
 def make_attention(name: str, pool: KVPool, num_heads: int) -> AttentionBackend:
-    """Build the backend of that name (see ``resolve_attention``) over ``pool``."""
     return BACKENDS[resolve_attention(name, pool.device)](pool, num_heads)

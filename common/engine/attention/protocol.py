@@ -12,8 +12,6 @@ from common.engine.batch import StepBatch
 
 
 class StepAttention(Protocol):
-    """Attention for one step."""
-
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write new keys and values into the pool, then compute causal attention over all tokens of each row.
 
@@ -30,8 +28,6 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """An implementation of attention over one pool."""
-
     def prepare(self, batch: StepBatch) -> StepAttention: ...
 
 

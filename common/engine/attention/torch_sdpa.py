@@ -65,8 +65,6 @@ class TorchStep:
 
 
 class ExtendRow:
-    """Attention of one row with several new tokens."""
-
     def __init__(self, batch: StepBatch, row: int) -> None:
         self.first, self.end = batch.first_new[row : row + 2].tolist()
         self._length = int(batch.lengths[row])

@@ -43,14 +43,12 @@ class TokenCounters:
         return self._values.get(account, 0.0)
 
     def arrived(self, account: str) -> None:
-        """Count one more waiting request of the account."""
         if not self._num_waiting[account]:
             active = [self.value(other) for other, count in self._num_waiting.items() if count]
             self._values[account] = max(self.value(account), min(active, default=self.value(self._last_left)))
         self._num_waiting[account] += 1
 
     def left(self, account: str) -> None:
-        """Count one waiting request less of the account."""
         assert self._num_waiting[account] > 0, f"account {account!r} has no waiting request"
         self._num_waiting[account] -= 1
         if not self._num_waiting[account]:
@@ -107,7 +105,6 @@ def request_cost(request: Request) -> float:
 
 
 def weighted_tokens(num_input: int, num_output: int) -> float:
-    """Input and output tokens as they are charged."""
     return INPUT_WEIGHT * num_input + OUTPUT_WEIGHT * num_output
 
 
