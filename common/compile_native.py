@@ -25,11 +25,9 @@ class Library:
     """Sources and flags of a shared library.
 
     Attributes:
-        name: start of the file's name.
         sources: C files, each compiled separately.
         headers: included files, which count in the hash.
         flags: compiler flags beside those that a shared library needs.
-        libraries: linker flags, such as ``-lm``.
     """
 
     name: str

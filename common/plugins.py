@@ -24,7 +24,6 @@ class RequestFacts:
     """Properties of a request that a priority function may use.
 
     Attributes:
-        model: name of the model in the API.
         tenant, priority_class: empty: none.
         priority: priority in the request; None: none. Higher is more urgent here, whatever the flags say.
         num_prompt_tokens, max_new_tokens: length of the prompt, and largest length of the output.

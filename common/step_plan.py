@@ -57,7 +57,6 @@ class StepResult:
     """Result of a step.
 
     Attributes:
-        step: number of the plan.
         tokens: one sampled token id for each row with ``sample``, in row order.
         logprobs: aligned with ``tokens``; None for rows that did not ask. Empty if no row asked.
         prompt_logprobs: one tuple for each row with ``targets``, in row order, with one entry per target.

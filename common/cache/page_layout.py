@@ -16,7 +16,6 @@ class PageLayout:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: dimensions of the model, or of this rank's part where heads are split.
-        page_size: tokens per page.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
     """
 

@@ -17,7 +17,6 @@ class WatchIndex:
     """The watches of one tree.
 
     Args:
-        page_bytes: length of a packed page.
         descend: function of a ready child, a key and an offset in the key; splits the child where the key differs, and
             returns the shared part.
     """

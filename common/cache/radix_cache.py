@@ -35,10 +35,7 @@ class RadixCache:
     """The prefix cache of one page pool.
 
     Args:
-        allocator: records the owners of pages.
-        page_size: tokens per page.
         is_enabled: False: inserts keep nothing and nothing matches.
-        eviction: the order in which leaves are evicted.
     """
 
     def __init__(

@@ -31,10 +31,8 @@ class TreeNode:
         locks: number of locks on this node and below it.
         last_used: time of the last match or insert that passed through the node.
         num_uses: number of matches and inserts that passed through the node.
-        created: time at which the tokens entered the tree.
         priority: highest priority of the requests that inserted the tokens or a continuation.
         pending: transfer that still writes the pages; None once they are ready.
-        in_heap: whether the eviction queue holds the node.
         serial: order of creation, which decides between equal ranks in the same way in every run.
         watchers: watches whose cached tokens end at this node, by the page that follows.
     """

@@ -30,10 +30,8 @@ def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: st
     """Return the configuration of a command; exits the process on ``--help`` and on a mistake.
 
     Args:
-        cls: configuration class of the command.
         argv: words after the program's name; None: those of this process.
         command: ``gateway``, ``prefill``, ``decode``, ``serve``, ...: the table in the file, and the role of a node.
-        help: description of the command for ``--help``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -35,7 +35,6 @@ def option(
         default: value if neither flag, variable nor file sets the option; None requires a type that allows it.
         help: one or more sentences for ``--help``, which appends the default.
         minimum, maximum: inclusive bounds of a number.
-        metavar: name of the value in ``--help``.
         is_secret: never shown; child processes get it in the environment and not on the command line.
     """
     metadata = {"help": help, "minimum": minimum, "maximum": maximum, "metavar": metavar, "is_secret": is_secret}

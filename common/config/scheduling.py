@@ -21,12 +21,10 @@ class PriorityRules:
     """The effect of priorities and priority classes.
 
     Attributes:
-        is_enabled: whether priorities have an effect; otherwise all requests are equal.
         preemption_threshold: a waiting request preempts a running one only if its priority is higher by more than this.
         aging_per_s: added to a priority for each second of waiting. A request that comes before another by then cannot
             be preempted by it any more, whatever their priorities.
         class_weights: weights by name of the class, in the order of the flag; empty without classes.
-        default_class: class of requests that name none.
     """
 
     is_enabled: bool = False

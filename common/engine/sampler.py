@@ -31,10 +31,7 @@ class SamplingRow:
     """One token to sample.
 
     Attributes:
-        params: sampling parameters of the request.
         position: position of the token in the request; the prompt has positions ``0 .. prompt_len - 1``.
-        prompt_len: tokens of the original prompt.
-        end_ids: tokens that end the output.
         history: the request's tokens so far; None without penalties.
     """
 
@@ -54,7 +51,6 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, tuple[T
 
     Args:
         logits: ``[R, vocab]`` float32; changed in place by biases, penalties, and ``min_tokens``.
-        rows: the R rows to sample.
     Returns:
         Tokens ``[R]`` int64 on the logits' device, and log-probabilities of the unchanged distribution, None for rows
         that did not ask (``()`` if no row asked).

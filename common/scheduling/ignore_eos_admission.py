@@ -24,7 +24,6 @@ class Growth:
     Attributes:
         num_tokens: prompt and output tokens now. The last output token never gets KV, which leaves one token of
             reserve.
-        num_pages: pages in its page table.
         num_left: tokens that it still produces.
         num_private: pages that are returned when it ends.
         is_late: it may end later than its token count says.

@@ -51,7 +51,6 @@ class NewTokenRatio:
     """The ratio of one node, updated with each step.
 
     Args:
-        constants: of the rule.
         conservativeness: ``--schedule-conservativeness``; a value above 1 reserves more and retracts less.
     """
 

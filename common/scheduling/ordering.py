@@ -90,7 +90,6 @@ class RequestOrdering:
 
         Args:
             waiting: in order of arrival.
-            now: seconds of the node's clock.
         """
         return self.by_priority(self.policy.order(waiting, now))
 

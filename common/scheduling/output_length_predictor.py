@@ -48,7 +48,6 @@ class OutputLengthPredictor:
         """Record an output that has ended.
 
         Args:
-            num_output: its length in tokens.
             is_cut: it ended at its limit, not by itself.
         """
         for group in _groups(tenant, prompt):

@@ -42,7 +42,6 @@ class Budgets:
         total_tokens: free and evictable memory minus what admitted requests are still expected to need.
         input_tokens: ``--max-prefill-tokens``.
         chunk_tokens: ``--chunked-prefill-size``; None computes prompts whole. It is raised to the alignment.
-        alignment: where prompts may be cut, and whether work is counted.
     """
 
     total_tokens: int
@@ -139,7 +138,6 @@ class PrefillAdder:
     """One batch that is being built; each step has a new one.
 
     Args:
-        budgets: of this batch.
         max_requests: the largest number of chunks; None for no limit.
         clip: the most output tokens that are reserved for one request.
         reserve_output: count the outputs of admitted requests; true on the node that decodes them.

@@ -17,7 +17,6 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
     waiting request up to date (``Request.watch``).
 
     Args:
-        order: the order in which requests are served.
         cache: of this node; None in the gateway.
     """
 

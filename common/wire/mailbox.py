@@ -53,7 +53,6 @@ class Mailbox:
     """A ZMQ socket with a strict codec.
 
     Args:
-        context: ZMQ context of the process.
         incarnation: incarnation of this process, and the routing identity of a connecting mailbox.
         accepts: union of the message types to accept.
         bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.

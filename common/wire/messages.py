@@ -32,7 +32,6 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     """First frame of every message.
 
     Attributes:
-        sender: incarnation of the sending process.
         target: incarnation of the receiving process; empty: any process at the address.
     """
 

@@ -18,7 +18,6 @@ class StepAttention(Protocol):
         Scores are scaled by ``head_dim ** -0.5``. Query head h reads KV head ``h // (heads / kv_heads)``.
 
         Args:
-            layer: index of the layer.
             q: ``[N, heads, head_dim]``.
             k, v: ``[N, kv_heads, head_dim]``.
         Returns:

@@ -162,8 +162,6 @@ class LongestPrefixMatch(Policy):
     prefix will be cached by then.
 
     Args:
-        page_size: of the node's cache.
-        sharing: which requests share enough of a prefix.
         degrade_threshold: a longer queue is served in order of arrival.
     """
 

@@ -73,7 +73,6 @@ def make_ordering(
     Args:
         cache: of this node; None in the gateway.
         own_policy: a user's policy, loaded by ``plugins.load_policy``; it replaces ``--schedule-policy``.
-        sharing, constants: None for the defaults.
     """
     name = options.schedule_policy
     policy = own_policy or make_policy(name, cache, options=options, sharing=sharing, constants=constants)
