@@ -50,11 +50,8 @@ class DecisionLog:
             before, after: priority and class; a class of None in ``after`` means that the class stays.
         """
         (priority, name), (priority_now, name_now) = before, after
-        if name_now is None or name_now == name:
-            self.note(now, rid, "reprioritize", "from {} to {}", priority, priority_now)
-        else:
-            reason = "from {} to {}, from the class {} to {}"
-            self.note(now, rid, "reprioritize", reason, priority, priority_now, name, name_now)
+        reason = "from {} to {}" if name_now in (None, name) else "from {} to {}, from the class {} to {}"
+        self.note(now, rid, "reprioritize", reason, priority, priority_now, name, name_now)
 
     def last(self, limit: int, now: float) -> tuple[Decision, ...]:
         """Return at most ``limit`` of the latest decisions, newest last."""

@@ -139,7 +139,13 @@ def load_policy(spec: str) -> Policy | None:
     if not is_user_defined(spec):
         return None
     flag = f"--schedule-policy {spec}"
-    policy = _made(_imported(spec, flag), flag)
+    make = _imported(spec, flag)
+    if not callable(make):
+        raise ConfigError(f"{flag} is not a class or a function that returns a policy")
+    try:
+        policy = make()
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"{flag} cannot be constructed without arguments: {error}") from error
     missing = [hook for hook in _HOOKS if not callable(getattr(policy, hook, None))]
     if missing:
         raise ConfigError(
@@ -176,12 +182,3 @@ def _imported(spec: str, flag: str) -> Any:
             raise ConfigError(f"{flag}: {found.__name__} has no {name}")
         found = getattr(found, part)
     return found
-
-
-def _made(found: Any, flag: str) -> Any:
-    if not callable(found):
-        raise ConfigError(f"{flag} is not a class or a function that returns a policy")
-    try:
-        return found()
-    except Exception as error:  # the user's class may raise anything
-        raise ConfigError(f"{flag} cannot be constructed without arguments: {error}") from error

@@ -24,11 +24,7 @@ Indices = NDArray[np.intp]
 
 
 def _as_indices(pages: Sequence[int]) -> Indices:
-    """Convert to a numpy index array; ``array`` reads a list twice as fast as numpy.
-
-    Raises:
-        OverflowError: a number is negative.
-    """
+    """Convert to a numpy index array; ``array`` reads a list twice as fast as numpy, and refuses negative numbers."""
     return np.frombuffer(array("I", pages), np.uint32).astype(np.intp)
 
 
@@ -124,16 +120,12 @@ class PageAllocator:
             self.num_lingering -= len(pages)
             self._stack.extend(pages)
 
-    def _indices(self, pages: Sequence[int]) -> Indices:
-        """Return pages as an index array; asserts that each is in range and that none occurs twice."""
+    def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
+        """Return pages as an index array; asserts that none occurs twice and that all belong to ``owner``."""
         indices = _as_indices(pages)
         numbers = self._numbers[: len(indices)]
         self._mark[indices] = numbers
         assert np.count_nonzero(self._mark[indices] == numbers) == len(indices), "a page is named twice"
-        return indices
-
-    def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
-        indices = self._indices(pages)
         assert self._owner[indices].tobytes().count(owner) == len(indices), self._complaint(indices, owner)
         return indices
 

@@ -71,11 +71,10 @@ class Pending:
     """Handle of the nodes that one transfer will fill: ``node``, and nodes above it with the same handle."""
 
     node: TreeNode
-    is_over: bool = False
 
     @property
     def nodes(self) -> list[TreeNode]:
-        """The nodes from top to bottom; more than one after a match has split the first."""
+        """The nodes from top to bottom: more than one after a match has split the first, none after the transfer."""
         return [node for node in self.node.path() if node.pending is self]
 
     @property

@@ -42,11 +42,7 @@ def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: st
 
 
 def parse(cls: type[Config], words: Sequence[str], *, command: str, help: str = "") -> Config:
-    """Like ``resolve``, but raise on a mistake.
-
-    Raises:
-        ConfigError: a flag, key, value or combination is invalid; the message names it.
-    """
+    """Like ``resolve``, but raises ConfigError on a mistake; the message names the flag, key or value."""
     for word in words:
         flag = word.split("=")[0]
         if flag in NOT_YET:

@@ -123,11 +123,7 @@ def merge(
 
 
 def unknown_variables(environ: Mapping[str, str], known: Iterable[str], other_prefixes: tuple[str, ...] = ()) -> None:
-    """Refuse unknown BATON_* variables, except those with the prefix of another command.
-
-    Raises:
-        ConfigError: a variable is unknown; the message names it and the most similar known one.
-    """
+    """Raise ConfigError for an unknown BATON_* variable, unless it has the prefix of another command."""
     known = list(known)
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(other_prefixes):

@@ -170,13 +170,9 @@ def check_scheduling(config: Any) -> None:
 
 
 def _check_policy_options(config: Any) -> None:
-    for name, default, policy in (
-        ("lpm_degrade_threshold", 128, "lpm"),
-        ("schedule_seed", 0, "random"),
-        ("tenant_shares", (), "fair"),
-    ):
-        if getattr(config, name) != default and config.schedule_policy != policy:
-            raise ConfigError(f"{_flag(name)} has no effect without --schedule-policy {policy}; add that")
+    for name, policy in (("lpm_degrade_threshold", "lpm"), ("schedule_seed", "random"), ("tenant_shares", "fair")):
+        if config.schedule_policy != policy:
+            _check_without(config, (name,), f"--schedule-policy {policy}")
     config.tenant_weights  # noqa: B018  # raises if a weight is invalid
 
 
@@ -185,17 +181,11 @@ def _check_priorities(config: Any) -> None:
     if function is not None and not is_user_defined(function):
         raise ConfigError(f"--priority-function must be MODULE:NAME, not {function!r}")
     if not config.enable_priority_scheduling:
-        for name in (
-            "default_priority_value",
-            "schedule_low_priority_values_first",
-            "priority_aging_per_second",
-            "priority_function",
-        ):
-            if getattr(config, name) not in (None, False, 0.0):
-                raise ConfigError(f"{_flag(name)} has no effect without --enable-priority-scheduling; add that")
-        if config.priority_scheduling_preemption_threshold != PREEMPTION_THRESHOLD:
-            flag = _flag("priority_scheduling_preemption_threshold")
-            raise ConfigError(f"{flag} has no effect without --enable-priority-scheduling; add that")
+        names = (
+            *("default_priority_value", "schedule_low_priority_values_first", "priority_aging_per_second"),
+            *("priority_function", "priority_scheduling_preemption_threshold"),
+        )
+        _check_without(config, names, "--enable-priority-scheduling")
         if config.retraction_policy == "priority":
             raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling; add that")
     elif config.abort_on_priority_when_disabled:
@@ -219,8 +209,11 @@ def _check_aging(config: Any) -> None:
         )
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _check_without(config: Any, names: Iterable[str], flag: str) -> None:
+    """Raises ConfigError: one of these options is set, but has an effect only with ``flag``."""
+    for name in names:
+        if getattr(config, name) != getattr(SchedulingOptions, name):
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without {flag}; add that")
 
 
 def _check_classes(config: Any) -> None:

@@ -8,7 +8,7 @@ from common.config.options import option
 from common.errors import ConfigError
 
 #: In --tenant-quotas: every tenant that is not named.
-EVERYBODY_ELSE = "*"
+OTHER_TENANTS = "*"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,7 @@ class TorchExecutor:
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Apply admits, page deltas and rows, in this order.
-
-        Returns:
-            One sampled token for each row with ``sample``, in row order. The KV of all rows is in the pool by then.
-        """
+        """Apply admits, page deltas and rows, in this order. The KV of all rows is in the pool when this returns."""
         with torch.inference_mode():
             for admit in plan.admits:
                 self._admit(admit)

@@ -72,18 +72,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, tuple[T
             index_of = torch.tensor(chosen, device=logits.device)
             part = logits if len(chosen) == len(rows) else logits[index_of]
             tokens[index_of] = method(part, tokens[index_of], [rows[i] for i in chosen])
-    return tokens, _align(raw, tokens, rows, asked) if raw is not None else ()
-
-
-def _align(
-    raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: Sequence[int]
-) -> tuple[TokenLogprobs | None, ...]:
-    """Return log-probabilities for the rows that asked, whose unchanged logits are ``raw``; None for other rows."""
-    found: list[TokenLogprobs | None] = [None] * len(rows)
+    if raw is None:
+        return tokens, ()
     counts = [rows[index].params.logprobs or 0 for index in asked]
-    for index, logprobs in zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True):
-        found[index] = logprobs
-    return tuple(found)
+    found = dict(zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True))
+    return tokens, tuple(map(found.get, range(len(rows))))
 
 
 def _is_truncated(params: SamplingParams) -> bool:

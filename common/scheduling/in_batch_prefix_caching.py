@@ -69,8 +69,7 @@ class InBatchPrefixes:
         return self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
 
     def defer_or_add(self, request: Request) -> bool:
-        """Whether a waiting request should wait for one added before. If not, and little of it is cached, it is
-        added."""
+        """Whether a waiting request should wait for one added before; if not and little of it is cached, add it."""
         watch = request.watch
         if watch is None or watch.num_tokens > self._limits.max_cached:
             return False

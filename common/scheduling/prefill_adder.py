@@ -107,11 +107,7 @@ class ChunkResult:
 
 
 def chunk_results(chunks: Sequence[Chunk], result: StepResult, *, num_before: int = 0) -> list[ChunkResult]:
-    """Split the result of a step by chunk.
-
-    Args:
-        num_before: rows of the step before the chunks, each of which sampled one token.
-    """
+    """Split the result of a step by chunk; ``num_before`` rows before the chunks sampled one token each."""
     tokens = iter(result.tokens[num_before:])
     logprobs = iter(result.logprobs[num_before:] or (None,) * len(result.tokens))
     prompt_logprobs = iter(result.prompt_logprobs)

@@ -9,11 +9,7 @@ MAX_SKIP_AHEAD = 8
 
 
 class SkipAhead:
-    """The requests that did not fit into the step being planned.
-
-    Args:
-        limit: requests that may pass one that does not fit while it waits; 0 keeps the order strictly.
-    """
+    """The requests that did not fit into the step being planned. At most ``limit`` requests pass each of them."""
 
     def __init__(self, limit: int = MAX_SKIP_AHEAD) -> None:
         self._limit = limit

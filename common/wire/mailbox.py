@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -41,12 +41,9 @@ class Envelope:
     message: Any
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionEvents:
-    """Whether connections were made and closed since the last call."""
-
-    connected: bool = False
-    disconnected: bool = False
+class ConnectionEvents(NamedTuple):
+    connected: bool
+    disconnected: bool
 
 
 class Mailbox:

@@ -258,15 +258,13 @@ class Connect(Message, frozen=True, tag="connect"):
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """prefill -> decode: the pool is attached; grants of this epoch are accepted.
-
-    Attributes:
-        num_units: parts of a page of the decode node; above 1 if pages of the prefill node are smaller.
-    """
+    """prefill -> decode: the pool is attached; grants of this epoch are accepted."""
 
     epoch: Count
     transport: Id
-    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1
+    num_units: Annotated[int, Meta(ge=1, le=65536)] = (
+        1  # parts of a page of the decode node; 1 unless its pages are larger
+    )
     why: Sentence = ""  # why this transport was chosen
 
 

@@ -90,9 +90,5 @@ class ExtendRow:
 
 
 def _gather(paged: Tensor, table: Tensor) -> Tensor:
-    """Gather a layer's keys or values by ``table`` ``[rows, pages]``.
-
-    Returns:
-        ``[rows, kv_heads, pages * page_size, head_dim]``.
-    """
+    """Gather a layer's keys or values by ``table`` ``[rows, pages]``: ``[rows, kv_heads, tokens, head_dim]``."""
     return paged[table].transpose(1, 2).flatten(2, 3)

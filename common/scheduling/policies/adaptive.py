@@ -48,11 +48,7 @@ _SENTENCES = {
 
 
 class Adaptive(Policy):
-    """``adaptive``.
-
-    Attributes:
-        why: the measure of the current rule, or ``nothing``.
-    """
+    """``adaptive``. ``why`` is the measure of the current rule, or ``nothing``."""
 
     name = "adaptive"
 

@@ -32,11 +32,9 @@ class Policy(Protocol):
 
     @abstractmethod
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        """The waiting requests in the order in which they are served.
+        """The waiting requests in the order in which they are served, at ``now`` seconds of the node's clock.
 
-        Args:
-            waiting: in order of arrival; retracted and paused requests come first.
-            now: seconds of the node's clock.
+        They are given in order of arrival; retracted and paused requests come first.
         """
 
     def arrived(self, request: Request) -> None:

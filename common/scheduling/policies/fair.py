@@ -25,11 +25,7 @@ MAX_IDLE_ACCOUNTS = 10_000
 
 
 class TokenCounters:
-    """The counters of all accounts.
-
-    Args:
-        weights: by account; an account that is not named has ``default_weight``.
-    """
+    """The counters of all accounts. An account that ``weights`` does not name has ``default_weight``."""
 
     def __init__(self, weights: Mapping[str, float], *, default_weight: float = 1.0) -> None:
         self._weights = dict(weights)
@@ -109,13 +105,10 @@ def weighted_tokens(num_input: int, num_output: int) -> float:
 
 
 class Fair(Policy):
-    """``fair``: the tenant that was served least comes first.
+    """``fair``: the tenant that was served least comes first; a tenant that ``weights`` does not name has 1.
 
     Each process counts what it serves itself: prompts on a prefill node, prompts and outputs on a decode node and in
     the gateway.
-
-    Args:
-        weights: by tenant; a tenant that is not named has 1.
     """
 
     name = "fair"
