@@ -262,9 +262,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
     epoch: Count
     transport: Id
-    num_units: Annotated[int, Meta(ge=1, le=65536)] = (
-        1  # parts of a page of the decode node; 1 unless its pages are larger
-    )
+    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # parts of each page of the decode node
     why: Sentence = ""  # why this transport was chosen
 
 

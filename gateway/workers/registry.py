@@ -7,8 +7,6 @@ the old one is gone.
 
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
 from gateway.workers.router import can_pair
