@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 from aiohttp import web
 
 from common.config.gateway import GatewayConfig
@@ -202,7 +203,7 @@ class AdminRoutes:
         limit = limit_of(call)
         if name == OWN_DECISIONS:
             own = self._services.dispatcher.decisions.last(limit, self._services.clock.now())
-            return json_response({"worker": name, "decisions": [decided._asdict() for decided in own]})
+            return json_response({"worker": name, "decisions": list(map(msgspec.structs.asdict, own))})
         nodes = [node for node in self._services.control.pools.workers() if name in (node.incarnation, node.name)]
         if not nodes:
             raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")

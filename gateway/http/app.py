@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_exceptions import HTTPException
 
-from common.errors import HTTP_STATUS, ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError
 from gateway.http.auth import Authenticator
 from gateway.http.limits import LIGHT_BYTES, BodyLimits, check_weight
 from gateway.http.responses import as_error, encode_json, error_body
@@ -218,12 +218,11 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def error_response(error: RequestError) -> web.Response:
     """An error in OpenAI's envelope, with the headers of its status."""
-    status = error.status if isinstance(error, HttpError) else HTTP_STATUS[error.code]
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, HttpError) and error.allow:
         headers["Allow"] = error.allow
-    if status == 401:
+    if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_body(error, status), status, headers)
+    return json_response(error_body(error), error.status, headers)

@@ -34,9 +34,9 @@ def sse_event(data: Any) -> bytes:
     return b"data: " + encode_json(data) + b"\n\n"
 
 
-def error_body(error: RequestError, status: int | None = None) -> dict[str, Any]:
+def error_body(error: RequestError) -> dict[str, Any]:
     """An error in OpenAI's envelope."""
-    status = status or error.status
+    status = error.status
     kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": str(error.code)}}
 

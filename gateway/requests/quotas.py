@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from common.config.tenancy import EVERYBODY_ELSE, Quota
+from common.config.tenancy import OTHER_TENANTS, Quota
 from common.errors import ErrorCode, RequestError
 from gateway.requests.admission import Admission
 from gateway.requests.generate_request import GenerateRequest
@@ -52,7 +52,7 @@ class Quotas:
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
         self._quotas = dict(quotas)
-        self._others = self._quotas.pop(EVERYBODY_ELSE, None)
+        self._others = self._quotas.pop(OTHER_TENANTS, None)
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:

@@ -5,9 +5,7 @@ difference. A ``Worker`` is one start of one process: a new start under the same
 the old one is gone.
 """
 
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass, field, replace
 
 from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
@@ -250,10 +248,10 @@ def _conflict(new: Register, other: Register) -> str:
             return (
                 f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
             )
-    theirs = other.layout
+    theirs = other.layout.layout()
     if new.role == other.role:  # no page is sent between them, so their page sizes may differ
-        theirs = msgspec.structs.replace(theirs, page_size=new.layout.page_size)
-    problem = layout_conflict(new.layout, theirs)
+        theirs = replace(theirs, page_size=new.layout.page_size)
+    problem = layout_conflict(new.layout.layout(), theirs)
     if problem:
         return f"page layout of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from common.cache.page_allocator import PageAllocator
-from common.clock import ManualClock
 from common.node.recording import format as frames
 from common.node.recording.format import RecordingError, read_frames
 from common.node.recording.recorder import DEFAULT_RESULTS, config_from
@@ -22,6 +21,7 @@ from decode_node.__main__ import build as build_decode
 from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
 from prefill_node.__main__ import build as build_prefill
 from scripts.simulator.engine import EmptyPageStore
+from scripts.simulator.event_queue import EventQueue
 
 #: Result types of a transport's methods, by role and name.
 RESULTS: dict[tuple[str, str], Any] = {
@@ -128,7 +128,7 @@ def _build(opening: frames.RecordingHeader, transport: ReplayedTransport) -> Any
         pool=transport.store,
         allocator=allocator,
         cache=make_cache(config, allocator),
-        clock=ManualClock(),
+        clock=EventQueue(),
         digest=opening.digest,
         incarnation=opening.incarnation,
         vocab_size=opening.vocab_size,

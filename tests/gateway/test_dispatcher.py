@@ -2,8 +2,8 @@
 
 import pytest
 from support.fake_nodes import make_register
+from support.manual_clock import ManualClock
 
-from common.clock import ManualClock
 from common.config.gateway import GatewayConfig
 from common.errors import RequestError
 from common.sampling_params import SamplingParams

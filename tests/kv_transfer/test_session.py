@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import pytest
 
-from common.state_machine import IllegalTransitionError
+from common.errors import InvariantError
 from kv_transfer.page_mapping import Units
 from kv_transfer.receive.session import PageDelivery, ReceiveSession
 from kv_transfer.send.session import SendSession
@@ -47,7 +47,7 @@ def test_the_sending_end_goes_where_the_table_says(state: SendState, event: Send
     session = SendSession(KEY, "peer", state)
     assert session.accepts(event) == (after != ".")
     if after == ".":
-        with pytest.raises(IllegalTransitionError):
+        with pytest.raises(InvariantError):
             session.apply(event)
         assert session.state is state
     else:
@@ -61,7 +61,7 @@ def test_the_receiving_end_goes_where_the_table_says(state: ReceiveState, event:
     session.state = state
     assert session.accepts(event) == (after != ".")
     if after == ".":
-        with pytest.raises(IllegalTransitionError):
+        with pytest.raises(InvariantError):
             session.apply(event)
         assert session.state is state
     else:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from support.fake_engine import VOCAB_SIZE, FakeExecutor
+from support.manual_clock import ManualClock
 from support.processes import ROOT
 from support.service import Service, running
 from support.service_client import prompt_of
 
 from common.cache.page_allocator import PageAllocator
-from common.clock import ManualClock
 from common.config.node import NodeConfig
 from common.config.shared import SCHEDULING_VARIABLES
 from common.errors import ConfigError
