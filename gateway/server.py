@@ -100,10 +100,10 @@ class Gateway:
             metrics=self._metrics,
         )
         self._http = HttpServer(
-            GenerateRoutes(services).routes() | AdminRoutes(services).routes(),
+            {**GenerateRoutes(services).routes(), **AdminRoutes(services).routes()},
             authenticator=self._authenticator,
             limits=self._body_limits,
-            observer=self._metrics,
+            metrics=self._metrics,
         )
         self._control.start()
         self._runner = web.ServerRunner(

@@ -27,6 +27,7 @@ from gateway.http.protocol import (
     NativeSamplingParams,
     OpenAIRequest,
     SamplingFields,
+    Unsupported,
     refuse,
 )
 from gateway.requests.generate_request import GenerateRequest
@@ -344,14 +345,15 @@ class InputProcessor:
 def _check_no_effect(struct: msgspec.Struct, prefix: str = "") -> None:
     """Refuses every field that asks for something which does not work yet."""
     for name in _no_effect_fields(type(struct)):
-        value, allowed = getattr(struct, name), NO_EFFECT[name]
+        value, allowed = getattr(struct, name), NO_EFFECT.get(name, ())
         if value is not None and not any(value == other and type(value) is type(other) for other in allowed):
             raise refuse("not supported by this server yet; leave it out", prefix + name, ErrorCode.NOT_SUPPORTED)
 
 
 @functools.cache
 def _no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
+    fields = msgspec.structs.fields(kind)
+    return tuple(field.name for field in fields if field.name in NO_EFFECT or field.type == Unsupported)
 
 
 def _check_stream_options(body: OpenAIRequest) -> None:
