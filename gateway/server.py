@@ -140,7 +140,6 @@ class Gateway:
     async def stop(self) -> None:
         """Refuses new requests, gives those in flight two seconds, and ends the rest with an error."""
         self._http.begin_stop()
-        self._control.begin_stop()
         for site in list(self._runner.sites):
             await site.stop()
         until = self._clock.now() + GRACE_S

@@ -147,8 +147,6 @@ class AdminRoutes:
         return json_response({"status": "ok"})
 
     async def _ready(self, call: HttpCall) -> web.Response:
-        if self._services.control.is_stopping:
-            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         ready = {model.name: model.pool.registry.is_ready for model in self._services.models}
         if not any(ready.values()):
             raise self._services.models[0].pool.no_route()

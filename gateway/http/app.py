@@ -98,7 +98,7 @@ class HttpServer:
         )
 
     def begin_stop(self) -> None:
-        """Refuses further POST requests with 503."""
+        """Refuses further POST requests, and ``/ready``, with 503."""
         self._is_stopping = True
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -141,7 +141,7 @@ class HttpServer:
             raise HttpError(
                 405, f"the method {request.method[:16]} is not allowed for this path; use {allow}", allow=allow
             )
-        if self._is_stopping and method == "POST":
+        if self._is_stopping and (method == "POST" or path == "/ready"):
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         if method != "POST" or path in PATHS_WITHOUT_BODY:
             return await handler(HttpCall(request, tenant))

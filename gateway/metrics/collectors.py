@@ -87,13 +87,8 @@ class Metrics:
             "baton_stage_seconds", "Time in each stage, as the nodes report it.", SECONDS, "stage"
         )
         self._gaps = {pool.model: Gaps() for pool in pools}
-        counters = (
-            self._prompt_tokens,
-            self._cached_tokens,
-            self._output_tokens,
-            self._local_prefills,
-            self._disconnects,
-        )
+        tokens = (self._prompt_tokens, self._cached_tokens, self._output_tokens)
+        times = (self._first_token, self._whole, self._per_token)
         for pool in pools:
             in_flight.labels(pool.model).set_function(partial(getattr, pool.admission, "num_in_flight"))
             for family in (*tokens, self._local_prefills, self._disconnects, *times):

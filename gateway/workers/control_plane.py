@@ -54,16 +54,19 @@ class MailboxChannel:
 
     Args:
         bind: ``tcp://host:port`` of the mailbox.
+
+    Attributes:
+        address: ``host:port`` that nodes dial.
     """
 
     def __init__(self, mailbox: Mailbox, bind: str) -> None:
         self._mailbox = mailbox
-        self._host = bind.removeprefix("tcp://").rpartition(":")[0]
+        self.address = f"{bind.removeprefix('tcp://').rpartition(':')[0]}:{mailbox.address.rpartition(':')[2]}"
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in mailbox.sockets]
         self._listener: Listener | None = None
         self._is_look_due = False
-        self._is_closed = False
+        self.is_closed = False
 
     def start(self, listener: Listener) -> None:
         """Begins to listen."""
@@ -73,19 +76,10 @@ class MailboxChannel:
         self._loop.add_reader(connections, listener.on_disconnect)
 
     def close(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         for fd in self._fds:
             self._loop.remove_reader(fd)
         self._mailbox.close()
-
-    @property
-    def address(self) -> str:
-        """``host:port`` that nodes dial."""
-        return f"{self._host}:{self._mailbox.address.rpartition(':')[2]}"
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     @property
     def is_probing(self) -> bool:
@@ -108,7 +102,7 @@ class MailboxChannel:
     def receive(self) -> list[Envelope]:
         """The messages that have arrived, at most ``RECEIVE_AT_ONCE``."""
         self._is_look_due = False
-        if self._is_closed:
+        if self.is_closed:
             return []
         envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
         if len(envelopes) == RECEIVE_AT_ONCE:
@@ -122,7 +116,7 @@ class MailboxChannel:
             self._loop.call_soon(self._listener.on_readable)
 
     def _report_unreachable(self, incarnation: str) -> None:
-        if not self._is_closed and self._listener is not None:
+        if not self.is_closed and self._listener is not None:
             self._listener.lose(incarnation)
 
 
@@ -131,17 +125,20 @@ class ControlPlane:
 
     Args:
         pools: the nodes of each model; registered and removed only here.
+
+    Attributes:
+        address: ``host:port`` that nodes dial.
     """
 
     def __init__(self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:
         self.pools = pools
+        self.address = channel.address
         self._channel = channel
         self._dispatcher = dispatcher
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
         self._is_probe_due = False
-        self._is_stopping = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: dispatcher.on_tokens,
@@ -160,25 +157,12 @@ class ControlPlane:
         self._channel.start(self)
         self._tick()
 
-    def begin_stop(self) -> None:
-        """From now on the gateway is not ready for requests."""
-        self._is_stopping = True
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._is_stopping
-
     def close(self) -> None:
         """Stops listening. Requests must have ended before."""
         assert not self._dispatcher.num_in_flight
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._channel.close()
-
-    @property
-    def address(self) -> str:
-        """``host:port`` that nodes dial."""
-        return self._channel.address
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
@@ -223,7 +207,7 @@ class ControlPlane:
         if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            pool.registry.on_message(sender, self._clock.now(), message)
+            pool.registry.on_heartbeat(sender, message, self._clock.now())
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
         pool = self.pools.of(sender)
@@ -272,9 +256,10 @@ class ControlPlane:
     def lose(self, incarnation: str) -> None:
         """Removes a node that is gone or cannot be reached, and ends its requests."""
         pool = self.pools.of(incarnation)
-        node = pool.registry.remove(incarnation) if pool is not None else None
-        if pool is None or node is None:
+        if pool is None:
             return
+        node = pool.registry.workers[incarnation]
+        pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
         self._clear_state(pool, incarnation, node.name)
 
@@ -303,8 +288,7 @@ class ControlPlane:
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""
-        register, heartbeat = node.register, node.heartbeat
-        pool = self.pools[register.model]
+        register = node.register
         return {
             "name": node.name,
             "role": register.role,
@@ -313,8 +297,8 @@ class ControlPlane:
             "starts": node.starts,
             "is_leaving": node.is_leaving,
             "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
-            "load_tokens": pool.router.load(node.incarnation),
+            "load_tokens": self.pools[register.model].router.load(node.incarnation),
             "register": register,
-            "heartbeat": heartbeat,
+            "heartbeat": node.heartbeat,
             "pairs": node.pairs,
         }

@@ -21,10 +21,6 @@ MAX_QUEUED_REQUESTS = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPool:
-    """Attributes:
-    model: name of the served model.
-    """
-
     model: str
     registry: Registry
     router: Router
@@ -38,13 +34,8 @@ class WorkerPool:
 
 
 def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPool:
-    """The parts of one served model as configured.
-
-    Args:
-        num_token_ids: size of the gateway's tokenizer; nodes know at least as many ids.
-    """
+    """The parts of one served model as configured."""
     registry = Registry(
-        model=model,
         num_token_ids=num_token_ids,
         heartbeat_s=config.heartbeat_interval,
         lost_after_s=config.heartbeat_timeout,

@@ -15,7 +15,6 @@ from gateway.workers.router import can_pair
 
 #: Fields that must be equal on all nodes, and their names in error messages.
 AGREE = {
-    "model": "served model",
     "digest": "configuration digest",
     "weight_version": "weight version",
     "vocab_size": "vocabulary size",
@@ -86,7 +85,6 @@ class Registry:
     """The table of workers.
 
     Args:
-        model: name of the served model.
         num_token_ids: size of the gateway's tokenizer.
         heartbeat_s: interval at which nodes should send heartbeats.
         lost_after_s: a worker is lost after this time without a message.
@@ -94,17 +92,14 @@ class Registry:
 
     Attributes:
         workers: by incarnation, in order of arrival.
-        prefills, decodes: those that take new requests; kept up to date at each change, so that reading them for a
-            request costs nothing.
+        prefills, decodes: those that take new requests.
         limits: None while the workers cannot serve a request.
     """
 
     def __init__(
-        self, *, model: str, num_token_ids: int, heartbeat_s: float = 1.0, lost_after_s: float = 10.0,
-        needs_prefill: bool = True,
-    ) -> None:  # fmt: skip
+        self, *, num_token_ids: int, heartbeat_s: float = 1.0, lost_after_s: float = 10.0, needs_prefill: bool = True
+    ) -> None:
         self._needs_prefill = needs_prefill
-        self._model = model
         self._num_token_ids = num_token_ids
         self._heartbeat_s = heartbeat_s
         self._lost_after_s = lost_after_s
@@ -134,8 +129,6 @@ class Registry:
 
     def _refusal(self, incarnation: str, register: Register, others: list[Worker]) -> str:
         """Why the worker is refused, as a sentence; empty if it is accepted."""
-        if register.model != self._model:
-            return f"this gateway serves {self._model!r}, the node {register.name} has {register.model!r}"
         if register.vocab_size < self._num_token_ids:
             return (
                 f"the gateway's tokenizer has {self._num_token_ids} ids, the model of node {register.name} only"
@@ -156,22 +149,12 @@ class Registry:
         """The registered worker with this name."""
         return next((node for node in self.workers.values() if node.name == name), None)
 
-    def on_message(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
-        """Records a message of a worker; False if it is not registered."""
-        node = self.workers.get(incarnation)
-        if node is None:
-            return False
-        node.seen_at = now
-        if heartbeat is not None:
-            node.heartbeat = heartbeat
-        return True
+    def on_heartbeat(self, incarnation: str, heartbeat: Heartbeat, now: float) -> None:
+        node = self.workers[incarnation]
+        node.heartbeat, node.seen_at = heartbeat, now
 
     def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
-        """Records a worker's pairs, and which of them cannot carry pages.
-
-        Returns:
-            Whether a pair may work that did not before.
-        """
+        """Records a worker's pairs; returns whether a pair may work that did not before."""
         node = self.workers[incarnation]
         failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.failed_peers
         node.pairs = pairs
