@@ -102,8 +102,7 @@ class Client:
     """Sends the requests of a plan.
 
     Args:
-        ask: sends a request, or raises RequestError.
-        claims: resolves priorities.
+        submit: sends a request, or raises RequestError.
         classes: names of the priority classes; a request class of the plan with one of these names has that priority.
         context_length: longest prompt and output together; longer requests are refused.
         max_new_tokens: the same limit for every request; None for the planned length of each.
@@ -116,9 +115,9 @@ class Client:
         plan: Plan,
         script: PlannedTokens,
         events: EventQueue,
-        ask: Callable[[GenerateRequest], Answer],
+        submit: Callable[[GenerateRequest], Answer],
         *,
-        claims: PriorityResolver,
+        priorities: PriorityResolver,
         classes: Collection[str] = (),
         context_length: int,
         max_new_tokens: int | None = None,
@@ -128,8 +127,8 @@ class Client:
         self._plan = plan
         self._script = script
         self._events = events
-        self._ask = ask
-        self._claims = claims
+        self._submit = submit
+        self._priorities = priorities
         self._classes = classes
         self._context_length = context_length
         self._predictor = OutputLengthPredictor()
@@ -176,12 +175,12 @@ class Client:
         self._script.expect(planned)
         self._in_flight[rid] = (outcome, session, turn)
         try:
-            self._ask(self._asked(rid, planned))
+            self._submit(self._request(rid, planned))
         except RequestError as error:
             outcome.error = error.code.value
             self._over(rid)
 
-    def _asked(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
+    def _request(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
         """The request as the gateway parses it. Raises RequestError if its priority is not allowed."""
         is_known = self._max_new_tokens is None
         prompt = self._script.prompt(planned)
@@ -195,7 +194,7 @@ class Client:
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
         name = planned.class_name if planned.class_name in self._classes else None
         expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
-        ask = GenerateRequest(
+        request = GenerateRequest(
             rid,
             rid,
             prompt,
@@ -205,7 +204,7 @@ class Client:
             expected_output=min(expected, sampling.max_new_tokens),
             timeout_s=self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3,
         )
-        return self._claims.assign([ask], planned.priority, name)[0]
+        return self._priorities.assign([request], planned.priority, name)[0]
 
     def ended(self, answer: Answer) -> None:
         """Record an answer that has ended."""
@@ -215,8 +214,8 @@ class Client:
         outcome.cached_tokens = answer.cached_tokens
         outcome.timings = answer.timings
         if answer.finish:
-            ask = answer.request
-            self._predictor.learn(ask.tenant, ask.prompt, len(answer.ids), is_cut=answer.finish == "length")
+            request = answer.request
+            self._predictor.learn(request.tenant, request.prompt, len(answer.ids), is_cut=answer.finish == "length")
         self._over(answer.request.rid)
 
     def _over(self, rid: str) -> None:

@@ -16,7 +16,7 @@ class Cluster:
 
     Args:
         settings: of every node.
-        fleet: registry, router and admission of the gateway.
+        pool: registry, router and admission of the gateway.
         num_prefill, num_decode: number of nodes of each role.
         on_end: called with every answer that has ended.
     """
@@ -24,7 +24,7 @@ class Cluster:
     def __init__(
         self,
         settings: NodeSettings,
-        fleet: WorkerPool,
+        pool: WorkerPool,
         *,
         num_prefill: int = 1,
         num_decode: int = 1,
@@ -33,7 +33,7 @@ class Cluster:
         self.events = EventQueue()
         self._settings = settings
         self.network = Network(self.events, settings.costs)
-        self.gateway = Gateway(fleet, self.events, self._from_gateway, on_end=on_end)
+        self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
         self._message_s = settings.costs.message_s
         for _ in range(num_prefill):

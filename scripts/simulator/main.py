@@ -63,7 +63,7 @@ class Simulation:
         )
         self.cluster = Cluster(
             settings,
-            config.fleet(MODEL),
+            config.pool(MODEL),
             num_prefill=config.prefill,
             num_decode=config.decode,
             on_end=self._on_end,
@@ -72,8 +72,8 @@ class Simulation:
             plan,
             script,
             self.cluster.events,
-            self.cluster.gateway.ask,
-            claims=PriorityResolver(config, load_priority_function(config.priority_function)),
+            self.cluster.gateway.submit,
+            priorities=PriorityResolver(config, load_priority_function(config.priority_function)),
             classes=config.class_weights,
             context_length=config.context_length or CONTEXT_LENGTH,
             max_new_tokens=config.max_new_tokens,
