@@ -120,8 +120,7 @@ class Dispatcher:
     def dispatch(self, streams: Sequence[OutputStream]) -> None:
         """Takes the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
 
-        Raises:
-            RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
+        Raises RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
         """
         if self._is_shut:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")

@@ -62,8 +62,7 @@ class Quotas:
             count: its outputs.
             tokens: of its prompts and predicted outputs.
 
-        Raises:
-            RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
+        Raises RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
         """
         account = self._account(tenant, now)
         if account is None:

@@ -77,8 +77,7 @@ class ChatTemplate:
     def load(cls, folder: Path, file: Path | None = None) -> "ChatTemplate | None":
         """Loads ``file``, or ``chat_template.jinja`` or ``tokenizer_config.json`` of a folder; None without a template.
 
-        Raises:
-            ConfigError: it cannot be read, or does not parse.
+        Raises ConfigError: it cannot be read, or does not parse.
         """
         config = _tokenizer_config(folder)
         if file is not None:

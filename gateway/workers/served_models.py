@@ -38,8 +38,7 @@ def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str,
     Args:
         folders: where the tokenizer files of each model are.
 
-    Raises:
-        ConfigError: a file is missing or cannot be read.
+    Raises ConfigError: a file is missing or cannot be read.
     """
     models: dict[str, ServedModel] = {}
     for name, folder in folders.items():

@@ -95,8 +95,7 @@ def _write_results(config: LoadtestConfig, report: Report) -> bool:
 def check_outputs(config: LoadtestConfig) -> None:
     """Refuse before the run what would fail after it or have no effect.
 
-    Raises:
-        ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
+    Raises ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
     """
     check_needs(config, NEEDS)
     used = {Path(path).resolve(): flag for flag, path in _inputs(config)}  # no file that is read may be overwritten

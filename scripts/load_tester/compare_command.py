@@ -102,8 +102,7 @@ def _reasons(names: Sequence[str], pairs: Sequence[tuple[str, Figures, Figures]]
 def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures]]:
     """Pair the two runs, or the runs of two sweeps by rate.
 
-    Raises:
-        ConfigError: a run and a sweep, or sweeps without a common rate.
+    Raises ConfigError: a run and a sweep, or sweeps without a common rate.
     """
     if ("runs" in before) != ("runs" in after):
         raise ConfigError("--compare: one file is a sweep or a search and the other a single run: name two of a kind")

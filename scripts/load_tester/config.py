@@ -21,8 +21,7 @@ SECONDS = "Seconds, or with a unit: 200ms, 30s, 5m."
 def parse_seconds(text: str | None, flag: str) -> float | None:
     """Parse ``0.2``, ``200ms``, ``30s``, ``5m`` or ``1h`` to seconds; None for None.
 
-    Raises:
-        ConfigError: names the flag.
+    Raises ConfigError: names the flag.
     """
     if text is None:
         return None

@@ -255,11 +255,7 @@ def _tokenizer_file(path: str) -> Path:
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """Load a tokenizer from a file or from a model's folder.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
+    """Load a tokenizer from a file or from a model's folder. Raises ConfigError: there is no tokenizer."""
     import tokenizers
 
     try:

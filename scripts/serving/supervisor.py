@@ -63,8 +63,7 @@ class Supervisor:
     async def run(self) -> None:
         """Start all children and keep them running until cancelled.
 
-        Raises:
-            ChildFailed: a child cannot be kept running and the service has never been ready.
+        Raises ChildFailed: a child cannot be kept running and the service has never been ready.
         """
         async with asyncio.TaskGroup() as group:
             for child in self.children:

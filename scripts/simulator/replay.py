@@ -91,8 +91,7 @@ class Replayed:
 def replay(path: str) -> Replayed:
     """Replay a whole recording, or as far as the first difference.
 
-    Raises:
-        RecordingError: it cannot be read, or is not of this program.
+    Raises RecordingError: it cannot be read, or is not of this program.
     """
     news: list[frames.TransportResult] = []
     told: list[frames.AnyFrame] = []

@@ -38,8 +38,7 @@ def save_outputs(records: list[RequestRecord], path: str) -> None:
 def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
     """Read ``--expect-file``; empty without it.
 
-    Raises:
-        ConfigError: the file cannot be read, is empty, or has two different outputs for one request.
+    Raises ConfigError: the file cannot be read, is empty, or has two different outputs for one request.
     """
     path = config.expect_file
     if not path:

@@ -148,8 +148,7 @@ class ClientPool:
     async def start(self) -> None:
         """Start the processes, which import while the plan is made. ``close`` ends them, after a failure too.
 
-        Raises:
-            ClientFailed: the system cannot start that many.
+        Raises ClientFailed: the system cannot start that many.
         """
         await self._start(self._num_clients)
 
@@ -176,11 +175,7 @@ class ClientPool:
             handle.writer.send(msgspec.structs.replace(self._setup, slots=slots, reports_progress=reports))
 
     async def run(self, sessions: Iterable[Sequence[PlannedRequest]]) -> LoadResult:
-        """Send all sessions; return when everything has ended.
-
-        Raises:
-            ClientFailed: a process died.
-        """
+        """Send all sessions; return when everything has ended. Raises ClientFailed: a process died."""
         cpu_s = time.process_time()
         feeding = asyncio.create_task(self._feed(iter(sessions)))
         ending = asyncio.create_task(self._all_ended.wait())
@@ -343,8 +338,7 @@ class ClientPool:
 def resolve_host(host: str, port: int) -> str:
     """Resolve a host once, so that no request waits for it; IPv4 first, since servers often listen on it alone.
 
-    Raises:
-        OSError: the host has no address.
+    Raises OSError: the host has no address.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)

@@ -51,11 +51,7 @@ class Plan:
 
 
 def make_plan(config: LoadOptions) -> Plan:
-    """Make the plan of a configuration.
-
-    Raises:
-        ConfigError: the trace or the mix is invalid.
-    """
+    """Make the plan of a configuration. Raises ConfigError: the trace or the mix is invalid."""
     classes = request_classes_of(config)
     if config.trace:
         return _trace_plan(config, classes)

@@ -76,8 +76,7 @@ class Trace:
 def read_trace(path: str, unit: str = "auto") -> Trace:
     """Read a file of any known format.
 
-    Raises:
-        ConfigError: the file cannot be read, or has no known format; names line and field.
+    Raises ConfigError: the file cannot be read, or has no known format; names line and field.
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -268,8 +267,7 @@ class ReplayOptions:
 def replay_trace(trace: Trace, replay: ReplayOptions, rng: np.random.Generator) -> list[PlannedRequest]:
     """Make a plan of the trace, and describe the replay in ``trace.notes``.
 
-    Raises:
-        ConfigError: the window has no request, or the replay is too long.
+    Raises ConfigError: the window has no request, or the replay is too long.
     """
     low, high = replay.window
     rows = [row for row in trace.rows if not trace.has_times or low <= (row.at or 0.0) < high]
