@@ -47,7 +47,6 @@ class Gateway:
     """One gateway.
 
     Args:
-        config: resolved configuration.
         folders: where the tokenizer files of each model are, by name; the first is the default model.
         header_timeout_s, body_timeout_s: how slowly a client may send; idle connections live as long as the first.
     """

@@ -29,11 +29,7 @@ Made = TypeVar("Made")
 
 
 class OutputEvents:
-    """Collects the outputs of one HTTP request that have something new.
-
-    Args:
-        only_ends: report an output only once it has ended.
-    """
+    """Collects the outputs of one HTTP request that have something new."""
 
     def __init__(self, *, only_ends: bool) -> None:
         self._only_ends = only_ends

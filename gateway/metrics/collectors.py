@@ -46,13 +46,7 @@ class Gaps:
 
 
 class Metrics:
-    """All series.
-
-    Args:
-        pools: of the served models.
-        dropped: counts of dropped control messages by reason; read at each scrape.
-        starvation_bound_s: a request that waits longer has starved.
-    """
+    """All series."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 

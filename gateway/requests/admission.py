@@ -38,11 +38,7 @@ class Admission:
         return self.num_in_flight + count - max_running - self.max_queued
 
     def admit(self, count: int, *, max_running: int, now: float, in_flight: Iterable[OutputStream] = ()) -> None:
-        """Counts all of them in, or none. Raises RequestError: there are too many for now.
-
-        Args:
-            in_flight: the outputs in flight, for the estimate of ``retry_after``.
-        """
+        """Counts all of them in, or none. Raises RequestError: there are too many for now."""
         excess = self.excess(count, max_running)
         if excess > 0:
             limit = max_running + self.max_queued

@@ -57,7 +57,6 @@ class InFlightRequest:
     """Gateway state of one in-flight request.
 
     Attributes:
-        timer: fires at its deadline.
         siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
         queued: the request as the queue knows it; None if it never waited and its service is not accounted.
         pair, nodes: None and empty while it waits.
@@ -90,7 +89,6 @@ class Dispatcher:
     """Sends requests to nodes and follows each to its end.
 
     Args:
-        pools: the nodes, queue and bounds of each model.
         on_end: called once for every output taken, after it has left the table.
         first_attempt: attempts are numbered from here. A random start keeps attempts of one gateway apart from those
             of an earlier one, which nodes remember for a while.
@@ -310,12 +308,7 @@ class Dispatcher:
     # ---- changes ----------------------------------------------------------------------------------------------------
 
     def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
-        """Changes the priority or class of requests, in the queue and on the nodes. Returns how many outputs.
-
-        Args:
-            request_id, tenant: as in ``abort_matching``.
-            priority, priority_class: None keeps the present one.
-        """
+        """Changes the priority or class, unless None, in the queue and on the nodes. Returns how many outputs."""
         flights = self._matching(request_id, tenant)
         now = self._clock.now()
         for flight in flights:

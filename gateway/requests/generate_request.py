@@ -12,8 +12,6 @@ class GenerateRequest:
     Attributes:
         rid: unique among the requests in flight.
         request_id: id of the HTTP request; the same for all outputs of a batch.
-        prompt: token ids, at least one.
-        model: name of the served model.
         prompt_number: index of the prompt within the HTTP request; samples of one prompt share it.
         echo: text of the prompt to show before the output, or empty.
         logprob_start: index of the first prompt token to list with log-probabilities; that first token has none.

@@ -78,7 +78,6 @@ class InputProcessor:
 
     Args:
         models: the served models by name; the first is the default.
-        request_timeout_s: deadline of requests that set none.
     """
 
     def __init__(self, models: Mapping[str, ServedModel], *, request_timeout_s: float) -> None:

@@ -40,10 +40,9 @@ class OutputStream:
 
     Attributes:
         ids, logprobs: every output token so far.
-        prompt_logprobs: of the prompt, from ``judged_from`` on; set with the first token.
+        prompt_logprobs: of the prompt, from ``sampling.prompt_logprobs_from`` on; set with the first token.
         finish: "stop" or "length" after a normal end.
         matched: the token id or stop string that ended it.
-        error: the reason of a failure.
         is_local_prefill: the decode node computes the prompt too.
         started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
     """

@@ -17,7 +17,6 @@ class PriorityResolver:
     """Decides the priority and class of each request.
 
     Args:
-        options: of scheduling.
         function: a user's function, which has the last word on priorities.
     """
 

@@ -56,11 +56,7 @@ class Quotas:
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
-        """Counts a request in, or refuses it.
-
-        Args:
-            count: its outputs.
-            tokens: of its prompts and predicted outputs.
+        """Counts the outputs of a request and the tokens of its prompts and predicted outputs in, or refuses it.
 
         Raises RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
         """

@@ -62,7 +62,6 @@ class ChatTemplate:
     """A compiled template with the special tokens that it may use.
 
     Args:
-        source: Jinja text.
         special_tokens: by name, such as ``bos_token``, as text.
     """
 

@@ -125,9 +125,6 @@ class ControlPlane:
 
     Args:
         pools: the nodes of each model; registered and removed only here.
-
-    Attributes:
-        address: ``host:port`` that nodes dial.
     """
 
     def __init__(self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:

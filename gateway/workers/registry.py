@@ -38,8 +38,6 @@ class Worker:
         starts: number of this start among those of nodes with its name.
         failed_peers: incarnations of workers with which it cannot exchange pages at present.
         is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
-        capacity_tokens: tokens that its page pool holds.
-        max_running: requests that it runs at once.
     """
 
     incarnation: str
@@ -85,9 +83,6 @@ class Registry:
     """The table of workers.
 
     Args:
-        num_token_ids: size of the gateway's tokenizer.
-        heartbeat_s: interval at which nodes should send heartbeats.
-        lost_after_s: a worker is lost after this time without a message.
         needs_prefill: a request needs a prefill node; otherwise decode nodes compute prompts.
 
     Attributes:

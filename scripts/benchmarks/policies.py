@@ -50,7 +50,6 @@ class BusyNode:
 
     Args:
         options: of the order; the limit on ``lpm`` is lifted.
-        num_waiting: length of the queue.
     """
 
     def __init__(self, tree: Tree, options: SchedulingOptions, num_waiting: int) -> None:

@@ -106,7 +106,6 @@ class Client:
         classes: names of the priority classes; a request class of the plan with one of these names has that priority.
         context_length: longest prompt and output together; longer requests are refused.
         max_new_tokens: the same limit for every request; None for the planned length of each.
-        timeout_s: of requests without a deadline.
         concurrency: sessions in flight in a closed loop; 0 in an open loop.
     """
 

@@ -12,14 +12,7 @@ from scripts.simulator.node import Node, NodeSettings
 
 
 class Cluster:
-    """The nodes and the gateway of one simulated service, and the delivery of their messages.
-
-    Args:
-        settings: of every node.
-        pool: registry, router and admission of the gateway.
-        num_prefill, num_decode: number of nodes of each role.
-        on_end: called with every answer that has ended.
-    """
+    """The nodes and the gateway of one simulated service, and the delivery of their messages."""
 
     def __init__(
         self,

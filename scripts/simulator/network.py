@@ -47,11 +47,7 @@ class Network(Wire):
 
 
 class NetworkWriter(InProcessWriter):
-    """A writer whose pages arrive in virtual time.
-
-    Args:
-        wake: called whenever a write has finished.
-    """
+    """A writer whose pages arrive in virtual time."""
 
     def __init__(self, network: Network, store: PageStore, incarnation: str, wake: Callable[[], None]) -> None:
         super().__init__(network, store, incarnation)

@@ -69,8 +69,6 @@ class Node:
 
     Args:
         incarnation: also its name.
-        network: carries its pages.
-        bus: delivers its messages.
     """
 
     def __init__(

@@ -78,7 +78,6 @@ class Replayed:
 
     Attributes:
         num_plans: compared (those of steps; looks that gave no step are compared and not counted).
-        num_frames: replayed.
         difference: where the first one is and in what, as lines; empty if there is none.
     """
 

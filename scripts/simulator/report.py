@@ -47,7 +47,6 @@ class Objectives:
     """Service level objectives.
 
     Attributes:
-        slos: limits in seconds by ttft, itl, tpot, e2e.
         kinds: request classes, whose own limits take precedence.
         attainment: the share of requests that should meet their limits.
         starvation_s: a request that waits longer than this for its first token counts as starved.
@@ -105,7 +104,6 @@ def figures(
     """All results.
 
     Args:
-        goals: service level objectives.
         wall_s: real seconds that the simulation took.
         measured: first and last due time of the requests that count in latencies.
         is_whole: False if the run was stopped before its end.

@@ -59,8 +59,6 @@ class LoadResult:
 
     Attributes:
         start_at: instant 0 of the run on the monotonic clock.
-        dones: results of all requests, in the order in which they ended.
-        planned: every request handed out, in order.
         finished: final figures of each client process.
         feed_cpu_s: CPU seconds of this process for making bodies and collecting results.
     """
@@ -121,9 +119,7 @@ class ClientPool:
     """Client processes of one run.
 
     Args:
-        setup: sent to each process, with its share of the slots.
         content: makes the own headers, and the body, of a request.
-        on_progress: called with the state of every process, for the live view.
     """
 
     def __init__(

@@ -36,10 +36,7 @@ class Exchange:
 
     Attributes:
         request: the message that scheduled it; opaque here.
-        data: the whole request as bytes.
         stamps, sizes: when each piece of the response arrived, and its length in bytes.
-        parts: the received bytes.
-        error: kind of failure; empty so far.
     """
 
     __slots__ = (

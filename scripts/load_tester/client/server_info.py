@@ -31,8 +31,6 @@ class ServerInfo:
     """What a server reports about itself.
 
     Attributes:
-        model: None if it lists none.
-        vocab_size: None if unknown.
         kind: owner of the model as listed: baton, llamacpp, vllm, sglang.
         details: version, model and limits, for the report.
     """
@@ -57,9 +55,6 @@ class ServerInfo:
 
 def fetch_server_info(url: str, headers: Headers, *, verify_tls: bool = True) -> ServerInfo:
     """Ask the server.
-
-    Args:
-        headers: sent with each request, the key among them.
 
     Raises ConfigError: nothing answers, or the key is missing or wrong.
     """

@@ -21,7 +21,6 @@ class LengthDistribution:
     """A distribution of token counts, all at least 1.
 
     Attributes:
-        text: the option's value.
         draw: draws lengths from ``(rng, count)``.
     """
 

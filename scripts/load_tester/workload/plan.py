@@ -34,8 +34,6 @@ class Plan:
         num_sessions: None if endless.
         is_open: whether first turns have instants.
         seconds: length of the schedule, after which no session begins; None if unknown.
-        notes: sentences for the user.
-        classes: request classes by name.
         is_checked: whether arrivals follow ``--arrival``; those of a trace do not.
         num_requests: turns of all sessions; None if endless.
     """

@@ -38,14 +38,10 @@ class RequestBodies:
     """Makes bodies.
 
     Args:
-        seed: of the run.
         vocab: token ids are drawn from ``low <= id < high``.
-        endpoint: decides the format of the body.
         model: name of the model; None to leave it out.
         is_text: send words instead of token ids; always so for chat.
         tokenizer: trims words to the exact number of tokens; without it, one word stands for one token.
-        with_ids: ask for token ids in the response.
-        common: fields of every body.
         tenant_in_header: the tenant is named by header or key, and left out of the body.
     """
 

@@ -55,7 +55,6 @@ class Trace:
     """A trace.
 
     Attributes:
-        format: its name.
         unit: of its timestamps: s, ms, us; empty without timestamps.
         segment_tokens: prompt tokens that one of its hash ids stands for.
         rows: in order of time; ``at`` in seconds from the first.
@@ -249,7 +248,6 @@ class ReplayOptions:
         window: first and last second of the trace to replay.
         time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
         has_jitter: whether to spread requests of one tick over the tick.
-        max_requests: limit on the requests taken from the window.
         duration_s: length of the replay, after which no request is planned.
     """
 
