@@ -25,8 +25,6 @@ DECISIONS, MAX_DECISIONS = 100, 1_000
 
 
 class AdminRoutes:
-    """Handlers of the administrative endpoints."""
-
     def __init__(self, services: Services) -> None:
         self._services = services
         self._started_at = services.clock.now()

@@ -26,8 +26,6 @@ Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest, NativeRequest)
 
 
 class GenerateRoutes:
-    """Handlers of the generating endpoints."""
-
     def __init__(self, services: Services) -> None:
         self._services = services
         self._on_gap = {model.name: services.metrics.on_gap(model.name) for model in services.models}

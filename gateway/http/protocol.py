@@ -233,7 +233,7 @@ class AbortRequest(_Strict, kw_only=True):
 
 
 class PriorityChange(_Strict, kw_only=True):
-    """``POST /v1/requests/ID/priority``: at least one of the two."""
+    """``POST /v1/requests/ID/priority``."""
 
     priority: Priority | None = None
     priority_class: PriorityClass | None = None

@@ -33,7 +33,6 @@ ERROR_TYPES = {
 
 
 def sse_event(data: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + encode_json(data) + b"\n\n"
 
 
@@ -110,7 +109,6 @@ class _OpenAIFormatter:
         return sse_event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage(outputs)}) + DONE
 
     def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
-        """The whole answer."""
         choices = [self._choice(output) for output in outputs]
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage(outputs)}
 

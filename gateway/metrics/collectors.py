@@ -46,8 +46,6 @@ class Gaps:
 
 
 class Metrics:
-    """All series."""
-
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, pools: Sequence[WorkerPool], dropped: Totals[str], *, starvation_bound_s: float) -> None:
@@ -117,7 +115,6 @@ class Metrics:
         return self._gaps[model].add
 
     def disconnected(self, output: OutputStream) -> None:
-        """Counts an output whose client disconnected before its end."""
         self._disconnects.labels(output.request.model).inc()
 
     def ended(self, output: OutputStream) -> None:
@@ -148,7 +145,6 @@ class Metrics:
         yield family
 
     def text(self) -> bytes:
-        """All series in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -163,11 +159,11 @@ class _NodeCollector:
 
     def collect(self) -> Iterator[Metric]:
         nodes = [node for pool in self._pools for node in pool.registry.workers.values()]
+        counts = Totals((node.register.model, node.register.role) for node in nodes)
         roles = GaugeMetricFamily("baton_nodes", "Registered nodes by role.", labels=["model", "role"])
         for pool in self._pools:
             for role in ("prefill", "decode"):
-                count = sum(node.register.role == role for node in pool.registry.workers.values())
-                roles.add_metric([pool.model, role], count)
+                roles.add_metric([pool.model, role], counts[pool.model, role])
         yield roles
         pages = GaugeMetricFamily("baton_node_pages", "Pages of a node's pool.", labels=self.LABELS)
         for node in nodes:

@@ -30,8 +30,6 @@ SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.
 
 
 class NodeChannel(Protocol):
-    """The way to the nodes."""
-
     def send(self, message: Message, incarnation: str) -> bool:
         """Sends to one node; False if it cannot be reached."""
         ...
@@ -130,13 +128,20 @@ class Dispatcher:
         now = self._clock.now()
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
-        flights = [self._enter(stream, pool, siblings, now) for stream in streams]
+        flights: list[InFlightRequest] = []
+        for stream in streams:
+            left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
+            timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
+            flights.append(InFlightRequest(stream, pool, timer, siblings))
+            self._in_flight[stream.request.rid] = flights[-1]
         capacity = self._capacity(pool) if pool.queue.is_idle else 0
         turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
         for flight in flights[turn:capacity]:
             self._enqueue(flight)
         for flight in flights[capacity:]:
-            self._wait(flight, now)
+            rid, num_waiting = flight.stream.request.rid, len(pool.queue)
+            self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", num_waiting)
+            self._enqueue(flight)
         if turn < capacity:
             self.pump_soon()
         for flight in flights[:turn]:
@@ -162,14 +167,6 @@ class Dispatcher:
             self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
             raise
 
-    def _enter(
-        self, stream: OutputStream, pool: WorkerPool, siblings: dict[int, WorkerPair], now: float
-    ) -> InFlightRequest:
-        left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
-        timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
-        flight = self._in_flight[stream.request.rid] = InFlightRequest(stream, pool, timer, siblings)
-        return flight
-
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
         have sent no token yet."""
@@ -190,11 +187,6 @@ class Dispatcher:
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
         return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
-
-    def _wait(self, flight: InFlightRequest, now: float) -> None:
-        rid, queue = flight.stream.request.rid, flight.pool.queue
-        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(queue))
-        self._enqueue(flight)
 
     @staticmethod
     def _enqueue(flight: InFlightRequest) -> None:

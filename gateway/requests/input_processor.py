@@ -106,7 +106,6 @@ class InputProcessor:
         self, body: CompletionRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
-        _check_no_effect(body)
         context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
@@ -130,7 +129,6 @@ class InputProcessor:
         self, body: ChatCompletionRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample; the messages pass through the model's chat template."""
-        _check_no_effect(body)
         context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.max_completion_tokens is not None:
@@ -150,7 +148,6 @@ class InputProcessor:
         self, body: NativeRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
-        _check_no_effect(body)
         context = self._context(body, model, tenant, request_id)
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
@@ -187,6 +184,7 @@ class InputProcessor:
     def _context(
         self, body: OpenAIRequest | NativeRequest, model: ServedModel, tenant: str, request_id: str
     ) -> _Context:
+        _check_no_effect(body)
         limits = model.pool.registry.limits
         if limits is None:
             raise model.pool.no_route()

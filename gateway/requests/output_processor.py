@@ -79,7 +79,6 @@ class OutputStream:
 
     @property
     def text(self) -> str:
-        """The whole text released so far."""
         return "".join(self._text)
 
     def on_tokens(self, message: Tokens, now: float) -> None:

@@ -30,7 +30,6 @@ class _Account:
         self._counted_at = now
 
     def balance(self, now: float) -> float:
-        """Tokens left now; negative in debt."""
         grown = self._balance + self._capacity / 60.0 * (now - self._counted_at)
         self._balance, self._counted_at = min(grown, self._capacity), now
         return self._balance

@@ -42,7 +42,6 @@ class RequestQueue:
         return policy.choice if isinstance(policy, Adaptive) else policy.name
 
     def requests(self) -> list[Request]:
-        """All waiting requests in order of arrival."""
         return list(self._waiting.values())
 
     # ---- in and out -----------------------------------------------------------------------------------------------
@@ -95,7 +94,6 @@ class RequestQueue:
         self._stranded_at.setdefault(request.key, now)
 
     def retry_stranded(self) -> None:
-        """Lets stranded requests try again."""
         self._stranded.clear()
 
     def expired(self, now: float, *, is_routable: bool) -> list[Request]:

@@ -6,7 +6,7 @@ One bound socket for the nodes of all models, read from the event loop. Requests
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -41,14 +41,6 @@ RECEIVE_AT_ONCE = 1_000
 NAMESAKE_WAIT_S = 0.5
 
 
-class Listener(Protocol):
-    """Told of events on a ``MailboxChannel``; the event loop calls it, never the channel's caller."""
-
-    def on_readable(self) -> None: ...
-    def on_disconnect(self) -> None: ...
-    def lose(self, incarnation: str) -> None: ...
-
-
 class MailboxChannel:
     """The socket to all nodes, watched by the running event loop.
 
@@ -64,12 +56,12 @@ class MailboxChannel:
         self.address = f"{bind.removeprefix('tcp://').rpartition(':')[0]}:{mailbox.address.rpartition(':')[2]}"
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in mailbox.sockets]
-        self._listener: Listener | None = None
+        self._listener: ControlPlane | None = None
         self._is_look_due = False
         self.is_closed = False
 
-    def start(self, listener: Listener) -> None:
-        """Begins to listen."""
+    def start(self, listener: "ControlPlane") -> None:
+        """Begins to listen; the event loop calls the listener, never the caller of another method."""
         self._listener = listener
         messages, connections = self._fds
         self._loop.add_reader(messages, listener.on_readable)
@@ -87,13 +79,13 @@ class MailboxChannel:
         return self._mailbox.is_probing
 
     def send(self, message: Message, incarnation: str) -> bool:
-        """Sends to one node; False if it cannot be reached."""
         self.look_again_soon()
         return self._mailbox.send(message, target=incarnation)
 
     def drop_soon(self, incarnation: str) -> None:
         """Reports a node as unreachable once the current event is handled."""
-        self._loop.call_soon(self._report_unreachable, incarnation)
+        assert self._listener is not None, "a node has registered"
+        self._loop.call_soon(self._listener.lose, incarnation)
 
     def lost_peers(self, incarnations: list[str]) -> list[str]:
         """Those of the nodes whose connection has closed."""
@@ -114,10 +106,6 @@ class MailboxChannel:
         if not self._is_look_due and self._listener is not None:
             self._is_look_due = True
             self._loop.call_soon(self._listener.on_readable)
-
-    def _report_unreachable(self, incarnation: str) -> None:
-        if not self.is_closed and self._listener is not None:
-            self._listener.lose(incarnation)
 
 
 class ControlPlane:
@@ -150,7 +138,6 @@ class ControlPlane:
         }
 
     def start(self) -> None:
-        """Begins to listen."""
         self._channel.start(self)
         self._tick()
 
@@ -164,7 +151,6 @@ class ControlPlane:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     def on_readable(self) -> None:
-        """Handles the messages that have arrived."""
         for envelope in self._channel.receive():
             self._handle(envelope)
 

@@ -34,7 +34,6 @@ class WorkerPool:
 
 
 def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPool:
-    """The parts of one served model as configured."""
     registry = Registry(
         num_token_ids=num_token_ids,
         heartbeat_s=config.heartbeat_interval,
@@ -54,8 +53,6 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPo
 
 
 class WorkerPools:
-    """The pools of all served models."""
-
     def __init__(self, pools: Iterable[WorkerPool]) -> None:
         self._by_model = {pool.model: pool for pool in pools}
 
@@ -66,7 +63,6 @@ class WorkerPools:
         return self._by_model[model]
 
     def workers(self) -> list[Worker]:
-        """All registered workers."""
         return [node for pool in self for node in pool.registry.workers.values()]
 
     def of(self, incarnation: str) -> WorkerPool | None:

@@ -141,7 +141,6 @@ class Registry:
         return ""
 
     def named(self, name: str) -> Worker | None:
-        """The registered worker with this name."""
         return next((node for node in self.workers.values() if node.name == name), None)
 
     def on_heartbeat(self, incarnation: str, heartbeat: Heartbeat, now: float) -> None:

@@ -174,7 +174,6 @@ class Router:
             self._subtract(pair.prefill, pair.num_compute)
 
     def decode_done(self, pair: WorkerPair) -> None:
-        """The request has ended."""
         self._subtract(pair.decode, pair.num_hold)
         if pair.decode in self._num_requests:
             self._num_requests[pair.decode] -= 1
