@@ -103,11 +103,7 @@ class Metrics:
         self._answers.labels(path, str(status)).inc()
 
     def rejected(self, model: str, error: RequestError) -> None:
-        """Counts a request that was refused before it was sent to a node.
-
-        Args:
-            model: empty for a request that names no served model.
-        """
+        """Counts a request refused before it was sent to a node; the model is empty if it names no served one."""
         self._rejections.labels(model, str(error.code)).inc()
 
     def on_gap(self, model: str) -> Callable[[float, int], None]:

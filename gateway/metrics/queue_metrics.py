@@ -15,8 +15,6 @@ LABELS = ("model", "class")
 
 
 class QueueMetrics:
-    """Registers itself and its series with the registry."""
-
     def __init__(self, pools: Sequence[WorkerPool], registry: CollectorRegistry, *, starvation_bound_s: float) -> None:
         self._pools = pools
         self._bound_s = starvation_bound_s
