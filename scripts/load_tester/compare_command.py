@@ -139,7 +139,6 @@ def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["Titl
 
 
 def _draw(names: Sequence[str], charts: Sequence["TitledChart"], lines: list[str], out: dict[str, str | None]) -> None:
-    """Write the page and the charts that are asked for."""
     from scripts.load_tester.reporting.charts import write_svgs
     from scripts.load_tester.reporting.html_report import comparison_page
 

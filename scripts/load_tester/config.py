@@ -60,10 +60,7 @@ class LoadOptions:
     warmup: str = option("0", f"Requests intended before this are not measured. {SECONDS}")
     cooldown: str = option("0", f"Requests intended in the last part of the schedule are not measured. {SECONDS}")
     seed: int = option(
-        0,
-        "Seed of all random draws: same seed, same requests at the same instants.",
-        minimum=0,
-        maximum=MAX_SEED,
+        0, "Seed of all random draws: same seed, same requests at the same instants.", minimum=0, maximum=MAX_SEED
     )
 
     # Requests
@@ -276,7 +273,6 @@ class LoadtestConfig(LoadOptions, _Target):
 
     @property
     def body_fields(self) -> dict[str, Any]:
-        """Fields of ``--extra-body``."""
         try:
             fields = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError:

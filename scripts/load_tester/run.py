@@ -52,9 +52,7 @@ def run_load(
         salt: runs with one seed and different salts have the same schedule and lengths but other tokens, so that no
             run finds the prompts of another in the server's cache.
 
-    Raises:
-        ConfigError: the server does not answer, or the plan is impossible.
-        ClientFailed: a client process died.
+    Raises ConfigError: the server does not answer, or the plan is impossible; ClientFailed: a process died.
     """
     with _interruptible():
         return asyncio.run(_Run(config, on_progress, salt).run(server))

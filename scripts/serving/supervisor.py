@@ -109,7 +109,6 @@ class Supervisor:
             await asyncio.gather(*(child.process.wait() for child in self.children if child.process))
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to every running child."""
         for child in self.children:
             if child.process is not None and child.process.returncode is None:
                 child.process.send_signal(number)

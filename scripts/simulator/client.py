@@ -59,7 +59,6 @@ class PlannedTokens:
         return self._tokens((segment_key(ANSWER, index), self._lengths.get(index, 0)))
 
     def forget(self, index: int) -> None:
-        """Drop the answer to a request that has ended."""
         self._lengths.pop(index, None)
 
     def _tokens(self, segment: Segment) -> list[int]:
@@ -142,11 +141,9 @@ class Client:
 
     @property
     def is_done(self) -> bool:
-        """Whether all sessions have ended."""
         return self._num_expected == 0
 
     def start(self) -> None:
-        """Schedule the first arrivals."""
         for _ in range(self._concurrency or 1):
             self._next_session()
 
@@ -206,7 +203,6 @@ class Client:
         return self._priorities.assign([request], planned.priority, name)[0]
 
     def ended(self, answer: Answer) -> None:
-        """Record an answer that has ended."""
         outcome = self._in_flight[answer.request.rid][0]
         outcome.error = answer.error.code.value if answer.error else ""
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra

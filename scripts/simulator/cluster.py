@@ -35,7 +35,6 @@ class Cluster:
             self.start("decode")
 
     def start(self, role: Role) -> Node:
-        """Add a node and register it at the gateway."""
         incarnation = f"{role}-{len(self.nodes)}".ljust(16, ".")
         node = Node(role, incarnation, self._settings, events=self.events, network=self.network, bus=self)
         self.nodes[incarnation] = node

@@ -69,8 +69,6 @@ class _Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
-    """Options of ``simulate``."""
-
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
     def __post_init__(self) -> None:

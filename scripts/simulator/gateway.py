@@ -26,9 +26,6 @@ class NoText:
         return ""
 
 
-NO_TEXT = NoText()
-
-
 class Answer(OutputStream):
     """A production stream that records when tokens arrive.
 
@@ -38,7 +35,7 @@ class Answer(OutputStream):
     """
 
     def __init__(self, request: GenerateRequest, started_at: float) -> None:
-        OutputStream.__init__(self, request, 0, lambda: NO_TEXT, lambda stream: None, started_at)
+        OutputStream.__init__(self, request, 0, NoText, lambda stream: None, started_at)
         self.stamps_s: list[float] = []
         self.extra: dict[int, int] = {}
 
@@ -60,8 +57,6 @@ class Answer(OutputStream):
 
 
 class Gateway:
-    """The gateway of a simulated service."""
-
     def __init__(
         self, pool: WorkerPool, events: EventQueue, deliver: Callable[[str, Message], None],
         *, on_end: Callable[[Answer], None],

@@ -172,7 +172,6 @@ def _by(good: Sequence[Outcome], name_of: Any) -> dict[str, Figures]:
 
 
 def _role(nodes: Sequence[Node], now: float) -> Figures:
-    """Totals over all nodes of a role."""
     if not nodes:
         return {"count": 0}
     work: Counter[str] = Counter()
@@ -195,7 +194,6 @@ def _role(nodes: Sequence[Node], now: float) -> Figures:
 
 
 def table(found: Figures) -> list[str]:
-    """The lines of the summary."""
     requests, rates = found["requests"], found["throughput"]
     errors = ", ".join(f"{name} {count:,}" for name, count in requests["errors"].items())
     lines = [] if found["is_whole"] else ["stopped before the end; results so far:"]

@@ -26,7 +26,6 @@ class ExpectedOutput(msgspec.Struct):
 
 
 def save_outputs(records: list[RequestRecord], path: str) -> None:
-    """Write the outputs of all successful requests."""
     lines = [
         ExpectedOutput(record.prompt_digest, record.num_output_asked, record.text, record.ids)
         for record in records

@@ -96,7 +96,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between successive events with output."""
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]
 
 

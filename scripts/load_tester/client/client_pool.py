@@ -73,8 +73,6 @@ class LoadResult:
 
 
 class _ProcessHandle:
-    """One client process and the pipes to it."""
-
     def __init__(
         self, on_message: Callable[["_ProcessHandle", Any], None], on_end: Callable[["_ProcessHandle"], None]
     ) -> None:

@@ -57,7 +57,6 @@ class Exchange:
         self.is_retry = False
 
     def drop_first(self, count: int) -> None:
-        """Forget the first bytes, with their stamps."""
         self.parts = [b"".join(self.parts)[count:]]
         while self.sizes and self.sizes[0] <= count:
             count -= self.sizes.pop(0)
@@ -66,7 +65,6 @@ class Exchange:
             self.sizes[0] -= count
 
     def drop_last(self, count: int) -> None:
-        """Forget the last bytes, with their stamps."""
         whole = b"".join(self.parts)
         self.parts = [whole[: len(whole) - count]]
         while self.sizes and self.sizes[-1] <= count:
@@ -77,8 +75,6 @@ class Exchange:
 
 
 class ConnectionOwner(Protocol):
-    """Receives the events of a connection."""
-
     def on_response(self, connection: "Connection", exchange: Exchange) -> None:
         """A response is complete; the connection may be used again if ``is_reusable``."""
         ...

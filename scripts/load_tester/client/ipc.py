@@ -238,7 +238,6 @@ class MessageWriter(asyncio.BaseProtocol):
         await self._flowing.wait()
 
     async def room(self) -> None:
-        """Wait while the reader is behind."""
         if not self._flowing.is_set():
             await self._flowing.wait()
 

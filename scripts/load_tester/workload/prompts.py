@@ -27,8 +27,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that is used here."""
-
     def encode(self, text: str) -> Any: ...
     def decode(self, ids: list[int]) -> str: ...
 
@@ -66,7 +64,6 @@ class RequestBodies:
         self._integers = np.random.Generator(bits).integers
 
     def tokens(self, segment: Segment) -> list[int]:
-        """Token ids of a segment."""
         return self._drawn(segment, *self.vocab)
 
     def _drawn(self, segment: Segment, low: int, high: int) -> list[int]:
@@ -85,7 +82,6 @@ class RequestBodies:
         return self.tokenizer.decode(ids) + " "
 
     def body(self, planned: PlannedRequest) -> bytes:
-        """JSON body of a request."""
         fields = self._fields(planned)
         if planned.extra:
             fields.update(planned.extra)

@@ -172,11 +172,7 @@ def _hash_row(content: dict[str, Any], name: str) -> TraceRow:
 
 
 def _length(value: Any) -> int:
-    """Parse a number of tokens; 0 or less for none.
-
-    Raises:
-        ValueError, OverflowError: the value is not a number, or too large.
-    """
+    """Parse a number of tokens; 0 or less for none. Raises ValueError, OverflowError: no number, or too large."""
     length = int(float(value))
     if length > MAX_LENGTH:
         raise ValueError(f"{length:,} tokens are more than {MAX_LENGTH:,}")
