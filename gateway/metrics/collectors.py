@@ -61,7 +61,7 @@ class Metrics:
         in_flight = Gauge("baton_requests_in_flight", "Outputs in flight.", ["model"], registry=self._registry)
         self._prompt_tokens = self._counter("baton_prompt_tokens_total", "Prompt tokens of ended outputs.", "model")
         self._cached_tokens = self._counter(
-            "baton_cached_tokens_total", "Of those, the ones found in a node's cache.", "model"
+            "baton_cached_tokens_total", "Prompt tokens of ended outputs that a node's cache held.", "model"
         )
         self._output_tokens = self._counter("baton_output_tokens_total", "Output tokens.", "model")
         self._local_prefills = self._counter(

@@ -56,7 +56,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What every request made from one body shares."""
+    """The fields that all requests made from one body share."""
 
     model: ServedModel
     limits: ServingLimits

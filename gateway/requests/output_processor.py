@@ -19,7 +19,7 @@ from gateway.text.stop_strings import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an output has gained since the last ``take``; ``first`` is the index of its first token."""
+    """The part of an output that is new since the last ``take``; ``first`` is the index of its first token."""
 
     text: str
     first: int
@@ -105,7 +105,7 @@ class OutputStream:
             self.wake(self)
 
     def take(self) -> Delta | None:
-        """What is new since the last call, or None. An ended output gives its last delta once."""
+        """The part that is new since the last call, or None. An ended output gives its last delta once."""
         first, num_text = self._num_ids_taken, self._num_text_taken
         if first == len(self.ids) and num_text == len(self._text) and not self.is_ended:
             return None

@@ -88,7 +88,7 @@ class MailboxChannel:
         self._loop.call_soon(self._listener.lose, incarnation)
 
     def lost_peers(self, incarnations: list[str]) -> list[str]:
-        """Those of the nodes whose connection has closed."""
+        """The given nodes whose connection has closed."""
         return self._mailbox.lost_peers(incarnations)
 
     def receive(self) -> list[Envelope]:

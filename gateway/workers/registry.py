@@ -60,7 +60,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What the registered nodes can do for one request.
+    """The bounds that the registered nodes set for one request.
 
     Attributes:
         context_length: tokens of prompt and output together.
@@ -209,7 +209,7 @@ class Registry:
 
     @property
     def lacking(self) -> str:
-        """What is missing before a request can be served, in words."""
+        """The kind of node that is missing before a request can be served, in words."""
         if not self._needs_prefill:
             return "decode node"
         problem = next((pair.problem for node in self.workers.values() for pair in node.pairs if pair.problem), "")

@@ -243,7 +243,7 @@ def _last_token_s(records: Sequence[RequestRecord]) -> float:
 
 
 def _words_of(config: LoadtestConfig) -> str:
-    """What the words of prompts depend on beside the seed: a chat template, and a tokenizer that trims."""
+    """The words of prompts depend on this beside the seed: a chat template, and a tokenizer that trims."""
     trimmed = hashlib.sha256(_tokenizer_file(config.tokenizer).read_bytes()).hexdigest() if config.tokenizer else ""
     return f"{'chat' if config.endpoint == 'chat' else 'text'} {trimmed}"
 

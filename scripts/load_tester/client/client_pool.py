@@ -55,7 +55,7 @@ class ClientFailed(BatonError):
 
 @dataclass
 class LoadResult:
-    """What the client processes sent and received.
+    """The requests sent and the responses received.
 
     Attributes:
         start_at: instant 0 of the run on the monotonic clock.

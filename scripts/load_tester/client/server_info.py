@@ -28,7 +28,7 @@ FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server reports about itself.
+    """The facts that a server reports about itself.
 
     Attributes:
         kind: owner of the model as listed: baton, llamacpp, vllm, sglang.
